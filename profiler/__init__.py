@@ -1,0 +1,1 @@
+"""What do kernels and collectives really take on this machine?"""
