@@ -1,0 +1,154 @@
+"""What is it trained on?  Devices, the links inside a node or rack, and the network between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from autoplan.errors import InputError
+from autoplan.units import check_count, check_fraction, check_name, check_positive
+
+MAX_DEVICES = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator.  Rates are per second; `peak_flops_per_s` is dense and from the datasheet, per precision."""
+
+    name: str
+    vendor: Literal["nvidia", "amd", "cpu"]
+    generation: Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4", "cpu"]
+    memory_bytes: float  # nominal
+    visible_memory_bytes: float  # what a framework can allocate from on an idle device
+    memory_bandwidth_bytes_per_s: float
+    compute_units: int
+    tdp_w: float
+    host_link_bytes_per_s: float
+    gemm_efficiency: float  # sustained rate of large bf16 GEMMs as a share of the peak
+    memory_efficiency: float  # sustained share of the memory bandwidth for long streams
+    peak_flops_per_s: dict[Literal["bf16", "fp16", "fp8", "nvfp4", "tf32", "fp32"], float]
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        for name in (
+            "memory_bytes",
+            "visible_memory_bytes",
+            "memory_bandwidth_bytes_per_s",
+            "tdp_w",
+            "host_link_bytes_per_s",
+        ):
+            check_positive(name, getattr(self, name))
+        check_count("compute_units", self.compute_units, most=10**6)
+        check_fraction("gemm_efficiency", self.gemm_efficiency)
+        check_fraction("memory_efficiency", self.memory_efficiency)
+        for precision, rate in self.peak_flops_per_s.items():
+            check_positive(f"peak_flops_per_s.{precision}", rate)
+        if "bf16" not in self.peak_flops_per_s and "fp16" not in self.peak_flops_per_s:
+            raise InputError("peak_tflops must give bf16 or fp16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLevel:
+    """A scale-up fabric that joins `num_devices` at full rate: NVLink, xGMI, PCIe, shared memory."""
+
+    name: str
+    kind: Literal["nvlink", "xgmi", "pcie", "shared_memory"]
+    num_devices: int
+    bandwidth_bytes_per_s: float  # per device, one direction, nominal
+    latency_s: float  # per hop of a ring
+    is_mesh: bool = False  # a direct link to every other device: a group uses only those between its members
+    efficiency: float = 0.8  # plateau of the measured bus bandwidth over the nominal one
+    half_rate_bytes: float = 1.5 * 2**20  # one device's part of the buffer at which half of the plateau is reached
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        check_count("num_devices", self.num_devices, most=MAX_DEVICES)
+        for name in ("bandwidth_bytes_per_s", "latency_s", "half_rate_bytes"):
+            check_positive(name, getattr(self, name))
+        check_fraction("efficiency", self.efficiency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSpec:
+    """The scale-out network.  `nics_per_device` is 0.5 where four NICs serve eight devices."""
+
+    kind: Literal["infiniband", "roce", "efa", "slingshot", "ethernet"]
+    nic_bytes_per_s: float  # one direction
+    nics_per_device: float = 1.0
+    efficiency: float = 0.9
+    latency_s: float = 14e-6
+    half_rate_bytes: float = 1 * 2**20  # as above
+    oversubscription: float = 1.0  # above the leaf switches
+    nodes_per_leaf: int = 32
+    rail_optimised: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("nic_bytes_per_s", "nics_per_device", "latency_s", "half_rate_bytes"):
+            check_positive(name, getattr(self, name))
+        check_fraction("efficiency", self.efficiency)
+        check_count("nodes_per_leaf", self.nodes_per_leaf, most=MAX_DEVICES)
+        if not 1 <= self.oversubscription <= 1000:
+            raise InputError(f"oversubscription must be between 1 and 1000, got {self.oversubscription:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """The host of one node."""
+
+    memory_bytes: float = 1024 * 2**30
+    power_w: float = 2500.0
+
+    def __post_init__(self) -> None:
+        check_positive("memory_bytes", self.memory_bytes)
+        check_positive("power_w", self.power_w)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """`num_nodes` equal nodes of `devices_per_node` devices.  `levels` are innermost first."""
+
+    name: str
+    device: DeviceSpec
+    num_nodes: int = 1
+    devices_per_node: int
+    levels: tuple[LinkLevel, ...]
+    network: NetworkSpec
+    host: HostSpec = HostSpec()
+    price_per_device_hour: float | None = None
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        check_count("num_nodes", self.num_nodes, most=MAX_DEVICES)
+        check_count("devices_per_node", self.devices_per_node, most=1024)
+        check_count("num_nodes x devices_per_node", self.num_devices, most=MAX_DEVICES)
+        if not self.levels:
+            raise InputError("levels must name at least one link between the devices of a node")
+        sizes = [level.num_devices for level in self.levels]
+        if sizes != sorted(set(sizes)):
+            raise InputError(f"levels must grow from the innermost outwards, got num_devices {sizes}")
+        if sizes[-1] < self.devices_per_node:
+            raise InputError(
+                f"the outermost level joins {sizes[-1]} devices, a node has {self.devices_per_node}: "
+                "give the level that joins the whole node"
+            )
+        for inner, outer in pairwise(sizes):
+            if outer % inner:
+                raise InputError(f"a level of {outer} devices cannot hold whole ones of {inner}: make it a multiple")
+        node = self.devices_per_node
+        for level in self.levels:
+            size = level.num_devices
+            if size % node and node % size:
+                raise InputError(
+                    f"level {level.name!r} joins {size} devices, a node has {node}: "
+                    "it must divide the node or join whole nodes"
+                )
+        if self.price_per_device_hour is not None:
+            check_positive("price_per_device_hour", self.price_per_device_hour)
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of the cluster."""
+        return self.num_nodes * self.devices_per_node

@@ -1,0 +1,29 @@
+"""Which errors are the user's to mend?  Those of this family: one clear line and exit 1."""
+
+
+class AutoplanError(Exception):
+    """The rule that was broken, the values that broke it, and the way out, in one line."""
+
+
+class InputError(AutoplanError, ValueError):
+    """A file, a flag or a value that cannot be used.
+
+    It is a ValueError, so that msgspec adds the place in the file when a
+    dataclass refuses its values while it is being decoded.
+    """
+
+
+class OutOfRangeError(InputError):
+    """A quantity outside its range; it knows both, so that the reader of a file can name the key that was written."""
+
+    def __init__(self, name: str, value: float, rule: str) -> None:
+        super().__init__(f"{name} {rule}, got {value:g}")
+        self.name, self.value, self.rule = name, value, rule
+
+
+class NoPlanError(AutoplanError):
+    """No legal plan exists, or none fits in memory."""
+
+
+class UnpricedError(AutoplanError):
+    """The model of costs does not cover what was asked for."""

@@ -1,0 +1,242 @@
+"""How do files become values, strictly, and values become files, without leaving half of one behind?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from autoplan.errors import InputError, OutOfRangeError
+from autoplan.units import file_keys, file_units
+
+T = TypeVar("T")
+
+# Far above any configuration file that people write; a weight file given by mistake is not read into memory.
+MOST_BYTES = 8 * 2**20
+
+
+def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file of at most `most_bytes`."""
+    try:
+        size = path.stat().st_size
+        if size > most_bytes:
+            raise InputError(f"{path}: too large: {size:,} bytes, at most {most_bytes:,} are read")
+        with path.open("rb") as stream:  # a device or pipe reports size 0: bound the read as well
+            data = stream.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise InputError(f"{path}: too large: at most {most_bytes:,} bytes are read")
+        return data.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+
+
+def is_file(path: Path) -> bool:
+    """Whether `path` is a file; no for a name that the file system cannot hold."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise InputError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return table
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The table in a TOML or JSON file; a syntax error names the line and column."""
+    text = read_text(path)
+    try:
+        table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply") from None
+    except ValueError as error:  # an integer too long to convert
+        raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: must hold one table (object), not a {type(table).__name__}")
+    return table
+
+
+def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
+    """`table` as the dataclass `kind`; unknown keys, missing keys and wrong types are refused.
+
+    Keys may carry the human units of `units.FILE_UNITS`.  `where` names the file in messages.
+    """
+    written: dict[str, tuple[str, float]] = {}
+    try:
+        return msgspec.convert(_to_fields(kind, table, "$", written), kind, strict=True)
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: holds text that is not Unicode") from None
+    except OverflowError:
+        raise InputError(f"{where}: holds a number that is too large") from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply") from None
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).removesuffix("`").partition(" - at `")
+        if isinstance(error.__cause__, OutOfRangeError):
+            text = _as_written(error.__cause__, place or "$", written)
+        raise InputError(f"{where}: {text}" + (f" (at {place})" if place else "")) from None
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _as_written(error: OutOfRangeError, place: str, written: dict[str, tuple[str, float]]) -> str:
+    """What `error` says, under the key and in the unit that stand in the file."""
+    field, dot, part = error.name.partition(".")
+    key, factor = written.get(f"{place}.{field}", (field, 1.0))
+    return str(OutOfRangeError(f"{key}{dot}{part}", error.value / factor, error.rule))
+
+
+def _dataclass_inside(annotation: Any) -> tuple[type | None, bool]:
+    """(the dataclass held by an annotation such as X, X | None or tuple[X, ...], whether it is a sequence)."""
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return annotation, False
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            found = _dataclass_inside(part)
+            if found[0]:
+                return found
+    if origin is tuple:
+        return _dataclass_inside(typing.get_args(annotation)[0])[0], True
+    return None, False
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    if isinstance(value, dict):
+        return {key: _scaled(part, factor) for key, part in value.items()}
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value  # the decoder says what is wrong with it
+    return value * factor
+
+
+def _to_fields(kind: type, table: dict[str, Any], place: str, written: dict[str, tuple[str, float]]) -> dict[str, Any]:
+    """Keys in human units become SI fields; a key that no field answers to is refused.
+
+    `written` collects, by the place of a scaled field, its key in the file and the factor of that key's unit.
+    """
+    hints = typing.get_type_hints(kind)
+    fields: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key
+        if name not in hints:
+            for field in hints:
+                units = {field[: -len(inside)] + human: factor for human, inside, factor in file_units(field)}
+                if key in units:
+                    name, value = field, _scaled(value, units[key])
+                    written[f"{place}.{field}"] = (key, units[key])
+                    break
+            else:
+                known = ", ".join(sorted(file_keys(hint)[0] for hint in hints))
+                raise InputError(f"unknown key {key!r} at {place}; known: {known}")
+        if name in fields:
+            raise InputError(f"{key!r} at {place} is given twice, in two units")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{key} at {place} must be a finite number, got {value}")
+        inner, is_sequence = _dataclass_inside(hints[name])
+        if inner and isinstance(value, dict):
+            value = _to_fields(inner, value, f"{place}.{key}", written)
+        elif inner and is_sequence and isinstance(value, list):
+            value = [
+                _to_fields(inner, part, f"{place}.{key}[{at}]", written) if isinstance(part, dict) else part
+                for at, part in enumerate(value)
+            ]
+        fields[name] = value
+    return fields
+
+
+def schema(kind: type, *, human_units: bool) -> dict[str, Any]:
+    """JSON Schema of the file that `decode(kind, ...)` reads; with `human_units` keys may be those people write."""
+    result: dict[str, Any] = msgspec.json.schema(kind)
+    for definition in result.get("$defs", {}).values():
+        if "properties" not in definition:
+            continue
+        definition["additionalProperties"] = False
+        if human_units:
+            _offer_human_keys(definition)
+    return result
+
+
+def _unscaled(value: Any, factor: float) -> Any:
+    """A default in the unit of a key, without the noise of the division: 14 us, not 13.999999999999998."""
+    return value if value is None else float(f"{value / factor:.12g}")
+
+
+def _offer_human_keys(definition: dict[str, Any]) -> None:
+    """Every key in its human units and in SI; of a required quantity, one of them."""
+    properties: dict[str, Any] = {}
+    required, alternatives = [], []
+    for field, described in definition["properties"].items():
+        keys = file_keys(field)
+        for human, inside, factor in file_units(field):
+            scaled = {"default": _unscaled(described["default"], factor)} if "default" in described else {}
+            properties[field[: -len(inside)] + human] = {**described, **scaled}
+        properties[field] = described
+        if field in definition.get("required", []):
+            if len(keys) == 1:
+                required.append(field)
+            else:
+                alternatives.append({"oneOf": [{"required": [key]} for key in keys]})
+    definition["properties"], definition["required"] = properties, required
+    if alternatives:
+        definition["allOf"] = alternatives
+
+
+def check_target(path: Path, *, force: bool) -> None:
+    """Refuse to write over what exists, a link that leads nowhere included; whatever is no regular file, always."""
+    try:
+        exists = path.exists()
+        if exists and path.is_dir():
+            raise InputError(f"{path} is a folder: name a file")
+        if exists and not path.is_file():
+            raise InputError(f"{path} is a device, pipe or socket: name a regular file")
+        if (exists or path.is_symlink()) and not force:
+            raise InputError(f"{path} exists: choose another name or pass --force")
+        path.resolve()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    except RuntimeError:
+        raise InputError(f"{path}: cannot be written: its links form a loop") from None
+
+
+def write_text(path: Path, text: str, *, force: bool = False, executable: bool = False) -> None:
+    """Write a file whole or not at all; an existing one only with `force`, and the one that a link points to."""
+    check_target(path, force=force)
+    temporary: Path | None = None
+    try:
+        target = path.resolve()
+        handle, name = tempfile.mkstemp(prefix=".autoplan-", dir=target.parent)
+        temporary = Path(name)
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod((0o777 if executable else 0o666) & ~umask)
+        temporary.replace(target)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    except UnicodeEncodeError:
+        raise InputError(f"{path}: cannot be written: the text is not Unicode") from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""Which software runs the plan?  What a training framework overlaps, keeps and spends on the host, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from autoplan.errors import InputError
+from autoplan.units import check_count, check_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """Traits of one framework (and era) that decide what the same plan costs in it.
+
+    The defaults are those of Megatron-Core as its sources and `modelling` B, C6, D and E5 give them; communicator,
+    fragmentation, host and overlap figures are judged there, and a preset that was fitted to runs says so.
+
+    Bytes are per element unless a name says otherwise; shares lie between 0 (nothing) and 1 (all).
+    """
+
+    name: str
+    # -- memory -------------------------------------------------------------------------------------------------
+    bytes_per_weight: float = 2.0  # the copy of the weights that the matrix products read
+    bytes_per_grad: float = 4.0  # persistent gradient buffer
+    bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
+    bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
+    bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
+    bytes_per_logit: float = 8.0  # at the peak of head and loss: bf16 logits, fp32 copy, bf16 gradient (`modelling` B3)
+    bytes_per_head_hidden: float = 0.0  # beside the head, per token and hidden element, not divided by tp
+    keeps_logits: bool = False  # logits stay through the backward pass of the layers, not only of the head
+    shards_logits: bool = True  # vocabulary-parallel cross entropy
+    pads_vocab_to: int = 128  # multiple of this times tp
+    fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
+    fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
+    dropout: bool = False
+    dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
+    fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
+    communicator_bytes: float = 0.3 * 2**30  # NCCL buffers of one active group
+    reserved_factor: float = 1.05  # what the allocator reserves over what it hands out
+    # Inputs and outputs that a stage keeps, per live micro-batch, token slice and hidden element.
+    bytes_per_boundary_hidden: float = 0.0
+    # Which peak its log, or people who use it, report: handed out by the allocator, held by it, or taken on the device.
+    logs_memory: Literal["allocated", "reserved", "device"] = "allocated"
+    logs_first_rank: bool = False  # of rank 0 alone, not of the worst rank
+    fsdp_prefetch_units: int = 2  # gathered units alive at once under zero3
+    # What `recompute = "selective"` repeats: the attention core alone, or this share of all that a layer does (SAC).
+    selective_recompute_share: float = 0.0
+    # -- time ---------------------------------------------------------------------------------------------------
+    sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
+    tp_overlap_share: float = 0.0  # of the tensor-parallel collectives that hides under GEMMs
+    grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
+    sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
+    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
+    zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
+    zero3_regathers_in_pipeline: bool = False  # else stages of a pipeline gather and reduce once a step
+    fsdp_unhidden_share: float = 0.15  # of the shorter of computing and gathering that does not hide behind the longer
+    param_gather_overlap: bool = True  # under the next step's first forward pass
+    p2p_overlap: bool = True  # interleaved schedules send while they compute
+    scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
+    zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
+    flash_kernel: Literal["flash", "flash2", "triton"] = (
+        "flash"  # what it runs where a plan says flash; flash: the best
+    )
+    bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
+    kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
+    bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
+    host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
+    host_s_per_block_backward: float = 250e-6
+    dispatches_once: bool = False  # a token goes to another node once, however many experts it visits there
+    host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
+    host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
+    # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.
+    cross_node_s_per_member: float = 0.0
+    # Launch floor of a block, forward and backward together, per tensor-parallel rank, in pipelines that cross nodes.
+    cross_node_pipeline_host_s_per_tp: float = 0.0
+    # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
+    sharded_wire_factor: float = 1.0
+    least_microbatches_per_stage: int = 0  # refuses plans with fewer micro-batches than this times (pp - 1)
+    step_overhead_s: float = 0.01  # data, logging, the norm's barrier
+    # -- rules --------------------------------------------------------------------------------------------------
+    rules: Literal["megatron-lm", "unknown"] = "megatron-lm"  # which plans it admits
+    splits_by_cost: bool = False  # stages get even shares of the matrix products, the head among them
+    # -- where the run tables name it ---------------------------------------------------------------------------
+    aliases: tuple[str, ...] = ()  # beginnings of the names used in tables of measured runs, with "@year" if it matters
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
+        check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
+        check_count("least_microbatches_per_stage", self.least_microbatches_per_stage, least=0, most=1000)
+        for name in (
+            "bytes_per_weight",
+            "bytes_per_grad",
+            "bytes_per_optimizer_state",
+            "bytes_per_logit",
+            "kernel_bytes_factor",
+        ):
+            check_positive(name, getattr(self, name))
+        for name in (
+            "bytes_per_bf16_grad_accumulator",
+            "bytes_per_fp16_unscaled_grad",
+            "bytes_per_boundary_hidden",
+            "bytes_per_head_hidden",
+            "fixed_bytes",
+            "communicator_bytes",
+            "host_s_per_block_forward",
+            "host_s_per_block_backward",
+            "host_s_per_collective",
+            "step_overhead_s",
+            "bytes_per_reduced_grad",
+            "bytes_moved_per_update",
+            "host_factor_moe",
+            "cross_node_s_per_member",
+            "cross_node_pipeline_host_s_per_tp",
+            "sharded_wire_factor",
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{name} must be finite and not negative, got {value:g}")
+        for name in ("tp_overlap_share", "fsdp_unhidden_share", "selective_recompute_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
+        if self.reserved_factor < 1:
+            raise InputError(f"reserved_factor must be at least 1, got {self.reserved_factor:g}")

@@ -1,0 +1,275 @@
+"""What varies?  One parallel configuration, and many of them as a struct of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.errors import InputError, UnpricedError
+from autoplan.training import Precision
+from autoplan.units import check_count
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+Sharding = Literal["none", "zero1", "zero2", "zero3"]
+Recompute = Literal["none", "selective", "full"]
+ContextParallelKind = Literal["ring", "all_to_all"]
+Offload = Literal["none", "optimizer", "activations"]
+
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+SHARDINGS: tuple[str, ...] = get_args(Sharding)
+RECOMPUTES: tuple[str, ...] = get_args(Recompute)
+CP_KINDS: tuple[str, ...] = get_args(ContextParallelKind)
+OFFLOADS: tuple[str, ...] = get_args(Offload)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order in which a plan is told
+DEFAULT_RANK_ORDER = "tp-cp-ep-dp-pp"  # fastest-varying axis first (Megatron-Core parallel_state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """One configuration.  Degrees are counts of ranks; `micro_batch` and `global_batch` are counts of sequences.
+
+    The ranks are tp x cp x pp x dp_replicate x dp_shard; expert parallelism re-uses those of one pipeline stage.
+    States are sharded over `dp_shard` (times cp) according to `sharding`.  `layers_per_chunk` gives the layers of
+    each of the pp x vp chunks in model order (chunk i sits on rank i mod pp); None spreads them evenly.
+    """
+
+    global_batch: int
+    micro_batch: int = 1
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    cp_kind: ContextParallelKind = "ring"
+    pp: int = 1
+    vp: int = 1
+    schedule: Schedule = "1f1b"
+    layers_per_chunk: tuple[int, ...] | None = None
+    ep: int = 1
+    etp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    sharding: Sharding = "zero1"
+    recompute: Recompute = "none"
+    recompute_num_layers: int | None = None  # None: every layer of the kind that `recompute` names
+    precision: Precision = "bf16"
+    offload: Offload = "none"
+    tp_overlap: bool = False
+    grad_reduce_overlap: bool = True
+    param_gather_overlap: bool = True
+    ep_overlap: bool = False
+    rank_order: str = DEFAULT_RANK_ORDER
+    placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard"):
+            check_count(name, getattr(self, name), most=10**6)
+        for name in ("micro_batch", "global_batch"):
+            check_count(name, getattr(self, name))
+        if self.layers_per_chunk is not None:
+            if len(self.layers_per_chunk) != self.pp * self.vp:
+                raise InputError(
+                    f"layers_per_chunk has {len(self.layers_per_chunk)} entries, pp x vp is {self.pp * self.vp}"
+                )
+            for layers in self.layers_per_chunk:
+                check_count("layers_per_chunk", layers, least=0)
+        if self.vp > 1 and self.schedule == "1f1b":
+            raise InputError(f"vp = {self.vp} needs schedule = 'interleaved'")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks that the plan needs."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one data-parallel replica in a step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    def describe(self) -> str:
+        """The plan in a few words: 'tp 4 pp 2 dp 16, micro-batch 1, interleave 5, zero1'."""
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
+        words = [" ".join(degrees) or "one device", f"micro-batch {self.micro_batch}"]
+        if self.cp > 1:
+            words.append({"ring": "ring attention", "all_to_all": "all-to-all attention"}[self.cp_kind])
+        if self.tp > 1 and not self.sp:
+            words.append("no sequence parallelism")
+        if self.tp_overlap:
+            words.append("overlapped tensor-parallel traffic")
+        if self.vp > 1:
+            words.append(f"interleave {self.vp}")
+        if self.layers_per_chunk and len(set(self.layers_per_chunk)) > 1:
+            ranks = {sum(self.layers_per_chunk[rank :: self.pp]) for rank in range(self.pp)}
+            words.append("uneven stages" if len(ranks) > 1 else "uneven chunks")
+        if self.dp * self.cp > 1:
+            over = f" over {self.dp_shard * self.cp}" if self.dp_replicate > 1 and self.sharding != "none" else ""
+            words.append(f"{self.sharding.replace('none', 'unsharded')}{over}")
+        if self.recompute != "none":
+            words.append(f"{self.recompute} recompute")
+        if self.offload != "none":
+            words.append(f"{self.offload} on the host")
+        return ", ".join(words)
+
+
+def check_priced(plan: ParallelPlan) -> None:
+    """Refuse a value that the cost model does not cover yet; nothing is accepted and ignored."""
+    if plan.schedule in ("zb-h1", "zb-v", "dualpipe-v"):
+        raise UnpricedError(f"schedule {plan.schedule!r} is not priced yet: use gpipe, 1f1b or interleaved")
+    if plan.schedule == "gpipe" and plan.vp > 1:
+        raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
+    if plan.recompute_num_layers is not None:
+        raise UnpricedError("recompute_num_layers is not priced yet: use recompute none, selective or full")
+    if plan.offload == "activations":
+        raise UnpricedError("offload 'activations' is not priced yet: use none or optimizer")
+    if plan.ep_overlap:
+        raise UnpricedError("ep_overlap is not priced yet: leave it out")
+    if plan.placement is not None:
+        raise UnpricedError("placement is not priced yet: leave it out")
+    if plan.rank_order != DEFAULT_RANK_ORDER:
+        raise UnpricedError(f"rank_order {plan.rank_order!r} is not priced yet: use {DEFAULT_RANK_ORDER!r}")
+
+
+# How each field of a plan is held in a batch: a count, a flag, or the index of a word.
+_WORDS: dict[str, tuple[str, ...]] = {
+    "cp_kind": CP_KINDS,
+    "schedule": SCHEDULES,
+    "sharding": SHARDINGS,
+    "recompute": RECOMPUTES,
+    "precision": PRECISIONS,
+    "offload": OFFLOADS,
+}
+_FLAGS = ("sp", "tp_overlap", "grad_reduce_overlap", "param_gather_overlap")
+_COUNTS = ("global_batch", "micro_batch", "tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBatch:
+    """Many priced plans: one array element a plan.  Words are held as indices into the tuples above.
+
+    `layout` indexes `layouts`: the layers of every chunk in model order, always spelled out.
+    """
+
+    global_batch: Ints
+    micro_batch: Ints
+    tp: Ints
+    cp: Ints
+    pp: Ints
+    vp: Ints
+    ep: Ints
+    etp: Ints
+    dp_replicate: Ints
+    dp_shard: Ints
+    sp: Bools
+    tp_overlap: Bools
+    grad_reduce_overlap: Bools
+    param_gather_overlap: Bools
+    cp_kind: Ints
+    schedule: Ints
+    sharding: Ints
+    recompute: Ints
+    precision: Ints
+    offload: Ints
+    layout: Ints
+    layouts: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def dp(self) -> Ints:
+        """Data-parallel degree of every plan."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_devices(self) -> Ints:
+        """Ranks that every plan needs."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def num_microbatches(self) -> Ints:
+        """Micro-batches of one replica in a step; rules make the division exact."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    @classmethod
+    def of(cls, plans: Sequence[ParallelPlan], num_layers: int) -> PlanBatch:
+        """The batch of `plans` for a model of `num_layers`; unpriced values are refused."""
+        layouts: dict[tuple[int, ...], int] = {}
+        index = []
+        for plan in plans:
+            check_priced(plan)
+            index.append(layouts.setdefault(chunk_layers(plan, num_layers), len(layouts)))
+        arrays: dict[str, NDArray[np.int64] | NDArray[np.bool_]] = {
+            name: np.array([getattr(plan, name) for plan in plans], dtype=np.int64) for name in _COUNTS
+        }
+        arrays |= {name: np.array([getattr(plan, name) for plan in plans], dtype=np.bool_) for name in _FLAGS}
+        arrays |= {
+            name: np.array([words.index(getattr(plan, name)) for plan in plans], dtype=np.int64)
+            for name, words in _WORDS.items()
+        }
+        return cls(**arrays, layout=np.array(index, dtype=np.int64), layouts=tuple(layouts))  # type: ignore[arg-type]
+
+    def take(self, which: Ints | Bools) -> PlanBatch:
+        """The plans at the given indices, or where the mask is true."""
+        arrays = {field.name: getattr(self, field.name)[which] for field in fields(self) if field.name != "layouts"}
+        return replace(self, **arrays)
+
+    def plan(self, at: int) -> ParallelPlan:
+        """The plan at an index, as one object."""
+        values: dict[str, object] = {name: int(getattr(self, name)[at]) for name in _COUNTS}
+        values |= {name: bool(getattr(self, name)[at]) for name in _FLAGS}
+        values |= {name: words[getattr(self, name)[at]] for name, words in _WORDS.items()}
+        layers = self.layouts[self.layout[at]]
+        uneven = len(set(layers)) > 1
+        return ParallelPlan(**values, layers_per_chunk=layers if uneven else None)  # type: ignore[arg-type]
+
+    def with_precision(self, precision: Precision) -> PlanBatch:
+        """The same plans in another precision."""
+        return replace(self, precision=np.full(len(self), PRECISIONS.index(precision), dtype=np.int64))
+
+    @staticmethod
+    def concatenate(batches: Iterable[PlanBatch]) -> PlanBatch:
+        """One batch of all the plans, in order."""
+        parts = list(batches)
+        layouts: dict[tuple[int, ...], int] = {}
+        moved = []
+        for part in parts:
+            table = np.array([layouts.setdefault(layout, len(layouts)) for layout in part.layouts], dtype=np.int64)
+            moved.append(table[part.layout])
+        arrays = {
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(PlanBatch)
+            if field.name not in ("layouts", "layout")
+        }
+        return PlanBatch(**arrays, layout=np.concatenate(moved), layouts=tuple(layouts))
+
+
+def even_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk when they are spread as evenly as possible, the remainder on the middle chunks.
+
+    The first and last chunk also hold embedding and head, so that they are the last to get one layer more, the last
+    chunk after the first.
+    """
+    base, rest = divmod(num_layers, num_chunks)
+    first = (num_chunks - rest) // 2
+    return tuple(base + (first <= chunk < first + rest) for chunk in range(num_chunks))
+
+
+def chunk_layers(plan: ParallelPlan, num_layers: int) -> tuple[int, ...]:
+    """Layers of every chunk of `plan`, in model order; refused where they do not add up to the model's."""
+    if plan.layers_per_chunk is None:
+        return even_chunks(num_layers, plan.pp * plan.vp)
+    if sum(plan.layers_per_chunk) != num_layers:
+        raise InputError(f"layers_per_chunk add up to {sum(plan.layers_per_chunk)}, the model has {num_layers} layers")
+    return plan.layers_per_chunk

@@ -1,0 +1,56 @@
+"""What is constant while plans vary: model, training, cluster, framework and calibration, checked together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import get_args
+
+from autoplan.cluster import ClusterSpec, DeviceSpec
+from autoplan.errors import InputError
+from autoplan.framework import Framework
+from autoplan.model import ModelSpec
+from autoplan.timing import Calibration
+from autoplan.topology import Topology, compile_topology
+from autoplan.training import Precision, TrainingSpec
+
+MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
+
+
+def precisions_of(device: DeviceSpec) -> tuple[Precision, ...]:
+    """The precisions in which `device` multiplies matrices: those with a rate, MXFP8 where fp8 has scales of blocks."""
+    rates: set[str] = set(device.peak_flops_per_s)
+    if "fp8" in rates and device.generation in MICROSCALING:
+        rates.add("mxfp8")
+    words: tuple[Precision, ...] = get_args(Precision)
+    return tuple(precision for precision in words if precision in rates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The constant half of an estimate."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    framework: Framework
+    calibration: Calibration = field(default_factory=Calibration)
+    reserve_bytes: float = 0.0  # device memory that the user keeps free
+    topology: Topology = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", compile_topology(self.cluster))
+        model, seq_len = self.model, self.training.seq_len
+        if model.position_embedding == "learned" and seq_len > model.max_positions:
+            raise InputError(
+                f"seq_len {seq_len} exceeds the {model.max_positions} learned positions of {model.name}: shorten it"
+            )
+        device, precision = self.cluster.device, self.training.precision
+        if precision not in (usable := precisions_of(device)):
+            raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
+        if not 0 <= self.reserve_bytes < self.cluster.device.visible_memory_bytes:
+            raise InputError("reserved memory must be at least 0 and less than the device's visible memory")
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of a device that a plan may use."""
+        return self.cluster.device.visible_memory_bytes - self.reserve_bytes

@@ -1,0 +1,181 @@
+"""What comes out: the cost of plans, and what a search found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cluster import ClusterSpec, DeviceSpec
+from autoplan.errors import InputError
+from autoplan.framework import Framework
+from autoplan.model import ModelSpec
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.timing import Calibration
+from autoplan.training import Precision, TrainingSpec
+from autoplan.units import check_not_negative, check_positive
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Verdict = Literal["fits", "risky", "oom"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+RISKY_ABOVE, OOM_ABOVE = 0.05, 0.50  # probabilities of running out of memory
+RISKY_Z, OOM_Z = -1.6448536269514722, 0.0  # the same as quantiles of the normal distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostEstimate:
+    """Predicted cost of every plan of a batch; arrays have one element per plan.
+
+    `terms_s` add up to `step_s` exactly.  `memory_bytes` is what the allocator reserves on the worst pipeline stage,
+    context and communication buffers included; `memory_terms_bytes` describe that stage before fragmentation.
+    """
+
+    batch: PlanBatch
+    step_s: Floats
+    low_s: Floats
+    high_s: Floats
+    terms_s: dict[str, Floats]
+    memory_bytes: Floats
+    logged_memory_bytes: Floats  # the peak that the framework's own log would show
+    memory_terms_bytes: dict[str, Floats]
+    worst_stage: Ints
+    capacity_bytes: float
+    oom_z: Floats  # distance to the capacity in standard deviations of log memory
+
+    def __len__(self) -> int:
+        return len(self.step_s)
+
+    @property
+    def verdict(self) -> Ints:
+        """Index into VERDICTS: fits below 5 % probability of running out of memory, oom above 50 %."""
+        return (self.oom_z > RISKY_Z).astype(np.int64) + (self.oom_z > OOM_Z)
+
+    def oom_probability(self, at: int) -> float:
+        """Probability that the plan at an index runs out of memory."""
+        return 0.5 * (1.0 + math.erf(float(self.oom_z[at]) / math.sqrt(2.0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """One pipeline rank: its layers, its time per micro-batch and its memory, by term."""
+
+    stage: int
+    layers: int
+    forward_s: float
+    backward_s: float
+    terms_s: dict[str, float]
+    memory_bytes: float
+    memory_terms_bytes: dict[str, float]
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "memory_bytes"):
+            check_not_negative(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What the search did: every legal plan within the limits was priced, so that the best of them is known."""
+
+    cells: int  # with at least one legal plan
+    plans: int
+    fitting: int
+    risky: int
+    best_step_s: float | None
+    proven: bool
+    limits: tuple[str, ...]  # what the space left out, in words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedPlan:
+    """A plan and the figures by which it is ranked."""
+
+    plan: ParallelPlan
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    memory_bytes: float
+    memory_headroom_bytes: float
+    oom_probability: float
+    verdict: Verdict
+    terms_s: dict[str, float]
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "low_s", "high_s", "tokens_per_s_per_device", "mfu", "memory_bytes"):
+            check_positive(name, getattr(self, name))
+        if not self.low_s <= self.step_s <= self.high_s:
+            raise InputError(
+                f"step_s {self.step_s:g} must lie in its interval from low_s {self.low_s:g} to high_s {self.high_s:g}"
+            )
+        if not 0 <= self.oom_probability <= 1:
+            raise InputError(f"oom_probability must lie in [0, 1], got {self.oom_probability:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Plans, best first, and the certificate; `closest` is the least too large plan where none fits.
+
+    `ranked` holds the best of all plans, many of which differ in details only; `rivals` the best of every cell, plans
+    with other degrees.  Both begin with the winner.
+    """
+
+    ranked: tuple[RankedPlan, ...]
+    rivals: tuple[RankedPlan, ...]
+    closest: RankedPlan | None
+    certificate: Certificate
+
+
+def datasheet_peak(device: DeviceSpec, precision: Precision) -> tuple[str, float]:
+    """(name, operations per second) of the datasheet figure that an MFU in `precision` refers to.
+
+    MXFP8 runs at the rate of fp8; a precision that the device lacks is counted against its 16-bit rate.
+    """
+    peak = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
+    for name in ("fp8" if precision == "mxfp8" else precision, "bf16"):
+        if name in peak:
+            return name, peak[name]
+    return "fp16", peak["fp16"]
+
+
+PLAN_FILE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """The content of `plan.json`: what was asked, the plan, what it costs and why, and what else would do."""
+
+    schema_version: int
+    versions: dict[str, str]  # autoplan and the libraries that the numbers rest on
+    command: str
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    framework: Framework
+    calibration: Calibration
+    reserve_bytes: float
+    best: RankedPlan
+    stages: tuple[StageCost, ...]
+    alternatives: tuple[RankedPlan, ...]  # of other degrees, best first
+    certificate: Certificate | None  # None where one plan was priced, not searched
+
+    def __post_init__(self) -> None:
+        if self.schema_version != PLAN_FILE_VERSION:
+            raise InputError(
+                f"schema_version is {self.schema_version}, this autoplan reads {PLAN_FILE_VERSION}: "
+                "make the file again with this version"
+            )
+        for name, one in (
+            ("best", self.best),
+            *((f"alternatives[{at}]", one) for at, one in enumerate(self.alternatives)),
+        ):
+            if one.plan.precision != self.training.precision:
+                raise InputError(
+                    f"{name}.plan.precision is {one.plan.precision}, training.precision {self.training.precision}: "
+                    "make them the same"
+                )

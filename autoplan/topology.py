@@ -1,0 +1,102 @@
+"""Which links does a group of ranks cross, and at what rate?  The cluster compiled to nested levels.
+
+Ranks fill nodes in order, so the members of a group are an arithmetic sequence: `size` ranks, `stride` apart.  A
+level joins domains of `num_devices` devices: a pair of dies, a node, a rack, the nodes under one leaf switch, all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cluster import ClusterSpec
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One kind of link; the rate is per device, one direction, sustained."""
+
+    name: str
+    num_devices: int
+    bytes_per_s: float
+    latency_s: float
+    half_rate_bytes: float
+    is_mesh: bool = False  # the rate is that of all direct links together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Levels from the innermost outwards; the last one joins all devices."""
+
+    levels: tuple[Level, ...]
+
+    def members(self, stride: Ints, size: Ints) -> Ints:
+        """How many members of each group share one domain of each level: shape (levels, groups).
+
+        A group whose span does not divide the domain straddles two domains for some of its siblings; the step waits
+        for those, so they decide.
+        """
+        result = np.empty((len(self.levels), len(size)), dtype=np.int64)
+        for at, level in enumerate(self.levels[:-1]):
+            inside = np.clip(level.num_devices // stride, 1, size)
+            span = stride * size
+            straddles = (inside >= size) & (level.num_devices % span != 0) & (span > 1)
+            result[at] = np.where(straddles, np.maximum((size + 1) // 2, 1), inside)
+            if at:
+                result[at] = np.maximum(result[at], result[at - 1])
+        result[-1] = size
+        return result
+
+
+def _used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
+    """Devices of one domain that a job of `total` devices uses: racks wider than a node are filled evenly.
+
+    256 devices in racks of 72 are 4 x 64, not 3 x 72 + 40: schedulers place jobs in equal segments so that no group
+    straddles two racks.
+    """
+    if num_devices <= devices_per_node or num_devices >= total:
+        return min(num_devices, total)
+    least, nodes = -(-total // num_devices), total // devices_per_node
+    even = (domains for domains in range(least, 2 * least + 1) if nodes % domains == 0)
+    domains = next(even, 0)
+    return total // domains if domains else num_devices
+
+
+def compile_topology(cluster: ClusterSpec) -> Topology:
+    """The levels of `cluster` that its devices need, with sustained rates."""
+    total = cluster.num_devices
+    levels = []
+    for link in cluster.levels:
+        levels.append(
+            Level(
+                name=link.name,
+                num_devices=_used_of_domain(link.num_devices, cluster.devices_per_node, total),
+                bytes_per_s=link.bandwidth_bytes_per_s * link.efficiency,
+                latency_s=link.latency_s,
+                half_rate_bytes=link.half_rate_bytes,
+                is_mesh=link.is_mesh,
+            )
+        )
+        if levels[-1].num_devices >= total:
+            return Topology(levels=tuple(levels))
+    network = cluster.network
+    rate = network.nic_bytes_per_s * network.nics_per_device * network.efficiency
+    leaf_devices = network.nodes_per_leaf * cluster.devices_per_node
+    spans: list[tuple[str, int, float]] = [(network.kind, total, 1.0)]
+    if network.oversubscription > 1 and leaf_devices < total:
+        spans = [(f"{network.kind} leaf", leaf_devices, 1.0), (network.kind, total, network.oversubscription)]
+    for name, num_devices, oversubscription in spans:
+        levels.append(
+            Level(
+                name=name,
+                num_devices=num_devices,
+                bytes_per_s=rate / oversubscription,
+                latency_s=network.latency_s,
+                half_rate_bytes=network.half_rate_bytes,
+            )
+        )
+    return Topology(levels=tuple(levels))

@@ -1,0 +1,87 @@
+"""How are quantities written: in SI inside, in human units in the keys of files and on screen?"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from autoplan.errors import InputError, OutOfRangeError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+# A key of a file may carry a human unit; inside there is one SI unit per quantity.  Bandwidth is decimal, one
+# direction; memory is binary.  (ending of the key in a file, ending of the field inside, factor)
+FILE_UNITS: tuple[tuple[str, str, float], ...] = (
+    ("_gb_per_s", "_bytes_per_s", 1e9),
+    ("_gib", "_bytes", float(GIB)),
+    ("_mib", "_bytes", float(MIB)),
+    ("_tflops", "_flops_per_s", 1e12),
+    ("_us", "_s", 1e-6),
+    ("_ms", "_s", 1e-3),
+)
+
+
+def file_keys(field: str) -> tuple[str, ...]:
+    """The keys under which a file may hold `field`: `memory_bytes` as `memory_gib`, `memory_mib` or in SI."""
+    return (*(field[: -len(inside)] + human for human, inside, _ in file_units(field)), field)
+
+
+@lru_cache(maxsize=1024)
+def file_units(field: str) -> tuple[tuple[str, str, float], ...]:
+    """The rows of `FILE_UNITS` that apply to a field: the ending of a rate is not that of a time."""
+    rows = [row for row in FILE_UNITS if field.endswith(row[1])]
+    longest = max((len(inside) for _, inside, _ in rows), default=0)
+    return tuple(row for row in rows if len(row[1]) == longest)
+
+
+def check_count(name: str, value: int, *, least: int = 1, most: int = 10**9) -> None:
+    """Refuse a count outside [least, most]."""
+    if not least <= value <= most:
+        raise InputError(f"{name} must be between {least} and {most}, got {value}")
+
+
+def check_positive(name: str, value: float, *, most: float = 1e30) -> None:
+    """Refuse a quantity that is zero, negative, not a number or absurdly large."""
+    if not (math.isfinite(value) and 0 < value <= most):
+        raise OutOfRangeError(name, value, "must be a positive finite number")
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse a share outside (0, 1]."""
+    if not (math.isfinite(value) and 0 < value <= 1):
+        raise OutOfRangeError(name, value, "must be above 0 and at most 1")
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Refuse a quantity that is negative, not a number or infinite."""
+    if not (math.isfinite(value) and value >= 0):
+        raise OutOfRangeError(name, value, "must be finite and not negative")
+
+
+def check_name(name: str, value: str) -> None:
+    """Refuse a name that is empty or that a terminal or a script cannot show on one line."""
+    if not value.strip() or not value.isprintable():
+        raise InputError(f"{name} must be printable text and not empty, got {value[:40]!r}")
+
+
+def format_bytes(value: float) -> str:
+    """`value` bytes in GiB: '71.3 GiB'."""
+    return f"{value / GIB:,.1f} GiB"
+
+
+def format_seconds(value: float) -> str:
+    """`value` seconds with three or four figures in a readable unit: '7.31 s', '412 ms'."""
+    if not math.isfinite(value):
+        return "-"
+    if value >= 100:
+        return f"{value:,.1f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.1f} ms"
+    return f"{value * 1e6:.1f} us"
+
+
+def format_percent(fraction: float) -> str:
+    """`fraction` in percent with one decimal."""
+    return f"{100 * fraction:.1f} %"

@@ -1,0 +1,281 @@
+"""Do plans survive the way into a batch and back, and are layers spread as the plan says?"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError, UnpricedError
+from autoplan.plan import (
+    CP_KINDS,
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTES,
+    SCHEDULES,
+    SHARDINGS,
+    ParallelPlan,
+    PlanBatch,
+    check_priced,
+    chunk_layers,
+    even_chunks,
+)
+
+LAYERS = 24
+degree = st.sampled_from([1, 2, 3, 4, 6, 8, 35])
+
+
+@st.composite
+def layouts(draw: st.DrawFn, chunks: int) -> tuple[int, ...] | None:
+    """Layers of every chunk that add up to LAYERS, or none."""
+    if draw(st.booleans()):
+        return None
+    cuts = sorted(draw(st.lists(st.integers(0, LAYERS), min_size=chunks - 1, max_size=chunks - 1)))
+    return tuple(np.diff([0, *cuts, LAYERS]).tolist())
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ParallelPlan:
+    """Any plan that is priced, its degrees not tied to a cluster."""
+    pp, vp = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 1, 2, 3]))
+    schedule = "interleaved" if vp > 1 else draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    dp_replicate, dp_shard, micro_batch = draw(degree), draw(degree), draw(st.integers(1, 4))
+    return ParallelPlan(
+        global_batch=micro_batch * dp_replicate * dp_shard * draw(st.integers(1, 9)),
+        micro_batch=micro_batch,
+        tp=draw(degree),
+        sp=draw(st.booleans()),
+        cp=draw(degree),
+        cp_kind=draw(st.sampled_from(CP_KINDS)),  # type: ignore[arg-type]
+        pp=pp,
+        vp=vp,
+        schedule=schedule,  # type: ignore[arg-type]
+        layers_per_chunk=draw(layouts(pp * vp)),
+        ep=draw(degree),
+        etp=draw(degree),
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        sharding=draw(st.sampled_from(SHARDINGS)),  # type: ignore[arg-type]
+        recompute=draw(st.sampled_from(RECOMPUTES)),  # type: ignore[arg-type]
+        precision=draw(st.sampled_from(PRECISIONS)),  # type: ignore[arg-type]
+        offload=draw(st.sampled_from(["none", "optimizer"])),  # type: ignore[arg-type]
+        tp_overlap=draw(st.booleans()),
+        grad_reduce_overlap=draw(st.booleans()),
+        param_gather_overlap=draw(st.booleans()),
+    )
+
+
+def spelled_out(plan: ParallelPlan) -> ParallelPlan:
+    """`plan` as a batch gives it back: even layers are left to the default, all others are named."""
+    layers = chunk_layers(plan, LAYERS)
+    return dataclasses.replace(plan, layers_per_chunk=layers if len(set(layers)) > 1 else None)
+
+
+def assert_same(one: PlanBatch, other: PlanBatch) -> None:
+    for field in dataclasses.fields(PlanBatch):
+        if field.name not in ("layout", "layouts"):
+            np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), err_msg=field.name)
+    assert [one.layouts[at] for at in one.layout] == [other.layouts[at] for at in other.layout]
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(plans(), min_size=1, max_size=5))
+def test_plans_come_back_from_a_batch(several: list[ParallelPlan]) -> None:
+    batch = PlanBatch.of(several, LAYERS)
+    assert len(batch) == len(several)
+    assert [batch.plan(at) for at in range(len(batch))] == [spelled_out(plan) for plan in several]
+
+
+@given(st.lists(plans(), min_size=1, max_size=5))
+def test_a_batch_of_plans_taken_from_a_batch_is_the_same_batch(several: list[ParallelPlan]) -> None:
+    batch = PlanBatch.of(several, LAYERS)
+    assert_same(PlanBatch.of([batch.plan(at) for at in range(len(batch))], LAYERS), batch)
+
+
+@given(st.lists(plans(), min_size=1, max_size=5))
+def test_derived_sizes_of_a_batch_equal_those_of_its_plans(several: list[ParallelPlan]) -> None:
+    batch = PlanBatch.of(several, LAYERS)
+    for name in ("dp", "num_devices", "num_microbatches"):
+        assert getattr(batch, name).tolist() == [getattr(plan, name) for plan in several]
+
+
+@given(st.lists(plans(), min_size=1, max_size=6), st.data())
+def test_taking_by_index_or_by_mask_gives_those_plans(several: list[ParallelPlan], data: st.DataObject) -> None:
+    batch = PlanBatch.of(several, LAYERS)
+    which = data.draw(st.lists(st.integers(0, len(several) - 1), max_size=6))
+    taken = batch.take(np.array(which, dtype=np.int64))
+    assert [taken.plan(at) for at in range(len(taken))] == [batch.plan(at) for at in which]
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(several), max_size=len(several))))
+    kept = batch.take(mask)
+    assert [kept.plan(at) for at in range(len(kept))] == [batch.plan(int(at)) for at in np.flatnonzero(mask)]
+
+
+@given(st.lists(st.lists(plans(), max_size=4), min_size=1, max_size=4))
+def test_concatenated_batches_hold_all_plans_in_order(parts: list[list[ParallelPlan]]) -> None:
+    batches = [PlanBatch.of(part, LAYERS) for part in parts]
+    assert_same(PlanBatch.concatenate(batches), PlanBatch.of([plan for part in parts for plan in part], LAYERS))
+
+
+@given(st.lists(plans(), min_size=2, max_size=6), st.data())
+def test_a_batch_cut_in_two_and_joined_is_the_same_batch(several: list[ParallelPlan], data: st.DataObject) -> None:
+    batch = PlanBatch.of(several, LAYERS)
+    cut = data.draw(st.integers(0, len(several)))
+    at = np.arange(len(several))
+    assert_same(PlanBatch.concatenate([batch.take(at < cut), batch.take(at >= cut)]), batch)
+
+
+def test_an_empty_batch_has_no_plans() -> None:
+    batch = PlanBatch.of([], LAYERS)
+    assert len(batch) == 0
+    assert len(PlanBatch.concatenate([batch, batch])) == 0
+
+
+@given(plans())
+def test_another_precision_changes_nothing_else(plan: ParallelPlan) -> None:
+    batch = PlanBatch.of([plan], LAYERS).with_precision("fp8")
+    assert batch.plan(0) == spelled_out(dataclasses.replace(plan, precision="fp8"))
+
+
+def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_default() -> None:
+    unpriced = {
+        "recompute_num_layers": 2,
+        "ep_overlap": True,
+        "rank_order": "tp-dp-pp",
+        "placement": ("node1", "node0"),
+    }
+    held = {field.name for field in dataclasses.fields(PlanBatch)} | {"layers_per_chunk"}
+    assert {field.name for field in dataclasses.fields(ParallelPlan)} - held == set(unpriced)
+    for name, value in unpriced.items():
+        with pytest.raises(UnpricedError, match=name):
+            PlanBatch.of([ParallelPlan(global_batch=8, **{name: value})], LAYERS)  # type: ignore[arg-type]
+
+
+# -- what is not priced -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "zb-h1", "pp": 2},
+        {"schedule": "zb-v", "pp": 2, "vp": 2},
+        {"schedule": "dualpipe-v", "pp": 2, "vp": 2},
+        {"schedule": "gpipe", "pp": 2, "vp": 2},
+        {"recompute": "full", "recompute_num_layers": 4},
+        {"offload": "activations"},
+        {"ep_overlap": True},
+        {"rank_order": "tp-dp-pp"},
+        {"placement": ("node1", "node0")},
+    ],
+)
+def test_an_unpriced_value_is_refused_with_the_way_out(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnpricedError, match="not priced yet: "):
+        check_priced(ParallelPlan(global_batch=8, **changes))
+
+
+@settings(max_examples=30)
+@given(plans())
+def test_a_priced_plan_is_accepted(plan: ParallelPlan) -> None:
+    check_priced(plan)
+
+
+# -- single plans -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard", "micro_batch"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_degree_below_one_is_refused(axis: str, value: int) -> None:
+    with pytest.raises(InputError, match=axis):
+        ParallelPlan(**{"global_batch": 8, axis: value})
+
+
+def test_interleaving_needs_the_interleaved_schedule() -> None:
+    with pytest.raises(InputError, match="interleaved"):
+        ParallelPlan(global_batch=8, pp=2, vp=2)
+
+
+def test_microbatches_are_the_sequences_of_one_replica_in_micro_batches() -> None:
+    plan = ParallelPlan(global_batch=96, micro_batch=2, tp=2, pp=2, dp_replicate=2, dp_shard=3)
+    assert (plan.dp, plan.num_devices, plan.num_microbatches) == (6, 24, 8)
+
+
+def test_words_of_a_plan_are_ordered_so_that_later_shardings_shard_more() -> None:
+    assert SHARDINGS == ("none", "zero1", "zero2", "zero3")
+    assert SCHEDULES[:3] == ("gpipe", "1f1b", "interleaved")
+    assert OFFLOADS[0] == RECOMPUTES[0] == "none"
+
+
+@given(plans())
+def test_a_plan_is_described_in_one_line(plan: ParallelPlan) -> None:
+    text = plan.describe()
+    assert "\n" not in text
+    assert f"micro-batch {plan.micro_batch}" in text
+
+
+def test_a_description_names_the_axes_that_are_used() -> None:
+    plan = ParallelPlan(global_batch=64, tp=4, sp=True, pp=2, dp_shard=16, vp=5, schedule="interleaved")
+    assert plan.describe() == "tp 4 pp 2 dp 16, micro-batch 1, interleave 5, zero1"
+    plain = ParallelPlan(global_batch=8, tp=2, tp_overlap=True)
+    assert plain.describe().endswith("no sequence parallelism, overlapped tensor-parallel traffic")
+    for kind, words in (("ring", "ring attention"), ("all_to_all", "all-to-all attention")):
+        assert words in ParallelPlan(global_batch=8, cp=2, cp_kind=kind).describe()  # type: ignore[arg-type]
+    assert ParallelPlan(global_batch=1).describe() == "one device, micro-batch 1"
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [((1, 2, 2, 2), "uneven stages"), ((1, 2, 2, 1), "uneven chunks"), ((2, 2, 2, 2), None)],
+)
+def test_a_description_tells_uneven_ranks_from_uneven_chunks(layers: tuple[int, ...], says: str | None) -> None:
+    plan = ParallelPlan(global_batch=8, pp=2, vp=len(layers) // 2, schedule="interleaved", layers_per_chunk=layers)
+    assert [word for word in plan.describe().split(", ") if "uneven" in word] == ([says] if says else [])
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 400), st.integers(1, 64))
+def test_even_chunks_hold_every_layer_and_differ_by_one_at_most(layers: int, chunks: int) -> None:
+    spread = even_chunks(layers, chunks)
+    assert len(spread) == chunks
+    assert sum(spread) == layers
+    assert max(spread) - min(spread) <= 1
+
+
+@given(st.integers(1, 400), st.integers(3, 64))
+def test_the_ends_are_the_last_to_take_one_layer_more(layers: int, chunks: int) -> None:
+    spread = even_chunks(layers, chunks)
+    if layers % chunks <= chunks - 2:
+        assert spread[0] == spread[-1] == layers // chunks
+
+
+def test_layers_that_divide_are_spread_evenly() -> None:
+    assert even_chunks(32, 8) == (4,) * 8
+    assert even_chunks(61, 4) == (15, 16, 15, 15) or even_chunks(61, 4) == (15, 15, 16, 15)
+
+
+def test_a_layout_is_kept_as_given() -> None:
+    plan = ParallelPlan(global_batch=8, pp=3, layers_per_chunk=(7, 9, 8))
+    assert chunk_layers(plan, LAYERS) == (7, 9, 8)
+
+
+def test_a_layout_that_does_not_add_up_is_refused_with_both_numbers() -> None:
+    plan = ParallelPlan(global_batch=8, pp=2, layers_per_chunk=(7, 9))
+    with pytest.raises(InputError, match=r"16.*24"):
+        chunk_layers(plan, LAYERS)
+
+
+def test_a_layout_needs_one_entry_a_chunk() -> None:
+    with pytest.raises(InputError, match="3 entries, pp x vp is 4"):
+        ParallelPlan(global_batch=8, pp=2, vp=2, schedule="interleaved", layers_per_chunk=(8, 8, 8))
+
+
+def test_a_chunk_may_be_empty_but_not_negative() -> None:
+    assert chunk_layers(ParallelPlan(global_batch=8, pp=2, layers_per_chunk=(24, 0)), LAYERS) == (24, 0)
+    with pytest.raises(InputError, match="layers_per_chunk"):
+        ParallelPlan(global_batch=8, pp=2, layers_per_chunk=(25, -1))
