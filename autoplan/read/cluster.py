@@ -1,0 +1,113 @@
+"""Which cluster is meant?  A preset with a size, such as `h100-sxm:16x8`, or a `cluster.toml` of one's own."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import replace
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autoplan.cluster import ClusterSpec, LinkLevel
+from autoplan.errors import InputError
+from autoplan.files import decode, is_file, read_table, schema
+
+_SIZED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
+
+
+@lru_cache(maxsize=2)
+def _presets(kind: str) -> dict[str, Path]:
+    folder = resources.files("autoplan.presets") / kind
+    return {Path(str(entry)).stem: Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".toml")}
+
+
+def preset_clusters() -> tuple[str, ...]:
+    """Ids of the shipped clusters."""
+    return tuple(sorted(_presets("clusters")))
+
+
+def preset_devices() -> tuple[str, ...]:
+    """Ids of the shipped devices."""
+    return tuple(sorted(_presets("devices")))
+
+
+def _closest(word: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.4)
+    return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}"
+
+
+def load_cluster(text: str) -> ClusterSpec:
+    """The cluster that `text` names: NAME, NAME:NODESxDEVICES, or the path of a TOML file."""
+    path = Path(text)
+    if path.suffix == ".toml" or is_file(path):
+        return _from_table(read_table(path), str(path))
+    match = _SIZED.fullmatch(text)
+    if not match:
+        raise InputError(f"cluster {text!r} is neither NAME:NODESxDEVICES, such as h100-sxm:16x8, nor a TOML file")
+    presets = _presets("clusters")
+    name = match["name"]
+    if name not in presets:
+        raise InputError(f"unknown cluster {name!r}: {_closest(name, tuple(sorted(presets)))}")
+    cluster = _preset(name)
+    if match["nodes"] is None:
+        return cluster
+    nodes, devices = int(match["nodes"]), int(match["devices"])
+    if nodes < 1 or devices < 1:
+        raise InputError(f"cluster {text!r}: nodes and devices per node must be at least 1, got {nodes} and {devices}")
+    levels = _resized(cluster, devices)
+    try:
+        return replace(cluster, num_nodes=nodes, devices_per_node=devices, levels=levels)
+    except InputError as error:
+        raise InputError(f"cluster {text!r}: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def _preset(name: str) -> ClusterSpec:
+    return _from_table(read_table(_presets("clusters")[name]), f"cluster {name}")
+
+
+def _of_node(level: LinkLevel, devices: int) -> LinkLevel:
+    """The link that joins a node, for a node of another size; a mesh loses the links to the devices that are gone."""
+    share = min(max(devices - 1, 1) / max(level.num_devices - 1, 1), 1.0) if level.is_mesh else 1.0
+    return replace(level, num_devices=devices, bandwidth_bytes_per_s=share * level.bandwidth_bytes_per_s)
+
+
+def _resized(cluster: ClusterSpec, devices: int) -> tuple[LinkLevel, ...]:
+    """The levels of `cluster` for nodes of another size.
+
+    The link that joins its node joins the node of this size, or where that shrinks to an inner domain the inner link
+    does; an inner link whose domain does not divide the node is left out; a rack-wide one joins as many whole nodes as
+    its rack holds.
+    """
+    size = cluster.devices_per_node
+    usable = []
+    for one in cluster.levels:
+        if one.num_devices > size:
+            whole = one.num_devices // devices * devices or one.num_devices
+            usable.append(replace(one, num_devices=whole))
+        elif one.num_devices == size:
+            usable.append(_of_node(one, devices))
+        elif devices % one.num_devices == 0:
+            usable.append(one)
+    return tuple({one.num_devices: one for one in reversed(usable)}.values())[::-1]
+
+
+def cluster_schema() -> dict[str, Any]:
+    """JSON Schema of a cluster file: its device is a table or the id of a shipped one."""
+    described = schema(ClusterSpec, human_units=True)
+    properties = described["$defs"]["ClusterSpec"]["properties"]
+    properties["device"] = {"anyOf": [{"enum": list(preset_devices())}, properties["device"]]}
+    return described
+
+
+def _from_table(table: dict[str, Any], where: str) -> ClusterSpec:
+    """Decode a cluster whose `device` is the id of a shipped device or a table of its own."""
+    device = table.get("device")
+    if isinstance(device, str):
+        presets = _presets("devices")
+        if device not in presets:
+            raise InputError(f"{where}: unknown device {device!r}: {_closest(device, tuple(sorted(presets)))}")
+        table = {**table, "device": read_table(presets[device])}
+    return decode(ClusterSpec, table, where)

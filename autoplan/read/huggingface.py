@@ -1,0 +1,239 @@
+"""Which model does a Hugging Face config.json describe?  What each key means is data: presets/huggingface.toml."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import InputError
+from autoplan.files import decode, read_table
+from autoplan.model import Experts, LatentAttention, Mamba, ModelSpec
+
+MOST = 10**9  # of any count in a config.json
+_PARTS: dict[str, type] = {"": ModelSpec, "mla": LatentAttention, "moe": Experts, "mamba": Mamba}
+_SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only where the layer pattern has the symbol
+_ABSENT: Any = object()
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    return read_table(Path(str(resources.files("autoplan.presets") / "huggingface.toml")))
+
+
+def model_types() -> tuple[str, ...]:
+    """Every model_type that can be read."""
+    data = _data()
+    return tuple(sorted({*data["types"], *data["same_keys"], *data["wrappers"]}))
+
+
+def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
+    """The model that the config.json `table` describes; `name` is its name, and stands before every message."""
+    try:
+        config, kind = _text_model(table)
+        same = _data()["same_keys"].get(kind, kind)
+        found = _Config(config=config, kind=kind, rules=_data()["types"][same]).spec_fields()
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+    return decode(ModelSpec, {"name": name, **found, "sources": [f"Hugging Face config.json, {kind}"]}, name)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[str, Any], str]:
+    """The table of the text model and its model_type; whatever is not a causal language model is refused."""
+    data, kind = _data(), table.get("model_type")
+    if not isinstance(kind, str):
+        raise InputError("model_type " + ("is missing" if kind is None else f"must be text, got {_show(kind)}"))
+    if kind in data["wrappers"] and not is_inner:
+        text = table.get("text_config")
+        if not isinstance(text, dict):
+            raise InputError(f"text_config of a {kind} model must be a table, got {_show(text)}")
+        shared = {"tie_word_embeddings": table["tie_word_embeddings"]} if "tie_word_embeddings" in table else {}
+        return _text_model({**shared, **text}, is_inner=True)
+    if kind not in data["types"] and kind not in data["same_keys"]:
+        known = f"known: {', '.join(model_types())}"
+        if "text_config" in table or "vision_config" in table:
+            raise InputError(f"model_type {_show(kind)} is a wrapper: use its text_config as config.json; {known}")
+        if "auto_map" in table:
+            raise InputError(f"model_type {_show(kind)} needs code of its own (auto_map), which is not run; {known}")
+        raise InputError(f"model_type {_show(kind)} is not known; {known}")
+    if table.get("is_encoder_decoder") not in (None, False):
+        raise InputError(f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}: only causal language models")
+    names = table.get("architectures")
+    if names is not None and not (
+        isinstance(names, list) and any(str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in names)
+    ):
+        raise InputError(f"architectures = {_show(names)} names no causal language model (...ForCausalLM)")
+    return table, kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    """One config.json and what its model_type makes of the keys."""
+
+    config: dict[str, Any]
+    kind: str
+    rules: dict[str, Any]
+
+    def spec_fields(self) -> dict[str, Any]:
+        """The fields of ModelSpec, with nested tables."""
+        self.check_only()
+        keys: dict[str, str] = {**_data()["common"], **self.rules.get("keys", {})}
+        result: dict[str, Any] = {}
+        pattern = self.pattern() if "layer_pattern" in keys else None
+        if pattern is not None:
+            keys |= {"layer_pattern": "", "num_layers": ""}
+            result |= {"layer_pattern": pattern, "num_layers": len(pattern)}
+        for field, expression in keys.items():
+            part, _, inner = field.rpartition(".")
+            is_unused = pattern is not None and _SYMBOL_OF.get(part or field, "") not in pattern
+            if not expression or is_unused:
+                continue
+            value = self.value(part, inner, expression)
+            if value is not _ABSENT:
+                (result.setdefault(part, {}) if part else result)[inner] = value
+        for field, value in self.rules.get("set", {}).items():
+            part, _, inner = field.rpartition(".")
+            (result.setdefault(part, {}) if part else result)[inner] = value
+        if "moe" in result and pattern is None:
+            result["moe"] |= self.expert_layers(result["num_layers"])
+        return result | self.window(result["num_layers"])
+
+    def check_only(self) -> None:
+        """Refuse what ModelSpec cannot express."""
+        for key, allowed in self.rules.get("only", {}).items():
+            found = self.given(key)
+            same_as = self.config.get(allowed) if isinstance(allowed, str) else allowed
+            if found is not _ABSENT and found is not None and found not in (allowed, same_as):
+                raise InputError(f"{key} = {_show(found)} is not covered for {self.kind}, only {_show(allowed)}")
+
+    def given(self, key: str) -> Any:
+        """What the file says under a key whose dots enter tables."""
+        value: Any = self.config
+        for step in key.split("."):
+            if value is _ABSENT or value is None:
+                return _ABSENT
+            if not isinstance(value, dict):
+                raise InputError(f"{key.rpartition('.')[0]} must be a table, got {_show(value)}")
+            value = value.get(step, _ABSENT)
+        return value
+
+    def assumed(self, key: str) -> Any:
+        """What the file says, or else the transformers class."""
+        value = self.given(key)
+        return self.rules.get("absent", {}).get(key, _ABSENT) if value is _ABSENT else value
+
+    def value(self, part: str, inner: str, expression: str) -> Any:
+        """The value of one field, `_ABSENT` where its default holds; the file comes before the class's assumptions."""
+        field = next(one for one in fields(_PARTS[part]) if one.name == inner)
+        hint = typing.get_type_hints(_PARTS[part])[inner]
+        choices = self.rules.get("choices", {}).get(inner)
+        kind = bool if choices else typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+        alternatives = [text.split() for text in expression.split("|")]
+        for look_up in (self.given, self.assumed):
+            for terms in alternatives:
+                if (value := _computed(terms, kind, look_up)) is not _ABSENT:
+                    return choices[value] if choices else value
+        if field.default is MISSING or inner == "ffn_size":
+            key = next(term for term in alternatives[0] if not term.isdigit())
+            raise InputError(f"{key} is {'null' if self.given(key) is None else 'missing'}: {self.kind} models need it")
+        return _ABSENT
+
+    def pattern(self) -> str:
+        """The layer pattern of a hybrid, from its text or from its list of block types."""
+        listed = self.given("layers_block_type")
+        if listed is _ABSENT or listed is None:
+            text = self.value("", "layer_pattern", self.rules["keys"]["layer_pattern"])
+            if text is _ABSENT or not text:
+                raise InputError("hybrid_override_pattern or layers_block_type is missing or empty")
+            return str(text)
+        symbols: dict[str, str] = _data()["symbols"]
+        return "".join(symbols[kind] for kind in self.kinds("layers_block_type", tuple(symbols)))
+
+    def kinds(self, key: str, known: tuple[str, ...]) -> list[str]:
+        """A list with one word a layer."""
+        value = self.given(key)
+        if not isinstance(value, list) or not value:
+            raise InputError(f"{key} must be a list with one word a layer, got {_show(value)}")
+        for one in value:
+            if not isinstance(one, str) or one not in known:
+                raise InputError(f"{key} holds {_show(one)}; known: {', '.join(known)}")
+        return value
+
+    def window(self, num_layers: int) -> dict[str, Any]:
+        """`window` and `full_attention_interval`, where some layers attend to a window only."""
+        rule = self.rules.get("window")
+        if not rule or ("switch" in rule and _typed(rule["switch"], self.assumed(rule["switch"]), bool) is not True):
+            return {}
+        size = _typed(rule["size"], self.assumed(rule["size"]), int)
+        if size is _ABSENT or not num_layers:
+            return {}
+        if self.given("layer_types") not in (_ABSENT, None):
+            full, windowed = ("full_attention",), ("sliding_attention", "chunked_attention")
+            sees_all = [kind in full for kind in self.kinds("layer_types", full + windowed)]
+            if len(sees_all) != num_layers:
+                raise InputError(f"layer_types has {len(sees_all)} entries, the model has {num_layers} layers")
+        elif "first" in rule:
+            first = _typed(rule["first"], self.assumed(rule["first"]), int)
+            sees_all = [at < first for at in range(num_layers)]
+        else:
+            every = rule.get("full_every", 0)
+            every = _typed(every, self.assumed(every), int) if isinstance(every, str) else every
+            sees_all = [bool(every) and (at + 1) % every == 0 for at in range(num_layers)]
+        if all(sees_all):
+            return {}
+        interval = sees_all.index(True) + 1 if any(sees_all) else 0
+        if interval and sees_all != [(at + 1) % interval == 0 for at in range(num_layers)]:
+            raise InputError(
+                f"layers that see all and layers with a window ({rule['size']}) are not in a regular order"
+            )
+        return {"window": size, "full_attention_interval": interval}
+
+    def expert_layers(self, num_layers: int) -> dict[str, int]:
+        """`num_dense_layers` or `interval`, where the file lists layers by number."""
+        for key in ("mlp_only_layers", "moe_layers"):
+            listed = self.given(key)
+            if listed is _ABSENT or listed is None or (listed == [] and key == "mlp_only_layers"):
+                continue
+            if not isinstance(listed, list) or not all(type(one) is int for one in listed) or not listed:
+                raise InputError(f"{key} must be a list of layer numbers, got {_show(listed)}")
+            if key == "mlp_only_layers" and listed == list(range(len(listed))):
+                return {"num_dense_layers": len(listed)}
+            if key == "moe_layers" and listed == list(range(listed[0], num_layers, listed[0] + 1)):
+                return {"interval": listed[0] + 1}
+            raise InputError(f"{key} = {_show(listed)}: only the first layers, or every n-th, can be told apart")
+        return {}
+
+
+def _computed(terms: list[str], kind: type, look_up: Callable[[str], Any]) -> Any:
+    """The value of `key`, `number * key`, `key * key` or `key + number`; `_ABSENT` where a key has none."""
+    values = [int(term) if term.isdigit() else _typed(term, look_up(term), kind) for term in terms[::2]]
+    if any(value is _ABSENT for value in values):
+        return _ABSENT
+    return values[0] if len(values) == 1 else math.prod(values) if terms[1] == "*" else sum(values)
+
+
+def _typed(key: str, value: Any, kind: type) -> Any:
+    """`value` if it is of the type that the field has; null is no value."""
+    if value is _ABSENT or value is None:
+        return _ABSENT
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool and not isinstance(value, bool):
+        raise InputError(f"{key} must be true or false, got {_show(value)}")
+    if kind is str and not isinstance(value, str):
+        raise InputError(f"{key} must be text, got {_show(value)}")
+    if kind is int and not (is_number and isinstance(value, int) and 0 <= value <= MOST):
+        raise InputError(f"{key} must be a whole number from 0 to {MOST}, got {_show(value)}")
+    if kind is float and not (is_number and 0 < value <= 1e18):
+        raise InputError(f"{key} must be a positive finite number, got {_show(value)}")
+    return value

@@ -1,0 +1,68 @@
+"""Which model is meant?  A preset such as `llama3-70b`, a Hugging Face config.json or its folder, or a TOML file."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from autoplan.errors import InputError
+from autoplan.files import decode, read_table
+from autoplan.model import ModelSpec
+from autoplan.read.huggingface import read_huggingface
+
+
+def _presets() -> dict[str, Path]:
+    folder = resources.files("autoplan.presets") / "models"
+    return {entry.name.removesuffix(".toml"): Path(str(entry)) for entry in folder.iterdir() if entry.is_file()}
+
+
+def preset_models() -> tuple[str, ...]:
+    """Ids of the shipped models."""
+    return tuple(sorted(_presets()))
+
+
+def load_model(text: str) -> ModelSpec:
+    """The model that `text` names: a preset or one of its aliases, in any case, or else a path."""
+    presets = _presets()
+    name = text.strip().casefold()
+    if name in presets:
+        return _preset(name, presets[name])
+    path = Path(text)
+    if path.suffix in (".toml", ".json") or _exists(path):
+        return _from_path(path)
+    aliases: dict[str, str] = {}
+    for preset, place in presets.items():
+        for alias in read_table(place).get("aliases", ()):
+            aliases[alias.casefold()] = preset
+    if name in aliases:
+        return _preset(aliases[name], presets[aliases[name]])
+    close = difflib.get_close_matches(name, [*presets, *aliases], n=3, cutoff=0.4)
+    names = list(dict.fromkeys(aliases.get(one, one) for one in close)) or sorted(presets)
+    hint = f"did you mean {', '.join(names)}?" if close else f"known: {', '.join(names)}"
+    raise InputError(f"unknown model {text!r}: neither a preset nor a path; {hint}")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # longer than a name may be, or with a null byte
+        return False
+
+
+def _preset(name: str, path: Path) -> ModelSpec:
+    return decode(ModelSpec, {"name": name, **read_table(path)}, f"model {name}")
+
+
+def _from_path(path: Path) -> ModelSpec:
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise InputError(f"{path.parent}: a folder without config.json")
+    table = read_table(path)
+    if path.suffix == ".toml":
+        return decode(ModelSpec, table, str(path))
+    # A config.json is named by its folder; the path stands in messages.
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return replace(read_huggingface(table, str(path)), name=name or "config")

@@ -1,0 +1,283 @@
+"""Does every name of a cluster lead to the machine that it means, or to one line that says why not?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, HostSpec, LinkLevel, NetworkSpec
+from autoplan.errors import InputError
+from autoplan.read.cluster import cluster_schema, load_cluster, preset_clusters, preset_devices
+from autoplan.topology import compile_topology
+
+TOML = """
+name = "lab"
+device = "h100-sxm"
+num_nodes = 4
+devices_per_node = 8
+
+[[levels]]
+name = "nvlink"
+kind = "nvlink"
+num_devices = 8
+bandwidth_gb_per_s = 450.0
+latency_us = 1.0
+
+[network]
+kind = "infiniband"
+nic_gb_per_s = 50.0
+"""
+
+
+def device_called(name: str, tmp_path: Path) -> DeviceSpec:
+    path = tmp_path / "lab.toml"
+    path.write_text(TOML.replace("h100-sxm", name))
+    return load_cluster(str(path)).device
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(InputError) as caught:
+        load_cluster(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# -- presets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", preset_clusters())
+def test_every_shipped_cluster_loads_with_its_sources(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.num_nodes == 1
+    assert cluster.sources
+    assert cluster.levels[-1].num_devices >= cluster.devices_per_node
+    assert cluster.device.visible_memory_bytes <= cluster.device.memory_bytes
+
+
+@pytest.mark.parametrize("name", preset_clusters())
+def test_every_shipped_cluster_takes_a_size_and_compiles(name: str) -> None:
+    node = load_cluster(name).devices_per_node
+    cluster = load_cluster(f"{name}:3x{node}")
+    assert cluster.num_devices == 3 * node
+    assert compile_topology(cluster).levels[-1].num_devices == 3 * node
+
+
+@pytest.mark.parametrize("name", preset_devices())
+def test_every_shipped_device_loads_with_plausible_rates(name: str, tmp_path: Path) -> None:
+    device = device_called(name, tmp_path)
+    assert device.sources
+    peak = device.peak_flops_per_s
+    wide = peak.get("bf16", peak.get("fp16", 0.0))
+    assert peak.get("fp8", wide) >= wide
+    assert peak.get("fp32", wide) <= wide
+    assert 1e9 < device.memory_bandwidth_bytes_per_s < 1e14
+    assert device.host_link_bytes_per_s < device.memory_bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize("name", [name for name in preset_clusters() if load_cluster(name).levels[0].kind != "pcie"])
+def test_inner_links_of_shipped_clusters_are_at_least_as_fast_as_outer_ones(name: str) -> None:
+    # PCIe boxes without peer access are slower inside than between nodes.
+    levels = compile_topology(load_cluster(f"{name}:500x{load_cluster(name).devices_per_node}")).levels
+    rates = [level.bytes_per_s for level in levels]
+    assert rates == sorted(rates, reverse=True)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_size_gives_nodes_and_devices_per_node() -> None:
+    cluster = load_cluster("h100-sxm:16x8")
+    assert (cluster.num_nodes, cluster.devices_per_node, cluster.num_devices) == (16, 8, 128)
+    assert [level.num_devices for level in cluster.levels] == [8]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 16])
+def test_a_node_of_another_size_is_joined_by_the_link_of_the_node(devices: int) -> None:
+    cluster = load_cluster(f"h100-sxm:4x{devices}")
+    assert [level.num_devices for level in cluster.levels] == [devices]
+    assert cluster.levels[0].bandwidth_bytes_per_s == load_cluster("h100-sxm").levels[0].bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize("size", ["18x4", "9x8", "1x2", "36x2"])
+def test_a_rack_wide_link_stays_as_wide_as_it_is(size: str) -> None:
+    assert [level.num_devices for level in load_cluster(f"gb200-nvl72:{size}").levels] == [72]
+
+
+@pytest.mark.parametrize("name", preset_clusters())
+def test_every_shipped_cluster_takes_every_size_of_node(name: str) -> None:
+    most = load_cluster(name).levels[-1].num_devices
+    for devices in range(1, most + 1):
+        cluster = load_cluster(f"{name}:6x{devices}")
+        assert compile_topology(cluster).levels[-1].num_devices == 6 * devices
+
+
+@pytest.mark.parametrize(("size", "sizes"), [("2x3", [3]), ("2x6", [2, 6]), ("2x2", [2]), ("2x8", [2, 8])])
+def test_an_inner_link_stays_where_it_divides_the_node(size: str, sizes: list[int]) -> None:
+    assert [level.num_devices for level in load_cluster(f"frontier:{size}").levels] == sizes
+
+
+@pytest.mark.parametrize(("devices", "joined"), [(5, 70), (16, 64), (36, 72), (40, 40)])
+def test_a_rack_wide_link_joins_whole_nodes(devices: int, joined: int) -> None:
+    assert [level.num_devices for level in load_cluster(f"gb200-nvl72:2x{devices}").levels] == [joined]
+
+
+def test_a_node_wider_than_its_rack_wide_link_is_refused() -> None:
+    assert "72" in refusal("gb200-nvl72:1x100")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_a_node_of_paired_dies_takes_every_smaller_size(devices: int) -> None:
+    cluster = load_cluster(f"frontier:2x{devices}")
+    assert cluster.levels[-1].num_devices == devices
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["h100-sxm:0x8", "h100-sxm:8x0", "h100-sxm:-1x8", "h100-sxm:1x-8", "h100-sxm:9999999x8", "h100-sxm:2x2000"],
+)
+def test_a_size_out_of_range_is_refused_with_what_was_typed(text: str) -> None:
+    assert text in refusal(text)
+
+
+def test_more_devices_than_the_limit_are_refused() -> None:
+    assert str(MAX_DEVICES) in refusal("h100-sxm:500000x8")
+
+
+@pytest.mark.parametrize("text", ["h100-sxm:16", "h100-sxm:16x", "h100-sxm:x8", "h100-sxm:1.5x8", "h100-sxm:2x4x2", ""])
+def test_a_malformed_size_is_refused_with_an_example(text: str) -> None:
+    assert "h100-sxm:16x8" in refusal(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 300,
+        "h100-sxm:" + "9" * 5000 + "x8",
+        "h100-sxm:" + "9" * 100 + "x8",
+    ],
+    ids=["name", "many digits", "digits"],
+)
+def test_a_name_of_absurd_length_is_refused(text: str) -> None:
+    refusal(text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=30) | st.from_regex(r"(h100-sxm|frontier|local):-?\d{1,8}x-?\d{1,8}", fullmatch=True))
+def test_any_text_is_a_cluster_or_one_line(text: str) -> None:
+    said = ""
+    try:
+        assert load_cluster(text).num_devices >= 1
+    except InputError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_cluster_is_refused_with_the_nearest_names() -> None:
+    assert "h100-sxm" in refusal("h100_sxm:2x8")
+
+
+def test_an_unknown_device_is_refused_with_the_nearest_names(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"unknown device 'h100-sxm5'.*h100-sxm"):
+        device_called("h100-sxm5", tmp_path)
+
+
+def test_a_cluster_file_may_name_a_shipped_device(tmp_path: Path) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text(TOML)
+    cluster = load_cluster(str(path))
+    assert cluster.device == load_cluster("h100-sxm").device
+    assert cluster.num_devices == 32
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"h100-sxm"', '"h100-sxm5"', "unknown device"),
+        ('"h100-sxm"', "5", "device"),
+        ("num_nodes = 4", "num_nodes = 4.5", "num_nodes"),
+        ("num_devices = 8", "num_devices = 4", "joins 4 devices, a node has 8"),
+        ("num_devices = 8", "num_devices = 12", "joins 12 devices, a node has 8"),
+        ('name = "lab"', 'name = ""', "name must be printable"),
+        ('name = "lab"', 'name = "a\\nb"', "name must be printable"),
+        ('name = "nvlink"', 'name = " "', "name must be printable"),
+        ("gb_per_s = 450.0", "gb_per_s = -300", "bandwidth_gb_per_s must be a positive finite number, got -300 (at"),
+        ("latency_us = 1.0", "latency_us = 0", "latency_us must be a positive finite number, got 0"),
+        ("latency_us = 1.0", "latency_s = -1e-6", "latency_s must be a positive finite number, got -1e-06"),
+        ("nic_gb_per_s = 50.0", "nic_gb_per_s = -1", "nic_gb_per_s must be a positive finite number, got -1"),
+        ("[network]", "[network]\noversubscription = 0.5", "oversubscription"),
+        ("[network]", "[network]\nnics = 4", "nics"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused_with_its_path(tmp_path: Path, old: str, new: str, says: str) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text(TOML.replace(old, new))
+    message = refusal(str(path))
+    assert str(path) in message
+    assert says in message
+
+
+# -- the dataclasses --------------------------------------------------------------------------------------------------
+
+
+def lab(**changes: Any) -> ClusterSpec:
+    return dataclasses.replace(load_cluster("frontier"), **changes)
+
+
+def link(num_devices: int) -> LinkLevel:
+    return LinkLevel(name="l", kind="xgmi", num_devices=num_devices, bandwidth_bytes_per_s=1e9, latency_s=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(), (8, 2), (8, 8), (4,), (2, 4)])
+def test_levels_must_grow_until_they_join_the_node(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="level"):
+        lab(levels=tuple(link(size) for size in sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices"), [((12,), 8), ((8,), 3), ((2, 3), 3), ((3, 8), 8), ((3, 72), 4), ((4, 6, 12), 12)]
+)
+def test_a_level_that_cuts_a_node_or_an_inner_level_is_refused(sizes: tuple[int, ...], devices: int) -> None:
+    with pytest.raises(InputError, match="level"):
+        lab(levels=tuple(link(size) for size in sizes), devices_per_node=devices)
+
+
+@pytest.mark.parametrize(("sizes", "devices"), [((8,), 8), ((72,), 4), ((2, 8), 8), ((2, 4, 72), 4), ((2, 8), 2)])
+def test_levels_that_nest_are_accepted(sizes: tuple[int, ...], devices: int) -> None:
+    assert len(lab(levels=tuple(link(size) for size in sizes), devices_per_node=devices).levels) == len(sizes)
+
+
+def test_a_price_must_be_positive() -> None:
+    assert lab(price_per_device_hour=2.5).price_per_device_hour == 2.5
+    with pytest.raises(InputError, match="price_per_device_hour"):
+        lab(price_per_device_hour=0.0)
+
+
+def test_a_network_without_a_rate_is_refused() -> None:
+    with pytest.raises(InputError, match="nic_bytes_per_s"):
+        NetworkSpec(kind="ethernet", nic_bytes_per_s=0.0)
+
+
+def test_a_host_needs_memory() -> None:
+    with pytest.raises(InputError, match="memory_bytes"):
+        HostSpec(memory_bytes=-1.0)
+
+
+def test_a_cluster_file_without_num_nodes_is_one_node(tmp_path: Path) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text(TOML.replace("num_nodes = 4\n", ""))
+    assert load_cluster(str(path)).num_nodes == 1
+    assert "num_nodes" not in cluster_schema()["$defs"]["ClusterSpec"]["required"]
+
+
+def test_the_schema_of_a_cluster_lets_it_name_a_shipped_device() -> None:
+    device = cluster_schema()["$defs"]["ClusterSpec"]["properties"]["device"]
+    assert "h100-sxm" in device["anyOf"][0]["enum"]

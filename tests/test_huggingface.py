@@ -1,0 +1,481 @@
+"""Is a Hugging Face config.json read as transformers reads it, and refused in one line where it cannot be?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autoplan.cost.arithmetic import count_parameters
+from autoplan.errors import InputError
+from autoplan.model import Block, ModelSpec
+from autoplan.read.huggingface import model_types, read_huggingface
+from autoplan.read.model import load_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1003,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEEPSEEK: dict[str, Any] = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 18,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 44,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_key_value_heads": 6,
+}
+HYBRID: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp", "moe"],
+    "head_dim": 24,
+    "ssm_state_size": 20,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 24,
+    "n_groups": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 52,
+    "moe_shared_expert_intermediate_size": 104,
+}
+
+# (name of the case, model_type, what differs from SIZES).  Odd sizes, so that no two terms can stand in for each other.
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "llama", {}),
+    ("llama, head_dim and biases", "llama", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
+    ("llama, tied", "llama", {"tie_word_embeddings": True, "num_key_value_heads": None}),
+    ("internlm3", "internlm3", {"head_dim": 16}),
+    ("mistral", "mistral", {"sliding_window": 64, "head_dim": 20}),
+    ("mistral, no window", "mistral", {"sliding_window": None}),
+    ("mixtral", "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    ("phi3", "phi3", {"sliding_window": 47}),
+    ("olmo2", "olmo2", {}),
+    ("olmo2, biases", "olmo2", {"attention_bias": True}),
+    ("olmoe", "olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+    ("qwen2", "qwen2", {}),
+    (
+        "qwen2, tied, windowed",
+        "qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "max_window_layers": 0},
+    ),
+    (
+        "qwen2_moe",
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 88,
+        },
+    ),
+    (
+        "qwen2_moe, sparse",
+        "qwen2_moe",
+        {"num_experts": 6, "moe_intermediate_size": 40, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1]},
+    ),
+    ("qwen3", "qwen3", {"head_dim": 28}),
+    ("qwen3, biases", "qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    (
+        "qwen3_moe",
+        "qwen3_moe",
+        {"head_dim": 28, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
+    (
+        "qwen3_moe, sparse",
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "decoder_sparse_step": 3, "attention_bias": True},
+    ),
+    ("deepseek_v2", "deepseek_v2", DEEPSEEK),
+    ("deepseek_v2, full-rank queries", "deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0}),
+    ("deepseek_v3", "deepseek_v3", DEEPSEEK),
+    ("deepseek_v3, tied", "deepseek_v3", {**DEEPSEEK, "tie_word_embeddings": True, "n_shared_experts": 1}),
+    ("glm4_moe", "glm4_moe", {**DEEPSEEK, "num_key_value_heads": 3, "head_dim": 20, "use_qk_norm": True}),
+    ("glm4_moe, biases", "glm4_moe", {**DEEPSEEK, "attention_bias": True, "head_dim": 20}),
+    ("gpt_oss", "gpt_oss", {"num_local_experts": 6, "head_dim": 20, "sliding_window": 32}),
+    ("gemma", "gemma", {"head_dim": 24}),
+    ("gemma2", "gemma2", {"head_dim": 24, "sliding_window": 32}),
+    ("gemma3_text", "gemma3_text", {"head_dim": 24, "sliding_window": 32}),
+    ("nemotron", "nemotron", {"head_dim": 24}),
+    ("nemotron, biases", "nemotron", {"attention_bias": True, "mlp_bias": True}),
+    ("nemotron_h", "nemotron_h", HYBRID),
+    ("nemotron_h, latent experts", "nemotron_h", {**HYBRID, "moe_latent_size": 36, "use_bias": True}),
+    ("nemotron_h, dense", "nemotron_h", {**HYBRID, "layers_block_type": ["mamba", "mlp", "attention", "mlp"]}),
+    ("llama4_text", "llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 152, "head_dim": 20}),
+    ("llama4_text, every second layer", "llama4_text", {"num_local_experts": 4, "interleave_moe_layer_step": 2}),
+    ("gpt2", "gpt2", {"n_positions": 72}),
+    ("gpt2, n_inner", "gpt2", {"n_positions": 72, "n_inner": 200, "tie_word_embeddings": False}),
+    ("gpt_neox", "gpt_neox", {}),
+    ("gpt_neox, no attention bias", "gpt_neox", {"attention_bias": False, "tie_word_embeddings": True}),
+    ("opt", "opt", {"ffn_dim": 136, "max_position_embeddings": 72}),
+    ("opt, no biases", "opt", {"ffn_dim": 136, "max_position_embeddings": 72, "enable_bias": False}),
+    ("bloom", "bloom", {}),
+    ("mpt", "mpt", {}),
+    ("starcoder2", "starcoder2", {}),
+    ("starcoder2, no biases", "starcoder2", {"use_bias": False, "tie_word_embeddings": False, "sliding_window": 16}),
+]
+# kimi_k2 has the keys and the classes of deepseek_v3 and no class of its own; wrappers are read through text_config.
+NOT_BUILT = {"kimi_k2", "kimi_k25", "gemma3", "llama4", "mistral3"}
+
+
+def as_json(table: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(json.dumps(table, default=str))
+    return result
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    pytest.importorskip("torch")
+    return pytest.importorskip("transformers")
+
+
+def transformers_config(transformers: Any, kind: str, changes: dict[str, Any]) -> Any:
+    return transformers.AutoConfig.for_model(kind, **{**SIZES, **changes})
+
+
+@pytest.mark.parametrize(("kind", "changes"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_parameters_equal_those_of_the_transformers_model(
+    transformers: Any, kind: str, changes: dict[str, Any]
+) -> None:
+    import torch
+
+    config = transformers_config(transformers, kind, changes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    spec = read_huggingface(as_json(config.to_dict()), kind)
+    assert count_parameters(spec) == expected
+
+
+def test_every_model_type_is_compared_with_transformers() -> None:
+    assert {case[1] for case in CASES} | NOT_BUILT == set(model_types())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "gemma3_text", "llama4_text", "qwen3", "mistral"])
+def test_windowed_layers_are_those_of_transformers(transformers: Any, kind: str) -> None:
+    changes = {"num_hidden_layers": 13, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}
+    config = transformers_config(transformers, kind, changes)
+    table = as_json(config.to_dict())
+    layer_types = table.get("layer_types") or ["sliding_attention"] * 13
+    expected = [Block.ATTENTION if one == "full_attention" else Block.WINDOW_ATTENTION for one in layer_types]
+    # As transformers writes it, and as older files leave the list out.
+    for config_json in (table, {key: value for key, value in table.items() if key != "layer_types"}):
+        spec = read_huggingface(config_json, kind)
+        assert [layer[0] for layer in spec.layers] == expected
+
+
+# ---- published files --------------------------------------------------------------------------------------------
+
+LLAMA3_70B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 8192,
+    "model_type": "llama",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+KIMI_K2: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 50000.0,
+    "vocab_size": 163840,
+}
+# Only what the published text_config says: the class knows the rest.
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+NEMOTRON_3_NANO: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "mlp_bias": False,
+    "model_type": "nemotron_h",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+PUBLISHED = {
+    "llama3-70b": LLAMA3_70B,
+    "deepseek-v3": DEEPSEEK_V3,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "kimi-k2": KIMI_K2,
+    "gemma3-4b": GEMMA3_4B,
+    "nemotron3-nano": NEMOTRON_3_NANO,
+}
+
+
+def architecture(spec: ModelSpec) -> ModelSpec:
+    """The spec without what is not architecture, and with defaults spelled out."""
+    head_dim = None if spec.mla else spec.qk_head_dim
+    return replace(spec, name="x", aliases=(), sources=(), num_kv_heads=spec.kv_heads, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_published_config_is_read_as_the_preset(preset: str) -> None:
+    assert architecture(read_huggingface(PUBLISHED[preset], preset)) == architecture(load_model(preset))
+
+
+def test_the_two_spellings_of_a_hybrid_are_one_model() -> None:
+    words = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+    listed = {key: value for key, value in NEMOTRON_3_NANO.items() if key != "hybrid_override_pattern"}
+    listed["layers_block_type"] = [words[symbol] for symbol in NEMOTRON_3_NANO["hybrid_override_pattern"]]
+    assert read_huggingface(listed, "x") == read_huggingface(NEMOTRON_3_NANO, "x")
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "parts"),
+    [
+        (LLAMA3_70B, {"hidden_size": True}, ["hidden_size", "True"]),
+        (LLAMA3_70B, {"hidden_size": "8192"}, ["hidden_size", "'8192'"]),
+        (LLAMA3_70B, {"hidden_size": -8192}, ["hidden_size", "-8192"]),
+        (LLAMA3_70B, {"hidden_size": 8192.0}, ["hidden_size", "8192.0"]),
+        (LLAMA3_70B, {"hidden_size": float("nan")}, ["hidden_size", "nan"]),
+        (LLAMA3_70B, {"hidden_size": 1e30}, ["hidden_size", "1e+30"]),
+        (LLAMA3_70B, {"hidden_size": 10**30}, ["hidden_size", "1000000000"]),
+        (LLAMA3_70B, {"hidden_size": None}, ["hidden_size", "null"]),
+        (LLAMA3_70B, {"hidden_size": [8192] * 1000}, ["hidden_size", "..."]),
+        (LLAMA3_70B, {"num_hidden_layers": 0}, ["num_layers", "0"]),
+        (LLAMA3_70B, {"num_key_value_heads": 7}, ["num_heads (64)", "num_kv_heads (7)"]),
+        (LLAMA3_70B, {"num_attention_heads": 60}, ["num_kv_heads (8)", "num_heads (60)"]),
+        (LLAMA3_70B, {"rope_theta": float("inf")}, ["rope_theta", "inf"]),
+        (LLAMA3_70B, {"rope_theta": None, "rope_parameters": 5}, ["rope_parameters", "5"]),
+        (LLAMA3_70B, {"tie_word_embeddings": 0}, ["tie_word_embeddings", "0"]),
+        (LLAMA3_70B, {"model_type": None}, ["model_type", "missing"]),
+        (LLAMA3_70B, {"model_type": ["llama"]}, ["model_type", "['llama']"]),
+        (LLAMA3_70B, {"model_type": "mamba9"}, ["'mamba9' is not known", "known: bloom, ", "starcoder2"]),
+        (LLAMA3_70B, {"model_type": "grok", "auto_map": {}}, ["'grok'", "auto_map"]),
+        (LLAMA3_70B, {"model_type": "qwen2_vl", "vision_config": {}}, ["'qwen2_vl'", "text_config"]),
+        (LLAMA3_70B, {"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "CausalLM"]),
+        (LLAMA3_70B, {"architectures": "LlamaForCausalLM"}, ["architectures"]),
+        (LLAMA3_70B, {"is_encoder_decoder": True}, ["is_encoder_decoder", "True"]),
+        (DEEPSEEK_V3, {"attention_bias": True}, ["attention_bias", "True", "deepseek_v3"]),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 300}, ["experts_per_token", "300"]),
+        (GPT_OSS_20B, {"layer_types": ["full_attention"] * 20 + ["sliding_attention"] * 4}, ["sliding_window"]),
+        (GPT_OSS_20B, {"layer_types": ["full_attention"] * 3}, ["layer_types", "3", "24"]),
+        (GPT_OSS_20B, {"layer_types": ["linear_attention"] * 24}, ["layer_types", "'linear_attention'"]),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, ["mlp_only_layers", "[5]"]),
+        (QWEN3_30B_A3B, {"mlp_only_layers": "0"}, ["mlp_only_layers", "'0'"]),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, ["interval", "0"]),
+        (GEMMA3_4B, {"text_config": None}, ["text_config", "None"]),
+        (GEMMA3_4B, {"text_config": {"model_type": "gemma3"}}, ["'gemma3'"]),
+        (NEMOTRON_3_NANO, {"hybrid_override_pattern": "MX*"}, ["layer_pattern", "X"]),
+        (NEMOTRON_3_NANO, {"hybrid_override_pattern": None}, ["hybrid_override_pattern"]),
+        (NEMOTRON_3_NANO, {"layers_block_type": ["mamba", 3]}, ["layers_block_type", "3"]),
+        (NEMOTRON_3_NANO, {"hybrid_override_pattern": "M-*"}, []),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_line_with_file_key_and_value(
+    base: dict[str, Any], changes: dict[str, Any], parts: list[str]
+) -> None:
+    if not parts:
+        assert read_huggingface({**base, **changes}, "x").moe is None
+        return
+    with pytest.raises(InputError) as caught:
+        read_huggingface({**base, **changes}, "some/config.json")
+    message = str(caught.value)
+    assert message.startswith("some/config.json: ")
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "model_type"]
+)
+def test_a_missing_key_is_named(key: str) -> None:
+    table = {name: value for name, value in LLAMA3_70B.items() if name != key}
+    with pytest.raises(InputError, match=f"x: {key} is missing"):
+        read_huggingface(table, "x")
+
+
+def test_the_wrapper_says_whether_embeddings_are_tied_where_its_text_config_does_not() -> None:
+    inner = {key: value for key, value in LLAMA3_70B.items() if key not in ("architectures", "tie_word_embeddings")}
+    wrapper = {"model_type": "mistral3", "tie_word_embeddings": True, "text_config": inner}
+    assert read_huggingface(wrapper, "x").tied_embeddings
+    assert not read_huggingface({"model_type": "mistral3", "text_config": inner}, "x").tied_embeddings
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=-2, max_value=600)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["full_attention", "sliding_attention", "mamba", "moe", "M*E-", "llama", "head_dim"]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["rope_theta", "model_type", "alibi"]), inner)
+    ),
+    max_leaves=6,
+)
+BASES = [
+    *PUBLISHED.values(),
+    {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_inner": None},
+    {"model_type": "mpt", "d_model": 768, "n_layers": 12, "n_heads": 12, "vocab_size": 50257, "attn_config": {}},
+    {
+        **{"model_type": "llama4_text", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+        **{"num_key_value_heads": 4, "intermediate_size": 9, "moe_layers": [1, 3, 5, 7, 9, 11], "vocab_size": 999},
+    },
+]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_junk_raises_nothing_but_input_errors(data: st.DataObject) -> None:
+    table = dict(data.draw(st.sampled_from(BASES)))
+    extra = [
+        "layer_types",
+        "mlp_only_layers",
+        "moe_layers",
+        "sliding_window",
+        "text_config",
+        "rope_parameters",
+        "head_dim",
+    ]
+    keys = st.sampled_from(sorted([*table, *extra]))
+    for key in data.draw(st.lists(keys, min_size=1, max_size=3, unique=True)):
+        table[key] = data.draw(JUNK)
+    message = ""
+    try:
+        assert count_parameters(read_huggingface(table, "x")) > 0
+    except InputError as error:
+        message = str(error)
+    assert "\n" not in message
