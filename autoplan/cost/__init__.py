@@ -1,0 +1,1 @@
+"""How long does a plan take and how much memory does it need?"""

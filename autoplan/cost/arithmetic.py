@@ -1,0 +1,286 @@
+"""How many parameters and floating-point operations does a model have, matrix by matrix?
+
+Formulas: `modelling` A1 and A2 (Narayanan et al., arXiv:2104.04473; DeepSeek-V2, arXiv:2405.04434).  One table of
+matrices per kind of block serves parameter counts, FLOPs, GEMM shapes and memory alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autoplan.model import Block, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """One weight matrix of `in_size` x `out_size`, and how tensor parallelism cuts it.
+
+    A `column` matrix is cut along its outputs, a `row` matrix along its inputs, a `replicated` one not at all; an
+    `expert` matrix exists once per expert and is cut by expert parallelism.  `grouped_out_size` of the outputs are
+    keys and values, which are cut into `num_groups` pieces at most.
+    """
+
+    name: str
+    in_size: int
+    out_size: int
+    split: Literal["column", "row", "replicated", "expert_column", "expert_row"]
+    has_bias: bool = False
+    copies: int = 1
+    grouped_out_size: int = 0
+    num_groups: int = 1
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the matrix belongs to a routed expert."""
+        return self.split.startswith("expert")
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all copies, without the bias."""
+        return self.copies * self.in_size * self.out_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all copies, with the bias."""
+        return self.copies * (self.in_size + self.has_bias) * self.out_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """The matrices of one block, and its parameters that are not matrices (norms, sinks, convolution)."""
+
+    linears: tuple[Linear, ...]
+    num_norm_parameters: int  # replicated on every tensor-parallel rank
+    num_other_parameters: int = 0  # cut by tensor parallelism
+
+    @property
+    def num_parameters(self) -> int:
+        """All elements of the block."""
+        return (
+            sum(linear.num_parameters for linear in self.linears) + self.num_norm_parameters + self.num_other_parameters
+        )
+
+
+def norm_parameters(model: ModelSpec) -> int:
+    """Elements of one norm over the hidden size."""
+    return model.hidden_size * _norm_vectors(model)
+
+
+def _norm_vectors(model: ModelSpec) -> int:
+    return 2 if model.norm == "layernorm" and model.norm_bias else 1
+
+
+def _attention(model: ModelSpec) -> BlockShape:
+    hidden, heads = model.hidden_size, model.num_heads
+    norms = norm_parameters(model) * model.norms_per_block
+    if mla := model.mla:
+        latent_norm = _norm_vectors(model)
+        query = heads * model.qk_head_dim
+        if mla.q_lora_rank is None:
+            queries: tuple[Linear, ...] = (Linear(name="q", in_size=hidden, out_size=query, split="column"),)
+        else:
+            norms += latent_norm * mla.q_lora_rank
+            queries = (
+                Linear(name="q_down", in_size=hidden, out_size=mla.q_lora_rank, split="replicated"),
+                Linear(name="q_up", in_size=mla.q_lora_rank, out_size=query, split="column"),
+            )
+        norms += latent_norm * mla.kv_lora_rank
+        return BlockShape(
+            linears=(
+                *queries,
+                Linear(
+                    name="kv_down",
+                    in_size=hidden,
+                    out_size=mla.kv_lora_rank + mla.qk_rope_head_dim,
+                    split="replicated",
+                ),
+                Linear(
+                    name="kv_up",
+                    in_size=mla.kv_lora_rank,
+                    out_size=heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+                    split="column",
+                ),
+                Linear(name="out", in_size=heads * mla.v_head_dim, out_size=hidden, split="row"),
+            ),
+            num_norm_parameters=norms,
+        )
+    width, kv_width = heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
+    norms += {"none": 0, "head": 2 * model.qk_head_dim, "full": width + kv_width}[model.qk_norm]
+    return BlockShape(
+        linears=(
+            Linear(
+                name="qkv",
+                in_size=hidden,
+                out_size=width + 2 * kv_width,
+                split="column",
+                has_bias=model.qkv_bias,
+                grouped_out_size=2 * kv_width,
+                num_groups=model.kv_heads,
+            ),
+            Linear(name="out", in_size=width, out_size=hidden, split="row", has_bias=model.attention_output_bias),
+        ),
+        num_norm_parameters=norms,
+        num_other_parameters=heads if model.attention_sinks else 0,
+    )
+
+
+def _mlp_pair(model: ModelSpec, prefix: str, ffn_size: int, *, in_size: int, experts: int = 0) -> tuple[Linear, Linear]:
+    gate = 2 if model.gated_mlp else 1
+    copies = experts or 1
+    return (
+        Linear(
+            name=f"{prefix}fc1",
+            in_size=in_size,
+            out_size=gate * ffn_size,
+            split="expert_column" if experts else "column",
+            has_bias=model.mlp_bias,
+            copies=copies,
+        ),
+        Linear(
+            name=f"{prefix}fc2",
+            in_size=ffn_size,
+            out_size=in_size,
+            split="expert_row" if experts else "row",
+            has_bias=model.mlp_bias,
+            copies=copies,
+        ),
+    )
+
+
+def _mlp(model: ModelSpec) -> BlockShape:
+    return BlockShape(
+        linears=_mlp_pair(model, "", model.ffn_size, in_size=model.hidden_size),
+        num_norm_parameters=norm_parameters(model) * model.norms_per_block,
+    )
+
+
+def _moe(model: ModelSpec) -> BlockShape:
+    moe, hidden = model.moe, model.hidden_size
+    assert moe is not None
+    inner = moe.latent_size or hidden
+    linears = [
+        Linear(name="router", in_size=hidden, out_size=moe.num_experts, split="replicated", has_bias=moe.router_bias)
+    ]
+    if moe.latent_size:
+        linears.append(Linear(name="latent_down", in_size=hidden, out_size=inner, split="replicated"))
+        linears.append(Linear(name="latent_up", in_size=inner, out_size=hidden, split="replicated"))
+    linears += _mlp_pair(model, "expert_", moe.expert_ffn_size, in_size=inner, experts=moe.num_experts)
+    if moe.shared_expert_ffn_size:
+        linears += _mlp_pair(model, "shared_", moe.shared_expert_ffn_size, in_size=hidden)
+    if moe.shared_expert_gate:
+        linears.append(Linear(name="shared_gate", in_size=hidden, out_size=1, split="replicated"))
+    return BlockShape(linears=tuple(linears), num_norm_parameters=norm_parameters(model) * model.norms_per_block)
+
+
+def _mamba(model: ModelSpec) -> BlockShape:
+    mamba = model.mamba
+    assert mamba is not None
+    inner = mamba.num_heads * mamba.head_dim
+    conv = inner + 2 * mamba.num_groups * mamba.state_size
+    return BlockShape(
+        linears=(
+            Linear(
+                name="in",
+                in_size=model.hidden_size,
+                out_size=inner + conv + mamba.num_heads,
+                split="column",
+                has_bias=mamba.bias,
+            ),
+            Linear(name="out", in_size=inner, out_size=model.hidden_size, split="row", has_bias=mamba.bias),
+        ),
+        num_norm_parameters=norm_parameters(model) * model.norms_per_block,
+        # convolution, A, D and the time-step bias per head, and the gated norm over the inner width
+        num_other_parameters=conv * (mamba.conv_kernel + mamba.conv_bias) + 3 * mamba.num_heads + inner,
+    )
+
+
+_SHAPES = {
+    Block.ATTENTION: _attention,
+    Block.WINDOW_ATTENTION: _attention,
+    Block.MAMBA: _mamba,
+    Block.MLP: _mlp,
+    Block.MOE: _moe,
+}
+
+
+def block_shapes(model: ModelSpec) -> dict[Block, BlockShape]:
+    """The shape of every kind of block that the model has."""
+    layers = [*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])]
+    kinds = sorted({block for layer in layers for block in layer})
+    return {kind: _SHAPES[kind](model) for kind in kinds}
+
+
+def embedding_parameters(model: ModelSpec, vocab_size: int | None = None) -> int:
+    """Elements of the input embedding: token rows (of a padded `vocab_size`, if given) and learned positions."""
+    rows = model.vocab_size if vocab_size is None else vocab_size
+    positions = model.max_positions if model.position_embedding == "learned" else 0
+    return (rows + positions) * model.hidden_size + (norm_parameters(model) if model.embedding_norm else 0)
+
+
+def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool = False) -> int:
+    """Parameters of the model as published (vocabulary not padded), in elements.
+
+    `active` counts the experts that one token visits; both embeddings are counted.  `with_mtp` adds the multi-token
+    prediction layers: one layer like the last, a projection of 2h x h and three norms each.
+    """
+    shapes = block_shapes(model)
+
+    def block_parameters(block: Block) -> int:
+        total = shapes[block].num_parameters
+        if active and block is Block.MOE and model.moe:
+            expert = sum(linear.num_parameters for linear in shapes[block].linears if linear.is_expert)
+            total -= expert - expert * model.moe.experts_per_token // model.moe.num_experts
+        return total
+
+    layers = model.layers
+    total = sum(block_parameters(block) for layer in layers for block in layer)
+    total += embedding_parameters(model) + norm_parameters(model)
+    total += 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    if with_mtp:
+        mtp_layer = sum(block_parameters(block) for block in model.mtp_layer)
+        extra = 2 * model.hidden_size**2 + 3 * norm_parameters(model)
+        total += model.num_mtp_layers * (mtp_layer + extra)
+    return total
+
+
+def attention_context(model: ModelSpec, block: Block, seq_len: int) -> float:
+    """Mean number of positions that a query attends to under a causal mask (`modelling` A2)."""
+    if block is Block.WINDOW_ATTENTION and model.window and model.window < seq_len:
+        return model.window - model.window**2 / (2 * seq_len)
+    return seq_len / 2
+
+
+def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
+    """Floating-point operations of one token's forward and backward pass, Megatron-LM's present convention.
+
+    3 x 2 x active weights, the causal attention core at half of the square, one logit GEMM and one more per MTP
+    layer; recomputation is not counted.  Source: Megatron-LM training.py, `num_floating_point_operations`.
+    """
+    shapes = block_shapes(model)
+    layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
+    forward = 0.0
+    for layer in layers:
+        for block in layer:
+            for linear in shapes[block].linears:
+                share = 1.0
+                if linear.is_expert and model.moe:
+                    share = model.moe.experts_per_token / model.moe.num_experts
+                forward += 2 * share * linear.num_weights
+            if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
+                context = attention_context(model, block, seq_len)
+                forward += 2 * context * model.num_heads * (model.qk_head_dim + model.v_head_dim)
+            if block is Block.MAMBA and model.mamba:
+                forward += mamba_scan_flops_per_token(model)
+    forward += 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
+    forward += 2 * 2 * model.hidden_size**2 * model.num_mtp_layers
+    return 3 * forward
+
+
+def mamba_scan_flops_per_token(model: ModelSpec) -> float:
+    """Forward operations of the state-space scan per token: Megatron-LM's count, 7 d_inner d_state + convolution."""
+    mamba = model.mamba
+    assert mamba is not None
+    inner = mamba.num_heads * mamba.head_dim
+    conv = inner + 2 * mamba.num_groups * mamba.state_size
+    return 7.0 * inner * mamba.state_size + 2.0 * conv * mamba.conv_kernel

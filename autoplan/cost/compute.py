@@ -1,0 +1,314 @@
+"""How long do the kernels of each block take on one device, forward and backward, for one micro-batch?
+
+GEMMs (`modelling` C2), attention (C3), grouped GEMMs (C4) and memory-bound operations (C5).  Arrays have one element
+per plan; times are seconds, sizes elements.  The constants below are reference values for the shape of the curves;
+the level comes from the device (`gemm_efficiency`) and from the calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.arithmetic import BlockShape, Linear, attention_context, mamba_scan_flops_per_token
+from autoplan.model import Block
+from autoplan.plan import PRECISIONS, PlanBatch
+from autoplan.problem import Problem
+
+Floats = NDArray[np.float64]
+
+# A GEMM of m x n x k runs at efficiency / ((1 + M0 / m) (1 + N0 / n) (1 + K0 / k)): fitted by eye to the medians of
+# the H100 tables of aiconfigurator by m, n and k (`modelling` C2).
+GEMM_HALF_M = 64.0
+GEMM_HALF_N = 64.0
+GEMM_HALF_K = 110.0
+
+# Grouped GEMMs against dense ones by tokens per expert (`modelling` C4): .48 M / (M + 180) forward and data gradient,
+# .40 M / (M + 450) weight gradient, where dense GEMMs of the same runs reach about .50.
+GROUPED_HALF_M, GROUPED_SHARE = 180.0, 0.96
+GROUPED_WGRAD_HALF_M, GROUPED_WGRAD_SHARE = 450.0, 0.80
+
+# Every kernel costs a start of its own on the device (3 us, aiconfigurator's figure in `modelling` C5); a dense block
+# is about this many of them (C6: 25-40 a layer forward, 50-80 backward, of which the GEMMs are counted apart).
+KERNEL_START_S = 3e-6
+KERNELS_FORWARD, KERNELS_BACKWARD = 12, 24
+
+# Router, top-k, auxiliary loss and token permutation are dozens of small kernels whatever the size: 50-150 us a pass
+# (`modelling` C4).
+ROUTING_S = 100e-6
+
+# 8-bit GEMMs reach this share of their peak over that which bf16 ones reach of theirs (MAMF, `modelling` C1: H100
+# .71 / .80, B200 .76 / .78); 4-bit ones have no such measurement [judged].
+NARROW_GEMM_SHARE = {"hopper": 0.88, "blackwell": 0.98}
+FP4_GEMM_SHARE = 0.65
+NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
+CAST_BYTES = 4.0  # read in bf16, written in 8 bits, and the transposed copy, per element of a GEMM's input
+
+# Causal flash attention, executed operations per second over the bf16 peak, forward, at full occupancy; volta, ada,
+# AMD and cpu are judged
+# (`modelling` C3: H100 FA3 .60, FA2 .38; B200 cuDNN .73 in a burst, of which GEMMs sustain .7; A100 FA2 .62).
+FLASH_EFFICIENCY = {
+    "volta": 0.30,
+    "ampere": 0.60,
+    "ada": 0.55,
+    "hopper": 0.52,
+    "blackwell": 0.50,
+    "cdna2": 0.25,
+    "cdna3": 0.35,
+    "cdna4": 0.35,
+    "cpu": 0.50,
+}
+FLASH2_ON_HOPPER = 0.38
+FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
+FLASH_BACKWARD_SHARE = 0.80  # rate of the backward kernel over that of the forward kernel
+FLASH_TILE = 128  # queries per thread block
+# Bytes moved per score element forward and backward together (findings 3): a fused softmax reads and writes 2 + 2
+# forward and 2 + 2 + 2 backward.
+FUSED_SOFTMAX_BYTES = 11.0
+UNALIGNED_HEAD_SHARE = 0.1  # batched GEMMs whose head_dim is no multiple of 8 leave the tensor cores (findings 6)
+
+EAGER_NORM_FACTOR = 5.7  # traffic of an eager fp32 RMSNorm over a fused one (findings 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTimes:
+    """Seconds of one block and micro-batch, by kind of kernel; backward without recomputation."""
+
+    gemm_forward_s: Floats
+    gemm_backward_s: Floats
+    attention_forward_s: Floats
+    attention_backward_s: Floats
+    memory_forward_s: Floats
+    memory_backward_s: Floats
+
+
+def add_up(terms: Iterable[Floats]) -> Floats:
+    """Sum of arrays in their order, so that a plan's sum does not depend on the batch that it stands in."""
+    total: Floats = np.zeros(())
+    for term in terms:
+        total = total + term
+    return total
+
+
+def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens of one micro-batch that a tensor-parallel group works on, after context parallelism."""
+    return batch.micro_batch * problem.training.seq_len / batch.cp
+
+
+def norm_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens that one rank normalises and routes: sequence parallelism divides them by tp."""
+    return rank_tokens(problem, batch) / np.where(batch.sp, batch.tp, 1)
+
+
+def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
+    """Time to move `num_bytes` through device memory with a long stream."""
+    device = problem.cluster.device
+    return (
+        num_bytes * problem.calibration.memory_bound / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    )
+
+
+def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
+    """Sustained rate of a large GEMM in the plan's precision, operations per second."""
+    device = problem.cluster.device
+    peak = device.peak_flops_per_s
+    wide = peak.get("bf16", peak.get("fp16", 0.0))
+    by_precision = []
+    for precision in PRECISIONS:
+        name = NARROW_PEAK.get(precision, precision)
+        # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
+        rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)  # type: ignore[call-overload]
+        share = FP4_GEMM_SHARE if name == "nvfp4" else NARROW_GEMM_SHARE.get(device.generation, 0.88)
+        by_precision.append(rate * (share if rate > wide else 1.0))
+    return np.array(by_precision)[batch.precision] * device.gemm_efficiency / problem.calibration.gemm
+
+
+def gemm_s(problem: Problem, rate: Floats, m: Floats, n: Floats, k: Floats, *, accumulates: bool = False) -> Floats:
+    """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer."""
+    shape = (1 + GEMM_HALF_M / m) * (1 + GEMM_HALF_N / n) * (1 + GEMM_HALF_K / k)
+    moved = 2.0 * (m * k + k * n) + (8.0 if accumulates else 2.0) * m * n
+    return np.maximum(2.0 * m * n * k * shape / rate, memory_bound_s(problem, moved))
+
+
+def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(inputs, outputs) of the part of a matrix that one rank holds."""
+    ones = np.ones(len(batch))
+    if linear.split == "column":
+        groups = np.minimum(batch.tp, linear.num_groups)
+        own = linear.out_size - linear.grouped_out_size
+        return linear.in_size * ones, own / batch.tp + linear.grouped_out_size / groups
+    if linear.split == "row":
+        return linear.in_size / batch.tp, linear.out_size * ones
+    if linear.split == "expert_column":
+        return linear.in_size * ones, linear.out_size / batch.etp
+    if linear.split == "expert_row":
+        return linear.in_size / batch.etp, linear.out_size * ones
+    return linear.in_size * ones, linear.out_size * ones
+
+
+def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens that one local expert receives from its expert-parallel group when routing is balanced."""
+    moe = problem.model.moe
+    assert moe is not None
+    routed = norm_tokens(problem, batch) * moe.experts_per_token
+    return routed * batch.ep * batch.etp / moe.num_experts
+
+
+def _linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) of one matrix: data gradient and weight gradient are GEMMs of the same size."""
+    inputs, outputs = local_sizes(linear, batch)
+    if linear.is_expert:
+        tokens = expert_tokens(problem, batch)
+        num_local = linear.copies / batch.ep
+        operations = 2.0 * tokens * inputs * outputs * num_local
+        shape = (1 + GEMM_HALF_N / outputs) * (1 + GEMM_HALF_K / inputs)
+        weights = memory_bound_s(problem, 2.0 * num_local * inputs * outputs)
+        forward = np.maximum(operations * shape * (1 + GROUPED_HALF_M / tokens) / (rate * GROUPED_SHARE), weights)
+        wgrad = operations * shape * (1 + GROUPED_WGRAD_HALF_M / tokens) / (rate * GROUPED_WGRAD_SHARE)
+        return forward, forward + np.maximum(wgrad, 4.0 * weights)
+    tokens = norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
+    forward = gemm_s(problem, rate, tokens, outputs, inputs)
+    dgrad = gemm_s(problem, rate, tokens, inputs, outputs)
+    wgrad = gemm_s(problem, rate, outputs, inputs, tokens, accumulates=True)
+    return forward, dgrad + wgrad
+
+
+def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:
+    """(forward, backward) of the attention core on one rank."""
+    model, training, device = problem.model, problem.training, problem.cluster.device
+    peak = device.peak_flops_per_s.get("bf16", device.peak_flops_per_s.get("fp16", 0.0))
+    tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
+    widths = model.qk_head_dim + model.v_head_dim
+    factor = problem.calibration.attention
+    if training.attention in ("unfused", "megatron-fused"):
+        scores = tokens * heads * training.seq_len  # the whole square: an unfused softmax masks, it does not skip
+        rate = peak * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
+        products = 2.0 * scores * widths * (1 + GEMM_HALF_K / model.qk_head_dim) * (1 + GEMM_HALF_N / model.v_head_dim)
+        fused = training.attention == "megatron-fused"
+        moved = FUSED_SOFTMAX_BYTES if fused else problem.framework.bytes_per_unfused_score
+        softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
+        forward = factor * products / rate + softmax
+        return forward, 2.0 * forward
+    efficiency = FLASH_EFFICIENCY[device.generation]
+    kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
+    if kernel != "flash" and device.generation == "hopper":
+        efficiency = FLASH2_ON_HOPPER
+    efficiency *= FLASH_SHARE.get(kernel, 1.0)
+    # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
+    thread_blocks = heads * tokens / FLASH_TILE
+    occupancy = thread_blocks / (thread_blocks + device.compute_units)
+    operations = 2.0 * tokens * heads * attention_context(model, block, training.seq_len) * widths
+    forward = factor * operations / (peak * efficiency * occupancy)
+    return forward, forward * 2.5 / FLASH_BACKWARD_SHARE
+
+
+def memory_traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:
+    """(forward, backward) bytes that the memory-bound operations of a block move on one rank (`modelling` C5)."""
+    model, framework = problem.model, problem.framework
+    hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
+    fused = framework.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
+    norm = sliced * hidden * model.norms_per_block * (1.0 if fused else EAGER_NORM_FACTOR)
+    forward, backward = 4.0 * norm, 8.0 * norm
+    residual = sliced * hidden * (6.0 + (3.0 if framework.dropout else 0.0))
+    forward, backward = forward + residual, backward + residual
+    if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
+        if model.position_embedding == "rope":
+            heads = model.num_heads / batch.tp + model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+            roped = 4.0 * tokens * heads * model.qk_head_dim
+            forward, backward = forward + roped, backward + roped
+    elif block is Block.MAMBA and model.mamba:
+        inner = model.mamba.num_heads * model.mamba.head_dim
+        wide = inner + model.mamba.num_groups * model.mamba.state_size
+        scan = tokens * wide / batch.tp
+        # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
+        forward, backward = forward + 32.0 * scan, backward + 80.0 * scan
+    else:
+        width = tokens * model.ffn_size / batch.tp
+        if block is Block.MOE and model.moe:
+            moe = model.moe
+            width = tokens * moe.shared_expert_ffn_size / batch.tp
+            width = width + sliced * moe.experts_per_token * moe.expert_ffn_size
+            permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # in and out, both ways
+            forward, backward = forward + 2 * permute, backward + 2 * permute
+        read = 6.0 if model.gated_mlp else 4.0
+        backward_read = 10.0 if model.gated_mlp else 6.0
+        forward, backward = forward + read * width, backward + backward_read * width
+    return forward * framework.kernel_bytes_factor, backward * framework.kernel_bytes_factor
+
+
+def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes moved to quantise the inputs of narrow GEMMs in one pass; zero for 16-bit plans."""
+    narrow = np.isin(batch.precision, [PRECISIONS.index(name) for name in NARROW_PEAK])
+    elements = np.zeros(len(batch))
+    for linear in shape.linears:
+        inputs, _ = local_sizes(linear, batch)
+        if linear.is_expert:
+            elements = elements + inputs * expert_tokens(problem, batch) * linear.copies / batch.ep
+        else:
+            elements = elements + inputs * rank_tokens(problem, batch)
+    return np.where(narrow, CAST_BYTES * elements, 0.0)
+
+
+def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:
+    """Time of the kernels of one block for one micro-batch on one rank."""
+    rate = gemm_rate(problem, batch)
+    zeros = np.zeros(len(batch))
+    forward, backward = zeros, zeros
+    for linear in shape.linears:
+        linear_forward, linear_backward = _linear_s(problem, batch, linear, rate)
+        forward, backward = forward + linear_forward, backward + linear_backward
+    attention = (zeros, zeros)
+    if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
+        attention = _attention_s(problem, batch, block)
+    if block is Block.MAMBA:
+        scan = mamba_scan_flops_per_token(problem.model) * rank_tokens(problem, batch) / batch.tp
+        # The chunked scan alternates short products with memory-bound steps: a quarter of a GEMM's rate [judged].
+        scan_s = scan / (0.25 * gemm_rate(problem, batch))
+        attention = (scan_s, 2.5 * scan_s)
+    starts = ROUTING_S if block is Block.MOE else 0.0
+    start_forward = (starts + KERNELS_FORWARD * KERNEL_START_S) * problem.calibration.memory_bound
+    start_backward = (starts + KERNELS_BACKWARD * KERNEL_START_S) * problem.calibration.memory_bound
+    traffic = memory_traffic_bytes(problem, batch, block)
+    cast = _cast_bytes(shape, problem, batch)
+    return KernelTimes(
+        gemm_forward_s=forward,
+        gemm_backward_s=backward,
+        attention_forward_s=attention[0],
+        attention_backward_s=attention[1],
+        memory_forward_s=memory_bound_s(problem, traffic[0] + cast) + start_forward,
+        memory_backward_s=memory_bound_s(problem, traffic[1] + 2 * cast) + start_backward,
+    )
+
+
+def padded_vocab(problem: Problem, batch: PlanBatch) -> Floats:
+    """Rows of the vocabulary after padding to a multiple of `pads_vocab_to` x tp."""
+    multiple = problem.framework.pads_vocab_to * batch.tp
+    return np.ceil(problem.model.vocab_size / multiple) * multiple
+
+
+def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(forward, backward) of final norm, logits and cross entropy for one micro-batch, on the last stage."""
+    model, framework = problem.model, problem.framework
+    tokens = rank_tokens(problem, batch)
+    columns = padded_vocab(problem, batch) / batch.tp
+    # A loss that is not vocabulary-parallel works on gathered logits.
+    entries = tokens * (columns if framework.shards_logits else padded_vocab(problem, batch))
+    hidden = model.hidden_size * np.ones(len(batch))
+    wide = gemm_rate(problem, batch.with_precision("bf16"))  # frameworks keep the head in 16 bits
+    forward = gemm_s(problem, wide, tokens, columns, hidden)
+    backward = gemm_s(problem, wide, tokens, hidden, columns)
+    backward = backward + gemm_s(problem, wide, columns, hidden, tokens, accumulates=True)
+    # Cross entropy reads and writes the logits about as often as their peak copies weigh (`modelling` C5).
+    loss = memory_bound_s(problem, 1.25 * framework.bytes_per_logit * entries)
+    # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
+    wide_hidden = 2.0 * hidden
+    joined = gemm_s(problem, wide, tokens, hidden / batch.tp, wide_hidden)
+    joined_backward = gemm_s(problem, wide, tokens, wide_hidden, hidden / batch.tp)
+    joined_backward = joined_backward + gemm_s(problem, wide, hidden / batch.tp, wide_hidden, tokens, accumulates=True)
+    depths = model.num_mtp_layers
+    return (1 + depths) * (forward + loss) + depths * joined, (1 + depths) * (
+        backward + loss
+    ) + depths * joined_backward

@@ -1,0 +1,306 @@
+"""What does a step of each plan cost?  One pure function from a problem and a batch of plans to an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.communication import CONTENTION_SHARE, all_gather_s, all_reduce_s, send_s
+from autoplan.cost.compute import add_up, head_s, memory_bound_s, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, calibrated, fsdp_s, groups
+from autoplan.cost.memory import logged_bytes, memory_terms, reserved_bytes, stage_parameters
+from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
+from autoplan.model import Block, ModelSpec
+from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.result import CostEstimate, StageCost
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Terms of a step beside those of the layers: work of the critical stage first, then what the pipeline and the end of
+# the step add.
+STEP_TERMS = (
+    *TERMS,
+    "head",
+    "pipeline_bubble",
+    "pipeline_send",
+    "data_parallel_reduce",
+    "optimizer",
+    "parameter_gather",
+    "overhead",
+)
+
+NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in standard deviations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stages:
+    """Plans that share one number of stages, laid out per pipeline rank: arrays of shape (plans, stages)."""
+
+    batch: PlanBatch
+    costs: dict[Block, BlockCost]
+    counts: dict[Block, Ints]  # blocks on every rank, all its chunks together
+    head: tuple[Floats, Floats]  # forward, backward: shape (plans)
+    ends: tuple[Floats, Floats]  # exposed traffic of sharded embedding and head in one micro-batch: shape (plans)
+    forward_s: Floats
+    backward_s: Floats
+    memory: dict[str, Floats]
+
+
+@lru_cache(maxsize=64)
+def _cumulative_blocks(model: ModelSpec) -> dict[Block, Ints]:
+    """How many blocks of each kind the first n layers have, for n = 0 .. num_layers."""
+    kinds = sorted({block for layer in model.layers for block in layer})
+    return {
+        kind: np.concatenate([[0], np.cumsum([layer.count(kind) for layer in model.layers])]).astype(np.int64)
+        for kind in kinds
+    }
+
+
+def _rank_counts(model: ModelSpec, batch: PlanBatch, stages: int) -> dict[Block, Ints]:
+    """Blocks of each kind on every pipeline rank: shape (plans, stages).  Chunk i sits on rank i mod stages."""
+    used, inverse = np.unique(batch.layout, return_inverse=True)
+    counts = {}
+    for kind, cumulative in _cumulative_blocks(model).items():
+        table = np.empty((len(used), stages), dtype=np.int64)
+        for row, layout in enumerate(used):
+            ends = np.cumsum(batch.layouts[layout])
+            per_chunk = np.diff(cumulative[ends], prepend=0)
+            table[row] = per_chunk.reshape(-1, stages).sum(axis=0)
+        counts[kind] = table[inverse]
+    return counts
+
+
+def _sharded_ends(problem: Problem, batch: PlanBatch, ends: Floats) -> tuple[tuple[Floats, Floats], ...]:
+    """((forward, backward) of the embedding, (forward, backward) of the head): exposed traffic of their shards.
+
+    `ends` are their parameters by stage.  The embedding is needed first and reduced last, so that nothing is left to
+    hide behind; the head's travel beside the layers.
+    """
+    topology, places = calibrated(problem), groups(batch)
+    none = np.zeros(len(batch))
+    share = 1.0 if ends.shape[1] > 1 else 0.5  # one stage holds both
+    embedding = fsdp_s(problem, batch, topology, places, share * ends[:, 0], none)
+    forward, backward = fsdp_s(problem, batch, topology, places, share * ends[:, -1], none)
+    unhidden = problem.framework.fsdp_unhidden_share
+    return embedding, (unhidden * forward, unhidden * backward)
+
+
+def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
+    model = problem.model
+    costs = block_costs(problem, batch)
+    counts = _rank_counts(model, batch, stages)
+    forward = np.zeros((len(batch), stages))
+    backward = np.zeros((len(batch), stages))
+    for block, count in counts.items():
+        forward += count * costs[block].total_forward_s[:, None]
+        backward += count * costs[block].total_backward_s[:, None]
+    head_forward, head_backward = head_s(problem, batch)
+    for block in model.mtp_layer if model.num_mtp_layers else ():
+        head_forward = head_forward + model.num_mtp_layers * costs[block].total_forward_s
+        head_backward = head_backward + model.num_mtp_layers * costs[block].total_backward_s
+    embedding, head_traffic = _sharded_ends(problem, batch, stage_parameters(problem, batch, costs, counts).ends)
+    forward[:, 0] += embedding[0]
+    backward[:, 0] += embedding[1]
+    forward[:, -1] += head_forward + head_traffic[0]
+    backward[:, -1] += head_backward + head_traffic[1]
+    return _Stages(
+        batch=batch,
+        costs=costs,
+        counts=counts,
+        head=(head_forward, head_backward),
+        ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
+        forward_s=forward,
+        backward_s=backward,
+        memory=memory_terms(problem, batch, costs, counts),
+    )
+
+
+def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
+    """(makespan without messages, exposed messages, critical stage)."""
+    batch, stages = laid.batch, laid.forward_s.shape[1]
+    m = batch.num_microbatches
+    makespan, critical = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp)
+    is_gpipe = batch.schedule == SCHEDULES.index("gpipe")
+    if is_gpipe.any():
+        flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
+        makespan = np.where(is_gpipe, flow, makespan)
+        critical = np.where(is_gpipe, flow_critical, critical)
+    sliced = norm_tokens(problem, batch)
+    if problem.framework.scatter_gather_p2p:
+        sliced = rank_tokens(problem, batch) / batch.tp
+    stride, size = groups(batch).pp
+    message = send_s(calibrated(problem), stride, size, 2.0 * sliced * problem.model.hidden_size)
+    shortest = laid.forward_s.min(axis=1) / batch.vp
+    sends = send_exposed_s(message, size, m, batch.vp, shortest, overlaps=problem.framework.p2p_overlap)
+    # All forwards first: messages pipeline behind one another, so that only the fill shows.
+    return makespan, np.where(is_gpipe, 2.0 * message * (stages - 1), sends), critical
+
+
+def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
+    """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
+    batch, framework, topology = laid.batch, problem.framework, calibrated(problem)
+    places = groups(batch)
+    stages = laid.forward_s.shape[1]
+    parameters = stage_parameters(problem, batch, laid.costs, laid.counts)
+
+    def per_stage(pair: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+        return np.repeat(pair[0], stages), np.repeat(pair[1], stages)
+
+    def shaped(times: Floats) -> Floats:
+        return times.reshape(len(batch), stages)
+
+    dense, expert = parameters.dense.ravel(), parameters.expert.ravel()
+    wire = framework.bytes_per_reduced_grad
+    dearer = framework.sharded_wire_factor
+    shard, expert_shard, replicate = (per_stage(p) for p in (places.shard, places.expert_shard, places.replicate))
+    scatter = all_gather_s(topology, *shard, wire * dense) + all_gather_s(topology, *expert_shard, wire * expert)
+    # Copies of a shard group reduce the shard that each holds.
+    across = all_reduce_s(topology, *replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
+    whole = all_reduce_s(topology, *shard, wire * dense) + all_reduce_s(topology, *expert_shard, wire * expert)
+    gather = all_gather_s(topology, *shard, GATHERED_BYTES * dense)
+    gather = gather + all_gather_s(topology, *expert_shard, GATHERED_BYTES * expert)
+    all_ranks = (places.tp[1], batch.cp * batch.dp)
+    unsharded = all_reduce_s(topology, *per_stage(all_ranks), wire * dense)
+    expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
+    unsharded = unsharded + all_reduce_s(topology, *per_stage(expert_copies), wire * expert)
+
+    kind = batch.sharding[:, None]
+    zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
+    first = shaped(dearer * (whole if framework.zero1_grad_all_reduce else scatter) + across)
+    once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
+    reduce = np.where(kind == 0, shaped(unsharded), np.where(once, first, shaped(across)))
+    gather_s = np.where((kind == zero1) | (kind == zero2), shaped(dearer * gather), 0.0)
+
+    # Later stages end their backward passes earlier, by what the stages before them still have to do; the first stage
+    # can hide its reduction only under its own last backward pass.
+    backward = laid.backward_s / batch.vp[:, None]
+    slack = np.cumsum(backward, axis=1) - backward
+    can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
+    overlapped = batch.grad_reduce_overlap & can_overlap
+    slack[:, 0] = np.where(overlapped, laid.backward_s[:, 0], 0.0)
+    exposed = np.maximum((reduce - slack).max(axis=1), 0.0)
+    # The last bucket is ready only when the backward pass is over.
+    layers = np.maximum(add_up(count[:, 0].astype(np.float64) for count in laid.counts.values()), 1)
+    exposed = np.maximum(exposed, reduce[:, 0] / layers)
+    exposed = exposed + CONTENTION_SHARE * np.minimum(reduce[:, 0], slack[:, 0])
+    hidden = batch.param_gather_overlap & framework.param_gather_overlap
+    shown = np.where(
+        hidden, np.maximum(gather_s[:, 0] - laid.forward_s[:, 0], gather_s[:, 0] / layers), gather_s.max(axis=1)
+    )
+    if problem.model.tied_embeddings and stages > 1:
+        table = wire * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
+        ends = (places.pp[0] * (stages - 1), np.full(len(batch), 2, dtype=np.int64))
+        exposed = exposed + all_reduce_s(topology, *ends, table)
+
+    is_sharded = batch.sharding >= zero1
+    own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]
+    own = own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
+    own = own.max(axis=1)
+    held = (parameters.dense + parameters.expert).max(axis=1)
+    update = memory_bound_s(problem, framework.bytes_moved_per_update * own + framework.bytes_per_grad * held)
+    # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
+    link = problem.cluster.device.host_link_bytes_per_s
+    on_host = own * (framework.bytes_moved_per_update + framework.bytes_per_grad + GATHERED_BYTES) / link
+    update = np.where(batch.offload == OFFLOADS.index("optimizer"), on_host, update)
+    return {"data_parallel_reduce": exposed, "optimizer": update, "parameter_gather": shown}
+
+
+def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str, Floats], Ints, Floats]:
+    """(time terms, memory terms of the worst stage, worst stage, peak that the framework's log shows)."""
+    batch = laid.batch
+    rows = np.arange(len(batch))
+    makespan, sends, critical = _pipeline(problem, laid)
+    m = batch.num_microbatches
+    terms = {}
+    for name in TERMS:
+        per_microbatch = np.zeros(len(batch))
+        for block, count in laid.counts.items():
+            cost = laid.costs[block]
+            per_microbatch = per_microbatch + count[rows, critical] * (cost.forward_s[name] + cost.backward_s[name])
+        terms[name] = m * per_microbatch
+    on_last = critical == laid.forward_s.shape[1] - 1
+    terms["fsdp_communication"] += m * (
+        np.where(critical == 0, laid.ends[0], 0.0) + np.where(on_last, laid.ends[1], 0.0)
+    )
+    work = add_up(terms.values())
+    terms["head"] = np.where(on_last, m * (laid.head[0] + laid.head[1]), 0.0)
+    terms["pipeline_bubble"] = np.maximum(makespan - work - terms["head"], 0.0)  # rounding may leave -0
+    terms["pipeline_send"] = sends
+    terms |= _end_of_step(problem, laid)
+    terms["overhead"] = np.full(len(batch), problem.framework.step_overhead_s)
+    worst = np.argmax(reserved_bytes(problem, laid.memory), axis=1)
+    at_worst = {name: value[rows, worst] for name, value in laid.memory.items()}
+    return terms, at_worst, worst, logged_bytes(problem, laid.memory)
+
+
+def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
+    """Step time and memory of every plan of `batch`.
+
+    The plans must obey the rules of their framework; here only arithmetic happens, and a plan that does not fit is a
+    result like any other.
+    """
+    time_terms = {name: np.zeros(len(batch)) for name in STEP_TERMS}
+    memory: dict[str, Floats] = {}
+    worst = np.zeros(len(batch), dtype=np.int64)
+    logged = np.zeros(len(batch))
+    for stages in np.unique(batch.pp):
+        where = np.flatnonzero(batch.pp == stages)
+        laid = _lay_out(problem, batch.take(where), int(stages))
+        terms, stage_memory, worst_stage, logged[where] = _price(problem, laid)
+        for name, value in terms.items():
+            time_terms[name][where] = value
+        for name, value in stage_memory.items():
+            memory.setdefault(name, np.zeros(len(batch)))[where] = value
+        worst[where] = worst_stage
+    step = add_up(time_terms.values())
+    spread = np.exp(NORMAL_90 * problem.calibration.time_spread)
+    reserved = reserved_bytes(problem, memory) if memory else np.zeros(len(batch))
+    return CostEstimate(
+        batch=batch,
+        step_s=step,
+        low_s=step / spread,
+        high_s=step * spread,
+        terms_s=time_terms,
+        memory_bytes=reserved,
+        logged_memory_bytes=logged,
+        memory_terms_bytes=memory,
+        worst_stage=worst,
+        capacity_bytes=problem.capacity_bytes,
+        oom_z=np.log(reserved / problem.capacity_bytes) / problem.calibration.memory_spread,
+    )
+
+
+def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
+    """Time per micro-batch and memory of every pipeline rank of one plan."""
+    laid = _lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
+    reserved = reserved_bytes(problem, laid.memory)
+    layouts = np.array(laid.batch.layouts[0]).reshape(-1, plan.pp).sum(axis=0)
+    result = []
+    for stage in range(plan.pp):
+        terms = {
+            name: sum(
+                float(count[0, stage] * (laid.costs[block].forward_s[name] + laid.costs[block].backward_s[name])[0])
+                for block, count in laid.counts.items()
+            )
+            for name in TERMS
+        }
+        terms["fsdp_communication"] += float(laid.ends[0][0]) * (stage == 0)
+        terms["fsdp_communication"] += float(laid.ends[1][0]) * (stage == plan.pp - 1)
+        terms["head"] = float(laid.head[0][0] + laid.head[1][0]) if stage == plan.pp - 1 else 0.0
+        result.append(
+            StageCost(
+                stage=stage,
+                layers=int(layouts[stage]),
+                forward_s=float(laid.forward_s[0, stage]),
+                backward_s=float(laid.backward_s[0, stage]),
+                terms_s=terms,
+                memory_bytes=float(reserved[0, stage]),
+                memory_terms_bytes={name: float(value[0, stage]) for name, value in laid.memory.items()},
+            )
+        )
+    return tuple(result)

@@ -1,0 +1,280 @@
+"""What does one block of each kind cost per micro-batch: kernels, recomputation, exposed communication, launches?
+
+The exposed parts follow `modelling` D5 and E5.  Every array has one element per plan; times are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.arithmetic import BlockShape, block_shapes
+from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
+from autoplan.cost.compute import add_up, expert_tokens, kernel_times, local_sizes, norm_tokens, rank_tokens
+from autoplan.model import Block
+from autoplan.plan import CP_KINDS, RECOMPUTES, SHARDINGS, PlanBatch
+from autoplan.problem import Problem
+from autoplan.topology import Level, Topology
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# The terms of a block's time, in the order in which they are shown.
+TERMS = (
+    "gemm",
+    "attention",
+    "memory_bound",
+    "recompute",
+    "tp_communication",
+    "cp_communication",
+    "ep_communication",
+    "fsdp_communication",
+    "launch",
+)
+
+GATHERED_BYTES = 2.0  # weights travel in 16 bits
+ATTENTION_BLOCKS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """Seconds of one block and micro-batch by term, and the parameters that one rank holds of it."""
+
+    forward_s: dict[str, Floats]
+    backward_s: dict[str, Floats]
+    dense_parameters: Floats
+    expert_parameters: Floats
+
+    @property
+    def total_forward_s(self) -> Floats:
+        """Forward pass with exposed communication."""
+        return add_up(self.forward_s.values())
+
+    @property
+    def total_backward_s(self) -> Floats:
+        """Backward pass with recomputation and exposed communication."""
+        return add_up(self.backward_s.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Stride and size of every communicator of a plan under the rank order tp-cp-ep-dp-pp."""
+
+    tp: tuple[Ints, Ints]
+    cp: tuple[Ints, Ints]
+    shard: tuple[Ints, Ints]  # dense states: dp_shard x cp
+    replicate: tuple[Ints, Ints]  # copies of a shard group
+    ep: tuple[Ints, Ints]
+    expert_shard: tuple[Ints, Ints]  # expert states
+    pp: tuple[Ints, Ints]
+
+
+def groups(batch: PlanBatch) -> Groups:
+    """The communicators of every plan.  Expert groups re-use the ranks of a stage: etp fastest, then ep."""
+    ones = np.ones(len(batch), dtype=np.int64)
+    stage = batch.tp * batch.cp * batch.dp
+    shard = batch.cp * batch.dp_shard
+    expert = batch.ep * batch.etp
+    return Groups(
+        tp=(ones, batch.tp),
+        cp=(batch.tp, batch.cp),
+        shard=(batch.tp, shard),
+        replicate=(batch.tp * shard, batch.dp_replicate),
+        ep=(batch.etp, batch.ep),
+        expert_shard=(expert, np.maximum(stage // expert // batch.dp_replicate, 1)),
+        pp=(stage, batch.pp),
+    )
+
+
+def calibrated(problem: Problem) -> Topology:
+    """The topology with the calibration's factors on its rates: the network is the last level, if there is one."""
+    calibration, cluster = problem.calibration, problem.cluster
+    widest = cluster.levels[-1].num_devices
+    levels = []
+    for level in problem.topology.levels:
+        factor = calibration.scale_out if level.num_devices > widest else calibration.scale_up
+        levels.append(
+            Level(
+                name=level.name,
+                num_devices=level.num_devices,
+                bytes_per_s=level.bytes_per_s / factor,
+                latency_s=level.latency_s,
+                half_rate_bytes=level.half_rate_bytes,
+                is_mesh=level.is_mesh,
+            )
+        )
+    return Topology(levels=tuple(levels))
+
+
+def block_costs(problem: Problem, batch: PlanBatch) -> dict[Block, BlockCost]:
+    """The cost of every kind of block that the model has."""
+    topology = calibrated(problem)
+    places = groups(batch)
+    return {
+        block: _block_cost(problem, batch, block, shape, topology, places)
+        for block, shape in block_shapes(problem.model).items()
+    }
+
+
+def _local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
+    """(dense, expert) parameters of a block on one rank."""
+    dense = shape.num_norm_parameters + shape.num_other_parameters / batch.tp
+    expert = np.zeros(len(batch))
+    for linear in shape.linears:
+        inputs, outputs = local_sizes(linear, batch)
+        held = (inputs + linear.has_bias) * outputs
+        if linear.is_expert:
+            expert = expert + held * linear.copies / batch.ep
+        else:
+            dense = dense + held
+    return dense, expert
+
+
+def _tp_s(problem: Problem, batch: PlanBatch, topology: Topology, places: Groups) -> tuple[Floats, Floats]:
+    """(forward, backward) exposed tensor-parallel collectives of one block.
+
+    With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes;
+    the further all-gather of the inputs for the weight gradient hides under the data gradient.  Without it one
+    all-reduce a pass.  Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
+    """
+    buffer = 2.0 * rank_tokens(problem, batch) * problem.model.hidden_size
+    framework = problem.framework
+    leaves = batch.tp > problem.cluster.levels[-1].num_devices
+    host = framework.host_s_per_collective * (batch.tp > 1)
+    host = problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
+    gather = all_gather_s(topology, *places.tp, buffer)
+    reduce = all_reduce_s(topology, *places.tp, buffer)
+    exposed = np.where(batch.tp_overlap, 1.0 - framework.tp_overlap_share, 1.0)
+    time = np.where(batch.sp, 2 * gather, reduce) * exposed + host * np.where(batch.sp, 2, 1)
+    return time, time
+
+
+def _cp_s(
+    problem: Problem, batch: PlanBatch, topology: Topology, places: Groups, attention_s: tuple[Floats, Floats]
+) -> tuple[Floats, Floats]:
+    """(forward, backward) exposed context-parallel traffic of one attention block.
+
+    Ring: keys and values travel around while blocks of attention are computed, only what is longer shows, and the
+    first block's transfer.  All-to-all (Ulysses, arXiv:2309.14509): q, k, v and the output, all exposed.
+    """
+    model = problem.model
+    tokens = rank_tokens(problem, batch)
+    # Beyond its key/value heads tensor parallelism copies them.
+    kv = 2.0 * tokens * model.kv_heads * (model.qk_head_dim + model.v_head_dim) / np.minimum(batch.tp, model.kv_heads)
+    whole = kv * batch.cp
+    ring = all_gather_s(topology, *places.cp, whole)
+    steps = np.maximum(batch.cp - 1, 1)
+    hidden_forward = attention_s[0] * (batch.cp - 1) / batch.cp
+    hidden_backward = attention_s[1] * (batch.cp - 1) / batch.cp
+    ring_forward = np.maximum(ring - hidden_forward, ring / steps)
+    ring_backward = np.maximum(2 * ring - hidden_backward, 2 * ring / steps)
+    heads = 2.0 * tokens * model.num_heads * (model.qk_head_dim + model.v_head_dim) / batch.tp
+    exchange = all_to_all_s(topology, *places.cp, heads) + all_to_all_s(topology, *places.cp, kv)
+    is_ring = batch.cp_kind == CP_KINDS.index("ring")
+    forward = np.where(is_ring, ring_forward, exchange)
+    backward = np.where(is_ring, ring_backward, exchange)
+    return np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward, 0.0)
+
+
+def _ep_s(problem: Problem, batch: PlanBatch, topology: Topology, places: Groups) -> Floats:
+    """Exposed dispatch and combine of one MoE block in one pass: two all-to-all of the routed tokens."""
+    moe = problem.model.moe
+    assert moe is not None
+    width = moe.latent_size or problem.model.hidden_size
+    routed = 2.0 * norm_tokens(problem, batch) * moe.experts_per_token * width
+    copies = moe.experts_per_token if problem.framework.dispatches_once else 1
+    exchange = 2 * all_to_all_s(topology, *places.ep, routed, copies)
+    # Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
+    gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
+    ones = np.ones(len(batch), dtype=np.int64)
+    spread = 2 * all_gather_s(topology, ones, batch.etp, gathered)
+    host = problem.calibration.host * problem.framework.host_s_per_collective
+    return exchange + spread + 2 * host * (batch.ep > 1)
+
+
+def fsdp_s(
+    problem: Problem, batch: PlanBatch, topology: Topology, places: Groups, dense: Floats, expert: Floats
+) -> tuple[Floats, Floats]:
+    """(gathers of the forward pass, gathers and reductions of the backward pass) of a unit's parameters, a micro-batch.
+
+    zero3 gathers the weights in both passes and reduces the gradients in every micro-batch, except in a pipeline whose
+    framework keeps the weights between micro-batches: there once a step.  zero2 only reduces, if the framework does so
+    in every micro-batch.
+    """
+    framework = problem.framework
+    gather = all_gather_s(topology, *places.shard, GATHERED_BYTES * dense)
+    gather = gather + all_gather_s(topology, *places.expert_shard, GATHERED_BYTES * expert)
+    reduce = all_gather_s(topology, *places.shard, framework.bytes_per_reduced_grad * dense)
+    reduce = reduce + all_gather_s(topology, *places.expert_shard, framework.bytes_per_reduced_grad * expert)
+    is_zero3 = batch.sharding == SHARDINGS.index("zero3")
+    is_zero2 = (batch.sharding == SHARDINGS.index("zero2")) & framework.zero2_reduces_every_microbatch
+    once = (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
+    times = np.where(once, 1.0 / batch.num_microbatches, 1.0)
+    forward = np.where(is_zero3, gather * times, 0.0)
+    again = np.where(once, 0.0, gather)
+    return forward, np.where(is_zero3, again + reduce * times, np.where(is_zero2, reduce, 0.0))
+
+
+def _block_cost(
+    problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, topology: Topology, places: Groups
+) -> BlockCost:
+    framework = problem.framework
+    kernels = kernel_times(problem, batch, block, shape)
+    dense, expert = _local_parameters(batch, shape)
+    zeros = np.zeros(len(batch))
+    attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
+    tp_forward, tp_backward = _tp_s(problem, batch, topology, places)
+    if block is Block.MOE and not any(linear.split == "column" for linear in shape.linears):
+        tp_forward, tp_backward = zeros, zeros  # routed experts take their tokens from the ranks that hold them
+    cp_forward, cp_backward = zeros, zeros
+    if block in ATTENTION_BLOCKS:
+        cp_forward, cp_backward = _cp_s(problem, batch, topology, places, attention_s)
+    ep = _ep_s(problem, batch, topology, places) if block is Block.MOE else zeros
+    forward = {
+        "gemm": kernels.gemm_forward_s,
+        "attention": kernels.attention_forward_s,
+        "memory_bound": kernels.memory_forward_s,
+        "recompute": zeros,
+        "tp_communication": tp_forward,
+        "cp_communication": cp_forward,
+        "ep_communication": ep,
+    }
+    backward = {
+        "gemm": kernels.gemm_backward_s,
+        "attention": kernels.attention_backward_s,
+        "memory_bound": kernels.memory_backward_s,
+        "recompute": zeros,
+        "tp_communication": tp_backward,
+        "cp_communication": cp_backward,
+        "ep_communication": ep,
+    }
+    full = batch.recompute == RECOMPUTES.index("full")
+    # Selective recomputation repeats the attention core; flash attention keeps nothing that this would save, and
+    # Megatron-Core skips it there.
+    selective = batch.recompute == RECOMPUTES.index("selective")
+    share = framework.selective_recompute_share
+    repeats_core = problem.training.attention in ("unfused", "megatron-fused")
+    forward_s = add_up(forward.values())
+    selective_s = share * forward_s if share else kernels.attention_forward_s * repeats_core
+    backward["recompute"] = np.where(full, forward_s, np.where(selective, selective_s, 0.0))
+    gathers, reductions = fsdp_s(problem, batch, topology, places, dense, expert)
+    host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0)
+    host_forward: float | Floats = host * framework.host_s_per_block_forward
+    host_backward: float | Floats = host * (
+        framework.host_s_per_block_backward + np.where(full, framework.host_s_per_block_forward, 0)
+    )
+    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
+    floor = host * framework.cross_node_pipeline_host_s_per_tp * batch.tp * crosses
+    host_forward = np.maximum(host_forward, floor / 3)  # as elsewhere, half as many launches as in the backward pass
+    host_backward = np.maximum(host_backward, floor * 2 / 3)
+    for terms, traffic, launch in ((forward, gathers, host_forward), (backward, reductions, host_backward)):
+        busy = add_up(terms.values())
+        # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).
+        terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.fsdp_unhidden_share * np.minimum(
+            traffic, busy
+        )
+        # Launches run ahead of the device: only what the device waits for shows (`modelling` C6).
+        terms["launch"] = np.maximum(launch - busy - terms["fsdp_communication"], 0.0)
+    return BlockCost(forward_s=forward, backward_s=backward, dense_parameters=dense, expert_parameters=expert)

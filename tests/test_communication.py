@@ -1,0 +1,302 @@
+"""Do collectives take the time of their volume over the links that their group crosses?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from autoplan.cluster import ClusterSpec, LinkLevel, NetworkSpec
+from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from autoplan.read.cluster import load_cluster
+from autoplan.topology import Level, Topology, compile_topology
+
+Collective = Callable[..., NDArray[np.float64]]
+COLLECTIVES = (all_reduce_s, all_gather_s, all_to_all_s, send_s)
+GIB = 2**30
+
+
+def level(num_devices: int, bytes_per_s: float, latency_s: float = 1e-12, half_rate_bytes: float = 1e-3) -> Level:
+    """A level; unless given, its latency and ramp are too small to see."""
+    return Level(
+        name=str(num_devices),
+        num_devices=num_devices,
+        bytes_per_s=bytes_per_s,
+        latency_s=latency_s,
+        half_rate_bytes=half_rate_bytes,
+    )
+
+
+def seconds(collective: Collective, topology: Topology, stride: int, size: int, num_bytes: float) -> float:
+    return float(collective(topology, np.array([stride]), np.array([size]), np.array([float(num_bytes)]))[0])
+
+
+def ideal(num_nodes: int, link_bytes_per_s: float, nic_bytes_per_s: float) -> ClusterSpec:
+    """Nodes of eight whose links run at the given rates without latency or ramp."""
+    return dataclasses.replace(
+        load_cluster(f"h100-sxm:{num_nodes}x8"),
+        levels=(
+            LinkLevel(
+                name="link",
+                kind="nvlink",
+                num_devices=8,
+                bandwidth_bytes_per_s=link_bytes_per_s,
+                latency_s=1e-12,
+                efficiency=1.0,
+                half_rate_bytes=1e-3,
+            ),
+        ),
+        network=NetworkSpec(
+            kind="infiniband", nic_bytes_per_s=nic_bytes_per_s, efficiency=1.0, latency_s=1e-12, half_rate_bytes=1e-3
+        ),
+    )
+
+
+# -- one level --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 72])
+def test_collectives_on_one_level_move_their_share_of_the_buffer(size: int) -> None:
+    topology = Topology(levels=(level(size, 360e9),))
+    share = (size - 1) / size * GIB / 360e9
+    assert seconds(all_reduce_s, topology, 1, size, GIB) == pytest.approx(2 * share, rel=1e-6)
+    assert seconds(all_gather_s, topology, 1, size, GIB) == pytest.approx(share, rel=1e-6)
+    assert seconds(all_to_all_s, topology, 1, size, GIB) == pytest.approx(share, rel=1e-6)
+    assert seconds(send_s, topology, 1, size, GIB) == pytest.approx(GIB / 360e9, rel=1e-6)
+
+
+def test_latency_is_paid_once_a_hop_of_the_ring() -> None:
+    """2 x 7 x (4 us + 1 GiB / (8 x 360e9)) = 5.27558 ms, nccl-tests doc/PERFORMANCE.md."""
+    topology = Topology(levels=(level(8, 360e9, latency_s=4e-6),))
+    assert seconds(all_reduce_s, topology, 1, 8, GIB) == pytest.approx(5.27557831e-3, rel=1e-6)
+    assert seconds(all_gather_s, topology, 1, 8, 1) == pytest.approx(7 * 4e-6, rel=1e-5)
+    assert seconds(all_reduce_s, topology, 1, 8, 1) == pytest.approx(14 * 4e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_the_rate_is_half_of_the_plateau_where_the_part_of_a_device_has_the_half_rate_size(size: int) -> None:
+    half = 2.0**20
+    topology = Topology(levels=(level(size, 365e9, latency_s=1e-6, half_rate_bytes=half),))
+    time = seconds(all_reduce_s, topology, 1, size, half * size)
+    assert 2 * (size - 1) / size * (half * size) / time == pytest.approx(365e9 / 2, rel=1e-6)
+
+
+def test_the_ramp_of_a_large_buffer_stays_a_constant() -> None:
+    slow, bare = (Topology(levels=(level(8, 365e9, 1e-6, size),)) for size in (2.0**20, 1e-3))
+    added = [
+        seconds(all_reduce_s, slow, 1, 8, size) - seconds(all_reduce_s, bare, 1, 8, size) for size in (2**34, 2**38)
+    ]
+    assert added[0] > 0
+    assert added[0] == pytest.approx(added[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_group_of_one_costs_nothing(collective: Collective) -> None:
+    topology = compile_topology(load_cluster("h100-sxm:4x8"))
+    for stride in (1, 8, 32):
+        assert seconds(collective, topology, stride, 1, GIB) == 0.0
+
+
+@pytest.mark.parametrize("collective", [all_reduce_s, all_gather_s, all_to_all_s])
+def test_an_empty_buffer_costs_nothing(collective: Collective) -> None:
+    assert seconds(collective, compile_topology(load_cluster("h100-sxm:4x8")), 1, 32, 0) == 0.0
+
+
+@given(st.integers(0, 5), st.integers(1, 5), st.floats(1e9, 1e12))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(stride: int, size: int, num_bytes: float) -> None:
+    topology = compile_topology(load_cluster("b200:16x8"))
+    once = seconds(all_gather_s, topology, 2**stride, 2**size, num_bytes)
+    assert seconds(all_reduce_s, topology, 2**stride, 2**size, num_bytes) == pytest.approx(2 * once, rel=1e-9)
+
+
+# -- laws -------------------------------------------------------------------------------------------------------------
+
+clusters = st.sampled_from(["h100-sxm:16x8", "gb200-nvl72:36x4", "frontier:16x8", "aws-p4d:16x8", "l40s:16x8"])
+groups = st.tuples(st.sampled_from([1, 2, 4, 8, 16]), st.integers(2, 16)).filter(lambda pair: pair[0] * pair[1] <= 128)
+buffers = st.floats(1.0, 1e12)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(COLLECTIVES), clusters, groups, buffers, st.floats(1.0, 100.0), st.integers(0, 2))
+def test_more_bandwidth_is_never_slower(
+    collective: Collective, cluster: str, group: tuple[int, int], num_bytes: float, factor: float, which: int
+) -> None:
+    topology = compile_topology(load_cluster(cluster))
+    levels = list(topology.levels)
+    at = which % len(levels)
+    levels[at] = dataclasses.replace(levels[at], bytes_per_s=levels[at].bytes_per_s * factor)
+    faster = seconds(collective, Topology(levels=tuple(levels)), *group, num_bytes)
+    assert faster <= seconds(collective, topology, *group, num_bytes) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_less_latency_is_never_slower(collective: Collective) -> None:
+    topology = compile_topology(load_cluster("h100-sxm:16x8"))
+    quicker = Topology(
+        levels=tuple(dataclasses.replace(here, latency_s=here.latency_s / 2) for here in topology.levels)
+    )
+    for num_bytes in 2.0 ** np.arange(8, 36, 2):
+        for stride, size in ((1, 8), (8, 2), (8, 16), (1, 128)):
+            time = seconds(collective, topology, stride, size, num_bytes)
+            assert seconds(collective, quicker, stride, size, num_bytes) <= time * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_half_of_the_bandwidth_at_most_doubles_the_time(collective: Collective) -> None:
+    topology = compile_topology(load_cluster("h100-sxm:16x8"))
+    slower = Topology(
+        levels=tuple(dataclasses.replace(here, bytes_per_s=here.bytes_per_s / 2) for here in topology.levels)
+    )
+    for num_bytes in 2.0 ** np.arange(8, 36, 2):
+        for stride, size in ((1, 8), (8, 2), (8, 16), (1, 128)):
+            time = seconds(collective, topology, stride, size, num_bytes)
+            assert seconds(collective, slower, stride, size, num_bytes) <= 2 * time * (1 + 1e-12)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(COLLECTIVES), clusters, groups, buffers, st.floats(1.0, 1000.0))
+def test_a_larger_buffer_never_takes_less_time(
+    collective: Collective, cluster: str, group: tuple[int, int], num_bytes: float, factor: float
+) -> None:
+    topology = compile_topology(load_cluster(cluster))
+    small = seconds(collective, topology, *group, num_bytes)
+    assert seconds(collective, topology, *group, num_bytes * factor) >= small * (1 - 1e-12)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(COLLECTIVES),
+    st.sampled_from(["h100-sxm:16x8", "frontier:16x8", "aws-p4d:16x8"]),
+    st.integers(0, 4),
+    st.integers(1, 6),
+    buffers,
+)
+def test_a_larger_group_never_takes_less_time(
+    collective: Collective, cluster: str, stride: int, size: int, num_bytes: float
+) -> None:
+    """Doubling a group at the same stride and full buffer; powers of two in nodes of eight, so that none straddles."""
+    if 2 ** (stride + size) > 128:
+        return
+    topology = compile_topology(load_cluster(cluster))
+    small = seconds(collective, topology, 2**stride, 2 ** (size - 1), num_bytes)
+    assert seconds(collective, topology, 2**stride, 2**size, num_bytes) >= small * (1 - 1e-12)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(groups, buffers), min_size=1, max_size=6), st.sampled_from(COLLECTIVES))
+def test_many_groups_at_once_cost_what_each_costs_alone(
+    several: list[tuple[tuple[int, int], float]], collective: Collective
+) -> None:
+    topology = compile_topology(load_cluster("frontier:16x8"))
+    stride, size = (np.array([group[at] for group, _ in several]) for at in (0, 1))
+    together = collective(topology, stride, size, np.array([num_bytes for _, num_bytes in several]))
+    alone = [seconds(collective, topology, *group, num_bytes) for group, num_bytes in several]
+    assert together.tolist() == alone
+
+
+# -- hierarchy --------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_with_one_member_a_node_sees_one_nic() -> None:
+    """Gradients of Llama-3-8B under tp 8, fp32, reduce-scattered over 16 nodes at 48e9 B/s: 78.4 ms."""
+    topology = compile_topology(ideal(16, 450e9, 48e9))
+    time = seconds(all_gather_s, topology, 8, 16, 4 * 8.03e9 / 8)
+    assert time == pytest.approx(78.418e-3, rel=1e-4)
+
+
+def test_a_group_of_whole_nodes_uses_every_nic() -> None:
+    """Of the 1 GiB per rank, 2 x 3/4 leaves each node over eight NICs."""
+    topology = compile_topology(ideal(4, 1e30, 50e9))
+    assert seconds(all_reduce_s, topology, 1, 32, GIB) == pytest.approx(2 * 3 / 4 * GIB / (8 * 50e9), rel=1e-6)
+
+
+def test_a_group_with_half_its_node_uses_half_of_the_nics() -> None:
+    topology = compile_topology(ideal(4, 1e30, 50e9))
+    assert seconds(all_reduce_s, topology, 2, 16, GIB) == pytest.approx(2 * 3 / 4 * GIB / (4 * 50e9), rel=1e-6)
+
+
+def test_nic_time_of_a_step_does_not_depend_on_how_tensor_parallelism_cuts_the_gradients() -> None:
+    topology = compile_topology(ideal(16, 1e30, 48e9))
+    times = [seconds(all_gather_s, topology, tp, 128 // tp, 32e9 / tp) for tp in (1, 2, 4, 8)]
+    assert times == pytest.approx([times[0]] * 4, rel=1e-6)
+
+
+def test_an_all_to_all_sends_what_leaves_the_node_over_the_rank_own_nic() -> None:
+    topology = compile_topology(ideal(4, 1e30, 50e9))
+    assert seconds(all_to_all_s, topology, 1, 32, GIB) == pytest.approx(24 / 32 * GIB / 50e9, rel=1e-6)
+
+
+def test_a_message_is_paid_at_the_slowest_hop_of_its_chain() -> None:
+    topology = compile_topology(ideal(4, 450e9, 50e9))
+    assert seconds(send_s, topology, 8, 4, GIB) == pytest.approx(GIB / 50e9, rel=1e-6)
+    assert seconds(send_s, topology, 2, 4, GIB) == pytest.approx(GIB / 450e9, rel=1e-6)
+    assert seconds(send_s, topology, 4, 8, GIB) == pytest.approx(GIB / 50e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("collective", [all_reduce_s, all_gather_s])
+def test_staying_inside_the_node_is_never_slower_than_leaving_it(collective: Collective) -> None:
+    topology = compile_topology(load_cluster("h100-sxm:16x8"))
+    for num_bytes in (1e3, 1e6, 1e9):
+        assert seconds(collective, topology, 1, 8, num_bytes) <= seconds(collective, topology, 8, 8, num_bytes)
+
+
+# -- published measurements -------------------------------------------------------------------------------------------
+
+
+def test_all_reduce_of_4_gib_on_32_b200_with_efa_takes_the_22_05_ms_measured() -> None:
+    """P6-B200, 4 x 8 devices, 8 x 400 Gb/s a node: 10.15 ms inside one node, 22.05 ms over four (stas00)."""
+    node_rate = 2 * 7 / 8 * 4 * GIB / 10.15e-3
+    topology = compile_topology(ideal(4, node_rate, 50e9))
+    assert seconds(all_reduce_s, topology, 1, 8, 4 * GIB) == pytest.approx(10.15e-3, rel=1e-3)
+    assert seconds(all_reduce_s, topology, 1, 32, 4 * GIB) == pytest.approx(22.05e-3, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "bus_gb_per_s", "tolerance"), [(8 * 2**20, 186, 0.25), (64 * 2**20, 330, 0.2), (2**29, 365, 0.1)]
+)
+def test_all_reduce_on_eight_h100_follows_the_measured_ring_table(
+    num_bytes: int, bus_gb_per_s: float, tolerance: float
+) -> None:
+    """nccl-tests with NVLS off reaches 365e9; aiconfigurator measures 186e9 at 8 MiB (ring) on H100 SXM."""
+    time = seconds(all_reduce_s, compile_topology(load_cluster("h100-sxm:1x8")), 1, 8, num_bytes)
+    assert 2 * 7 / 8 * num_bytes / time == pytest.approx(bus_gb_per_s * 1e9, rel=tolerance)
+
+
+def test_small_all_reduce_on_eight_h100_takes_about_its_measured_latency() -> None:
+    """512 bytes: 15.6 us (aiconfigurator, NCCL 2.27)."""
+    time = seconds(all_reduce_s, compile_topology(load_cluster("h100-sxm:1x8")), 1, 8, 512)
+    assert time == pytest.approx(15.6e-6, rel=0.1)
+
+
+def test_a_pair_of_mi300x_has_one_link_of_its_mesh() -> None:
+    """Eight devices reach 313 GB/s in a large all-reduce, two of them 47.7 (`modelling` D3)."""
+    topology = compile_topology(load_cluster("mi300x:1x8"))
+    size = 16.0 * GIB
+    for members, measured in ((8, 313e9), (2, 47.7e9)):
+        bus = 2 * (members - 1) / members * size / seconds(all_reduce_s, topology, 1, members, size)
+        assert bus == pytest.approx(measured, rel=0.08)
+
+
+def test_a_mesh_that_loses_devices_loses_their_links() -> None:
+    (whole,), (half,) = (load_cluster(f"mi300x:1x{size}").levels for size in (8, 4))
+    assert half.bandwidth_bytes_per_s == pytest.approx(3 / 7 * whole.bandwidth_bytes_per_s)
+
+
+@pytest.mark.parametrize(("nodes", "touched"), [(2, 1.99), (4, 3.60), (8, 5.25)])
+def test_a_dispatcher_that_knows_its_copies_sends_one_to_every_node_that_a_token_visits(
+    nodes: int, touched: float
+) -> None:
+    """Eight experts a token visit 1.99, 3.60 and 5.25 of 2, 4 and 8 nodes (`modelling` D5), one of them its own."""
+    topology = Topology(levels=(level(8, 1e15), level(8 * nodes, 1e9)))
+    size, tokens = 8 * nodes, 8e9
+    whole, once = (
+        float(all_to_all_s(topology, np.array([1]), np.array([size]), np.array([tokens]), copies)[0])
+        for copies in (1, 8)
+    )
+    assert whole == pytest.approx((nodes - 1) / nodes * 8, rel=1e-3)
+    assert once == pytest.approx(touched * (nodes - 1) / nodes, rel=3e-3)

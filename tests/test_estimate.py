@@ -1,0 +1,544 @@
+"""Is the cost of a plan the sum of its parts, the same in any batch, and never worse on a better machine?"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from autoplan.cluster import ClusterSpec
+from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
+from autoplan.cost.layer import TERMS
+from autoplan.cost.memory import MEMORY_TERMS
+from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
+from autoplan.errors import InputError
+from autoplan.framework import Framework
+from autoplan.model import Experts, LatentAttention, ModelSpec
+from autoplan.plan import CP_KINDS, RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework, preset_frameworks
+from autoplan.result import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
+from autoplan.timing import Calibration
+from autoplan.training import TrainingSpec
+
+DENSE = ModelSpec(
+    name="dense", num_layers=8, hidden_size=1024, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=4096
+)
+MODELS = {
+    model.name: model
+    for model in (
+        DENSE,
+        dataclasses.replace(DENSE, name="tied", tied_embeddings=True, num_mtp_layers=1),
+        dataclasses.replace(
+            DENSE,
+            name="moe",
+            ffn_size=2048,
+            moe=Experts(
+                num_experts=8,
+                experts_per_token=2,
+                expert_ffn_size=1024,
+                shared_expert_ffn_size=512,
+                num_dense_layers=1,
+            ),
+        ),
+        dataclasses.replace(
+            DENSE,
+            name="mla",
+            num_kv_heads=None,
+            mla=LatentAttention(
+                kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, q_lora_rank=256
+            ),
+        ),
+    )
+}
+# Nothing is launched, overlapped in part or added by hand, so that each term stands alone.
+PLAIN = Framework(
+    name="plain",
+    host_s_per_block_forward=0.0,
+    host_s_per_block_backward=0.0,
+    host_s_per_collective=0.0,
+    step_overhead_s=0.0,
+    grad_reduce_overlap=False,
+    sharded_reduce_overlap=False,
+    param_gather_overlap=False,
+)
+
+
+def problem_of(
+    model: str | ModelSpec = "dense",
+    *,
+    framework: Framework = PLAIN,
+    cluster: ClusterSpec | str = "h100-sxm:64x8",
+    seq_len: int = 2048,
+    **changes: Any,
+) -> Problem:
+    return Problem(
+        model=MODELS[model] if isinstance(model, str) else model,
+        training=TrainingSpec(seq_len=seq_len),
+        cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+        framework=framework,
+        **changes,
+    )
+
+
+def price(problem: Problem, *plans: ParallelPlan) -> CostEstimate:
+    return estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
+
+
+def terms_of(problem: Problem, plan: ParallelPlan) -> dict[str, float]:
+    return {name: float(value[0]) for name, value in price(problem, plan).terms_s.items()}
+
+
+problems = st.builds(
+    lambda model, framework, cluster: problem_of(model, framework=load_framework(framework), cluster=cluster),
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(preset_frameworks()),
+    st.sampled_from(["h100-sxm:64x8", "gb200-nvl72:128x4", "frontier:64x8", "aws-p4d:64x8"]),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, model: str = "dense", fills_pipeline: bool = False) -> ParallelPlan:
+    """A plan that Megatron-like rules admit for one of MODELS."""
+    tp, cp, pp = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
+    vp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    dp_replicate, dp_shard = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3, 4, 8]))
+    micro_batch = draw(st.sampled_from([1, 2]))
+    least = pp if fills_pipeline else 1
+    microbatches = pp * draw(st.integers(1, 4)) if vp > 1 else draw(st.integers(least, least + 12))
+    is_moe = model == "moe"
+    ranks = tp * cp * dp_shard
+    splits = [(ep, etp) for ep in (1, 2, 4, 8) for etp in (1, 2) if is_moe and ranks % (ep * etp) == 0] or [(1, 1)]
+    ep, etp = draw(st.sampled_from(splits))
+    return ParallelPlan(
+        global_batch=micro_batch * dp_replicate * dp_shard * microbatches,
+        micro_batch=micro_batch,
+        tp=tp,
+        sp=tp > 1 and (is_moe or draw(st.booleans())),
+        cp=cp,
+        cp_kind=draw(st.sampled_from(CP_KINDS)),  # type: ignore[arg-type]
+        pp=pp,
+        vp=vp,
+        schedule="interleaved" if vp > 1 else draw(st.sampled_from(["1f1b", "gpipe"])),  # type: ignore[arg-type]
+        layers_per_chunk=draw(st.sampled_from([None, None, (3, 5), (5, 3)])) if (pp, vp) == (2, 1) else None,
+        ep=ep,
+        etp=etp,
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        sharding=draw(st.sampled_from(SHARDINGS)),  # type: ignore[arg-type]
+        recompute=draw(st.sampled_from(RECOMPUTES)),  # type: ignore[arg-type]
+        precision=draw(st.sampled_from(["bf16", "fp8"])),  # type: ignore[arg-type]
+        offload=draw(st.sampled_from(["none", "none", "optimizer"])),  # type: ignore[arg-type]
+        tp_overlap=draw(st.booleans()),
+        grad_reduce_overlap=draw(st.booleans()),
+        param_gather_overlap=draw(st.booleans()),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, fills_pipeline: bool = False) -> tuple[Problem, ParallelPlan]:
+    problem = draw(problems)
+    return problem, draw(plans(model=problem.model.name, fills_pipeline=fills_pipeline))
+
+
+# -- parts and whole --------------------------------------------------------------------------------------------------
+
+
+@given(cases())
+def test_terms_add_up_to_the_step(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    cost = price(problem, plan)
+    assert tuple(cost.terms_s) == STEP_TERMS
+    total = 0.0
+    for value in cost.terms_s.values():
+        total += float(value[0])
+    assert total == cost.step_s[0]
+
+
+@given(cases())
+def test_every_term_is_finite_and_not_negative(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    cost = price(problem, plan)
+    for name, value in cost.terms_s.items():
+        assert math.isfinite(value[0]), name
+        assert value[0] >= -1e-12 * cost.step_s[0], name
+    assert cost.step_s[0] > 0
+    assert cost.low_s[0] < cost.step_s[0] < cost.high_s[0]
+
+
+@settings(max_examples=60, derandomize=True, phases=[Phase.generate])  # plans are read more easily than shrunk
+@given(problems, st.data())
+def test_a_batch_of_n_equals_n_batches_of_one_bit_for_bit(problem: Problem, data: st.DataObject) -> None:
+    several = data.draw(st.lists(plans(model=problem.model.name), min_size=2, max_size=8))
+    together = price(problem, *several)
+    for at, plan in enumerate(several):
+        alone = price(problem, plan)
+        for name in ("step_s", "low_s", "high_s", "memory_bytes", "logged_memory_bytes", "worst_stage", "oom_z"):
+            assert getattr(together, name)[at] == getattr(alone, name)[0], name
+        for name in STEP_TERMS:
+            assert together.terms_s[name][at] == alone.terms_s[name][0], name
+        for name in MEMORY_TERMS:
+            assert together.memory_terms_bytes[name][at] == alone.memory_terms_bytes[name][0], name
+
+
+def test_an_empty_batch_costs_nothing() -> None:
+    cost = price(problem_of())
+    assert len(cost) == 0
+    assert set(cost.terms_s) == set(STEP_TERMS)
+    assert cost.verdict.tolist() == []
+
+
+@given(cases())
+def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    cost, stages = price(problem, plan), stage_costs(problem, plan)
+    assert [stage.stage for stage in stages] == list(range(plan.pp))
+    assert sum(stage.layers for stage in stages) == problem.model.num_layers
+    for stage in stages:
+        assert set(stage.terms_s) == {*TERMS, "head"}
+        assert sum(stage.terms_s.values()) == pytest.approx(stage.forward_s + stage.backward_s)
+        assert set(stage.memory_terms_bytes) == set(MEMORY_TERMS)
+    forward, backward = (np.array([[getattr(s, name) for s in stages]]) for name in ("forward_s", "backward_s"))
+    m = np.array([plan.num_microbatches])
+    if plan.schedule == "gpipe":
+        makespan, _ = gpipe_s(forward, backward, m)
+    else:
+        makespan, _ = one_forward_one_backward_s(forward, backward, m, np.array([plan.vp]))
+    work = sum(float(cost.terms_s[name][0]) for name in (*TERMS, "head", "pipeline_bubble"))
+    assert work == pytest.approx(float(makespan[0]))
+    assert cost.memory_bytes[0] == max(stage.memory_bytes for stage in stages)
+
+
+# -- what is not there costs nothing ----------------------------------------------------------------------------------
+
+
+@given(cases())
+def test_an_axis_of_degree_one_has_no_communication(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    terms = terms_of(problem, plan)
+    if plan.tp == 1:
+        assert terms["tp_communication"] == 0
+    if plan.cp == 1:
+        assert terms["cp_communication"] == 0
+    if problem.model.moe is None or plan.ep * plan.etp == 1:
+        assert terms["ep_communication"] == 0
+    if plan.pp == 1:
+        assert terms["pipeline_send"] == 0
+        assert abs(terms["pipeline_bubble"]) <= 1e-12 * sum(terms.values())
+    if plan.sharding in ("none", "zero1"):
+        assert terms["fsdp_communication"] == 0
+    if plan.sharding in ("none", "zero3"):
+        assert terms["parameter_gather"] == 0
+    if plan.recompute == "none":
+        assert terms["recompute"] == 0
+
+
+def test_experts_that_are_whole_need_no_tensor_parallel_collectives() -> None:
+    """Megatron-Core dispatches the slices of sequence parallelism; only attention gathers and reduces."""
+    experts = Experts(num_experts=8, experts_per_token=2, expert_ffn_size=1024)
+    plan = ParallelPlan(global_batch=8, tp=4, sp=True, dp_shard=2, ep=8)
+    dense = terms_of(problem_of(), dataclasses.replace(plan, ep=1))
+    mixed = terms_of(problem_of(dataclasses.replace(DENSE, ffn_size=0, moe=experts)), plan)
+    assert mixed["tp_communication"] == pytest.approx(dense["tp_communication"] / 2)
+
+
+def test_one_device_only_computes() -> None:
+    terms = terms_of(problem_of(), ParallelPlan(global_batch=4))
+    busy = {name for name, value in terms.items() if value}
+    assert busy - {"pipeline_bubble"} == {"gemm", "attention", "memory_bound", "head", "optimizer"}
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero3"])
+def test_one_replica_of_a_pipeline_has_nothing_to_reduce_or_gather(sharding: Any) -> None:
+    terms = terms_of(problem_of(), ParallelPlan(global_batch=8, pp=2, tp=2, sp=True, sharding=sharding))
+    assert terms["data_parallel_reduce"] == terms["parameter_gather"] == terms["fsdp_communication"] == 0
+
+
+def test_a_tied_embedding_is_reduced_between_first_and_last_stage() -> None:
+    assert terms_of(problem_of("tied"), ParallelPlan(global_batch=8, pp=2))["data_parallel_reduce"] > 0
+    assert terms_of(problem_of("tied"), ParallelPlan(global_batch=8))["data_parallel_reduce"] == 0
+
+
+def test_overlap_hides_a_reduction_under_the_backward_pass_of_a_large_batch() -> None:
+    framework = dataclasses.replace(
+        PLAIN, grad_reduce_overlap=True, sharded_reduce_overlap=True, param_gather_overlap=True
+    )
+    plan = ParallelPlan(global_batch=64, micro_batch=8, dp_shard=8)
+    shown = terms_of(problem_of(framework=framework), plan)
+    whole = terms_of(problem_of(), plan)
+    for name in ("data_parallel_reduce", "parameter_gather"):
+        assert 0 < shown[name] < whole[name]
+    switched_off = dataclasses.replace(plan, grad_reduce_overlap=False, param_gather_overlap=False)
+    assert terms_of(problem_of(framework=framework), switched_off) == whole
+
+
+# -- a better machine is never slower ---------------------------------------------------------------------------------
+
+
+def faster(cluster: ClusterSpec, part: str, factor: float) -> ClusterSpec:
+    device, network = cluster.device, cluster.network
+    if part == "link":
+        levels = tuple(
+            dataclasses.replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * factor)
+            for level in cluster.levels
+        )
+        return dataclasses.replace(cluster, levels=levels)
+    if part == "network":
+        return dataclasses.replace(
+            cluster, network=dataclasses.replace(network, nic_bytes_per_s=network.nic_bytes_per_s * factor)
+        )
+    if part == "memory":
+        rate = device.memory_bandwidth_bytes_per_s * factor
+        return dataclasses.replace(cluster, device=dataclasses.replace(device, memory_bandwidth_bytes_per_s=rate))
+    if part == "efficiency":
+        share = min(device.gemm_efficiency * factor, 1.0)
+        return dataclasses.replace(cluster, device=dataclasses.replace(device, gemm_efficiency=share))
+    if part == "host link":
+        rate = device.host_link_bytes_per_s * factor
+        return dataclasses.replace(cluster, device=dataclasses.replace(device, host_link_bytes_per_s=rate))
+    peak = {name: rate * factor for name, rate in device.peak_flops_per_s.items()}
+    return dataclasses.replace(cluster, device=dataclasses.replace(device, peak_flops_per_s=peak))
+
+
+@pytest.mark.parametrize("part", ["link", "network", "memory", "efficiency", "host link", "peak"])
+@settings(max_examples=50)
+@given(case=cases(fills_pipeline=True), factor=st.floats(1.0, 20.0))
+def test_a_faster_part_never_slows_a_step(part: str, case: tuple[Problem, ParallelPlan], factor: float) -> None:
+    problem, plan = case
+    better = dataclasses.replace(problem, cluster=faster(problem.cluster, part, factor))
+    before = price(problem, plan).step_s[0]
+    assert price(better, plan).step_s[0] <= before * (1 + 1e-9)
+
+
+def test_a_faster_device_never_slows_a_pipeline_of_few_micro_batches() -> None:
+    """The head makes the last stage long; with one micro-batch the time is the sum of all stages."""
+    problem = problem_of()
+    plan = ParallelPlan(global_batch=1, pp=8)
+    work = sum(stage.forward_s + stage.backward_s for stage in stage_costs(problem, plan))
+    terms = terms_of(problem, plan)
+    assert sum(terms[name] for name in (*TERMS, "head", "pipeline_bubble")) == pytest.approx(work)
+
+
+@settings(max_examples=50)
+@given(cases(fills_pipeline=True), st.floats(1.0, 10.0))
+def test_lower_efficiency_of_every_component_never_speeds_a_step_up(
+    case: tuple[Problem, ParallelPlan], factor: float
+) -> None:
+    problem, plan = case
+    before = price(problem, plan).step_s[0]
+    for name in ("gemm", "attention", "memory_bound", "host", "scale_up", "scale_out"):
+        slower = dataclasses.replace(problem, calibration=Calibration(**{name: factor}))  # type: ignore[arg-type]
+        assert price(slower, plan).step_s[0] >= before * (1 - 1e-9), name
+
+
+# -- size of the batch ------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from(SHARDINGS), st.integers(1, 6))
+def test_doubling_the_global_batch_doubles_the_work_of_one_stage(tp: int, dp: int, sharding: Any, m: int) -> None:
+    once = ParallelPlan(global_batch=m * dp, tp=tp, sp=tp > 1, dp_shard=dp, sharding=sharding)
+    one, two = (terms_of(problem_of(), plan) for plan in (once, dataclasses.replace(once, global_batch=2 * m * dp)))
+    for name in (*TERMS, "head"):
+        assert two[name] == pytest.approx(2 * one[name])
+    for name in ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead"):
+        assert two[name] == one[name]
+
+
+@given(cases())
+def test_every_further_microbatch_of_a_pipeline_costs_the_slowest_stage_at_most(
+    case: tuple[Problem, ParallelPlan],
+) -> None:
+    problem, plan = case
+    if plan.sharding == "zero3":
+        return  # a pipeline may gather once a step
+    stages = stage_costs(problem, plan)
+    slowest = max(stage.forward_s + stage.backward_s for stage in stages)
+    sequences = plan.micro_batch * plan.dp
+    many = dataclasses.replace(plan, global_batch=sequences * 8 * plan.pp)
+    more = dataclasses.replace(plan, global_batch=sequences * 9 * plan.pp)
+    one, two = (terms_of(problem, each) for each in (many, more))
+    growth = sum(two.values()) - sum(one.values()) - (two["pipeline_send"] - one["pipeline_send"])
+    gpipe_most = max(s.forward_s for s in stages) + max(s.backward_s for s in stages)
+    assert growth <= plan.pp * (gpipe_most if plan.schedule == "gpipe" else slowest) * (1 + 1e-9)
+    assert growth > 0
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_longer_step_amortises_the_bubble(pp: int) -> None:
+    problem = problem_of()
+    per_sequence = [
+        float(price(problem, ParallelPlan(global_batch=batch, pp=pp)).step_s[0]) / batch for batch in (8, 16, 64)
+    ]
+    assert per_sequence == sorted(per_sequence, reverse=True)
+
+
+def test_doubling_tensor_parallelism_halves_the_time_of_large_matrices_at_most() -> None:
+    """Smaller pieces are never more efficient."""
+    problem = problem_of(seq_len=8192)
+    gemm = [terms_of(problem, ParallelPlan(global_batch=4, tp=tp, sp=tp > 1))["gemm"] for tp in (1, 2, 4, 8)]
+    for whole, half in itertools.pairwise(gemm):
+        assert whole / 2 <= half < whole
+
+
+@pytest.mark.parametrize("vp", [2, 4])
+def test_interleaving_divides_the_bubble_of_equal_stages(vp: int) -> None:
+    problem = problem_of(dataclasses.replace(DENSE, num_layers=16, vocab_size=2))
+    plain = ParallelPlan(global_batch=16, pp=4)
+    chunked = dataclasses.replace(plain, vp=vp, schedule="interleaved")
+    bubbles = [terms_of(problem, plan)["pipeline_bubble"] for plan in (plain, chunked)]
+    assert bubbles[1] == pytest.approx(bubbles[0] / vp, rel=0.05)
+
+
+def test_full_recomputation_costs_another_forward_pass() -> None:
+    problem = problem_of()
+    none, full = (terms_of(problem, ParallelPlan(global_batch=4, tp=2, recompute=kind)) for kind in ("none", "full"))
+    layers = ("gemm", "attention", "memory_bound", "tp_communication")
+    assert {name: full[name] for name in layers} == {name: none[name] for name in layers}
+    assert 0.25 < full["recompute"] / sum(none[name] for name in layers) < 0.5
+
+
+# -- calibration ------------------------------------------------------------------------------------------------------
+
+
+def changed_by(factor: str, plan: ParallelPlan, model: str = "dense") -> dict[str, float]:
+    """Terms that a factor of 2 changes, and by how much."""
+    problem = problem_of(model)
+    slower = dataclasses.replace(problem, calibration=Calibration(**{factor: 2.0}))  # type: ignore[arg-type]
+    before, after = terms_of(problem, plan), terms_of(slower, plan)
+    return {
+        name: after[name] / before[name]
+        for name in STEP_TERMS
+        if name != "pipeline_bubble" and before[name] and not math.isclose(after[name], before[name], rel_tol=1e-9)
+    }
+
+
+SPREAD = ParallelPlan(global_batch=128, tp=8, sp=True, dp_shard=32)
+
+
+def test_a_factor_on_matrix_products_scales_them_and_the_head_only() -> None:
+    changed = changed_by("gemm", ParallelPlan(global_batch=8))
+    assert set(changed) == {"gemm", "head"}
+    assert changed["gemm"] == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_factor_on_attention_scales_it_only() -> None:
+    assert changed_by("attention", SPREAD) == pytest.approx({"attention": 2.0})
+
+
+def test_a_factor_on_memory_bound_operations_scales_them_the_loss_and_the_optimizer() -> None:
+    changed = changed_by("memory_bound", ParallelPlan(global_batch=8))
+    assert {"memory_bound", "optimizer"} <= set(changed) <= {"memory_bound", "optimizer", "head", "gemm"}
+    assert changed["memory_bound"] == pytest.approx(2.0)
+    assert changed["optimizer"] == pytest.approx(2.0)
+
+
+def test_a_factor_on_scale_up_links_slows_collectives_inside_the_node_only() -> None:
+    changed = changed_by("scale_up", SPREAD)
+    assert set(changed) == {"tp_communication"}
+    assert changed["tp_communication"] > 1
+
+
+def test_a_factor_on_the_network_slows_collectives_between_nodes_only() -> None:
+    changed = changed_by("scale_out", SPREAD)
+    assert set(changed) == {"data_parallel_reduce", "parameter_gather"}
+    assert min(changed.values()) > 1
+
+
+def test_a_factor_on_the_host_changes_only_what_waits_for_launches() -> None:
+    assert changed_by("host", SPREAD) == {}
+    slow_host = dataclasses.replace(PLAIN, host_s_per_block_forward=1.0, host_s_per_block_backward=1.0)
+    problem = problem_of(framework=slow_host)
+    slower = dataclasses.replace(problem, calibration=Calibration(host=2.0))
+    plan = ParallelPlan(global_batch=8)
+    before, after = terms_of(problem, plan), terms_of(slower, plan)
+    assert {name for name in STEP_TERMS if not math.isclose(before[name], after[name], abs_tol=1e-9)} == {"launch"}
+    assert after["launch"] / before["launch"] == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_factor_of_one_changes_nothing() -> None:
+    problem = problem_of("moe", framework=load_framework("megatron-core"))
+    same = dataclasses.replace(problem, calibration=Calibration(name="same", gemm=1.0, scale_out=1.0))
+    assert terms_of(problem, SPREAD) == terms_of(same, SPREAD)
+
+
+def test_the_interval_is_that_of_a_lognormal_residual() -> None:
+    cost = price(problem_of(calibration=Calibration(time_spread=0.1)), SPREAD)
+    assert cost.high_s[0] / cost.step_s[0] == pytest.approx(math.exp(NORMAL_90 * 0.1))
+    assert cost.step_s[0] / cost.low_s[0] == pytest.approx(math.exp(NORMAL_90 * 0.1))
+
+
+# -- memory verdict ---------------------------------------------------------------------------------------------------
+
+
+def verdict_at(share: float, spread: float = 0.06) -> tuple[str, float]:
+    """(verdict, probability of running out of memory) of a plan that needs `share` of the capacity."""
+    problem = problem_of(calibration=Calibration(memory_spread=spread))
+    needed = float(price(problem, SPREAD).memory_bytes[0])
+    device = dataclasses.replace(problem.cluster.device, visible_memory_bytes=needed / share)
+    cost = price(dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, device=device)), SPREAD)
+    assert cost.capacity_bytes == pytest.approx(needed / share)
+    return VERDICTS[cost.verdict[0]], cost.oom_probability(0)
+
+
+def test_a_plan_that_needs_exactly_the_capacity_runs_out_of_memory_half_the_time() -> None:
+    _, probability = verdict_at(1.0)
+    assert probability == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("z", "verdict"), [(-3.0, "fits"), (-1.70, "fits"), (-1.60, "risky"), (-0.01, "risky"), (0.01, "oom"), (3, "oom")]
+)
+def test_verdicts_change_at_5_and_50_percent(z: float, verdict: str) -> None:
+    found, probability = verdict_at(math.exp(0.06 * z))
+    assert found == verdict
+    assert probability == pytest.approx(0.5 * (1 + math.erf(z / math.sqrt(2))), abs=1e-6)
+    assert (probability > RISKY_ABOVE) + (probability > OOM_ABOVE) == VERDICTS.index(verdict)
+
+
+@given(st.floats(0.2, 3.0), st.floats(1.001, 2.0))
+def test_more_memory_needed_is_never_less_likely_to_run_out(share: float, factor: float) -> None:
+    assert verdict_at(share)[1] <= verdict_at(share * factor)[1]
+
+
+def test_reserved_memory_lowers_the_capacity() -> None:
+    problem = problem_of(reserve_bytes=8e9)
+    assert price(problem, SPREAD).capacity_bytes == problem.cluster.device.visible_memory_bytes - 8e9
+    for reserve in (-1.0, math.nan, 1e12):
+        with pytest.raises(InputError, match="reserved memory"):
+            problem_of(reserve_bytes=reserve)
+
+
+def test_a_sequence_beyond_the_learned_positions_is_refused() -> None:
+    model = dataclasses.replace(DENSE, position_embedding="learned", max_positions=1024)
+    with pytest.raises(InputError, match="2048 exceeds the 1024"):
+        problem_of(model)
+
+
+# -- what the ends of the model and copied heads cost -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_larger_vocabulary_costs_more_gathers_under_zero3(pp: int) -> None:
+    plan = ParallelPlan(global_batch=64, dp_shard=16, pp=pp, sharding="zero3")
+    framework = dataclasses.replace(PLAIN, zero3_regathers_in_pipeline=True)
+    small, large = (
+        price(problem_of(dataclasses.replace(DENSE, vocab_size=size), framework=framework), plan).terms_s
+        for size in (32000, 320000)
+    )
+    assert large["fsdp_communication"][0] > 1.2 * small["fsdp_communication"][0]
+
+
+def test_key_value_heads_that_tensor_parallelism_copies_travel_whole() -> None:
+    plan = ParallelPlan(global_batch=64, tp=8, sp=True, cp=4, dp_shard=2, sharding="zero1")
+    traffic = [
+        price(problem_of(dataclasses.replace(DENSE, num_kv_heads=heads)), plan).terms_s["cp_communication"][0]
+        for heads in (1, 8)
+    ]
+    assert traffic[0] == traffic[1] > 0

@@ -1,0 +1,540 @@
+"""Does a rank need the bytes that a count by hand, the laws of sharding and published measurements say?"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.cost.arithmetic import count_parameters
+from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.cost.memory import MEMORY_TERMS
+from autoplan.framework import Framework
+from autoplan.model import Experts, LatentAttention, ModelSpec
+from autoplan.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework
+from autoplan.result import CostEstimate, StageCost
+from autoplan.training import TrainingSpec
+
+GIB = 2**30
+TOKENS = 128
+# Two layers.  Per layer: qkv 64 x (64 + 2 x 32), out 64 x 64, MLP 3 x 64 x 128 and two norms; two tables of 512 x 64.
+SMALL = ModelSpec(name="small", num_layers=2, hidden_size=64, vocab_size=512, num_heads=4, num_kv_heads=2, ffn_size=128)
+NORMS = 2 * 64
+LAYER = 64 * 128 + 64 * 64 + 3 * 64 * 128 + NORMS
+TABLE = 512 * 64
+TOTAL = 2 * LAYER + 2 * TABLE + 64
+# What a layer keeps of a token: norms 8 h, q k v o 2 x 16 x (2 x 4 + 2 x 2), log-sum-exp 4 x 4, SwiGLU 6 f.
+KEPT = TOKENS * (8 * 64 + 2 * 16 * 12 + 4 * 4 + 6 * 128)
+# Four experts of width 32 in place of the MLP, no shared ones.
+EXPERTS = dataclasses.replace(SMALL, ffn_size=0, moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=32))
+EXPERT_WEIGHTS = 4 * 3 * 64 * 32  # of one layer
+BARE = Framework(
+    name="bare",
+    pads_vocab_to=1,
+    fixed_bytes=0.0,
+    communicator_bytes=0.0,
+    reserved_factor=1.0,
+    bytes_per_logit=2.0,
+    zero2_reduces_every_microbatch=True,
+)
+
+
+def problem_of(model: ModelSpec = SMALL, framework: Framework = BARE, seq_len: int = TOKENS) -> Problem:
+    return Problem(
+        model=model,
+        training=TrainingSpec(seq_len=seq_len),
+        cluster=load_cluster("h100-sxm:64x8"),
+        framework=framework,
+    )
+
+
+def stages_of(problem: Problem | None = None, **plan: Any) -> tuple[StageCost, ...]:
+    return stage_costs(problem or problem_of(), ParallelPlan(**{"global_batch": 64, **plan}))
+
+
+def price(problem: Problem, *plans: ParallelPlan) -> CostEstimate:
+    return estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
+
+
+def states(stage: StageCost) -> float:
+    return sum(stage.memory_terms_bytes[name] for name in ("weights", "gradients", "optimizer"))
+
+
+# -- states, by hand, on four devices ---------------------------------------------------------------------------------
+
+
+def test_the_small_model_has_the_parameters_of_the_hand_count() -> None:
+    assert count_parameters(SMALL) == TOTAL
+
+
+def test_gradients_that_gather_over_micro_batches_before_they_are_reduced_are_whole() -> None:
+    problem = problem_of(framework=dataclasses.replace(BARE, zero2_reduces_every_microbatch=False))
+    (several,) = stages_of(problem, dp_shard=4, sharding="zero2")
+    (one,) = stages_of(problem, dp_shard=4, sharding="zero2", micro_batch=16)
+    assert several.memory_terms_bytes["gradients"] == 4 * one.memory_terms_bytes["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "per_parameter"), [("none", 18), ("zero1", 6 + 12 / 4), ("zero2", 2 + 16 / 4), ("zero3", 18 / 4)]
+)
+def test_states_take_their_bytes_a_parameter_under_every_sharding(sharding: Any, per_parameter: float) -> None:
+    (stage,) = stages_of(dp_shard=4, sharding=sharding)
+    assert states(stage) == pytest.approx(per_parameter * TOTAL)
+
+
+def test_states_are_split_into_weights_gradients_and_optimizer() -> None:
+    (stage,) = stages_of(dp_shard=4, sharding="zero1")
+    terms = stage.memory_terms_bytes
+    assert set(terms) == set(MEMORY_TERMS)
+    assert terms["weights"] == pytest.approx(2 * TOTAL)
+    assert terms["gradients"] == pytest.approx(4 * TOTAL)
+    assert terms["optimizer"] == pytest.approx(12 / 4 * TOTAL)
+
+
+def test_copies_of_a_shard_group_do_not_shard() -> None:
+    (stage,) = stages_of(dp_replicate=2, dp_shard=2, sharding="zero1")
+    assert states(stage) == pytest.approx((6 + 12 / 2) * TOTAL)
+
+
+def test_context_parallel_ranks_share_the_shards_of_dense_states() -> None:
+    (stage,) = stages_of(dp_shard=2, cp=2, sharding="zero1")
+    assert states(stage) == pytest.approx((6 + 12 / 4) * TOTAL)
+
+
+def test_tensor_parallelism_cuts_all_but_the_norms() -> None:
+    (stage,) = stages_of(tp=2, dp_shard=2, sharding="none")
+    norms = 2 * NORMS + 64
+    assert states(stage) == pytest.approx(18 * ((TOTAL - norms) / 2 + norms))
+
+
+def test_first_stage_holds_the_embedding_and_last_stage_the_head() -> None:
+    first, last = stages_of(pp=2, dp_shard=2, sharding="none")
+    assert states(first) == pytest.approx(18 * (LAYER + TABLE))
+    assert states(last) == pytest.approx(18 * (LAYER + TABLE + 64))
+
+
+def test_a_framework_with_16_bit_gradients_and_an_fp32_copy_beside_them_keeps_both() -> None:
+    framework = dataclasses.replace(BARE, bytes_per_grad=2.0, bytes_per_bf16_grad_accumulator=4.0)
+    (stage,) = stages_of(problem_of(framework=framework), dp_shard=4, sharding="zero1")
+    assert states(stage) == pytest.approx((2 + 6 + 12 / 4) * TOTAL)
+
+
+def test_an_offloaded_optimizer_takes_no_device_memory() -> None:
+    (stage,) = stages_of(dp_shard=4, sharding="none", offload="optimizer")
+    assert states(stage) == pytest.approx(6 * TOTAL)
+
+
+@pytest.mark.parametrize(("ep", "group"), [(1, 4), (2, 2), (4, 1)])
+def test_states_of_experts_are_sharded_over_the_ranks_that_hold_the_same_experts(ep: int, group: int) -> None:
+    dense = count_parameters(EXPERTS) - 2 * EXPERT_WEIGHTS
+    (stage,) = stages_of(problem_of(EXPERTS), dp_shard=4, ep=ep, sharding="zero1")
+    expected = dense * (6 + 12 / 4) + 2 * EXPERT_WEIGHTS / ep * (6 + 12 / group)
+    assert states(stage) == pytest.approx(expected)
+
+
+def test_expert_parallelism_over_tensor_and_data_parallel_ranks_leaves_no_rank_to_shard_over() -> None:
+    dense = 64 * 128 + 64 * 64  # of a layer, cut by tp; norms and router are not
+    copied = NORMS + 64 * 4
+    (stage,) = stages_of(problem_of(EXPERTS), tp=2, sp=True, dp_shard=2, ep=4, sharding="zero1")
+    local = 2 * (dense / 2 + copied) + TABLE + 64
+    assert states(stage) == pytest.approx(local * (6 + 12 / 2) + 2 * EXPERT_WEIGHTS / 4 * 18)
+
+
+# -- activations, by hand ---------------------------------------------------------------------------------------------
+
+
+def activations(**plan: Any) -> list[float]:
+    return [stage.memory_terms_bytes["activations"] for stage in stages_of(**plan)]
+
+
+def test_one_micro_batch_of_a_stage_keeps_what_its_layers_keep() -> None:
+    assert activations() == pytest.approx([2 * KEPT])
+    assert activations(micro_batch=4) == pytest.approx([8 * KEPT])
+
+
+def test_1f1b_keeps_as_many_micro_batches_as_stages_are_behind() -> None:
+    assert activations(pp=2) == pytest.approx([2 * KEPT, KEPT])
+    assert activations(pp=2, global_batch=1) == pytest.approx([KEPT, KEPT])
+
+
+def test_gpipe_keeps_every_micro_batch() -> None:
+    assert activations(pp=2, schedule="gpipe", global_batch=8) == pytest.approx([8 * KEPT, 8 * KEPT])
+
+
+def test_interleaving_keeps_more_chunks_than_1f1b_keeps_stages() -> None:
+    problem = problem_of(dataclasses.replace(SMALL, num_layers=8))
+    plan = {"pp": 4, "vp": 2, "schedule": "interleaved", "global_batch": 8}
+    assert activations(problem=problem, **plan) == pytest.approx([chunks * KEPT for chunks in (11, 9, 7, 5)])
+    assert activations(problem=problem, **{**plan, "global_batch": 4}) == pytest.approx(
+        [chunks * KEPT for chunks in (8, 8, 7, 5)]
+    )
+
+
+def test_sequence_parallelism_divides_what_the_norms_keep() -> None:
+    inside = KEPT - TOKENS * 8 * 64
+    assert activations(tp=2) == pytest.approx([2 * (TOKENS * 8 * 64 + inside / 2)])
+    assert activations(tp=2, sp=True) == pytest.approx([2 * KEPT / 2])
+
+
+def test_context_parallelism_divides_the_tokens() -> None:
+    assert activations(cp=2) == pytest.approx([KEPT])
+
+
+def test_full_recomputation_keeps_the_input_of_every_layer() -> None:
+    (stage,) = stages_of(recompute="full")
+    assert stage.memory_terms_bytes["activations"] == pytest.approx(2 * 2 * TOKENS * 64)
+    (kept,) = stages_of()
+    added = stage.memory_terms_bytes["working"] - kept.memory_terms_bytes["working"]
+    assert added <= KEPT * (1 + 1e-9)
+
+
+def test_selective_recomputation_saves_nothing_under_flash_attention() -> None:
+    assert activations(recompute="selective") == activations()
+
+
+def test_unfused_attention_keeps_its_scores_unless_they_are_recomputed() -> None:
+    problem = dataclasses.replace(problem_of(), training=TrainingSpec(seq_len=TOKENS, attention="unfused"))
+    scores = activations(problem=problem)[0] - activations(problem=problem, recompute="selective")[0]
+    assert scores > 0
+    assert scores % (2 * TOKENS * TOKENS * 4) == 0  # layers x queries x keys x heads, a whole number of bytes each
+
+
+def test_a_gelu_keeps_four_bytes_a_width_where_a_swiglu_keeps_six() -> None:
+    gelu = dataclasses.replace(SMALL, gated_mlp=False)
+    assert activations()[0] - activations(problem=problem_of(gelu))[0] == pytest.approx(2 * TOKENS * 2 * 128)
+
+
+def logits(vocab_size: int, framework: Framework = BARE, **plan: Any) -> list[float]:
+    problem = problem_of(dataclasses.replace(SMALL, vocab_size=vocab_size), framework)
+    return [stage.memory_terms_bytes["logits"] for stage in stages_of(problem, **plan)]
+
+
+def test_logits_are_kept_by_the_last_stage_and_cut_by_vocabulary_parallelism() -> None:
+    first, last = (many - few for many, few in zip(logits(1024, pp=2, tp=2), logits(512, pp=2, tp=2), strict=True))
+    assert first == 0
+    assert last == pytest.approx(2 * TOKENS * 512 / 2)
+    whole = dataclasses.replace(BARE, shards_logits=False)
+    assert logits(1024, whole, tp=2)[0] - logits(512, whole, tp=2)[0] == pytest.approx(2 * TOKENS * 512)
+
+
+def test_the_head_keeps_its_inputs_and_their_gradients_beside_the_logits() -> None:
+    """Gathered: 2 + 2 bytes a hidden element of every token; as the ranks hold them between blocks: the same."""
+    assert logits(512)[0] == pytest.approx(TOKENS * (2 * 512 + 8 * 64))
+    assert logits(512, tp=2, sp=True)[0] == pytest.approx(TOKENS * (2 * 512 / 2 + 4 * 64 + 4 * 64 / 2))
+
+
+def test_the_vocabulary_is_padded_to_a_multiple_of_the_tensor_parallel_degree() -> None:
+    padded = dataclasses.replace(BARE, pads_vocab_to=384)
+    assert logits(512, padded, tp=2) == logits(768, tp=2)
+    (stage,) = stages_of(problem_of(framework=padded), tp=2)
+    assert stage.memory_terms_bytes["weights"] == pytest.approx(
+        2 * ((TOTAL - 2 * NORMS - 64 + 2 * 256 * 64) / 2 + 2 * NORMS + 64)
+    )
+
+
+def test_the_head_has_a_weight_gradient_buffer_on_the_last_stage() -> None:
+    framework = dataclasses.replace(BARE, dummy_wgrad_buffers=True)
+    with_buffers, without = (stages_of(problem_of(framework=one), pp=2) for one in (framework, BARE))
+    first, last = (
+        one.memory_terms_bytes["working"] - other.memory_terms_bytes["working"]
+        for one, other in zip(with_buffers, without, strict=True)
+    )
+    assert first == pytest.approx(2 * (LAYER - NORMS))
+    assert last - first == pytest.approx(2 * TABLE)
+
+
+def test_zero3_gathers_embedding_and_head_and_layers_one_after_another() -> None:
+    framework = dataclasses.replace(BARE, fsdp_prefetch_units=2, bytes_per_reduced_grad=4.0)
+    plans = [{"dp_shard": 4, "sharding": sharding} for sharding in ("zero2", "zero3")]
+    zero2, zero3 = (stages_of(problem_of(framework=framework), **plan)[0].memory_terms_bytes for plan in plans)
+    assert zero3["working"] - zero2["working"] == pytest.approx((2 * 2 + 4) * LAYER + (2 + 4) * (2 * TABLE + 64))
+
+
+@pytest.mark.parametrize(
+    ("vp", "chunks"),
+    [
+        (1, [4, 3, 2, 1]),
+        (2, [11, 9, 7, 5]),
+    ],
+)
+def test_a_framework_that_keeps_what_it_sends_keeps_it_for_every_chunk_in_flight(vp: int, chunks: list[int]) -> None:
+    model = dataclasses.replace(SMALL, num_layers=8)
+    plan = {"pp": 4, "vp": vp, "schedule": "interleaved", "global_batch": 8}
+    kept, freed = (
+        activations(problem=problem_of(model, dataclasses.replace(BARE, bytes_per_boundary_hidden=size)), **plan)
+        for size in (2.0, 0.0)
+    )
+    assert np.subtract(kept, freed) == pytest.approx([2 * TOKENS * 64 * chunk for chunk in chunks])
+
+
+def test_experts_keep_the_tokens_that_are_routed_to_them() -> None:
+    routed = TOKENS * 2 * (2 * 64 + 6 * 32)
+    block = TOKENS * (4 * 64 + 12 * 4) + routed
+    attention = TOKENS * (4 * 64 + 2 * 16 * 12 + 4 * 4)
+    for ep in (1, 2, 4):
+        (kept,) = activations(problem=problem_of(EXPERTS), dp_shard=4, ep=ep)
+        assert kept == pytest.approx(2 * (attention + block))
+
+
+def test_prediction_layers_keep_activations_on_the_last_stage() -> None:
+    first, last = activations(problem=problem_of(dataclasses.replace(SMALL, num_mtp_layers=1)), pp=2)
+    assert first == pytest.approx(2 * KEPT)
+    assert last == pytest.approx(2 * KEPT)
+
+
+def test_every_active_group_costs_a_communicator() -> None:
+    framework = dataclasses.replace(BARE, fixed_bytes=100.0, communicator_bytes=10.0)
+    problem = problem_of(framework=framework)
+    assert stages_of(problem)[0].memory_terms_bytes["fixed"] == 100
+    assert stages_of(problem, tp=2)[0].memory_terms_bytes["fixed"] == 110
+    assert stages_of(problem, tp=2, pp=2, dp_shard=2)[1].memory_terms_bytes["fixed"] == 130
+
+
+def test_fragmentation_grows_all_but_the_fixed_part() -> None:
+    framework = dataclasses.replace(BARE, fixed_bytes=1000.0, reserved_factor=1.25)
+    tight, loose = (price(problem_of(framework=one), ParallelPlan(global_batch=8)) for one in (BARE, framework))
+    assert loose.memory_bytes[0] == pytest.approx(1.25 * tight.memory_bytes[0] + 1000)
+
+
+def test_a_batch_reports_the_stage_that_needs_most() -> None:
+    problem = problem_of(dataclasses.replace(SMALL, num_layers=8))
+    plan = ParallelPlan(global_batch=8, pp=4)
+    cost, stages = price(problem, plan), stage_costs(problem, plan)
+    most = max(stages, key=lambda stage: stage.memory_bytes)
+    assert cost.worst_stage[0] == most.stage
+    assert cost.memory_bytes[0] == most.memory_bytes
+    assert sum(float(term[0]) for term in cost.memory_terms_bytes.values()) == pytest.approx(most.memory_bytes)
+
+
+# -- laws -------------------------------------------------------------------------------------------------------------
+
+WIDE = ModelSpec(
+    name="wide", num_layers=8, hidden_size=512, vocab_size=32000, num_heads=16, num_kv_heads=4, ffn_size=1536
+)
+MIXED = dataclasses.replace(
+    WIDE, moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=512, shared_expert_ffn_size=256)
+)
+# The fixed part is left out: a group of two needs a communicator that a group of one does not.
+MEGATRON = dataclasses.replace(load_framework("megatron-core"), fixed_bytes=0.0, communicator_bytes=0.0)
+PROBLEMS = {model.name: problem_of(model, MEGATRON, 1024) for model in (WIDE, dataclasses.replace(MIXED, name="moe"))}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Problem, ParallelPlan]:
+    """A plan that Megatron-like rules admit, and its problem."""
+    problem = PROBLEMS[draw(st.sampled_from(sorted(PROBLEMS)))]
+    tp, cp, pp = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))
+    vp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    dp_replicate, dp_shard = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3, 4]))
+    micro_batch = draw(st.sampled_from([1, 2]))
+    microbatches = pp * draw(st.integers(1, 4)) if vp > 1 else draw(st.integers(1, 12))
+    experts = [ep for ep in (1, 2, 4, 8) if (tp * cp * dp_shard) % ep == 0] if problem.model.moe else [1]
+    return problem, ParallelPlan(
+        global_batch=micro_batch * dp_replicate * dp_shard * microbatches,
+        micro_batch=micro_batch,
+        tp=tp,
+        sp=tp > 1 and (problem.model.moe is not None or draw(st.booleans())),
+        cp=cp,
+        pp=pp,
+        vp=vp,
+        schedule="interleaved" if vp > 1 else draw(st.sampled_from(["1f1b", "gpipe"])),  # type: ignore[arg-type]
+        ep=draw(st.sampled_from(experts)),
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        sharding=draw(st.sampled_from(SHARDINGS)),  # type: ignore[arg-type]
+        recompute=draw(st.sampled_from(RECOMPUTES)),  # type: ignore[arg-type]
+    )
+
+
+@given(plans())
+def test_every_term_is_a_finite_number_of_bytes(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    cost = price(problem, plan)
+    assert set(cost.memory_terms_bytes) == set(MEMORY_TERMS)
+    for name, term in cost.memory_terms_bytes.items():
+        assert np.isfinite(term).all(), name
+        assert (term >= 0).all(), name
+
+
+@given(plans())
+def test_more_sharding_never_takes_more_state(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    held = [
+        [states(stage) for stage in stage_costs(problem, dataclasses.replace(plan, sharding=sharding))]  # type: ignore[arg-type]
+        for sharding in SHARDINGS
+    ]
+    for less, more in itertools.pairwise(held):
+        assert np.all(np.array(more) <= np.array(less) * (1 + 1e-12))
+
+
+@given(plans())
+def test_sharding_of_optimizer_and_gradients_never_takes_more_memory(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    cost = price(problem, *(dataclasses.replace(plan, sharding=s) for s in ("none", "zero1", "zero2")))  # type: ignore[arg-type]
+    assert np.all(np.diff(cost.memory_bytes) <= 1e-6)
+
+
+@pytest.mark.parametrize("model", sorted(PROBLEMS))
+def test_sharding_over_one_rank_gathers_nothing(model: str) -> None:
+    plans = [ParallelPlan(global_batch=8, sharding=sharding) for sharding in SHARDINGS]  # type: ignore[arg-type]
+    memory = price(PROBLEMS[model], *plans).memory_bytes
+    assert memory.tolist() == pytest.approx([memory[0]] * 4)
+
+
+@given(plans())
+def test_more_recomputation_never_keeps_more_activations(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    kept = [
+        [
+            stage.memory_terms_bytes["activations"]
+            for stage in stage_costs(problem, dataclasses.replace(plan, recompute=recompute))  # type: ignore[arg-type]
+        ]
+        for recompute in RECOMPUTES
+    ]
+    for less, more in itertools.pairwise(kept):
+        assert np.all(np.array(more) <= np.array(less) * (1 + 1e-12))
+
+
+@given(plans())
+def test_more_recomputation_never_takes_more_memory(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    cost = price(problem, *(dataclasses.replace(plan, recompute=recompute) for recompute in RECOMPUTES))  # type: ignore[arg-type]
+    # A stage of one layer and one micro-batch in flight has nothing to save: then no more than a layer's input.
+    stored = 2 * plan.micro_batch * 1024 / plan.cp * 512
+    assert np.all(np.diff(cost.memory_bytes) <= stored * problem.framework.reserved_factor * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("model", sorted(PROBLEMS))
+def test_recomputing_the_only_layer_of_a_stage_takes_no_more_memory(model: str) -> None:
+    """Its stored input is also the first thing that the repeated forward pass keeps: it is there once."""
+    plans = [ParallelPlan(global_batch=1, pp=8, recompute=recompute) for recompute in ("none", "full")]
+    none, full = (stage_costs(PROBLEMS[model], plan)[-2] for plan in plans)
+    assert full.memory_bytes <= none.memory_bytes * (1 + 1e-12)
+
+
+@given(plans())
+def test_more_tensor_parallelism_never_takes_more_memory(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    wider = dataclasses.replace(plan, tp=plan.tp * 2, sp=plan.sp or problem.model.moe is not None)
+    cost = price(problem, plan, wider)
+    assert cost.memory_bytes[1] <= cost.memory_bytes[0] * (1 + 1e-12)
+
+
+@given(plans())
+def test_a_larger_micro_batch_takes_more_memory(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    twice = dataclasses.replace(plan, micro_batch=2 * plan.micro_batch, global_batch=2 * plan.global_batch)
+    cost = price(problem, plan, twice)
+    assert cost.memory_bytes[1] > cost.memory_bytes[0]
+
+
+@given(plans())
+def test_more_micro_batches_take_no_more_memory_beyond_the_pipeline(case: tuple[Problem, ParallelPlan]) -> None:
+    problem, plan = case
+    if plan.schedule == "gpipe":
+        return
+    many = dataclasses.replace(plan, global_batch=plan.global_batch * 8 * plan.pp)
+    cost = price(problem, many, dataclasses.replace(many, global_batch=2 * many.global_batch))
+    assert cost.memory_bytes[1] == cost.memory_bytes[0]
+
+
+@settings(max_examples=50)
+@given(plans(), st.booleans())
+def test_weights_of_all_stages_and_shards_are_two_bytes_a_parameter(
+    case: tuple[Problem, ParallelPlan], is_tied: bool
+) -> None:
+    problem, plan = case
+    model = dataclasses.replace(problem.model, tied_embeddings=is_tied)
+    problem = problem_of(model, dataclasses.replace(MEGATRON, pads_vocab_to=1), 1024)
+    plan = dataclasses.replace(plan, tp=1, sp=False, ep=1, sharding="none")
+    weights = sum(stage.memory_terms_bytes["weights"] for stage in stage_costs(problem, plan))
+    second_table = 32000 * 512 if is_tied and plan.pp > 1 else 0
+    assert weights == pytest.approx(2 * (count_parameters(model) + second_table))
+
+
+# -- published measurements -------------------------------------------------------------------------------------------
+
+# SimuMax, docs/b200/b200_release_v1.2_summary.md: `max allocated` of Megatron-LM on one node of B200, sequences of
+# 4,096, micro-batch 1, fused cross entropy.  Allocated bytes exclude context and communicators.
+SIMUMAX = dataclasses.replace(
+    load_framework("megatron-core"), bytes_per_logit=2.0, fixed_bytes=0.0, communicator_bytes=0.0, reserved_factor=1.0
+)
+LLAMA_70B = ModelSpec(
+    name="70b", num_layers=12, hidden_size=8192, vocab_size=128256, num_heads=64, num_kv_heads=8, ffn_size=28672
+)
+LLAMA_405B = ModelSpec(
+    name="405b", num_layers=4, hidden_size=16384, vocab_size=128256, num_heads=128, num_kv_heads=8, ffn_size=53248
+)
+DEEPSEEK_2 = ModelSpec(
+    name="deepseek-v2",
+    num_layers=4,
+    hidden_size=5120,
+    vocab_size=102400,
+    num_heads=128,
+    ffn_size=12288,
+    mla=LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536),
+    moe=Experts(
+        num_experts=160, experts_per_token=6, expert_ffn_size=1536, shared_expert_ffn_size=3072, num_dense_layers=1
+    ),
+)
+DEEPSEEK_3 = dataclasses.replace(
+    DEEPSEEK_2,
+    name="deepseek-v3",
+    hidden_size=7168,
+    vocab_size=129280,
+    ffn_size=18432,
+    moe=Experts(
+        num_experts=256, experts_per_token=8, expert_ffn_size=2048, shared_expert_ffn_size=2048, num_dense_layers=1
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "pp", "ep", "dp", "gib"),
+    [
+        (LLAMA_70B, 1, 2, 1, 4, 66.55),
+        (LLAMA_70B, 2, 1, 1, 4, 60.68),
+        (LLAMA_70B, 4, 1, 1, 2, 39.07),
+        (LLAMA_70B, 8, 1, 1, 1, 28.29),
+        (LLAMA_405B, 1, 2, 1, 4, 87.08),
+        (LLAMA_405B, 2, 1, 1, 4, 81.59),
+        (LLAMA_405B, 4, 1, 1, 2, 52.89),
+        (LLAMA_405B, 8, 1, 1, 1, 38.57),
+        (DEEPSEEK_2, 1, 1, 8, 8, 45.63),
+        (DEEPSEEK_2, 1, 2, 4, 4, 44.70),
+        (DEEPSEEK_3, 1, 1, 8, 8, 104.30),
+        (DEEPSEEK_3, 1, 2, 4, 4, 114.00),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_allocated_memory_of_megatron_on_b200_is_within_1_5_percent_of_simumax_measurements(
+    model: ModelSpec, tp: int, pp: int, ep: int, dp: int, gib: float
+) -> None:
+    problem = Problem(
+        model=model, training=TrainingSpec(seq_len=4096), cluster=load_cluster("b200:1x8"), framework=SIMUMAX
+    )
+    plan = ParallelPlan(global_batch=8 * dp, tp=tp, sp=tp > 1, pp=pp, ep=ep, dp_shard=dp, sharding="zero1")
+    found = float(price(problem, plan).logged_memory_bytes[0]) / GIB
+    print(f"{model.name} tp {tp} pp {pp} ep {ep} dp {dp}: {found:.2f} GiB, measured {gib:.2f} ({found / gib - 1:+.1%})")
+    assert found == pytest.approx(gib, rel=0.015)
+
+
+def test_stage_0_of_gpt3_keeps_the_9_56_gib_of_activations_of_korthikanti_less_dropout() -> None:
+    """arXiv:2205.05198 keeps 34 s b h / t a layer with dropout masks, 32 without: 9.5625 x 32 / 34 GiB with flash."""
+    model = ModelSpec(
+        name="gpt3", num_layers=96, hidden_size=12288, vocab_size=51200, num_heads=96, ffn_size=49152, gated_mlp=False
+    )
+    problem = problem_of(model, BARE, 2048)
+    first = stages_of(problem, tp=8, sp=True, pp=8)[0].memory_terms_bytes["activations"]
+    log_sum_exp = 96 * 4 * 96 * 2048 / 8
+    assert (first - log_sum_exp) / GIB == pytest.approx(9.5625 * 32 / 34)
+    chunked = stages_of(problem, tp=8, sp=True, pp=8, vp=3, schedule="interleaved")[0]
+    assert chunked.memory_terms_bytes["activations"] / first == pytest.approx(1 + 7 / 24)
