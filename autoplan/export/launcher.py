@@ -1,0 +1,176 @@
+"""How does a plan's command start on every node?  Readable bash scripts for torchrun, by hand or under Slurm."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from autoplan.cluster import ClusterSpec
+from autoplan.errors import InputError
+from autoplan.result import PlanFile
+from autoplan.units import format_bytes, format_percent, format_seconds
+
+Launcher = Literal["torchrun", "slurm"]
+
+Line = list[str]  # words that stand on one line of a script
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """What a person may set in the environment; without a `default` it must be set."""
+
+    name: str
+    default: str | None
+    says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A bash array of options: its name, what it holds, its lines."""
+
+    name: str
+    says: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is started on every device.  `program` and `trailing` are shell words with expansions, quoted by hand.
+
+    `replaceable` is a group that a variable of that name with `_ARGS` in the environment replaces as a whole.
+    """
+
+    framework: str
+    environment: tuple[str, ...]  # commands, such as export NAME=value
+    variables: tuple[Variable, ...]
+    program: str
+    groups: tuple[Group, ...]
+    replaceable: Group
+    trailing: tuple[str, ...]
+
+
+def launch_script(plan_file: PlanFile, job: Job, launcher: Launcher) -> str:
+    """The script that starts `job` on the devices of the plan; words given to the script end up on the command line."""
+    nodes, devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
+    parts = ["#!/bin/bash"]
+    if launcher == "slurm":
+        parts += _sbatch_lines(plan_file, nodes, devices)
+    parts += [*_header(plan_file, job, launcher), "set -euo pipefail", ""]
+    parts += _variables(job, launcher, nodes)
+    if job.environment:
+        parts += [*job.environment, ""]
+    for group in job.groups:
+        parts += [*_array(group), ""]
+    parts += [*_replaceable(job.replaceable), ""]
+    parts += _start(job, launcher, nodes, devices)
+    return "\n".join(parts) + "\n"
+
+
+def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
+    """(nodes, devices of each) that hold `num_devices`; part of a node is used only where one node is enough."""
+    per_node = cluster.devices_per_node
+    if num_devices <= per_node:
+        return 1, num_devices
+    nodes, rest = divmod(num_devices, per_node)
+    if rest:
+        raise InputError(f"the plan's {num_devices} devices do not fill nodes of {per_node}: plan for whole nodes")
+    if nodes > cluster.num_nodes:
+        raise InputError(f"the plan needs {nodes} nodes, cluster {cluster.name!r} has {cluster.num_nodes}")
+    return nodes, per_node
+
+
+def comment(text: str) -> str:
+    """`text` as one line that cannot leave its comment: anything that is not printable becomes a question mark."""
+    return "# " + "".join(character if character.isprintable() else "?" for character in text)
+
+
+def safe_name(text: str) -> str:
+    """`text` cut down to a name that every scheduler takes."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:48] or "autoplan"
+
+
+def _header(plan_file: PlanFile, job: Job, launcher: Launcher) -> list[str]:
+    best, cluster = plan_file.best, plan_file.cluster
+    made_by = " ".join(f"{name} {version}" for name, version in plan_file.versions.items())
+    start = "sbatch THIS_FILE" if launcher == "slurm" else "bash THIS_FILE"
+    lines = [
+        f"{plan_file.model.name} with {job.framework} on {best.plan.num_devices} x {cluster.device.name}"
+        f" (cluster {cluster.name}), sequences of {plan_file.training.seq_len} tokens, {best.plan.global_batch} a step",
+        f"Plan: {best.plan.describe()}",
+        f"Predicted: {format_seconds(best.step_s)} a step (90 % interval {format_seconds(best.low_s)} to"
+        f" {format_seconds(best.high_s)}), {best.tokens_per_s_per_device:,.0f} tokens/s per device,"
+        f" MFU {format_percent(best.mfu)}",
+        f"Memory: {format_bytes(best.memory_bytes)} on the fullest device, headroom"
+        f" {format_bytes(best.memory_headroom_bytes)}, risk of running out {format_percent(best.oom_probability)}",
+        f"Priced as {plan_file.framework.name}, calibration {plan_file.calibration.name}, by {made_by}",
+        f"Made from: {plan_file.command}",
+        f"Start: {start} [OPTION ...]; options given there come last and win over those below",
+    ]
+    return [*(comment(line) for line in lines)]
+
+
+def _sbatch_lines(plan_file: PlanFile, nodes: int, devices: int) -> list[str]:
+    return [
+        f"#SBATCH --job-name={safe_name(plan_file.model.name)}",
+        f"#SBATCH --nodes={nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={devices}",
+        "#SBATCH --exclusive",
+        "#SBATCH --distribution=block",  # node order is rank order
+    ]
+
+
+def _variables(job: Job, launcher: Launcher, nodes: int) -> list[str]:
+    variables = list(job.variables)
+    port = Variable(name="MASTER_PORT", default="29500", says="a free port there")
+    lines = ["# Set in the environment what should differ."]
+    if launcher == "slurm":
+        variables.append(port)
+        lines[0] += "  Partition, account and time limit are options of sbatch."
+    elif nodes == 1:
+        variables += [Variable(name="MASTER_ADDR", default="127.0.0.1", says="this node"), port]
+        variables += [Variable(name="NODE_RANK", default="0", says="of this node")]
+    else:
+        lines[0] += "  Start this script on every node, each with its NODE_RANK."
+        variables += [Variable(name="MASTER_ADDR", default=None, says="the node of rank 0"), port]
+        variables += [Variable(name="NODE_RANK", default="0", says=f"of this node, 0 to {nodes - 1}")]
+    assigned = [_assignment(variable) for variable in variables]
+    width = max(len(line) for line in assigned)
+    lines += [f"{line:<{width}}  # {one.says}" for line, one in zip(assigned, variables, strict=True)]
+    if launcher == "slurm":
+        lines += ['hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "MASTER_ADDR=${hosts%%$'\\n'*}"]
+    return [*lines, ""]
+
+
+def _assignment(variable: Variable) -> str:
+    rest = ":?must be set" if variable.default is None else f":-{variable.default}"
+    return f"{variable.name}=${{{variable.name}{rest}}}"
+
+
+def _array(group: Group) -> list[str]:
+    return [f"# {group.says}", f"{group.name}=(", *(f"    {shlex.join(line)}" for line in group.lines), ")"]
+
+
+def _replaceable(group: Group) -> list[str]:
+    variable = f"{group.name}_ARGS"
+    return [*_array(group), f'if [[ -n ${{{variable}:-}} ]]; then read -ra {group.name} <<<"${variable}"; fi']
+
+
+def _start(job: Job, launcher: Launcher, nodes: int, devices: int) -> list[str]:
+    arrays = [group.name for group in (*job.groups, job.replaceable)]
+    rank = '"$SLURM_NODEID"' if launcher == "slurm" else '"$NODE_RANK"'
+    meet = '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
+    rest = [job.program, " ".join(f'"${{{name}[@]}}"' for name in arrays), " ".join((*job.trailing, '"$@"'))]
+    if launcher == "torchrun":
+        first = [f"exec torchrun --nnodes {nodes} --nproc-per-node {devices} --node-rank {rank}", meet]
+    else:
+        # Every node expands its own SLURM_NODEID: static ranks, so that the order of the nodes is the plan's.  Without
+        # cpu-bind=none the processes of a node may share the one core that Slurm gives to its one task.
+        first = [
+            "exec srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1",
+            f"bash -c 'exec torchrun --node-rank {rank} \"$@\"' node --nnodes {nodes} --nproc-per-node {devices}",
+            meet,
+        ]
+    return [" \\\n    ".join((*first, *rest))]

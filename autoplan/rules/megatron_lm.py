@@ -1,0 +1,387 @@
+"""Which plans does Megatron-LM's pretrain_gpt.py accept?
+
+Places are files and lines of Megatron-LM d98e8a6 (core 0.20), below megatron/; those of Transformer Engine, which
+Megatron-LM calls for attention under context parallelism, name functions.  A rule stands here only where a plan can
+break it.  What holds for any framework comes first, from `universal`; what a model cannot be at all in Megatron-LM is
+refused by the exporter.  There is none of its own on how layers spread over chunks: --pipeline-model-parallel-layout
+takes any counts, empty chunks included, and puts prediction layers beside the loss
+(docs/user-guide/features/pipeline_parallel_layout.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.model import Block, ModelSpec
+from autoplan.plan import CP_KINDS, OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.rules import Bools, Rule, Setting, universal
+
+Ints = NDArray[np.int64]
+
+_ARGUMENTS = "training/arguments.py"
+_CONFIG = "core/transformer/transformer_config.py"
+_STATE = "core/parallel_state.py"
+_FSDP = "core/distributed/fsdp/mcore_fsdp_adapter.py"
+_ATTENTION = "TransformerEngine attention/dot_product_attention/context_parallel.py"
+
+INTERLEAVED = SCHEDULES.index("interleaved")
+ZERO1 = SHARDINGS.index("zero1")
+ZERO2 = SHARDINGS.index("zero2")
+ZERO3 = SHARDINGS.index("zero3")
+ALL_TO_ALL = CP_KINDS.index("all_to_all")
+
+
+def _every(batch: PlanBatch) -> Bools:
+    return np.ones(len(batch), dtype=np.bool_)
+
+
+def _sharded_experts(setting: Setting, batch: PlanBatch) -> Ints:
+    """Ranks that hold one copy of the routed experts of a stage; Megatron-LM's dense models follow tp instead."""
+    return batch.ep * batch.etp if setting.model.moe else batch.tp
+
+
+# -- the grid of ranks ------------------------------------------------------------------------------------------------
+
+
+def _instances(setting: Setting, batch: PlanBatch) -> Bools:
+    expert_dp = batch.num_devices // (_sharded_experts(setting, batch) * batch.pp)
+    return (batch.sharding < ZERO1) | (expert_dp % batch.dp_replicate == 0)
+
+
+# -- widths -----------------------------------------------------------------------------------------------------------
+
+
+def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
+    groups = _groups(setting.model)
+    return (groups % batch.tp == 0) | (batch.tp % groups == 0)
+
+
+def _groups(model: ModelSpec) -> int:
+    return model.num_heads if model.mla else model.kv_heads
+
+
+def _has_dense_mlp(model: ModelSpec) -> bool:
+    return any(Block.MLP in layer for layer in model.layers)
+
+
+def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
+    model = setting.model
+    holds = _every(batch)
+    if _has_dense_mlp(model):
+        holds &= model.ffn_size % batch.tp == 0
+    if model.moe:
+        holds &= model.moe.shared_expert_ffn_size % batch.tp == 0
+    return holds
+
+
+def _expert_width(setting: Setting, batch: PlanBatch) -> Bools:
+    moe = setting.model.moe
+    return moe.expert_ffn_size % batch.etp == 0 if moe else _every(batch)
+
+
+# -- sequence ---------------------------------------------------------------------------------------------------------
+
+
+def _cp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.cp == 1) | (setting.training.seq_len % (2 * batch.cp) == 0)
+
+
+def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
+    """All-to-all moves whole heads: each rank of the context group must get the same number of both kinds."""
+    heads = setting.model.num_heads // batch.tp
+    kv_heads = np.maximum(_groups(setting.model) // batch.tp, 1)
+    moves = (batch.cp > 1) & (batch.cp_kind == ALL_TO_ALL)
+    return ~moves | ((heads % batch.cp == 0) & (kv_heads % batch.cp == 0))
+
+
+def _cp_latent(setting: Setting, batch: PlanBatch) -> Bools:
+    model = setting.model
+    if model.qk_head_dim == model.v_head_dim:
+        return _every(batch)
+    return (batch.cp == 1) | (batch.cp_kind != ALL_TO_ALL)
+
+
+def _cp_window(setting: Setting, batch: PlanBatch) -> Bools:
+    model = setting.model
+    if model.window is None and not model.attention_sinks:
+        return _every(batch)
+    return (batch.cp == 1) | (batch.cp_kind == ALL_TO_ALL)
+
+
+def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
+    return ~batch.sp | (batch.tp > 1)
+
+
+def _sp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
+    return ~batch.sp | (setting.training.seq_len // batch.cp % batch.tp == 0)
+
+
+def _tp_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    return ~batch.tp_overlap | batch.sp
+
+
+# -- pipeline ---------------------------------------------------------------------------------------------------------
+
+
+def _schedule(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.schedule == INTERLEAVED) | (batch.schedule == SCHEDULES.index("1f1b"))
+
+
+def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.schedule == INTERLEAVED) == (batch.vp > 1)
+
+
+def _interleaving_needs_pp(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.vp == 1) | (batch.pp > 1)
+
+
+def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
+    """The default group is pp micro-batches; a shorter last group is refused, so that m must be a multiple."""
+    count = batch.num_microbatches
+    return (batch.vp == 1) | ((count >= batch.pp) & (count % batch.pp == 0))
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+def _experts_need_sp(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.tp == 1) | batch.sp if setting.model.moe else _every(batch)
+
+
+def _expert_bias(setting: Setting, batch: PlanBatch) -> Bools:
+    return batch.etp == 1 if setting.model.moe and setting.model.mlp_bias else _every(batch)
+
+
+# -- sharding and overlap ---------------------------------------------------------------------------------------------
+
+
+def _fsdp_needs_one_stage(setting: Setting, batch: PlanBatch) -> Bools:
+    """The device mesh of Megatron-FSDP is made of all ranks as dp-cp x ep x tp, with no place for pp."""
+    return (batch.sharding < ZERO2) | (batch.pp == 1)
+
+
+def _fsdp_experts(setting: Setting, batch: PlanBatch) -> Bools:
+    """Replicated shard groups of experts are marked as never tested."""
+    return (batch.sharding < ZERO2) | (batch.dp_replicate == 1) if setting.model.moe else _every(batch)
+
+
+def _fsdp_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    gathers = (batch.sharding != ZERO3) | batch.param_gather_overlap
+    return ((batch.sharding < ZERO2) | batch.grad_reduce_overlap) & gathers
+
+
+def _gather_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    """Plain data parallelism gathers no parameters: there the switch means nothing and is let pass."""
+    return ~batch.param_gather_overlap | batch.grad_reduce_overlap | (batch.sharding < ZERO1)
+
+
+def _offload(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.offload != OFFLOADS.index("optimizer")) | (batch.sharding == ZERO1)
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+_BLOCK = np.array([{"mxfp8": 32, "fp8": 16, "nvfp4": 16}.get(precision, 1) for precision in PRECISIONS], dtype=np.int64)
+
+
+def _gemm_widths(model: ModelSpec, tp: Ints, etp: Ints) -> list[Ints]:
+    """Inner and outer sizes of the matrix products of one rank; the head stays in 16 bits."""
+    hidden = np.full_like(tp, model.hidden_size)
+    widths = [hidden, model.num_heads * model.v_head_dim // tp]
+    if mla := model.mla:
+        latents = [mla.kv_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.q_lora_rank or mla.kv_lora_rank]
+        widths += [np.full_like(tp, latent) for latent in latents]
+        widths += [model.num_heads * model.qk_head_dim // tp]
+        widths += [model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) // tp]
+    else:
+        widths += [(model.num_heads + 2 * model.kv_heads) * model.qk_head_dim // tp]
+    if _has_dense_mlp(model):
+        widths += [model.ffn_size // tp]
+    if model.moe:
+        widths += [model.moe.shared_expert_ffn_size // tp, model.moe.expert_ffn_size // etp]
+        widths += [np.full_like(tp, model.moe.latent_size or model.hidden_size)]
+    return widths
+
+
+def _aligned_widths(setting: Setting, batch: PlanBatch) -> Bools:
+    block = _BLOCK[batch.precision]
+    return np.all([width % block == 0 for width in _gemm_widths(setting.model, batch.tp, batch.etp)], axis=0)
+
+
+def _aligned_tokens(setting: Setting, batch: PlanBatch) -> Bools:
+    return _tokens(setting, batch) % _BLOCK[batch.precision] == 0
+
+
+def _tokens(setting: Setting, batch: PlanBatch) -> Ints:
+    return batch.micro_batch * (setting.training.seq_len // batch.cp)
+
+
+# -- what each rule says ----------------------------------------------------------------------------------------------
+
+
+def _rule(
+    source: str, holds: Callable[[Setting, PlanBatch], Bools], says: Callable[[Setting, ParallelPlan], str]
+) -> Rule:
+    return Rule(source=source, holds=holds, says=says)
+
+
+def _experts_per_stage(setting: Setting, plan: ParallelPlan) -> str:
+    if setting.model.moe:
+        return f"etp {plan.etp} x ep {plan.ep} x pp {plan.pp}"
+    return f"tp {plan.tp} x pp {plan.pp}"
+
+
+RULES: tuple[Rule, ...] = (
+    *universal.RULES,
+    _rule(
+        f"{_STATE}:1448",
+        _instances,
+        lambda s, p: (
+            f"the {p.num_devices // p.pp} devices of a stage over {_experts_per_stage(s, p)} must be divisible by "
+            f"dp_replicate {p.dp_replicate}: lower it"
+        ),
+    ),
+    _rule(
+        f"{_CONFIG}:1461",
+        _kv_heads,
+        lambda s, p: f"num_kv_heads {_groups(s.model)} must be a multiple or a divisor of tp {p.tp}: change tp",
+    ),
+    _rule(
+        "core/utils.py:592",
+        _mlp_width,
+        lambda s, p: (
+            f"ffn_size {s.model.ffn_size} and shared_expert_ffn_size "
+            f"{s.model.moe.shared_expert_ffn_size if s.model.moe else 0} must be divisible by tp {p.tp}: lower tp"
+        ),
+    ),
+    _rule(
+        "core/utils.py:592",
+        _expert_width,
+        lambda s, p: (
+            f"expert_ffn_size {s.model.moe.expert_ffn_size if s.model.moe else 0} must be divisible by etp {p.etp}: "
+            "lower etp"
+        ),
+    ),
+    _rule(
+        f"{_ARGUMENTS}:1335",
+        _cp_sequence,
+        lambda s, p: f"seq_len {s.training.seq_len} must be divisible by 2 x cp {p.cp}: lower cp",
+    ),
+    _rule(
+        f"{_ATTENTION} AttnFuncWithCPAndQKVOA2A",
+        _cp_heads,
+        lambda s, p: (
+            f"cp {p.cp} with all_to_all needs the heads of a rank ({s.model.num_heads} over tp {p.tp}, and "
+            f"{_groups(s.model)} for keys) divisible by cp: use ring or lower cp"
+        ),
+    ),
+    _rule(
+        f"{_ATTENTION} attn_forward_func_with_cp",
+        _cp_latent,
+        lambda s, p: (
+            f"cp {p.cp} with all_to_all needs value heads as wide as query heads, they are {s.model.v_head_dim} and "
+            f"{s.model.qk_head_dim}: use ring"
+        ),
+    ),
+    _rule(
+        f"{_ATTENTION} attn_forward_func_with_cp",
+        _cp_window,
+        lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
+    ),
+    _rule(
+        "core/model_parallel_config.py:502",
+        _sp_needs_tp,
+        lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
+    ),
+    _rule(
+        "core/tensor_parallel/mappings.py:178",
+        _sp_sequence,
+        lambda s, p: (
+            f"with sp, the {s.training.seq_len // p.cp} tokens of a rank must be divisible by tp {p.tp}: lower tp"
+        ),
+    ),
+    _rule(
+        f"{_ARGUMENTS}:1441",
+        _tp_overlap,
+        lambda s, p: "tp_overlap needs sp: add sp or leave tp_overlap out",
+    ),
+    _rule(
+        "core/pipeline_parallel/schedules.py:53",
+        _schedule,
+        lambda s, p: f"schedule {p.schedule!r} does not exist: use 1f1b or interleaved",
+    ),
+    _rule(
+        f"{_ARGUMENTS}:978",
+        _chunks,
+        lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
+    ),
+    _rule(
+        f"{_ARGUMENTS}:1000",
+        _interleaving_needs_pp,
+        lambda s, p: f"vp {p.vp} needs pp > 1: set vp 1",
+    ),
+    _rule(
+        "core/pipeline_parallel/schedules.py:1160",
+        _interleaved_microbatches,
+        lambda s, p: (
+            f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
+            "change global_batch, micro_batch or vp"
+        ),
+    ),
+    _rule(
+        "core/transformer/moe/moe_layer.py:636",
+        _experts_need_sp,
+        lambda s, p: f"experts with tp {p.tp} need sp: add sp",
+    ),
+    _rule(
+        f"{_CONFIG}:2613",
+        _expert_bias,
+        lambda s, p: f"experts with a bias need etp 1, etp is {p.etp}: set etp 1",
+    ),
+    _rule(
+        f"{_FSDP}:826",
+        _fsdp_needs_one_stage,
+        lambda s, p: f"{p.sharding} (Megatron-FSDP) needs pp 1, pp is {p.pp}: use zero1",
+    ),
+    _rule(
+        f"{_FSDP}:380",
+        _fsdp_experts,
+        lambda s, p: (
+            f"{p.sharding} (Megatron-FSDP) with experts needs dp_replicate 1, it is {p.dp_replicate}: shard over all"
+        ),
+    ),
+    _rule(
+        "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:334",
+        _fsdp_overlap,
+        lambda s, p: f"{p.sharding} (Megatron-FSDP) always overlaps its collectives: turn the overlap switches on",
+    ),
+    _rule(
+        f"{_ARGUMENTS}:1028",
+        _gather_overlap,
+        lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
+    ),
+    _rule(
+        "core/optimizer/__init__.py:1057",
+        _offload,
+        lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
+    ),
+    _rule(
+        "core/fp8_utils.py:356",
+        _aligned_widths,
+        lambda s, p: (
+            f"{p.precision} needs the widths of a rank divisible by {_BLOCK[PRECISIONS.index(p.precision)]}, "
+            f"with tp {p.tp} and etp {p.etp} they are not: lower tp or etp, or use bf16"
+        ),
+    ),
+    _rule(
+        "core/fp8_utils.py:356",
+        _aligned_tokens,
+        lambda s, p: (
+            f"{p.precision} needs the {p.micro_batch * (s.training.seq_len // p.cp)} tokens of a micro-batch divisible "
+            f"by {_BLOCK[PRECISIONS.index(p.precision)]}: lower cp or use bf16"
+        ),
+    ),
+)

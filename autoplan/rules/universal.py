@@ -1,0 +1,99 @@
+"""Which plans can no framework run?  What arithmetic alone forbids: ranks, sequences, heads, experts and layers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.plan import PlanBatch
+from autoplan.rules import Bools, Rule, Setting
+
+SOURCE = "any framework"
+
+
+def _every(batch: PlanBatch) -> Bools:
+    return np.ones(len(batch), dtype=np.bool_)
+
+
+def _world(setting: Setting, batch: PlanBatch) -> Bools:
+    return batch.num_devices == setting.num_devices
+
+
+def _global_batch(setting: Setting, batch: PlanBatch) -> Bools:
+    """At least one micro-batch a replica, and a whole number of them."""
+    return (batch.num_microbatches >= 1) & (batch.global_batch % (batch.micro_batch * batch.dp) == 0)
+
+
+def _heads(setting: Setting, batch: PlanBatch) -> Bools:
+    return setting.model.num_heads % batch.tp == 0
+
+
+def _experts_exist(setting: Setting, batch: PlanBatch) -> Bools:
+    return _every(batch) if setting.model.moe else (batch.ep == 1) & (batch.etp == 1)
+
+
+def _experts(setting: Setting, batch: PlanBatch) -> Bools:
+    moe = setting.model.moe
+    return moe.num_experts % batch.ep == 0 if moe else _every(batch)
+
+
+def _expert_grid(setting: Setting, batch: PlanBatch) -> Bools:
+    """Experts re-use the ranks of one stage; a model without experts has no such grid."""
+    ranks = batch.tp * batch.cp * batch.dp
+    return ranks % (batch.ep * batch.etp) == 0 if setting.model.moe else _every(batch)
+
+
+def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
+    """Embedding and head may have a chunk of their own; nanotron also runs stages in the middle without a layer."""
+    return batch.pp * batch.vp <= setting.model.num_layers + 2
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        source=SOURCE,
+        holds=_world,
+        says=lambda s, p: (
+            f"tp {p.tp} x cp {p.cp} x pp {p.pp} x dp {p.dp} needs {p.num_devices} devices, there are {s.num_devices}: "
+            "change one degree"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_global_batch,
+        says=lambda s, p: (
+            f"global_batch {p.global_batch} must be divisible by micro_batch {p.micro_batch} x dp {p.dp}: "
+            "change one of them"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_heads,
+        says=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_experts_exist,
+        says=lambda s, p: f"ep {p.ep} and etp {p.etp} need a model with experts: set both to 1",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_experts,
+        says=lambda s, p: (
+            f"num_experts {s.model.moe.num_experts if s.model.moe else 0} must be divisible by ep {p.ep}: lower ep"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_expert_grid,
+        says=lambda s, p: (
+            f"the {p.tp * p.cp * p.dp} devices of a stage must be divisible by etp {p.etp} x ep {p.ep}: lower ep or etp"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_chunk_count,
+        says=lambda s, p: (
+            f"pp {p.pp} x vp {p.vp} chunks exceed the {s.model.num_layers} layers with embedding and head: "
+            "lower pp or vp"
+        ),
+    ),
+)

@@ -1,0 +1,72 @@
+#!/bin/bash
+#SBATCH --job-name=llama3-70b
+#SBATCH --nodes=32
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --distribution=block
+# llama3-70b with Megatron-LM on 256 x hopper-80g (cluster lab), sequences of 8192 tokens, 512 a step
+# Plan: tp 4 pp 4 dp 16, micro-batch 1, zero1 over 8
+# Predicted: 7.31 s a step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
+# Memory: 71.3 GiB on the fullest device, headroom 7.7 GiB, risk of running out 1.2 %
+# Priced as megatron-core, calibration reference, by autoplan 0.1.0 numpy 2.0
+# Made from: autoplan search llama3-70b --cluster lab --global-batch 512
+# Start: sbatch THIS_FILE [OPTION ...]; options given there come last and win over those below
+set -euo pipefail
+
+# Set in the environment what should differ.  Partition, account and time limit are options of sbatch.
+MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}  # checkout of github.com/NVIDIA/Megatron-LM
+TRAIN_ITERS=${TRAIN_ITERS:-100}        # steps
+MASTER_PORT=${MASTER_PORT:-29500}      # a free port there
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1  # demanded under tensor or context parallelism
+
+# The model, as far as it costs time and memory: gated MLPs are taken for SwiGLU, others for GELU.
+MODEL=(
+    --num-layers 80 --hidden-size 8192
+    --ffn-hidden-size 28672 --num-attention-heads 64
+    --seq-length 8192 --max-position-embeddings 8192
+    --vocab-size 128256 --make-vocab-size-divisible-by 128
+    --group-query-attention --num-query-groups 8
+    --position-embedding-type rope --rotary-base 500000
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0.0 --hidden-dropout 0.0
+)
+
+# The plan.
+PLAN=(
+    --micro-batch-size 1 --global-batch-size 512
+    --tensor-model-parallel-size 4 --sequence-parallel
+    --pipeline-model-parallel-size 4
+    --use-distributed-optimizer
+    --num-distributed-optimizer-instances 2
+    --overlap-grad-reduce --overlap-param-gather
+    --bf16
+)
+
+# Yours to choose; of these only evaluation costs time.
+TRAINING=(
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --clip-grad 1.0
+    --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95
+    --weight-decay 0.1 --init-method-std 0.02
+    --eval-iters 0 --log-interval 1 --log-throughput
+)
+
+# Mock data; DATA_ARGS='--data-path ... --tokenizer-type ...' in the environment replaces it.
+DATA=(
+    --mock-data
+    --tokenizer-type NullTokenizer
+)
+if [[ -n ${DATA_ARGS:-} ]]; then read -ra DATA <<<"$DATA_ARGS"; fi
+
+exec srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+    bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' node --nnodes 32 --nproc-per-node 8 \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+    "$MEGATRON_LM_DIR/pretrain_gpt.py" \
+    "${MODEL[@]}" "${PLAN[@]}" "${TRAINING[@]}" "${DATA[@]}" \
+    --train-iters "$TRAIN_ITERS" "$@"

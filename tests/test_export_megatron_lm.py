@@ -1,0 +1,509 @@
+"""Are the scripts for Megatron-LM right word by word, inert whatever the names, and accepted by its own parser?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
+from autoplan.errors import InputError
+from autoplan.export.launcher import Launcher, comment, node_shape, safe_name
+from autoplan.export.megatron_lm import export_megatron_lm, megatron_lm_arguments, pipeline_layout
+from autoplan.framework import Framework
+from autoplan.model import Experts, LatentAttention, ModelSpec
+from autoplan.plan import ParallelPlan
+from autoplan.result import PlanFile, RankedPlan
+from autoplan.timing import Calibration
+from autoplan.training import Attention, TrainingSpec
+from autoplan.units import GIB
+
+GOLDEN = Path(__file__).parent / "golden" / "megatron_lm"
+
+LLAMA_8B = ModelSpec(
+    name="llama3-8b",
+    num_layers=32,
+    hidden_size=4096,
+    vocab_size=128256,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_size=14336,
+    rope_base=500000.0,
+)
+LLAMA_70B = replace(LLAMA_8B, name="llama3-70b", num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672)
+LLAMA_405B = replace(LLAMA_8B, name="llama3.1-405b", num_layers=126, hidden_size=16384, num_heads=128, ffn_size=53248)
+GPT3 = ModelSpec(
+    name="gpt3-175b",
+    num_layers=96,
+    hidden_size=12288,
+    vocab_size=50257,
+    num_heads=96,
+    ffn_size=49152,
+    gated_mlp=False,
+    mlp_bias=True,
+    qkv_bias=True,
+    attention_output_bias=True,
+    norm="layernorm",
+    position_embedding="learned",
+    max_positions=2048,
+    tied_embeddings=True,
+)
+DEEPSEEK = ModelSpec(
+    name="deepseek-v3",
+    num_layers=61,
+    hidden_size=7168,
+    vocab_size=129280,
+    num_heads=128,
+    ffn_size=18432,
+    num_mtp_layers=1,
+    mla=LatentAttention(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    moe=Experts(
+        num_experts=256, experts_per_token=8, expert_ffn_size=2048, shared_expert_ffn_size=2048, num_dense_layers=3
+    ),
+)
+GPT_OSS = ModelSpec(
+    name="gpt-oss-20b",
+    num_layers=24,
+    hidden_size=2880,
+    vocab_size=201088,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_bias=True,
+    qkv_bias=True,
+    attention_output_bias=True,
+    attention_sinks=True,
+    window=128,
+    full_attention_interval=2,
+    rope_base=150000.0,
+    moe=Experts(num_experts=32, experts_per_token=4, expert_ffn_size=2880, router_bias=True),
+)
+
+
+def cluster_of(num_nodes: int, generation: str = "hopper", name: str = "lab") -> ClusterSpec:
+    device = DeviceSpec(
+        name=f"{generation}-80g",
+        vendor="nvidia",
+        generation=generation,  # type: ignore[arg-type]
+        memory_bytes=80.0 * GIB,
+        visible_memory_bytes=79.0 * GIB,
+        memory_bandwidth_bytes_per_s=3.35e12,
+        compute_units=132,
+        tdp_w=700.0,
+        host_link_bytes_per_s=55e9,
+        gemm_efficiency=0.7,
+        memory_efficiency=0.9,
+        peak_flops_per_s={"bf16": 989e12},
+    )
+    level = LinkLevel(name="nvlink", kind="nvlink", num_devices=8, bandwidth_bytes_per_s=450e9, latency_s=1e-6)
+    return ClusterSpec(
+        name=name,
+        device=device,
+        num_nodes=num_nodes,
+        devices_per_node=8,
+        levels=(level,),
+        network=NetworkSpec(kind="infiniband", nic_bytes_per_s=50e9),
+    )
+
+
+def plan_file_of(
+    model: ModelSpec,
+    cluster: ClusterSpec | None = None,
+    seq_len: int = 4096,
+    attention: Attention = "flash",
+    **plan: Any,
+) -> PlanFile:
+    chosen = ParallelPlan(**{"global_batch": 256, **plan})
+    best = RankedPlan(
+        plan=chosen,
+        step_s=7.31,
+        low_s=6.6,
+        high_s=8.1,
+        tokens_per_s_per_device=1120.4,
+        mfu=0.431,
+        memory_bytes=71.3 * GIB,
+        memory_headroom_bytes=7.7 * GIB,
+        oom_probability=0.012,
+        verdict="fits",
+        terms_s={},
+    )
+    return PlanFile(
+        schema_version=1,
+        versions={"autoplan": "0.1.0", "numpy": "2.0"},
+        command=f"autoplan search {model.name} --cluster lab --global-batch {chosen.global_batch}",
+        model=model,
+        training=TrainingSpec(seq_len=seq_len, precision=chosen.precision, attention=attention),
+        cluster=cluster or cluster_of(-(-chosen.num_devices // 8)),
+        framework=Framework(name="megatron-core"),
+        calibration=Calibration(),
+        reserve_bytes=0.0,
+        best=best,
+        stages=(),
+        alternatives=(),
+        certificate=None,
+    )
+
+
+MIDDLES = (8,) * 14
+EXPORTS: dict[str, tuple[PlanFile, Launcher]] = {
+    "dense": (plan_file_of(LLAMA_8B, tp=2, sp=True, dp_shard=4, tp_overlap=True), "torchrun"),
+    "gpt3_interleaved": (
+        plan_file_of(GPT3, seq_len=2048, tp=8, sp=True, pp=8, vp=6, schedule="interleaved", recompute="full"),
+        "torchrun",
+    ),
+    "latent_experts": (
+        plan_file_of(DEEPSEEK, global_batch=2048, tp=2, sp=True, pp=8, ep=32, dp_shard=64, precision="fp8"),
+        "slurm",
+    ),
+    "uneven": (
+        plan_file_of(LLAMA_405B, seq_len=8192, tp=8, sp=True, pp=16, dp_shard=4, layers_per_chunk=(7, *MIDDLES, 7)),
+        "torchrun",
+    ),
+    "slurm": (
+        plan_file_of(LLAMA_70B, seq_len=8192, tp=4, sp=True, pp=4, dp_shard=8, global_batch=512, dp_replicate=2),
+        "slurm",
+    ),
+    "fsdp": (plan_file_of(LLAMA_8B, dp_shard=8, dp_replicate=2, sharding="zero3"), "torchrun"),
+    "windows_and_sinks": (
+        plan_file_of(GPT_OSS, ep=4, cp=2, cp_kind="all_to_all", dp_shard=4, offload="optimizer"),
+        "torchrun",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_script_is_the_golden_one(name: str) -> None:
+    script = export_megatron_lm(*EXPORTS[name])
+    golden = GOLDEN / f"{name}.sh"
+    if not golden.exists():
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(script)
+        pytest.fail(f"{golden.name} was missing and is written now: read it before it is kept")
+    assert script == golden.read_text()
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_script_is_bash(name: str) -> None:
+    script = export_megatron_lm(*EXPORTS[name])
+    result = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# -- what the launchers receive ---------------------------------------------------------------------------------------
+
+RECORD = '#!/bin/bash\nprintf "%s\\0" "${0##*/}" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@" >>"$RECORDED"\n'
+STANDINS = {
+    "torchrun": RECORD,
+    "srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n',
+    "scontrol": "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n",
+}
+
+
+def launched(tmp_path: Path, script: str, *words: str, **variables: str) -> list[str]:
+    """The words with which the script starts torchrun, its CUDA_DEVICE_MAX_CONNECTIONS first."""
+    stand_ins = tmp_path / "stand-ins"
+    stand_ins.mkdir()
+    for name, text in STANDINS.items():
+        (stand_ins / name).write_text(text)
+        (stand_ins / name).chmod(0o755)
+    recorded = tmp_path / "recorded"
+    environment = {
+        "PATH": f"{stand_ins}:/usr/bin:/bin",
+        "RECORDED": str(recorded),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_NODEID": "1",
+        **variables,
+    }
+    place = tmp_path / "script.sh"
+    place.write_text(script)
+    work = tmp_path / "work"
+    work.mkdir()
+    result = subprocess.run(
+        ["bash", str(place), *words], env=environment, cwd=work, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(work.iterdir()) == []
+    program, *rest = recorded.read_text().split("\0")[:-1]
+    assert program == "torchrun"
+    return rest
+
+
+def test_torchrun_receives_exactly_the_words_of_the_plan(tmp_path: Path) -> None:
+    plan_file, launcher = EXPORTS["dense"]
+    words = launched(
+        tmp_path, export_megatron_lm(plan_file, launcher), "--lr", "a b", MEGATRON_LM_DIR="/opt/my megatron"
+    )
+    one_queue, *command = words
+    assert one_queue == "1"
+    assert command[:8] == ["--nnodes", "1", "--nproc-per-node", "8", "--node-rank", "0", "--master-addr", "127.0.0.1"]
+    assert command[8:11] == ["--master-port", "29500", "/opt/my megatron/pretrain_gpt.py"]
+    arguments = megatron_lm_arguments(plan_file)
+    assert command[11 : 11 + len(arguments)] == arguments
+    rest = command[11 + len(arguments) :]
+    assert rest[-4:] == ["--train-iters", "100", "--lr", "a b"]
+    assert "--mock-data" in rest
+
+
+def test_slurm_gives_every_node_its_rank_and_the_first_node_as_master(tmp_path: Path) -> None:
+    plan_file, launcher = EXPORTS["slurm"]
+    words = launched(tmp_path, export_megatron_lm(plan_file, launcher))
+    expected = "1 --node-rank 1 --nnodes 32 --nproc-per-node 8 --master-addr node7 --master-port 29500"
+    assert words[:11] == expected.split()
+    assert words[12 : 12 + len(megatron_lm_arguments(plan_file))] == megatron_lm_arguments(plan_file)
+
+
+def test_data_of_the_environment_replaces_the_mock_data(tmp_path: Path) -> None:
+    data = "--data-path corpus_text_document --tokenizer-type HuggingFaceTokenizer"
+    words = launched(tmp_path, export_megatron_lm(*EXPORTS["dense"]), DATA_ARGS=data)
+    assert "--mock-data" not in words
+    assert words[-6:-2] == data.split()
+
+
+def test_fsdp_unsets_the_single_queue(tmp_path: Path) -> None:
+    script = export_megatron_lm(*EXPORTS["fsdp"])
+    words = launched(tmp_path, script, CUDA_DEVICE_MAX_CONNECTIONS="1", MASTER_ADDR="node7", NODE_RANK="1")
+    assert words[0] == ""
+    assert words[5:9] == ["--node-rank", "1", "--master-addr", "node7"]
+
+
+def test_several_nodes_need_the_address_of_the_first(tmp_path: Path) -> None:
+    script = export_megatron_lm(*EXPORTS["fsdp"])
+    result = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, env={"PATH": "/bin"})
+    assert result.returncode != 0
+    assert "MASTER_ADDR: must be set" in result.stderr
+
+
+HOSTILE = "x'\"; touch pwned $(touch pwned) `touch pwned` \\"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_hostile_names_stay_inert(tmp_path: Path, launcher: Launcher) -> None:
+    tame = plan_file_of(LLAMA_8B, tp=2, sp=True, dp_shard=4)
+    line = f"{HOSTILE}\ntouch pwned\r\n#SBATCH --uid=0\u2028touch pwned"
+    device = replace(tame.cluster.device, name=HOSTILE)  # a name of several lines is refused
+    hostile = replace(
+        tame,
+        command=line,
+        versions={line: line},
+        model=replace(tame.model, name=HOSTILE),
+        cluster=replace(tame.cluster, name=HOSTILE, device=device),
+        framework=replace(tame.framework, name=line),
+        calibration=replace(tame.calibration, name=line),
+    )
+    script = export_megatron_lm(hostile, launcher)
+    (tmp_path / "tame").mkdir()
+    (tmp_path / "hostile").mkdir()
+    assert launched(tmp_path / "hostile", script) == launched(tmp_path / "tame", export_megatron_lm(tame, launcher))
+    assert len(script.splitlines()) == len(export_megatron_lm(tame, launcher).splitlines())
+    assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == (
+        ["#SBATCH --job-name=x-touch-pwned-touch-pwned-touch-pwned", *SBATCH] if launcher == "slurm" else []
+    )
+
+
+SBATCH = [
+    "#SBATCH --nodes=1",
+    "#SBATCH --ntasks-per-node=1",
+    "#SBATCH --gpus-per-node=8",
+    "#SBATCH --exclusive",
+    "#SBATCH --distribution=block",
+]
+
+
+@given(st.text())
+def test_no_text_leaves_its_comment(text: str) -> None:
+    assert len(comment(text).splitlines()) == 1
+    assert comment(text).startswith("# ")
+
+
+@given(st.text())
+def test_a_job_name_is_harmless(text: str) -> None:
+    name = safe_name(text)
+    assert 0 < len(name) <= 48
+    assert all(character.isascii() and (character.isalnum() or character in "._-") for character in name)
+    assert not name.startswith(("-", "."))
+
+
+# -- single decisions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_mtp_layers", "layout"),
+    [
+        ((3, 4, 4, 2), 0, "Et*3|(t*4|)*2t*2L"),
+        ((1, 1), 0, "Et|tL"),
+        ((2, 0, 2), 0, "Et*2||t*2L"),
+        ((0, 2, 2, 0), 1, "E|(t*2|)*2mL"),
+        ((3, 3, 2), 2, "Et*3|t*3|t*2m*2L"),
+    ],
+)
+def test_layouts_are_written_as_megatron_reads_them(counts: tuple[int, ...], num_mtp_layers: int, layout: str) -> None:
+    assert pipeline_layout(counts, num_mtp_layers) == layout
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sharding": "none"}, []),
+        ({"sharding": "zero1"}, ["--use-distributed-optimizer", "--overlap-param-gather"]),
+        ({"sharding": "zero2"}, ["--use-megatron-fsdp", "optim_grads", "fsdp_dtensor"]),
+        ({"sharding": "zero3"}, ["optim_grads_params", "--init-model-with-meta-device"]),
+        ({"precision": "fp8"}, ["--bf16", "--fp8-format", "hybrid", "tensorwise"]),
+        ({"precision": "fp16"}, ["--fp16"]),
+        ({"recompute": "selective"}, ["--recompute-granularity", "selective", "core_attn"]),
+        ({"offload": "optimizer"}, ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]),
+    ],
+)
+def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected: list[str]) -> None:
+    words = megatron_lm_arguments(plan_file_of(LLAMA_8B, dp_shard=8, **changes))
+    assert set(expected) <= set(words)
+    if changes.get("sharding") == "none":
+        assert not {"--use-distributed-optimizer", "--overlap-param-gather"} & set(words)
+
+
+def test_blackwell_needs_no_single_queue() -> None:
+    for generation, exported in (("hopper", True), ("blackwell", False)):
+        script = export_megatron_lm(plan_file_of(LLAMA_8B, cluster_of(1, generation), tp=8, sp=True), "torchrun")
+        assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1" in script) is exported
+
+
+def test_a_plan_smaller_than_a_node_uses_part_of_it() -> None:
+    assert node_shape(cluster_of(4), 2) == (1, 2)
+    assert node_shape(cluster_of(4), 32) == (4, 8)
+    for num_devices in (12, 40):
+        with pytest.raises(InputError):
+            node_shape(cluster_of(4), num_devices)
+
+
+REFUSED: dict[str, tuple[PlanFile, str]] = {
+    "gpipe": (plan_file_of(LLAMA_8B, pp=8, schedule="gpipe"), "schedule 'gpipe' does not exist"),
+    "a broken rule": (plan_file_of(LLAMA_8B, dp_shard=8, global_batch=63), "must be divisible by micro_batch"),
+    "alibi": (plan_file_of(replace(LLAMA_8B, position_embedding="alibi"), dp_shard=8), "alibi"),
+    "hybrid": (plan_file_of(replace(LLAMA_8B, layer_pattern="*-" * 16), dp_shard=8), "layer_pattern"),
+    "full norms": (plan_file_of(replace(LLAMA_8B, qk_norm="full"), dp_shard=8), "qk_norm"),
+    "two norms": (plan_file_of(replace(LLAMA_8B, norms_per_block=2), dp_shard=8), "norms_per_block"),
+    "one bias": (plan_file_of(replace(LLAMA_8B, mlp_bias=True), dp_shard=8), "mlp_bias"),
+    "odd base": (plan_file_of(replace(LLAMA_8B, rope_base=1000.5), dp_shard=8), "rope_base"),
+    "old attention": (plan_file_of(LLAMA_8B, attention="megatron-fused", dp_shard=8), "megatron-fused"),
+    "old device": (plan_file_of(LLAMA_8B, cluster_of(1, "ampere"), dp_shard=8, precision="fp8"), "precision 'fp8'"),
+    "too few nodes": (plan_file_of(LLAMA_8B, cluster_of(1), dp_shard=16), "needs 2 nodes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_expressed_is_refused_in_one_line(case: str) -> None:
+    plan_file, says = REFUSED[case]
+    with pytest.raises(InputError) as error:
+        export_megatron_lm(plan_file, "torchrun")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# -- Megatron-LM's own parser -----------------------------------------------------------------------------------------
+
+# Runs in its own process, with a stand-in for triton, which needs no GPU to be imported here, and a device of the
+# given architecture.  Reads [[world size, architecture, environment, words], ...], writes what the parser made of them.
+PARSER = """
+import importlib.abc, importlib.machinery, json, os, sys, types, typing
+import typing_extensions
+typing.override = getattr(typing, "override", typing_extensions.override)
+import torch, torch.utils.flop_counter
+from torch.utils import _triton
+_triton.has_triton_package(), getattr(_triton, "has_triton", bool)()
+
+class Names(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+class Anything(types.ModuleType):
+    __path__, __version__ = [], "3.4.0"
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        inside = {"__init__": lambda *words, **named: None, "__class_getitem__": classmethod(lambda cls, key: cls)}
+        return Names(name, (), inside) if name[0].isupper() else Anything(name)
+    def __call__(self, *words, **named):
+        return words[0] if words and callable(words[0]) else lambda function: function
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
+    def create_module(self, spec):
+        return Anything(spec.name)
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.append(Finder())
+sys.path.insert(0, os.environ["MEGATRON_LM_DIR"])
+import megatron.core.utils
+from packaging.version import Version
+megatron.core.utils._te_version = Version("2.14.0")
+import megatron.training.arguments as arguments
+out = sys.stdout
+sys.stdout = sys.stderr
+answers = []
+for world, architecture, environment, words in json.load(sys.stdin):
+    torch.cuda.get_device_capability = lambda *_: (architecture, 0)
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=architecture, minor=0)
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.update(environment, RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world))
+    sys.argv = ["pretrain_gpt.py", *words]
+    args = arguments.validate_args(arguments.parse_args())
+    kept = {key: value for key, value in vars(args).items() if isinstance(value, (bool, int, float, str, list))}
+    answers.append(json.loads(json.dumps(kept, default=str)))
+json.dump(answers, out)
+"""
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "dense": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_query_groups": 8, "bf16": True},
+    "gpt3_interleaved": {"virtual_pipeline_model_parallel_size": 6, "add_bias_linear": True, "swiglu": False},
+    "latent_experts": {"moe_layer_freq": [0] * 3 + [1] * 58, "expert_model_parallel_size": 32, "fp8": "hybrid"},
+    "uneven": {"pipeline_model_parallel_size": 16, "data_parallel_size": 4},
+    "slurm": {"num_distributed_optimizer_instances": 2, "data_parallel_size": 16},
+    "fsdp": {"data_parallel_sharding_strategy": "optim_grads_params", "use_megatron_fsdp": True},
+    "windows_and_sinks": {"window_attn_skip_freq": 2, "softmax_type": "learnable", "cp_comm_type": ["a2a"]},
+}
+
+
+def test_megatron_parses_and_validates_what_is_exported() -> None:
+    checkout = os.environ.get("MEGATRON_LM_DIR")
+    if not checkout or not (Path(checkout) / "megatron" / "training" / "arguments.py").is_file():
+        pytest.skip("MEGATRON_LM_DIR does not name a checkout of Megatron-LM")
+    pytest.importorskip("torch")
+    asked = []
+    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--train-iters", "100", "--lr", "1e-4"]
+    for plan_file, launcher in EXPORTS.values():
+        queue = "export CUDA_DEVICE_MAX_CONNECTIONS=1" in export_megatron_lm(plan_file, launcher)
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if queue else {}
+        asked.append([plan_file.best.plan.num_devices, 9, environment, megatron_lm_arguments(plan_file) + data])
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PARSER],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MEGATRON_LM_DIR": checkout},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    for name, parsed in zip(EXPORTS, json.loads(result.stdout), strict=True):
+        plan, model = EXPORTS[name][0].best.plan, EXPORTS[name][0].model
+        expected = EXPECTED[name] | {
+            "num_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "global_batch_size": plan.global_batch,
+            "context_parallel_size": plan.cp,
+            "data_parallel_size": plan.dp,
+            "untie_embeddings_and_output_weights": not model.tied_embeddings,
+        }
+        assert {key: parsed.get(key) for key in expected} == expected, name

@@ -1,0 +1,186 @@
+"""Does every rule of Megatron-LM refuse the plan it is about, and only that one?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.model import Experts, LatentAttention, ModelSpec
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.rules import Setting, broken, legal, universal
+from autoplan.rules.megatron_lm import RULES
+from autoplan.training import TrainingSpec
+
+DENSE = ModelSpec(
+    name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=14336
+)
+MOE = replace(DENSE, name="moe", moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=1536))
+LATENT = replace(
+    MOE,
+    name="latent",
+    num_kv_heads=None,
+    mla=LatentAttention(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+)
+TWELVE_HEADS = replace(DENSE, num_heads=12, num_kv_heads=4, head_dim=128)
+SIX_GROUPS = replace(DENSE, num_heads=12, num_kv_heads=6, head_dim=128)
+BIASED = replace(MOE, mlp_bias=True, qkv_bias=True, attention_output_bias=True)
+ODD_EXPERTS = replace(MOE, moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=1535))
+
+
+def setting_of(model: ModelSpec, plan: ParallelPlan, seq_len: int = 4096, num_devices: int | None = None) -> Setting:
+    return Setting(model=model, training=TrainingSpec(seq_len=seq_len), num_devices=num_devices or plan.num_devices)
+
+
+def plan_of(**changes: Any) -> ParallelPlan:
+    return ParallelPlan(**{"global_batch": 64, **changes})
+
+
+# rule -> (model, plan, sequence length): legal but for that rule
+BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
+    "_expert_grid": (MOE, plan_of(ep=8, dp_shard=4), 4096),
+    "_instances": (MOE, plan_of(ep=8, dp_shard=4, dp_replicate=2), 4096),
+    "_chunk_count": (replace(DENSE, num_layers=2), plan_of(pp=8), 4096),
+    "_global_batch": (DENSE, plan_of(dp_shard=8, global_batch=63), 4096),
+    "_heads": (TWELVE_HEADS, plan_of(tp=8, sp=True), 4096),
+    "_kv_heads": (SIX_GROUPS, plan_of(tp=4, sp=True), 4096),
+    "_mlp_width": (replace(DENSE, ffn_size=4098), plan_of(tp=4, sp=True), 4096),
+    "_expert_width": (ODD_EXPERTS, plan_of(etp=2, dp_shard=2), 4096),
+    "_cp_sequence": (DENSE, plan_of(cp=8), 4104),
+    "_cp_heads": (DENSE, plan_of(tp=4, sp=True, cp=4, cp_kind="all_to_all"), 4096),
+    "_cp_latent": (LATENT, plan_of(cp=2, cp_kind="all_to_all"), 4096),
+    "_cp_window": (replace(DENSE, window=1024), plan_of(cp=2), 4096),
+    "_sp_needs_tp": (DENSE, plan_of(sp=True), 4096),
+    "_sp_sequence": (DENSE, plan_of(tp=4, sp=True), 4098),
+    "_tp_overlap": (DENSE, plan_of(tp=2, tp_overlap=True), 4096),
+    "_schedule": (DENSE, plan_of(pp=2, schedule="gpipe"), 4096),
+    "_chunks": (DENSE, plan_of(pp=2, schedule="interleaved"), 4096),
+    "_interleaving_needs_pp": (DENSE, plan_of(vp=2, schedule="interleaved"), 4096),
+    "_interleaved_microbatches": (DENSE, plan_of(pp=4, vp=2, schedule="interleaved", global_batch=6), 4096),
+    "_experts_exist": (DENSE, plan_of(ep=2, dp_shard=2), 4096),
+    "_experts": (MOE, plan_of(ep=3, dp_shard=3, global_batch=6), 4096),
+    "_experts_need_sp": (MOE, plan_of(tp=2), 4096),
+    "_expert_bias": (BIASED, plan_of(tp=2, sp=True, etp=2), 4096),
+    "_fsdp_needs_one_stage": (DENSE, plan_of(pp=2, dp_shard=4, sharding="zero3"), 4096),
+    "_fsdp_experts": (MOE, plan_of(dp_shard=4, dp_replicate=2, sharding="zero2"), 4096),
+    "_fsdp_overlap": (
+        DENSE,
+        plan_of(dp_shard=8, sharding="zero2", grad_reduce_overlap=False, param_gather_overlap=False),
+        4096,
+    ),
+    "_gather_overlap": (DENSE, plan_of(dp_shard=8, grad_reduce_overlap=False), 4096),
+    "_offload": (DENSE, plan_of(dp_shard=8, sharding="none", offload="optimizer"), 4096),
+    "_aligned_widths": (replace(DENSE, ffn_size=4104), plan_of(precision="fp8"), 4096),
+    "_aligned_tokens": (DENSE, plan_of(precision="mxfp8"), 4104),
+}
+
+
+def names(rules_broken: tuple[str, ...], setting: Setting, plan: ParallelPlan) -> list[str]:
+    batch = PlanBatch.of([plan], setting.model.num_layers)
+    found = [rule.holds.__name__ for rule in RULES if not rule.holds(setting, batch)[0]]
+    assert len(found) == len(rules_broken)
+    return found
+
+
+def test_every_rule_has_a_plan_that_breaks_it() -> None:
+    assert {rule.holds.__name__ for rule in RULES} == {*BREAKING, "_world"}
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_a_plan_breaks_exactly_the_rule_it_is_about(name: str) -> None:
+    model, plan, seq_len = BREAKING[name]
+    setting = setting_of(model, plan, seq_len)
+    says = broken(RULES, setting, plan)
+    assert names(says, setting, plan) == [name]
+    assert re.search(r"\((core|training|TransformerEngine|any framework)[^ ]*( .*)?\)$", says[0]), says[0]
+    assert "\n" not in says[0]
+
+
+def test_a_plan_for_another_number_of_devices_breaks_the_world_rule_alone() -> None:
+    plan = plan_of(tp=2, sp=True, dp_shard=4)
+    says = broken(RULES, setting_of(DENSE, plan, num_devices=16), plan)
+    assert len(says) == 1
+    assert "needs 8 devices, there are 16" in says[0]
+
+
+LEGAL = {
+    "one device": (DENSE, plan_of()),
+    "three axes": (DENSE, plan_of(tp=4, sp=True, pp=4, dp_shard=4)),
+    "three data ranks": (DENSE, plan_of(dp_shard=3, global_batch=9)),
+    "tensor ranks beyond the groups": (DENSE, plan_of(tp=16, sp=True)),
+    "interleaved": (DENSE, plan_of(pp=3, vp=4, schedule="interleaved", global_batch=6)),
+    "uneven layers": (DENSE, plan_of(pp=3, layers_per_chunk=(7, 9, 8))),
+    "an empty chunk": (DENSE, plan_of(pp=3, layers_per_chunk=(12, 0, 12))),
+    "all-to-all context": (DENSE, plan_of(tp=2, sp=True, cp=4, cp_kind="all_to_all")),
+    "windows with all-to-all": (replace(DENSE, window=1024), plan_of(cp=2, cp_kind="all_to_all")),
+    "latent attention in a ring": (LATENT, plan_of(cp=2)),
+    "experts over all axes": (MOE, plan_of(tp=2, sp=True, cp=2, ep=8, dp_shard=2)),
+    "expert tensor ranks": (MOE, plan_of(tp=1, etp=2, ep=4, dp_shard=8)),
+    "plain data parallelism": (DENSE, plan_of(dp_shard=8, sharding="none", grad_reduce_overlap=False)),
+    "optimizer copies": (DENSE, plan_of(dp_replicate=2, dp_shard=4)),
+    "fsdp": (DENSE, plan_of(tp=2, sp=True, dp_shard=8, sharding="zero3")),
+    "hybrid fsdp": (DENSE, plan_of(dp_replicate=2, dp_shard=8, sharding="zero3")),
+    "fsdp with experts": (MOE, plan_of(ep=8, dp_shard=8, sharding="zero3")),
+    "offload": (DENSE, plan_of(dp_shard=8, offload="optimizer")),
+    "fp8": (DENSE, plan_of(tp=8, sp=True, precision="fp8")),
+    "mxfp8 latent": (LATENT, plan_of(ep=8, dp_shard=8, precision="mxfp8")),
+    "nvfp4": (DENSE, plan_of(tp=8, sp=True, precision="nvfp4")),
+}
+
+
+@pytest.mark.parametrize("case", LEGAL)
+def test_an_ordinary_plan_is_legal(case: str) -> None:
+    model, plan = LEGAL[case]
+    assert broken(RULES, setting_of(model, plan), plan) == ()
+
+
+degrees = st.sampled_from([1, 1, 2, 3, 4, 8])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ParallelPlan:
+    vp = draw(st.sampled_from([1, 1, 2, 3]))
+    return ParallelPlan(
+        global_batch=draw(st.integers(1, 128)),
+        micro_batch=draw(st.sampled_from([1, 2])),
+        tp=draw(degrees),
+        sp=draw(st.booleans()),
+        cp=draw(degrees),
+        cp_kind=draw(st.sampled_from(["ring", "all_to_all"])),
+        pp=draw(degrees),
+        vp=vp,
+        schedule="interleaved" if vp > 1 else draw(st.sampled_from(["1f1b", "gpipe", "interleaved"])),
+        ep=draw(degrees),
+        etp=draw(st.sampled_from([1, 1, 2])),
+        dp_replicate=draw(st.sampled_from([1, 1, 2])),
+        dp_shard=draw(degrees),
+        sharding=draw(st.sampled_from(["none", "zero1", "zero2", "zero3"])),
+        precision=draw(st.sampled_from(["bf16", "fp8", "mxfp8", "nvfp4"])),
+        offload=draw(st.sampled_from(["none", "none", "optimizer"])),
+        tp_overlap=draw(st.booleans()),
+        grad_reduce_overlap=draw(st.booleans()),
+        param_gather_overlap=draw(st.booleans()),
+    )
+
+
+@given(
+    model=st.sampled_from([DENSE, MOE, LATENT, BIASED, SIX_GROUPS, ODD_EXPERTS]),
+    batch=st.lists(plans(), min_size=1, max_size=8),
+    seq_len=st.sampled_from([4096, 4098, 4104, 1]),
+)
+def test_a_batch_is_judged_as_its_plans_one_by_one(model: ModelSpec, batch: list[ParallelPlan], seq_len: int) -> None:
+    setting = setting_of(model, batch[0], seq_len)
+    together = legal(RULES, setting, PlanBatch.of(batch, model.num_layers))
+    assert together.dtype == np.bool_
+    assert together.tolist() == [broken(RULES, setting, plan) == () for plan in batch]
+
+
+def test_the_rules_name_their_places() -> None:
+    assert RULES[: len(universal.RULES)] == universal.RULES
+    for rule in RULES[len(universal.RULES) :]:
+        assert rule.source.startswith("TransformerEngine ") or re.fullmatch(r"[\w/]+\.py:\d+", rule.source)
