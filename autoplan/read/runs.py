@@ -1,0 +1,337 @@
+"""What was run?  A table of measured runs, row by row, as problems and plans.
+
+Only the columns that describe a configuration are read: an id is copied, and a source, a status or a measured value
+is never looked at.  Blank columns take stated defaults, which every run lists.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import get_args
+
+from autoplan.cluster import ClusterSpec
+from autoplan.errors import AutoplanError, InputError, UnpricedError
+from autoplan.files import read_text
+from autoplan.model import Experts, ModelSpec
+from autoplan.plan import ParallelPlan, Recompute, Sharding
+from autoplan.problem import Problem
+from autoplan.read.calibration import built_in_calibration
+from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.read.framework import framework_called, load_framework
+from autoplan.read.model import load_model, preset_models
+from autoplan.rules import Setting, broken, universal
+from autoplan.rules.nanotron import layers_per_stage
+from autoplan.training import Attention, Precision, TrainingSpec
+from autoplan.units import GIB
+
+DEFAULT_FRAMEWORK = "megatron-core"
+GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, where a table leaves the vocabulary out
+BLANKS = ("", "?")
+MOST_BYTES = 2**30  # of a table: some millions of rows
+MOST_DEGREE = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One row: what was run, or why it cannot be priced, and which blanks were filled."""
+
+    id: str
+    problem: Problem | None
+    plan: ParallelPlan | None
+    refusal: str
+    is_invalid: bool  # the framework itself would refuse it
+    filled: tuple[str, ...]
+
+
+class _Row:
+    """Typed access to the cells of one row; remembers which defaults were taken."""
+
+    def __init__(self, cells: dict[str, str]) -> None:
+        self._cells = cells
+        self.filled: list[str] = []
+
+    def text(self, column: str, default: str | None = None) -> str:
+        value = (self._cells.get(column) or "").strip()
+        if value not in BLANKS:
+            return value
+        if default is None:
+            raise UnpricedError(f"{column} is blank")
+        self.filled.append(f"{column}={default}")
+        return default
+
+    def has(self, column: str) -> bool:
+        return (self._cells.get(column) or "").strip() not in BLANKS
+
+    def integer(self, column: str, default: int | None = None, *, least: int = 0, most: int = 10**9) -> int:
+        text = self.text(column, None if default is None else str(default))
+        try:
+            number = float(text)
+        except ValueError:
+            raise UnpricedError(f"{column} is not a number: {text[:40]!r}") from None
+        if not math.isfinite(number) or number != int(number) or number < 0:
+            raise UnpricedError(f"{column} is not a count: {text[:40]}")
+        if not least <= number <= most:
+            raise UnpricedError(f"{column} must be between {least} and {most}, got {text[:40]}")
+        return int(number)
+
+    def degree(self, column: str, default: int | None = None) -> int:
+        return self.integer(column, default, least=1, most=MOST_DEGREE)
+
+    def flag(self, column: str, default: bool) -> bool:
+        return self.integer(column, int(default), most=1) == 1
+
+    def number(self, column: str) -> float:
+        try:
+            value = float(self.text(column))
+        except ValueError:
+            raise UnpricedError(f"{column} is not a number: {self.text(column)[:40]!r}") from None
+        if not (math.isfinite(value) and value > 0):
+            raise UnpricedError(f"{column} is not a positive number: {self.text(column)[:40]}")
+        return value
+
+    def word(self, column: str, known: tuple[str, ...], default: str) -> str:
+        text = self.text(column, default)
+        if text not in known:
+            raise UnpricedError(f"{column} {text[:40]!r} is not one of {', '.join(known)}")
+        return text
+
+
+def read_runs(path: Path) -> Iterator[Run]:
+    """The runs of a CSV table in the columns of `measured_runs.csv`, in order; a bad row is a refusal, not an error."""
+    text = read_text(path, most_bytes=MOST_BYTES).removeprefix("\ufeff")  # the mark that spreadsheets put before UTF-8
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        if not {"id", "framework", "gpu", "num_gpus", "model"} <= set(reader.fieldnames or ()):
+            raise InputError(
+                f"{path}: not a table of runs: it needs the columns id, framework, gpu, num_gpus and model"
+            )
+        for cells in reader:
+            yield _run(cells)
+    except csv.Error as error:
+        raise InputError(f"{path}: not a CSV table: {error} (line {reader.line_num + 1})") from None
+
+
+def _run(cells: dict[str, str]) -> Run:
+    row = _Row(cells)
+    problem, plan, refusal, invalid = None, None, "", False
+    try:
+        problem = _problem(row)
+        plan = _plan(row, problem)
+        refusal = _refused_by_framework(problem, plan)
+        invalid = bool(refusal)
+    except AutoplanError as error:
+        refusal = str(error)
+    return Run(
+        id=cells.get("id") or "",
+        problem=problem,
+        plan=plan if not refusal else None,
+        refusal=refusal,
+        is_invalid=invalid,
+        filled=tuple(row.filled),
+    )
+
+
+def _problem(row: _Row) -> Problem:
+    framework = framework_called(row.text("framework", "?"), row.text("year", "?"))
+    if framework is None:
+        framework = load_framework(DEFAULT_FRAMEWORK)
+        row.filled.append(f"framework treated as {DEFAULT_FRAMEWORK}")
+    attention = row.word("attention", get_args(Attention), "flash")
+    precision = row.word("precision", get_args(Precision), "bf16")
+    training = TrainingSpec(
+        seq_len=row.integer("seq_len"),
+        precision=precision,  # type: ignore[arg-type]
+        attention=attention,  # type: ignore[arg-type]
+        fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
+    )
+    model = _model(row)
+    if model.position_embedding == "learned":  # the table does not say how long the position table was
+        model = replace(model, max_positions=max(model.max_positions, training.seq_len))
+    return Problem(
+        model=model,
+        training=training,
+        cluster=_cluster(row),
+        framework=framework,
+        calibration=built_in_calibration(framework),
+    )
+
+
+def _plain(name: str) -> str:
+    """A model's name without case, separators and remarks in brackets: "DeepSeekV3 (w/o MTP)" is "deepseekv3"."""
+    return re.sub(r"[^a-z0-9.]", "", re.sub(r"\(.*?\)", "", name).casefold())
+
+
+@lru_cache(maxsize=1)
+def _presets_by_name() -> dict[str, ModelSpec]:
+    models = [load_model(name) for name in preset_models()]
+    return {_plain(name): model for model in models for name in (*model.aliases, model.name)}
+
+
+def find_preset(name: str) -> ModelSpec | None:
+    """The shipped model that a table of runs calls `name`, if there is one."""
+    return _presets_by_name().get(_plain(name))
+
+
+def _model(row: _Row) -> ModelSpec:
+    needed = ("num_layers", "hidden_size", "num_heads", "ffn_size")
+    if not all(row.has(column) for column in needed):
+        preset = find_preset(row.text("model"))
+        if preset is None:
+            missing = ", ".join(column for column in needed if not row.has(column))
+            raise UnpricedError(f"architecture of {row.text('model')!r} is not known ({missing} blank)")
+        row.filled.append(f"architecture of preset {preset.name}")
+        return preset
+    gated = row.flag("gated_mlp", True)
+    num_heads = row.integer("num_heads")
+    # Published GPT runs have biases, LayerNorm and learned positions; gated models the Llama block.
+    shape = {
+        "name": row.text("model"),
+        "num_layers": row.integer("num_layers"),
+        "hidden_size": row.integer("hidden_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": row.integer("num_kv_heads", num_heads),
+        "ffn_size": row.integer("ffn_size"),
+        "vocab_size": row.integer("vocab_size", GPT_VOCAB_SIZE),
+        "gated_mlp": gated,
+        "norm": "rmsnorm" if gated else "layernorm",
+        "qkv_bias": not gated,
+        "attention_output_bias": not gated,
+        "mlp_bias": not gated,
+        "position_embedding": "rope" if gated else "learned",
+        "max_positions": 0 if gated else row.integer("seq_len"),
+        "tied_embeddings": row.flag("tied_embeddings", not gated),
+    }
+    preset = find_preset(row.text("model"))
+    is_latent = row.flag("mla", False)
+    if is_latent:
+        if preset is None or preset.mla is None:
+            raise UnpricedError(f"the ranks of the latent attention of {row.text('model')!r} are not known")
+        shape["mla"] = preset.mla
+    elif preset and preset.head_dim and preset.hidden_size == shape["hidden_size"]:
+        shape["head_dim"] = preset.head_dim
+    if row.has("num_experts") and row.integer("num_experts") > 1:
+        shape["moe"] = _experts(row, preset)
+    if is_latent:
+        shape["num_kv_heads"] = num_heads
+    return ModelSpec(**shape)  # type: ignore[arg-type]
+
+
+def _experts(row: _Row, preset: ModelSpec | None) -> Experts:
+    """The MoE table of a row; what the columns do not say comes from the preset of that name."""
+    known = preset.moe if preset else None
+    width = row.integer("expert_ffn_size")
+    num_layers = row.integer("num_layers")
+    dense = known.num_dense_layers if known else 0
+    if preset and known and num_layers < preset.num_layers:
+        dense = min(dense, 1)  # published cut-down models keep one dense layer
+        row.filled.append(f"{dense} dense layers")
+    return Experts(
+        num_experts=row.integer("num_experts"),
+        experts_per_token=row.integer("experts_per_token"),
+        expert_ffn_size=width,
+        shared_expert_ffn_size=row.integer("num_shared_experts", 0) * width,
+        num_dense_layers=dense,
+        interval=known.interval if known else 1,
+    )
+
+
+@lru_cache(maxsize=1)
+def _cluster_of_device() -> dict[str, str]:
+    """The shipped cluster to take for a device: the one of the same name, else the first that has it."""
+    chosen: dict[str, str] = {}
+    for name in preset_clusters():
+        device = load_cluster(name).device.name
+        if device not in chosen or name == device:
+            chosen[device] = name
+    return chosen
+
+
+def _cluster(row: _Row) -> ClusterSpec:
+    gpu = row.text("gpu")
+    memory_gib = row.number("gpu_memory_gib") if row.has("gpu_memory_gib") else None
+    sized = gpu if memory_gib is None else f"{gpu}-{memory_gib:g}"
+    name = _cluster_of_device().get(sized) or _cluster_of_device().get(gpu)
+    if name is None:
+        raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device")
+    known_gib = load_cluster(name).device.memory_bytes / GIB
+    if memory_gib is not None and abs(memory_gib - known_gib) > 0.5:
+        row.filled.append(f"gpu_memory_gib={known_gib:g} as shipped")
+    num_gpus = row.degree("num_gpus")
+    per_node = row.degree("gpus_per_node", load_cluster(name).devices_per_node)
+    per_node = min(per_node, num_gpus)
+    return _with_links(row, _sized_cluster(name, math.ceil(num_gpus / per_node), per_node))
+
+
+@lru_cache(maxsize=512)
+def _sized_cluster(name: str, nodes: int, devices: int) -> ClusterSpec:
+    return load_cluster(f"{name}:{nodes}x{devices}")
+
+
+def _with_links(row: _Row, cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with the link rates that the row states, per device and direction."""
+    if row.has("intra_node_gbytes_per_s"):
+        outer = replace(cluster.levels[-1], bandwidth_bytes_per_s=row.number("intra_node_gbytes_per_s") * 1e9)
+        cluster = replace(cluster, levels=(*cluster.levels[:-1], outer))
+    if row.has("inter_node_gbytes_per_s"):
+        rate = row.number("inter_node_gbytes_per_s") * 1e9
+        network = replace(cluster.network, nic_bytes_per_s=rate, nics_per_device=1.0)
+        cluster = replace(cluster, network=network)
+    return cluster
+
+
+def _plan(row: _Row, problem: Problem) -> ParallelPlan:
+    tp, cp, pp, ep = row.degree("tp", 1), row.degree("cp", 1), row.degree("pp", 1), row.degree("ep", 1)
+    vp, etp = (row.integer(column, 1, most=MOST_DEGREE) or 1 for column in ("vp", "etp"))  # 0: not used
+    if vp > 1 and pp == 1:
+        row.filled.append("vp=1 without a pipeline")
+    num_gpus = row.degree("num_gpus")
+    dp = row.degree("dp", max(num_gpus // (tp * cp * pp), 1))
+    if tp * cp * pp * dp != num_gpus:
+        raise UnpricedError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not num_gpus {num_gpus}")
+    sp = row.flag("sp", tp > 1 and problem.framework.sequence_parallel) and tp > 1
+    sharding = row.text("sharding", "zero1")
+    offload = sharding.endswith("+offload")
+    sharding = sharding.removesuffix("+offload")
+    if sharding not in get_args(Sharding):
+        raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(get_args(Sharding))}")
+    shard = 1 if sharding == "none" else row.integer("shard_group", dp, most=MOST_DEGREE) or dp
+    if dp % shard:
+        raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
+    micro_batch = row.integer("micro_batch", 1)
+    return ParallelPlan(
+        global_batch=row.integer("global_batch", micro_batch * dp),
+        micro_batch=micro_batch,
+        tp=tp,
+        sp=sp,
+        cp=cp,
+        pp=pp,
+        vp=vp if pp > 1 else 1,
+        layers_per_chunk=layers_per_stage(problem.model, pp) if problem.framework.splits_by_cost else None,
+        schedule="interleaved" if vp > 1 and pp > 1 else "1f1b",
+        ep=ep,
+        etp=etp,
+        dp_replicate=dp // shard,
+        dp_shard=shard,
+        sharding=sharding,  # type: ignore[arg-type]
+        recompute=row.word("recompute", get_args(Recompute), "none"),  # type: ignore[arg-type]
+        precision=problem.training.precision,
+        offload="optimizer" if offload else "none",
+        tp_overlap=problem.framework.tp_overlap_share > 0,
+    )
+
+
+def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
+    """The rule that every framework has and the plan breaks, or nothing."""
+    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
+    for rule in broken(universal.RULES, setting, plan):
+        return rule
+    if plan.num_microbatches < problem.framework.least_microbatches_per_stage * (plan.pp - 1):
+        return f"{problem.framework.name} needs pp - 1 micro-batches, got {plan.num_microbatches} for pp {plan.pp}"
+    return ""

@@ -1,0 +1,242 @@
+"""Reading tables of measured runs and predicting them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from autoplan.cli.predict import COLUMNS, prediction_table
+from autoplan.cli.predict import predict as command
+from autoplan.errors import InputError
+from autoplan.read.predictions import predict
+from autoplan.read.runs import MOST_BYTES, Run, find_preset, read_runs
+from autoplan.result import VERDICTS
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured_runs.csv"
+# What a prediction may never depend on.
+ANSWERS = (
+    "source",
+    "locator",
+    "notes",
+    "status",
+    "step_time_s",
+    "step_time_origin",
+    "tokens_per_s_per_gpu",
+    "peak_memory_gib",
+)
+
+LLAMA = {
+    "id": "mine-1",
+    "framework": "NeMo/Megatron-Core",
+    "year": "2025",
+    "gpu": "h100-sxm",
+    "gpu_memory_gib": "80",
+    "gpus_per_node": "8",
+    "num_gpus": "64",
+    "model": "my llama",
+    "num_layers": "80",
+    "hidden_size": "8192",
+    "num_heads": "64",
+    "num_kv_heads": "8",
+    "ffn_size": "28672",
+    "gated_mlp": "1",
+    "vocab_size": "128256",
+    "seq_len": "8192",
+    "global_batch": "128",
+    "micro_batch": "1",
+    "tp": "4",
+    "cp": "2",
+    "pp": "4",
+    "vp": "5",
+    "dp": "2",
+    "sharding": "zero1",
+    "recompute": "none",
+}
+
+
+def table(*rows: dict[str, str]) -> str:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def runs_of(tmp_path: Path, *rows: dict[str, str]) -> list[Run]:
+    path = tmp_path / "runs.csv"
+    path.write_text(table(*rows), encoding="utf-8")
+    return list(read_runs(path))
+
+
+def test_a_run_becomes_the_problem_and_plan_that_the_row_describes(tmp_path: Path) -> None:
+    (run,) = runs_of(tmp_path, LLAMA)
+    assert run.problem is not None
+    assert run.plan is not None
+    assert (run.problem.cluster.num_devices, run.problem.cluster.device.name) == (64, "h100-sxm")
+    assert run.problem.framework.name == "nemo"
+    plan = run.plan
+    assert (plan.tp, plan.cp, plan.pp, plan.vp, plan.dp, plan.sp) == (4, 2, 4, 5, 2, True)
+    assert (plan.schedule, plan.num_microbatches) == ("interleaved", 64)
+
+
+def test_blanks_take_the_stated_defaults_and_the_note_says_so(tmp_path: Path) -> None:
+    row = {**LLAMA, "micro_batch": "", "recompute": "?", "sharding": "?", "vocab_size": ""}
+    (run,) = runs_of(tmp_path, row)
+    note = predict(run).note
+    assert run.plan is not None
+    assert (run.plan.micro_batch, run.plan.recompute, run.plan.sharding) == (1, "none", "zero1")
+    for default in ("micro_batch=1", "recompute=none", "sharding=zero1", "vocab_size=50257"):
+        assert default in note
+
+
+def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> None:
+    row = {**LLAMA, "model": "Llama 3.1 70B", "num_layers": "", "hidden_size": "", "num_heads": "", "ffn_size": ""}
+    (run,) = runs_of(tmp_path, row)
+    assert run.problem is not None
+    assert run.problem.model.name == "llama3.1-70b"
+    assert "architecture of preset llama3.1-70b" in predict(run).note
+
+
+def test_names_are_compared_without_case_separators_and_remarks() -> None:
+    found = find_preset("DeepSeekV3 (w/o MTP)")
+    assert found is not None
+    assert found.name == "deepseek-v3"
+    assert find_preset("no such model") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "words"),
+    [
+        ({"gpu": "tpu-v5"}, "unpriced", "not a known device"),
+        ({"model": "unheard", "num_layers": ""}, "unpriced", "not known"),
+        ({"seq_len": ""}, "unpriced", "seq_len is blank"),
+        ({"tp": "x"}, "unpriced", "tp is not a number"),
+        ({"tp": "1e400"}, "unpriced", "tp is not a count"),
+        ({"tp": "0"}, "unpriced", "tp must be between 1 and 1000000, got 0"),
+        ({"pp": "1e10", "framework": "nanotron"}, "unpriced", "pp must be between 1 and 1000000, got 1e10"),
+        ({"pp": "1", "dp": "8", "vp": "1e17"}, "unpriced", "vp must be between 0 and 1000000, got 1e17"),
+        ({"ep": "1e7"}, "unpriced", "ep must be"),
+        ({"etp": "1e7"}, "unpriced", "etp must be"),
+        ({"dp": "1e7"}, "unpriced", "dp must be"),
+        ({"shard_group": "1e7"}, "unpriced", "shard_group must be"),
+        ({"dp": "4"}, "unpriced", "tp 4 x cp 2 x pp 4 x dp 4 is not num_gpus 64"),
+        ({"shard_group": "4"}, "unpriced", "shard_group 4 does not divide dp 2"),
+        ({"num_gpus": "1e7"}, "unpriced", "num_gpus must be"),
+        ({"gpus_per_node": "0"}, "unpriced", "gpus_per_node must be"),
+        ({"gated_mlp": "2"}, "unpriced", "gated_mlp must be"),
+        ({"sp": "3"}, "unpriced", "sp must be"),
+        ({"fused_norm": "x"}, "unpriced", "fused_norm is not a number"),
+        ({"gpu_memory_gib": "x"}, "unpriced", "gpu_memory_gib is not a number: 'x'"),
+        ({"gpu_memory_gib": "-80"}, "unpriced", "gpu_memory_gib is not a positive number"),
+        ({"recompute": "some"}, "unpriced", "recompute 'some' is not one of none, selective, full"),
+        ({"precision": "nvfp4"}, "unpriced", "h100-sxm has no nvfp4 matrix units: use bf16 or fp16 or fp8"),
+        ({"gpu": "v100", "gpu_memory_gib": "32", "gpus_per_node": "16"}, "unpriced", "v100 has no bf16 .*: use fp16"),
+        ({"sharding": "zero9"}, "unpriced", "zero9"),
+        ({"global_batch": "3"}, "invalid", "global.batch 3"),
+        ({"pp": "128", "vp": "1", "num_gpus": "2048"}, "invalid", "exceed"),
+    ],
+)
+def test_a_row_that_cannot_be_priced_says_why(tmp_path: Path, change: dict[str, str], verdict: str, words: str) -> None:
+    (run,) = runs_of(tmp_path, {**LLAMA, **change})
+    prediction = predict(run)
+    assert prediction.verdict == verdict
+    assert re.search(words, prediction.note)
+    assert prediction.step_time_s is None
+
+
+def test_a_file_that_is_no_table_of_runs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n", encoding="utf-8")
+    with pytest.raises(InputError, match="not a table of runs"):
+        list(read_runs(path))
+    with pytest.raises(InputError, match="cannot be read"):
+        list(read_runs(tmp_path / "missing.csv"))
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(table(LLAMA), encoding="utf-8-sig")
+    (run,) = read_runs(path)
+    assert (run.id, run.refusal) == ("mine-1", "")
+
+
+def test_a_field_that_never_ends_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    for text in (table({**LLAMA, "notes": "x" * 200_000}), "x" * 200_000):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match=r"runs\.csv: not a CSV table: field larger .* \(line \d\)") as caught:
+            list(read_runs(path))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_table_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    with path.open("wb") as stream:
+        stream.truncate(MOST_BYTES + 1)  # sparse: it takes no disk
+    with pytest.raises(InputError, match=r"runs\.csv: too large: .* at most 1,073,741,824 are read"):
+        list(read_runs(path))
+
+
+def test_what_a_row_says_and_the_price_leaves_out_stands_in_the_note(tmp_path: Path) -> None:
+    (run,) = runs_of(tmp_path, {**LLAMA, "pp": "1", "dp": "8", "vp": "4", "gpu_memory_gib": "94"})
+    note = predict(run).note
+    assert "vp=1 without a pipeline" in note
+    assert "gpu_memory_gib=80 as shipped" in note
+
+
+def test_the_prediction_table_has_the_columns_that_a_scorer_reads(tmp_path: Path) -> None:
+    lines = prediction_table(predict(run) for run in runs_of(tmp_path, LLAMA)).splitlines()
+    (row,) = csv.DictReader(lines)
+    assert tuple(row) == COLUMNS
+    assert float(row["step_time_low_s"]) < float(row["step_time_s"]) < float(row["step_time_high_s"])
+    assert row["verdict"] in VERDICTS
+
+
+def measured_rows() -> list[dict[str, str]]:
+    if not SHARED.is_file():
+        pytest.skip(f"{SHARED.name} is not beside the project")
+    with SHARED.open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    return random.Random(1).sample(rows, 300)
+
+
+def test_predictions_are_blind_to_answers_and_to_the_order_of_rows(tmp_path: Path) -> None:
+    rows = measured_rows()
+    seen = {prediction.id: prediction for prediction in map(predict, runs_of(tmp_path, *rows))}
+    blank = [{**row, **dict.fromkeys(ANSWERS, ""), "id": f"x{at}"} for at, row in enumerate(rows)]
+    random.Random(2).shuffle(blank)
+    for prediction in map(predict, runs_of(tmp_path, *blank)):
+        original = seen[rows[int(prediction.id[1:])]["id"]]
+        assert prediction.step_time_s == original.step_time_s
+        assert prediction.step_time_high_s == original.step_time_high_s
+        assert prediction.peak_memory_gib == original.peak_memory_gib
+        assert (prediction.verdict, prediction.note) == (original.verdict, original.note)
+
+
+def test_nearly_every_finished_run_is_priced(tmp_path: Path) -> None:
+    finished = [row for row in measured_rows() if row["status"] == "ok" and row["step_time_s"]]
+    priced = [predict(run).step_time_s is not None for run in runs_of(tmp_path, *finished)]
+    assert sum(priced) / len(priced) >= 0.95
+
+
+def test_the_command_writes_a_table_and_keeps_to_the_rules_of_outputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, out = tmp_path / "runs.csv", tmp_path / "out.csv"
+    runs.write_text(table(LLAMA, {**LLAMA, "id": "mine-2", "gpu": "tpu"}), encoding="utf-8")
+    command(runs=runs, out=out)
+    assert capsys.readouterr().out.startswith("2 runs: 1 fits, 1 unpriced; written to ")
+    assert [row["id"] for row in csv.DictReader(io.StringIO(out.read_text()))] == ["mine-1", "mine-2"]
+    with pytest.raises(InputError, match="--force"):
+        command(runs=runs, out=out)
+    command(runs=runs, out=out, force=True)
+    with pytest.raises(InputError, match="is a folder"):
+        command(runs=runs, out=tmp_path, force=True)
+    with pytest.raises(InputError, match="cannot be written"):
+        command(runs=runs, out=Path("/proc/out.csv"))
