@@ -1,0 +1,204 @@
+"""`autoplan estimate`: what does one plan cost, and where do time and memory go?"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoplan.cli.inputs import (
+    AttentionOption,
+    ForceOption,
+    FrameworkOption,
+    JsonOption,
+    PrecisionOption,
+    QuietOption,
+    ReserveOption,
+)
+from autoplan.errors import InputError, NoPlanError
+
+if TYPE_CHECKING:
+    from autoplan.plan import ParallelPlan
+    from autoplan.problem import Problem
+
+BESIDE_A_PLAN_FILE = ("model", "out", "force", "json", "quiet")
+
+
+def estimate(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|PLAN", help="As for search; or a plan.json, which is priced again as it is.")
+    ],
+    cluster: Annotated[str | None, typer.Option(metavar="CLUSTER", help="As for search.")] = None,
+    global_batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences in a step.")] = None,
+    seq_len: Annotated[int | None, typer.Option(metavar="TOKENS", help="Sequence length.")] = None,
+    tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel degree.")] = 1,
+    cp: Annotated[int, typer.Option(metavar="N", help="Context-parallel degree.")] = 1,
+    pp: Annotated[int, typer.Option(metavar="N", help="Pipeline stages.")] = 1,
+    vp: Annotated[int, typer.Option(metavar="N", help="Chunks of layers per stage.")] = 1,
+    ep: Annotated[int, typer.Option(metavar="N", help="Expert-parallel degree.")] = 1,
+    etp: Annotated[int | None, typer.Option(metavar="N", help="Tensor-parallel degree of experts; as tp.")] = None,
+    dp_replicate: Annotated[int, typer.Option(metavar="N", help="Copies of the group that shards states.")] = 1,
+    micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a micro-batch.")] = 1,
+    sharding: Annotated[str, typer.Option(help="none, zero1, zero2 or zero3.")] = "zero1",
+    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved or gpipe.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Layers of every chunk in model order; evenly spread.")
+    ] = None,
+    cp_kind: Annotated[str, typer.Option(help="ring or all_to_all.")] = "ring",
+    offload: Annotated[str, typer.Option(help="none or optimizer.")] = "none",
+    tp_overlap: Annotated[bool, typer.Option("--tp-overlap", help="Overlap tensor-parallel traffic.")] = False,
+    sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism where tp > 1.")] = True,
+    precision: PrecisionOption = "bf16",
+    attention: AttentionOption = "flash",
+    framework: FrameworkOption = "megatron-core",
+    reserve_memory: ReserveOption = "0",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plan file here.")] = None,
+    force: ForceOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Price one plan: time and memory by term and by pipeline stage.
+
+    The data-parallel degree is what the other degrees leave of the cluster.
+    """
+    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem
+    from autoplan.cli.planfile import encode, make_plan_file
+    from autoplan.files import decode, write_text
+    from autoplan.plan import ParallelPlan
+
+    if out is not None:
+        check_output(out, force=force)
+    if (saved := _saved_plan(model)) is not None:
+        _check_alone(context)
+        problem, plan = saved
+    else:
+        if cluster is None or global_batch is None or seq_len is None:
+            raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
+        flags = TrainingFlags(
+            model=model,
+            cluster=cluster,
+            seq_len=seq_len,
+            precision=precision,
+            attention=attention,
+            framework=framework,
+            reserve_memory=reserve_memory,
+        )
+        problem = make_problem(flags)
+        degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}
+        table = {
+            **degrees,
+            "dp_shard": _rest(problem.cluster.num_devices, degrees),
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "vp": vp,
+            "ep": ep,
+            "etp": etp if etp is not None else (tp if problem.model.moe else 1),
+            "sharding": sharding,
+            "recompute": recompute,
+            "schedule": schedule or ("interleaved" if vp > 1 else "1f1b"),
+            "layers_per_chunk": _layers(layers),
+            "cp_kind": cp_kind,
+            "offload": offload,
+            "tp_overlap": tp_overlap,
+            "sp": sp and tp > 1 and problem.framework.sequence_parallel,
+            "param_gather_overlap": sharding != "none",
+            "precision": precision,
+        }
+        plan = decode(ParallelPlan, table, "plan")
+    _check_legal(problem, plan)
+
+    import autoplan.cost.estimate as cost
+    from autoplan.plan import PlanBatch
+    from search.ranking import ranked
+
+    costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    file = make_plan_file(problem, ranked(problem, costs, [0]), None)
+    text = encode(file)
+    if out is not None:
+        write_text(out, text, force=force)
+    if json:
+        typer.echo(text, nl=False)
+    else:
+        from autoplan.report.terminal import make_console, print_estimate
+
+        print_estimate(make_console(), file)
+    if not quiet and file.best.verdict != "fits":
+        what = "does not fit" if file.best.verdict == "oom" else "may not fit"
+        print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
+
+
+def _saved_plan(text: str) -> tuple[Problem, ParallelPlan] | None:
+    """The problem and the plan of a plan file, if `text` is the path of one."""
+    from autoplan.files import decode, read_table
+    from autoplan.problem import Problem
+    from autoplan.result import PlanFile
+
+    path = Path(text)
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    table = read_table(path)
+    if "schema_version" not in table:
+        return None
+    file = decode(PlanFile, table, text)
+    problem = Problem(
+        model=file.model,
+        training=file.training,
+        cluster=file.cluster,
+        framework=file.framework,
+        calibration=file.calibration,
+        reserve_bytes=file.reserve_bytes,
+    )
+    return problem, file.best.plan
+
+
+def _check_alone(context: typer.Context) -> None:
+    """Refuse flags beside a plan file that would change what the file says."""
+    given = [name for name in context.params if name not in BESIDE_A_PLAN_FILE and _is_typed(context, name)]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"a plan file is priced as it is, without {flags}: leave them out, or give a model")
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _rest(num_devices: int, degrees: dict[str, int]) -> int:
+    """The data-parallel degree that uses the whole cluster."""
+    for axis, degree in degrees.items():
+        if degree < 1:
+            raise InputError(f"{axis} must be at least 1, got {degree}")
+    product = math.prod(degrees.values())
+    if num_devices % product:
+        shown = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        raise InputError(f"{shown} must divide the {num_devices} devices of the cluster: change one degree or the size")
+    return num_devices // product
+
+
+def _layers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
+        raise InputError(f"--layers {text!r}: write the layers of every chunk, such as 19,21,21,19")
+    return [int(part) for part in parts]
+
+
+def _check_legal(problem: Problem, plan: ParallelPlan) -> None:
+    from autoplan.cli.inputs import check_tp_overlap
+    from autoplan.plan import chunk_layers
+    from autoplan.rules import Setting, broken, megatron_lm, universal
+
+    chunk_layers(plan, problem.model.num_layers)
+    if plan.tp_overlap:
+        check_tp_overlap(problem.framework)
+    rules = megatron_lm.RULES if problem.framework.rules == "megatron-lm" else universal.RULES
+    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
+    if faults := broken(rules, setting, plan):
+        raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")

@@ -1,0 +1,154 @@
+"""What do the flags that several commands share mean?  Model, cluster and training flags to a problem and a space."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from autoplan.errors import InputError, UnpricedError
+
+if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
+    from autoplan.framework import Framework
+    from autoplan.problem import Problem
+    from search.space import Space
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.")
+]
+ClusterOption = Annotated[
+    str, typer.Option(metavar="CLUSTER", help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8) or a cluster.toml.")
+]
+SeqLenOption = Annotated[int, typer.Option(metavar="TOKENS", help="Sequence length.")]
+PrecisionOption = Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16, fp8, mxfp8 or nvfp4.")]
+AttentionOption = Annotated[str, typer.Option(help="Kernel: flash, flash1, flash2, megatron-fused or unfused.")]
+FrameworkOption = Annotated[str, typer.Option(metavar="NAME", help="Framework preset or TOML file.")]
+ReserveOption = Annotated[
+    str, typer.Option("--reserve-memory", metavar="SIZE", help="Device memory to keep free, such as 4GiB.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?b|b)?", re.IGNORECASE)
+_SIZE_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFlags:
+    """The flags that describe a problem, as typed."""
+
+    model: str
+    cluster: str
+    seq_len: int
+    precision: str
+    attention: str
+    framework: str
+    reserve_memory: str
+
+
+def parse_size(text: str) -> float:
+    """Bytes of a size such as '4GiB', '500MB' or '0'."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match or (match["unit"] is None and float(match["number"]) != 0):
+        raise InputError(f"memory size {text!r}: write a number with a unit, such as 4GiB")
+    return float(match["number"]) * _SIZE_UNITS[(match["unit"] or "b").lower()]
+
+
+def parse_batches(text: str) -> tuple[int, int]:
+    """(least, most) global batch of 'NUMBER' or 'LOW:HIGH'."""
+    low, sign, high = text.partition(":")
+    numbers = []
+    for part in (low, high) if sign else (low,):
+        if not re.fullmatch(r"[0-9]{1,9}", part.strip()) or int(part) < 1:
+            raise InputError(
+                f"global batch {text!r}: write a whole number of sequences from 1 to 999999999, or LOW:HIGH"
+            )
+        numbers.append(int(part))
+    if numbers[0] > numbers[-1]:
+        raise InputError(f"global batch {text!r}: LOW must not exceed HIGH")
+    return numbers[0], numbers[-1]
+
+
+def make_problem(flags: TrainingFlags) -> Problem:
+    """The problem that the flags describe."""
+    from autoplan.files import decode
+    from autoplan.problem import Problem
+    from autoplan.read.calibration import built_in_calibration
+    from autoplan.read.cluster import load_cluster
+    from autoplan.read.framework import load_framework
+    from autoplan.read.model import load_model
+    from autoplan.training import Attention, Precision, TrainingSpec
+
+    for option, value, words in (
+        ("--precision", flags.precision, get_args(Precision)),
+        ("--attention", flags.attention, get_args(Attention)),
+    ):
+        if value not in words:
+            raise InputError(f"{option} {value!r}: must be one of {', '.join(words)}")
+    reserve_bytes = parse_size(flags.reserve_memory)
+    table = {"seq_len": flags.seq_len, "precision": flags.precision, "attention": flags.attention}
+    training = decode(TrainingSpec, table, "training")
+    cluster = load_cluster(flags.cluster)
+    framework = load_framework(flags.framework)
+    return Problem(
+        model=load_model(flags.model),
+        training=training,
+        cluster=cluster,
+        framework=framework,
+        calibration=built_in_calibration(framework),
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def check_framework(framework: Framework) -> None:
+    """Refuse a framework whose rules are not written down yet."""
+    if framework.rules == "unknown":
+        raise UnpricedError(
+            f"which plans {framework.name} admits is not known yet: "
+            "use megatron-core or nemo, or a framework TOML of your own"
+        )
+
+
+def check_tp_overlap(framework: Framework) -> None:
+    """Refuse tp_overlap where the framework hides none of the traffic: it would be accepted and change nothing."""
+    if framework.tp_overlap_share == 0:
+        raise InputError(
+            f"{framework.name} does not overlap tensor-parallel traffic (tp_overlap_share is 0): leave tp_overlap out, "
+            "or use --framework nemo or a framework TOML of your own"
+        )
+
+
+def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: list[str], allow: list[str]) -> Space:
+    """The plans that Megatron-Core admits for `problem`, within the user's limits."""
+    from autoplan.rules import Setting
+    from autoplan.rules.megatron_lm import RULES
+    from search.limits import batch_grid, default_limits, with_wishes
+    from search.space import Space
+
+    check_framework(problem.framework)
+    low, high = parse_batches(global_batch)
+    batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
+    limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=at_most, allow=allow)
+    if any(limits.tp_overlaps):
+        check_tp_overlap(problem.framework)
+    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
+    return Space(setting=setting, limits=limits, rules=RULES)
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Refuse, before any work, an output that exists or a folder that cannot be written."""
+    import tempfile
+
+    from autoplan.files import check_target
+
+    check_target(path, force=force)
+    try:
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,22 @@
+"""How far is it?  A progress bar on stderr, where that is a terminal and the work takes long enough to see it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress_bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A function that takes (done, total), or None where nothing shall be shown."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("pricing plans"), BarColumn(), MofNCompleteColumn(), TextColumn("cells"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,117 @@
+"""`autoplan search`: which plan trains this model on this cluster fastest?"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoplan.cli.inputs import (
+    AttentionOption,
+    ClusterOption,
+    ForceOption,
+    FrameworkOption,
+    JsonOption,
+    ModelArgument,
+    PrecisionOption,
+    QuietOption,
+    ReserveOption,
+    SeqLenOption,
+)
+from autoplan.errors import AutoplanError
+
+if TYPE_CHECKING:
+    from autoplan.result import PlanFile
+
+
+def search(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    global_batch: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken.")
+    ],
+    seq_len: SeqLenOption,
+    precision: PrecisionOption = "bf16",
+    attention: AttentionOption = "flash",
+    framework: FrameworkOption = "megatron-core",
+    reserve_memory: ReserveOption = "0",
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
+    ] = None,
+    max_: Annotated[
+        list[str] | None,
+        typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree, or raise its default bound (repeatable)."),
+    ] = None,
+    max_tp: Annotated[int | None, typer.Option(metavar="N", help="Short for --max tp=N.")] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHOICE", help="Also look at zero2, zero3, offload or tp_overlap (repeatable)."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
+    force: ForceOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the fastest plan that fits and write it to plan.json.
+
+    Looks at every plan that Megatron-Core admits on the whole cluster.  Optimizer states are replicated or sharded
+    (ZeRO-1), overlap of tensor-parallel traffic is off: --allow widens this.
+    """
+    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, make_space
+    from autoplan.cli.planfile import encode, make_plan_file
+    from autoplan.files import write_text
+
+    check_output(out, force=force)
+    problem = make_problem(
+        TrainingFlags(
+            model=model,
+            cluster=cluster,
+            seq_len=seq_len,
+            precision=precision,
+            attention=attention,
+            framework=framework,
+            reserve_memory=reserve_memory,
+        )
+    )
+    bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
+    space = make_space(problem, global_batch, fix=fix or [], at_most=bounds, allow=allow or [])
+
+    from autoplan.cli.progress import progress_bar
+    from search.advice import check_result
+    from search.study import search as run
+
+    with progress_bar(quiet=quiet) as advance:
+        result = run(problem, space, advance)
+        check_result(problem, space, result)
+    file = make_plan_file(problem, result.rivals, result.certificate)
+    text = encode(file)
+    write_text(out, text, force=force)
+    if json:
+        typer.echo(text, nl=False)
+    else:
+        from autoplan.report.terminal import make_console, print_search
+
+        print_search(make_console(), file, _next_step(file, out))
+    if quiet:
+        return
+    if file.best.verdict != "fits":
+        print(
+            f"autoplan: warning: no plan fits safely; this one has a risk of {100 * file.best.oom_probability:.0f} % "
+            "of running out of memory",
+            file=sys.stderr,
+        )
+    print(f"wrote {out}", file=sys.stderr)
+
+
+def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:
+    """What to type next, or why there is no launch script for the plan."""
+    from autoplan.export.megatron_lm import export_megatron_lm
+
+    try:
+        export_megatron_lm(file, "torchrun")
+    except AutoplanError as error:
+        return "no launch script", str(error)
+    return "next", f"autoplan export {shlex.quote(str(out))} --to megatron-lm --launcher torchrun"

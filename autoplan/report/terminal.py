@@ -1,0 +1,310 @@
+"""How does a result read on a terminal?  The answer first, then the table, then why and how sure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.plan import chunk_layers
+from autoplan.result import Certificate, PlanFile, RankedPlan, StageCost, datasheet_peak
+from autoplan.units import GIB, format_bytes, format_percent, format_seconds
+
+SHOWN_PLANS = 10
+SHOWN_REASONS = 3
+MOST_STAGES = 16  # rows of the table of stages; the first and last ones stay
+LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers are left out
+LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
+END_OF_STEP = ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead")
+PIPELINE = ("pipeline_bubble", "pipeline_send")
+TERM_NAMES = {
+    "gemm": "matrix products",
+    "attention": "attention core",
+    "memory_bound": "memory-bound kernels",
+    "recompute": "recomputation",
+    "tp_communication": "tensor-parallel traffic",
+    "cp_communication": "context-parallel traffic",
+    "ep_communication": "expert traffic",
+    "fsdp_communication": "parameter gathers",
+    "launch": "kernel launches",
+    "head": "head and loss",
+    "pipeline_bubble": "pipeline bubble",
+    "pipeline_send": "pipeline messages",
+    "data_parallel_reduce": "gradient reduction",
+    "optimizer": "optimizer",
+    "parameter_gather": "parameter gather",
+    "overhead": "fixed overhead",
+    # sums
+    "work": "work of the busiest stage",
+    "end_of_step": "time after the last backward pass",
+}
+
+
+def make_console(stream: TextIO | None = None) -> Console:
+    """A console that is plain where `stream` (stdout) is no terminal, and obeys NO_COLOR and COLUMNS."""
+    return Console(file=stream or sys.stdout, highlight=False, soft_wrap=False, emoji=False)
+
+
+def _print(console: Console, part: Table | str) -> None:
+    """Print a part; into a file or pipe without the blanks that fill its lines."""
+    if console.is_terminal:
+        console.print(part)
+        return
+    with console.capture() as captured:
+        console.print(part)
+    lines = (line.rstrip() for line in captured.get().splitlines())
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def term_name(name: str) -> str:
+    """What a term of an estimate is called on screen."""
+    return TERM_NAMES.get(name, name.replace("_", " "))
+
+
+def _print_table(
+    console: Console,
+    columns: Sequence[tuple[str, bool]],
+    rows: Iterable[Sequence[str]],
+    *,
+    keep: int = 2,
+    fold_headers: bool = False,
+) -> None:
+    """Print a borderless table; each column is (header, whether its cells are numbers).
+
+    A narrow terminal folds words but never a number: columns after the first `keep` are left out from the right, and
+    a line says which.
+    """
+    rows = list(rows)
+    widths = []
+    for at, (header, is_number) in enumerate(columns):
+        cells = max((cell_len(Text.from_markup(row[at]).plain) for row in rows if at < len(row)), default=0)
+        least_header = min(len(header), 5) if fold_headers else len(header)
+        widths.append(max(cells, least_header) if is_number else min(max(cells, len(header)), LEAST_TEXT))
+    shown = len(columns)
+    while shown > keep and sum(widths[:shown]) + 2 * (shown - 1) > console.width:
+        shown -= 1
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for (header, is_number), width in zip(columns[:shown], widths, strict=False):
+        table.add_column(
+            header,
+            justify="right" if is_number else "left",
+            overflow="fold",
+            no_wrap=is_number and not fold_headers,
+            min_width=width if is_number else None,
+        )
+    for row in rows:
+        table.add_row(*row[:shown])
+    _print(console, table)
+    if left_out := [header for header, _ in columns[shown:]]:
+        _print(console, escape(f"(too narrow for {', '.join(left_out)}: widen the terminal or use --json)"))
+
+
+def _headline(file: PlanFile) -> str:
+    cluster, training = file.cluster, file.training
+    return (
+        f"{file.model.name} on {cluster.name}: {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}, "
+        f"{training.precision}, {training.seq_len:,} tokens, global batch {file.best.plan.global_batch:,}"
+    )
+
+
+def _labelled() -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _runs(counts: Iterable[int]) -> str:
+    """Counts with their repetitions told once: '7, 14 x 8, 7'."""
+    runs = [(count, len(list(same))) for count, same in groupby(counts)]
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
+
+
+def _layers(file: PlanFile) -> str:
+    """Where the layers really are, if they are spread unevenly over stages or chunks."""
+    plan = file.best.plan
+    chunks = chunk_layers(plan, file.model.num_layers)
+    if len(set(chunks)) == 1:
+        return ""
+    text = f"{_runs(sum(chunks[rank :: plan.pp]) for rank in range(plan.pp))} on the stages"
+    return f"{text}; {_runs(chunks)} in the chunks" if plan.vp > 1 else text
+
+
+def _answer(file: PlanFile) -> Table:
+    best = file.best
+    capacity = best.memory_bytes + best.memory_headroom_bytes
+    peak_name, peak = datasheet_peak(file.cluster.device, file.training.precision)
+    grid = _labelled()
+    grid.add_row("plan", f"[bold green]{escape(best.plan.describe())}[/]")
+    if layers := _layers(file):
+        grid.add_row("layers", layers)
+    grid.add_row(
+        "step",
+        f"[bold]{format_seconds(best.step_s)}[/] (90 %: {format_seconds(best.low_s)} to {format_seconds(best.high_s)})",
+    )
+    grid.add_row(
+        "rate",
+        f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {format_percent(best.mfu)} "
+        f"(Megatron model FLOPs over the {peak_name} datasheet peak, {peak / 1e12:,.0f} TFLOP/s)",
+    )
+    risk = format_percent(best.oom_probability) if best.oom_probability >= 0.001 else "under 0.1 %"
+    free = best.memory_headroom_bytes
+    room = f"{format_bytes(abs(free))} free" if free >= 0 else f"{format_bytes(-free)} too much"
+    grid.add_row(
+        "memory",
+        f"{format_bytes(best.memory_bytes)} of {format_bytes(capacity)}, {room}, {risk} risk of running out",
+    )
+    return grid
+
+
+def _print_ranking(console: Console, plans: Sequence[RankedPlan]) -> None:
+    many = len({one.plan.global_batch for one in plans}) > 1
+    columns = [("#", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True), ("memory", True)]
+    rows = []
+    for at, one in enumerate(plans, 1):
+        cells = [
+            str(at),
+            escape(one.plan.describe()),
+            format_seconds(one.step_s),
+            f"{one.tokens_per_s_per_device:,.0f}",
+            format_percent(one.mfu),
+            format_bytes(one.memory_bytes),
+        ]
+        rows.append([*cells, f"{one.plan.global_batch:,}"] if many else cells)
+    _print_table(console, [*columns, ("batch", True)] if many else columns, rows, keep=3)
+
+
+def _summed(terms_s: dict[str, float]) -> dict[str, float]:
+    """Work of the busiest stage in one term, and what ends the step in one."""
+    work = sum(value for name, value in terms_s.items() if name not in (*PIPELINE, *END_OF_STEP))
+    pipeline = {name: terms_s.get(name, 0.0) for name in PIPELINE}
+    return {"work": work, **pipeline, "end_of_step": sum(terms_s.get(name, 0.0) for name in END_OF_STEP)}
+
+
+def why_first(best: RankedPlan, second: RankedPlan) -> str:
+    """Why the winner beats the runner-up: the terms in which their times per sequence differ most."""
+    batch = best.plan.global_batch
+    scale = batch / second.plan.global_batch  # of the runner-up's times to the winner's global batch
+    terms, others = best.terms_s, second.terms_s
+    if (terms.get("head", 0.0) > 0) != (others.get("head", 0.0) > 0):
+        # Terms of work are those of the busiest stage, which holds the head in one plan and layers in its place in
+        # the other: only their sums compare.
+        terms, others = _summed(terms), _summed(others)
+    gained = {name: others.get(name, 0.0) * scale - value for name, value in terms.items()}
+    total = sum(gained.values())
+    if total < 1e-6 * best.step_s:
+        return f"level with the runner-up ({second.plan.describe()}): the plainer plan goes first"
+    largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
+    parts = [
+        f"{format_seconds(abs(gained[name]))} {'less' if gained[name] > 0 else 'more'} {term_name(name)}"
+        for name in largest
+        if abs(gained[name]) > 0.02 * max(abs(gained[largest[0]]), total)
+    ]
+    share = total / (second.step_s * scale)
+    return f"{format_percent(share)} faster than the runner-up ({second.plan.describe()}): {', '.join(parts)}"
+
+
+def certificate_line(certificate: Certificate) -> str:
+    """What the search did, in one sentence."""
+    fitting = f"{certificate.fitting:,} fit"
+    if certificate.risky:
+        fitting += f", {certificate.risky:,} may run out of memory"
+    return f"all {certificate.plans:,} legal plans of the space priced, in {certificate.cells:,} cells: {fitting}"
+
+
+def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | None) -> None:
+    """The answer of a search, the runners-up, why, how sure, and what to do next: (label, text)."""
+    _print(console, escape(_headline(file)))
+    console.print()
+    _print(console, _answer(file))
+    console.print()
+    _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
+    console.print()
+    grid = _labelled()
+    if file.alternatives:
+        grid.add_row("why", escape(why_first(file.best, file.alternatives[0])))
+    if file.certificate:
+        grid.add_row("sure", certificate_line(file.certificate))
+        grid.add_row("space", escape("; ".join(file.certificate.limits)))
+    _print(console, grid)
+    if next_step:
+        label, text = next_step
+        # One line whatever the width, so that it can be copied.
+        console.print(f"\n{label}:  {escape(text)}", soft_wrap=True)
+
+
+def print_estimate(console: Console, file: PlanFile) -> None:
+    """Where time and memory of one plan go: terms of the step, then every pipeline rank."""
+    _print(console, escape(_headline(file)))
+    console.print()
+    _print(console, _answer(file))
+    console.print()
+    _print_terms(console, file.best)
+    console.print()
+    _print_stage_times(console, file.stages)
+    console.print("\nms per micro-batch by stage")
+    _print_stage_terms(console, file.stages)
+    console.print("\nmemory of each stage in GiB")
+    _print_stage_memory(console, file.stages)
+
+
+def _print_terms(console: Console, best: RankedPlan) -> None:
+    rows = [
+        (term_name(name), format_seconds(value), format_percent(value / best.step_s))
+        for name, value in best.terms_s.items()
+        if value >= LEAST_SHOWN_S
+    ]
+    rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0)))
+    _print_table(console, (("time of a step", False), ("", True), ("share", True)), rows)
+
+
+def _shown(stages: tuple[StageCost, ...]) -> tuple[StageCost | None, ...]:
+    """The stages that have a row; None stands for those that are left out in the middle."""
+    if len(stages) <= MOST_STAGES:
+        return stages
+    half = MOST_STAGES // 2
+    return (*stages[:half], None, *stages[-half:])
+
+
+def _print_stage_times(console: Console, stages: tuple[StageCost, ...]) -> None:
+    columns = (("stage", True), ("layers", True), ("forward", True), ("backward", True), ("memory", True))
+    rows = [
+        (
+            str(stage.stage),
+            str(stage.layers),
+            format_seconds(stage.forward_s),
+            format_seconds(stage.backward_s),
+            format_bytes(stage.memory_bytes),
+        )
+        if stage
+        else ("...",)
+        for stage in _shown(stages)
+    ]
+    _print_table(console, columns, rows)
+
+
+def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
+    names = [name for name in stages[0].terms_s if any(stage.terms_s[name] >= LEAST_SHOWN_S for stage in stages)]
+    rows = [
+        (str(stage.stage), *(f"{stage.terms_s[name] * 1e3:,.1f}" for name in names)) if stage else ("...",)
+        for stage in _shown(stages)
+    ]
+    short = [name.replace("_communication", " traffic").replace("_", " ") for name in names]
+    _print_table(console, [("stage", True), *((name, True) for name in short)], rows, fold_headers=True)
+
+
+def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None:
+    names = [name for name in stages[0].memory_terms_bytes if any(stage.memory_terms_bytes[name] for stage in stages)]
+    rows = [
+        (str(stage.stage), *(f"{stage.memory_terms_bytes[name] / GIB:,.1f}" for name in names)) if stage else ("...",)
+        for stage in _shown(stages)
+    ]
+    columns = [("stage", True), *((name.replace("_", " "), True) for name in names)]
+    _print_table(console, columns, rows, fold_headers=True)

@@ -1,0 +1,201 @@
+"""What would help?  Where there is no legal plan or none fits: the reason in one line, and the nearest way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from autoplan.cluster import MAX_DEVICES
+from autoplan.cost.estimate import estimate
+from autoplan.errors import InputError, NoPlanError
+from autoplan.problem import Problem
+from autoplan.result import RISKY_Z, SearchResult
+from autoplan.units import format_bytes
+from search.limits import Limits, default_limits
+from search.space import Space
+
+CHECKED_CELLS = 64  # looked at for a reason, spread over the space
+BLOCK_PLANS = 4096  # priced at once while a size is tried
+NEAREST_BATCHES = 4
+SHOWN_WAYS = 3
+
+
+def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
+    """Refuse a result without a plan, with the reason and the way out."""
+    if result.ranked:
+        return
+    if result.closest is None:
+        raise NoPlanError(why_empty(space))
+    closest = result.closest
+    raise NoPlanError(
+        f"no plan fits: the closest ({closest.plan.describe()}) needs {format_bytes(closest.memory_bytes)} of "
+        f"{format_bytes(problem.capacity_bytes)}; {_way_out(problem, space)}"
+    )
+
+
+def why_empty(space: Space) -> str:
+    """Why `space` holds no legal plan."""
+    limits, setting = space.limits, space.setting
+    cells = space.cells()
+    if not cells:
+        anything = replace(space, limits=replace(limits, global_batches=(setting.num_devices,)))
+        if not anything.cells():
+            return _why_no_cell(space)
+        return _why_no_batch(limits, {cell.dp for cell in anything.cells()})
+    # Price no plan: ask the rules which of them turns the candidates down.
+    batch = space.candidates(cells[:: -(-len(cells) // CHECKED_CELLS)])
+    if not len(batch):
+        batches = " or ".join(str(batch) for batch in limits.global_batches[:NEAREST_BATCHES])
+        return f"no plan with global batch {batches} obeys {'; '.join(limits.describe())}: relax one of them"
+    admitted = [(int(rule.holds(setting, batch).sum()), at) for at, rule in enumerate(space.rules)]
+    fewest, at = min(admitted)
+    rule = space.rules[at]
+    first = batch.plan(int((~rule.holds(setting, batch)).argmax()))
+    return f"no legal plan: {rule.says(setting, first)}" + ("" if fewest == 0 else " (and others break other rules)")
+
+
+def _why_no_cell(space: Space) -> str:
+    limits, model, devices = space.limits, space.setting.model, space.setting.num_devices
+    fixed = dict(limits.fixed)
+    for axis in ("ep", "etp"):
+        if fixed.get(axis, 1) > 1 and model.moe is None:
+            return f"{axis} = {fixed[axis]} needs a model with experts, {model.name} has none: leave it out"
+    if model.moe and model.moe.num_experts % fixed.get("ep", 1):
+        return f"num_experts ({model.moe.num_experts}) must be divisible by ep ({fixed['ep']}): change ep"
+    if fixed.get("pp", 1) > model.num_layers:
+        return f"pp = {fixed['pp']} leaves stages without layers, {model.name} has {model.num_layers}: lower pp"
+    degrees = [axis for axis in ("tp", "cp", "pp", "dp", "dp_replicate", "dp_shard") if axis in fixed]
+    product = math.prod(fixed[axis] for axis in degrees)
+    if devices % product:
+        shown = " x ".join(f"{axis} {fixed[axis]}" for axis in degrees)
+        return f"{shown} must divide the {devices} devices of the cluster: change one degree or the size"
+    return (
+        f"no way to spread {model.name} over {devices} devices within the limits "
+        f"({'; '.join(limits.describe())}): relax one of them"
+    )
+
+
+def _why_no_batch(limits: Limits, degrees: set[int]) -> str:
+    asked = limits.global_batches
+    low, high = asked[0], asked[-1]
+    near = {low // dp * dp for dp in degrees} | {-(-high // dp) * dp for dp in degrees}
+    usable = sorted(near - {0}, key=lambda batch: (min(abs(batch - low), abs(batch - high)), batch))
+    shown = ", ".join(str(batch) for batch in sorted(usable[:NEAREST_BATCHES]))
+    many = f"{low}" if low == high else f"{low}:{high}"
+    return (
+        f"global batch {many} is not divisible by any data-parallel degree that is possible here "
+        f"(the least is {min(degrees)}): the nearest usable are {shown}"
+    )
+
+
+def _way_out(problem: Problem, space: Space) -> str:
+    """What makes the model fit: a larger cluster within the user's limits, other choices here, or both."""
+    limits = space.limits
+    plain = default_limits(problem, limits.global_batches)
+    # What was allowed stays allowed where nothing is fixed or bounded.
+    shardings = limits.shardings if len(limits.shardings) > 1 else plain.shardings
+    free = replace(plain, shardings=shardings, offloads=limits.offloads, tp_overlaps=limits.tp_overlaps)
+    is_narrowed = limits != free
+    ways = []
+    if (least := smallest_nodes(problem, limits, space)) is not None:
+        within = "within these limits " if is_narrowed else ""
+        ways.append(f"{within}{_size(problem, least)}")
+    helpful = (says for says, wider in _wider(limits, free) if fits_somewhere(problem, wider, space))
+    if here := list(islice(helpful, SHOWN_WAYS)):
+        ways.append(f"on this size it fits {' or '.join(here)}")
+    elif is_narrowed and fits_somewhere(problem, free, space):
+        ways.append("on this size it fits with fewer --fix and --max")
+    if ways:
+        return "; ".join(ways)
+    if is_narrowed and (least := smallest_nodes(problem, free, space)) is not None:
+        return f"without --fix and --max {_size(problem, least)}"
+    return (
+        f"no size of {problem.cluster.name} was found where it would: a larger device, a shorter sequence or "
+        "another global batch"
+    )
+
+
+def _size(problem: Problem, nodes: int) -> str:
+    cluster = problem.cluster
+    size = f"{nodes} node{'s' if nodes > 1 else ''} of {cluster.devices_per_node}"
+    return f"the smallest {cluster.name} found where it fits has {size}, this one has {cluster.num_nodes}"
+
+
+def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
+    """Limits with one wish changed, told as the flag to change."""
+    if limits.offloads == ("none",):
+        yield "with --allow offload", replace(limits, offloads=("none", "optimizer"))
+    if len(limits.shardings) > 1 and "zero3" not in limits.shardings:
+        yield "with --allow zero3", replace(limits, shardings=(*limits.shardings, "zero3"))
+    for axis, value in limits.fixed:
+        bounds = tuple((name, most) for name, most in free.most if name == axis)
+        rest = tuple((name, count) for name, count in limits.fixed if name != axis)
+        yield f"without --fix {axis}={value}", replace(limits, fixed=rest, most=(*limits.most, *bounds))
+    for axis, most in limits.most:
+        if (axis, most) not in free.most:
+            bounds = tuple((name, bound) for name, bound in (*limits.most, *free.most) if (name, bound) != (axis, most))
+            yield f"without --max {axis}={most}", replace(limits, most=tuple(dict.fromkeys(bounds)))
+    if len(limits.recomputes) == 1:
+        yield f"without --fix recompute={limits.recomputes[0]}", replace(limits, recomputes=free.recomputes)
+    if len(limits.shardings) == 1:
+        yield f"without --fix sharding={limits.shardings[0]}", replace(limits, shardings=free.shardings)
+
+
+def _leanest(limits: Limits) -> Limits:
+    """Of the choices within `limits`, those that need least memory."""
+    sharded = tuple(kind for kind in limits.shardings if kind != "none")
+    least = tuple((axis, 1) for axis in ("micro_batch", "vp") if not limits.fixes(axis))
+    return replace(
+        limits,
+        recomputes=("full",) if "full" in limits.recomputes else limits.recomputes,
+        shardings=sharded or limits.shardings,
+        offloads=limits.offloads[-1:],
+        tp_overlaps=limits.tp_overlaps[:1],
+        most=(*limits.most, *least),
+        global_batches=limits.global_batches[:1],
+    )
+
+
+def fits_somewhere(problem: Problem, limits: Limits, space: Space) -> bool:
+    """Whether a plan within `limits` fits on the cluster of `problem`, looking only at those that need least memory."""
+    setting = replace(space.setting, num_devices=problem.cluster.num_devices)
+    lean = replace(space, setting=setting, limits=_leanest(limits))
+    for block in lean.blocks(lean.cells(), BLOCK_PLANS):
+        batch, _ = lean.plans(block)
+        if len(batch) and bool((estimate(problem, batch).oom_z <= RISKY_Z).any()):
+            return True
+    return False
+
+
+def smallest_nodes(problem: Problem, limits: Limits, space: Space) -> int | None:
+    """The fewest nodes of the same cluster on which a plan within `limits` fits: doubled until one does, then bisected.
+
+    Divisibility makes this less than monotone, so that a smaller size may exist; the one told does fit.
+    """
+
+    def fits(nodes: int) -> bool:
+        try:
+            larger = replace(problem, cluster=replace(problem.cluster, num_nodes=nodes))
+        except InputError:
+            return False
+        return fits_somewhere(larger, limits, space)
+
+    below = problem.cluster.num_nodes
+    most = min(MAX_DEVICES, problem.cluster.num_devices * 2**12) // problem.cluster.devices_per_node
+    above = below
+    while True:
+        above *= 2
+        if above > most:
+            return None
+        if fits(above):
+            break
+        below = above
+    while above - below > 1:
+        middle = (above + below) // 2
+        if fits(middle):
+            above = middle
+        else:
+            below = middle
+    return above

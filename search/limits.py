@@ -1,0 +1,203 @@
+"""How far may the axes of a plan go?  Defaults from model and cluster, narrowed and widened by the user."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autoplan.errors import InputError
+from autoplan.plan import CP_KINDS, OFFLOADS, RECOMPUTES, SHARDINGS
+from autoplan.problem import Problem
+from autoplan.training import Precision
+
+# Context parallelism splits a sequence; below this many tokens a rank its GEMMs shrink and the ring no longer hides
+# behind attention, while tp and pp divide the same memory more cheaply.  Meta trained Llama 3 405B at 8,192 tokens
+# without it and at 131,072 with cp = 16, 8,192 tokens a rank (arXiv:2407.21783, table 4).
+MIN_TOKENS_PER_CP_RANK = 4096
+MAX_MICRO_BATCH = 16
+MAX_BATCHES = 24
+
+COUNTS = ("tp", "cp", "pp", "vp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "micro_batch")
+WORDS = {"sharding": SHARDINGS, "recompute": RECOMPUTES, "cp_kind": CP_KINDS, "offload": OFFLOADS}
+FLAGS = ("sp", "tp_overlap")
+ALLOWED = ("zero2", "zero3", "offload", "tp_overlap")  # off unless asked for
+ELSEWHERE = {  # what a person may try to fix, and where it is said
+    "precision": "use --precision",
+    "attention": "use --attention",
+    "framework": "use --framework",
+    "global_batch": "use --global-batch",
+    "seq_len": "use --seq-len",
+    "schedule": "it follows from vp: --fix vp=1 is 1f1b, a larger vp is interleaved",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a search may vary.  `fixed` and `most` are (axis, value) pairs over `COUNTS`; `most` bounds from above.
+
+    `shard_domains` are the sizes of the link domains within which optimizer states may be sharded, beside sharding
+    over all replicas.  The first element of every tuple of words is the plain choice.
+    """
+
+    global_batches: tuple[int, ...]
+    precision: Precision = "bf16"
+    fixed: tuple[tuple[str, int], ...] = ()
+    most: tuple[tuple[str, int], ...] = ()
+    shard_domains: tuple[int, ...] = ()
+    sequence_parallel: bool = True
+    shardings: tuple[str, ...] = ("none", "zero1")
+    recomputes: tuple[str, ...] = ("none", "full")
+    cp_kinds: tuple[str, ...] = CP_KINDS
+    offloads: tuple[str, ...] = ("none",)
+    tp_overlaps: tuple[bool, ...] = (False,)
+
+    def admits(self, axis: str, value: int) -> bool:
+        """Whether a count obeys what is fixed and bounded."""
+        return all(value == fixed for name, fixed in self.fixed if name == axis) and all(
+            value <= most for name, most in self.most if name == axis
+        )
+
+    def fixes(self, *axes: str) -> bool:
+        """Whether one of `axes` has one value only."""
+        return any(name in axes for name, _ in self.fixed)
+
+    def describe(self) -> tuple[str, ...]:
+        """The limits in words, for the certificate."""
+        parts = [f"{axis} = {value}" for axis, value in self.fixed]
+        parts += [f"{axis} <= {value}" for axis, value in self.most]
+        parts += ["sharding " + "|".join(self.shardings), "recompute " + "|".join(self.recomputes)]
+        if any(self.tp_overlaps):
+            parts.append("tp_overlap " + "|".join("on" if value else "off" for value in self.tp_overlaps))
+        if self.cp_kinds != CP_KINDS:
+            parts.append("cp_kind " + "|".join(self.cp_kinds))
+        if self.offloads != ("none",):
+            parts.append("offload " + "|".join(self.offloads))
+        return tuple(parts)
+
+
+def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
+    """The space that a person would look at first.
+
+    tp stays inside the fastest domain that joins devices: its collectives are exposed in every layer.  Choices that
+    the cost model never prefers are left out: recomputing attention under a flash kernel, which keeps nothing
+    there, and switching off an overlap.
+    """
+    cluster, training = problem.cluster, problem.training
+    stores_scores = training.attention in ("unfused", "megatron-fused")
+    domains = sorted({level.num_devices for level in problem.topology.levels if level.num_devices > 1})
+    return Limits(
+        global_batches=tuple(sorted(set(global_batches))),
+        precision=training.precision,
+        most=(
+            ("tp", min(cluster.levels[-1].num_devices, cluster.num_devices)),
+            ("cp", max(training.seq_len // MIN_TOKENS_PER_CP_RANK, 1)),
+            ("micro_batch", MAX_MICRO_BATCH),
+        ),
+        shard_domains=tuple(domains[:-1]),  # the last domain is the whole cluster
+        sequence_parallel=problem.framework.sequence_parallel,
+        recomputes=RECOMPUTES if stores_scores else ("none", "full"),
+    )
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of `number`, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def batch_grid(low: int, high: int, num_devices: int) -> tuple[int, ...]:
+    """Global batches to try between `low` and `high`, one that divides well in every part of the range.
+
+    Parts are a quarter of an octave, or longer so that there are about `MAX_BATCHES`.  Data-parallel degrees divide
+    the number of devices, so that the multiple of its largest divisor in a part is divided by most of them.
+    """
+    degrees = divisors(num_devices)[::-1]
+    step = max(2**0.25, (high / low) ** (1 / MAX_BATCHES))
+    grid = set()
+    start = low
+    while start <= high:
+        end = min(max(math.floor(start * step), start), high)
+        grid.add(next(end // degree * degree for degree in degrees if end // degree * degree >= start))
+        start = end + 1
+    return tuple(sorted(grid))
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    axis, sign, value = text.partition("=")
+    axis = axis.strip().lower().replace("-", "_")
+    if not sign or not axis or not value.strip():
+        raise InputError(f"{option} {text!r}: write AXIS=VALUE, such as {option} tp=8")
+    return axis, value.strip().lower()
+
+
+def _count(axis: str, value: str, option: str) -> int:
+    if not value.isascii() or not value.isdigit() or not 1 <= len(value) <= 7 or int(value) < 1:
+        raise InputError(f"{option} {axis}={value}: must be a whole number from 1 to 9999999")
+    return int(value)
+
+
+def _flag(axis: str, value: str) -> bool:
+    if value not in ("true", "false", "on", "off"):
+        raise InputError(f"--fix {axis}={value}: must be on or off")
+    return value in ("true", "on")
+
+
+def _not_an_axis(name: str, known: tuple[str, ...]) -> str:
+    if name in ELSEWHERE:
+        return f"not an axis of the search: {ELSEWHERE[name]}"
+    if close := difflib.get_close_matches(name, known):
+        return f"unknown axis: did you mean {' or '.join(close)}?"
+    return f"unknown axis; known: {', '.join(known)}"
+
+
+def _fix(limits: Limits, axis: str, value: str) -> Limits:
+    if axis in COUNTS:
+        count = _count(axis, value, "--fix")
+        if any(name == axis for name, _ in limits.fixed):
+            raise InputError(f"--fix {axis} is given twice")
+        # A value that is fixed replaces the bound that is there by default.
+        most = tuple((name, bound) for name, bound in limits.most if name != axis)
+        return replace(limits, fixed=(*limits.fixed, (axis, count)), most=most)
+    if axis in WORDS:
+        if value not in WORDS[axis]:
+            raise InputError(f"--fix {axis}={value}: must be one of {', '.join(WORDS[axis])}")
+        return replace(limits, **{axis + "s": (value,)})  # type: ignore[arg-type]
+    if axis == "tp_overlap":
+        return replace(limits, tp_overlaps=(_flag(axis, value),))
+    if axis == "sp":
+        return replace(limits, sequence_parallel=_flag(axis, value))
+    raise InputError(f"--fix {axis}: {_not_an_axis(axis, (*COUNTS, *WORDS, *FLAGS))}")
+
+
+def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]) -> Limits:
+    """`limits` with the user's AXIS=VALUE wishes: fixed values, bounds, and choices that are off by default."""
+    for wish in allow:
+        name = wish.strip().lower().replace("-", "_")
+        if name not in ALLOWED:
+            close = difflib.get_close_matches(name, ALLOWED, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ALLOWED)}"
+            raise InputError(f"--allow {wish}: unknown; {hint}")
+        if name in ("zero2", "zero3"):
+            limits = replace(limits, shardings=tuple(dict.fromkeys((*limits.shardings, name))))
+        elif name == "offload":
+            limits = replace(limits, offloads=("none", "optimizer"))
+        else:
+            limits = replace(limits, tp_overlaps=(False, True))
+    asked = {}
+    for wish in at_most:
+        axis, value = _pair(wish, "--max")
+        if axis not in COUNTS:
+            raise InputError(f"--max {axis}: {_not_an_axis(axis, COUNTS)}")
+        asked[axis] = _count(axis, value, "--max")
+    kept = tuple((name, most) for name, most in limits.most if name not in asked)
+    limits = replace(limits, most=(*kept, *asked.items()))
+    for wish in fix:
+        limits = _fix(limits, *_pair(wish, "--fix"))
+    for axis, count in limits.fixed:
+        if count > asked.get(axis, count):
+            raise InputError(f"--fix {axis}={count} is above --max {axis}={asked[axis]}: leave one of them out")
+    return limits

@@ -1,0 +1,113 @@
+"""Which plan comes first?  A stable order of plans, the best of many, and the figures by which people compare them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.arithmetic import model_flops_per_token
+from autoplan.plan import PlanBatch
+from autoplan.problem import Problem
+from autoplan.result import VERDICTS, CostEstimate, RankedPlan, datasheet_peak
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Step times this close, as a share, are equal: sums in another order differ by less, measurements by far more.
+TIE = 1e-9
+
+# What decides between plans of equal time: fewer parts and plainer choices first.
+_TIE_ORDER = (
+    "pp",
+    "tp",
+    "cp",
+    "ep",
+    "etp",
+    "vp",
+    "recompute",
+    "offload",
+    "sharding",
+    "cp_kind",
+    "tp_overlap",
+    "micro_batch",
+    "dp_replicate",
+    "dp_shard",
+    "global_batch",
+)
+
+
+def seconds_per_sequence(costs: CostEstimate) -> Floats:
+    """What a search makes small: step time over global batch, so that batches of different size compare."""
+    return costs.step_s / costs.batch.global_batch
+
+
+def ordering(objective: Floats, batch: PlanBatch) -> Ints:
+    """Indices of the plans, best first: by `objective` rounded to `TIE`, then plainer plans, then their layers."""
+    rounded = np.round(np.log(objective) / TIE).astype(np.int64)
+    place = {layout: at for at, layout in enumerate(sorted(batch.layouts))}
+    layers = np.array([place[layout] for layout in batch.layouts], dtype=np.int64)
+    keys = [rounded, *(getattr(batch, name) for name in _TIE_ORDER), layers[batch.layout]]
+    return np.lexsort(keys[::-1])
+
+
+class Leaders:
+    """The best `limit` plans of all that were offered."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.batch: PlanBatch | None = None
+        self._objective: Floats = np.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._objective)
+
+    def offer(self, objective: Floats, batch: PlanBatch) -> None:
+        """Keep those of `batch` that are among the best so far."""
+        full = len(self) >= self.limit
+        bar = self._objective[-1] if full else np.inf
+        if len(objective) > self.limit:
+            bar = min(bar, np.partition(objective, self.limit - 1)[self.limit - 1])
+        better = np.flatnonzero(objective <= bar * (1 + 2 * TIE))
+        if not len(better):
+            return
+        batch, objective = batch.take(better), objective[better]
+        if self.batch is not None:
+            batch = PlanBatch.concatenate([self.batch, batch])
+            objective = np.concatenate([self._objective, objective])
+        order = ordering(objective, batch)[: self.limit]
+        self.batch, self._objective = batch.take(order), objective[order]
+
+
+def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple[RankedPlan, ...]:
+    """The plans at the indices `order`, with their figures.
+
+    MFU is Megatron-LM's: model FLOPs without recomputation over the datasheet peak of the precision.
+    """
+    devices, seq_len = problem.cluster.num_devices, problem.training.seq_len
+    flops_per_token = model_flops_per_token(problem.model, seq_len)
+    _, peak = datasheet_peak(problem.cluster.device, problem.training.precision)
+    verdicts = costs.verdict
+    result = []
+    for at in order:
+        step_s, memory = float(costs.step_s[at]), float(costs.memory_bytes[at])
+        tokens_per_s = float(costs.batch.global_batch[at]) * seq_len / step_s / devices
+        result.append(
+            RankedPlan(
+                plan=costs.batch.plan(at),
+                step_s=step_s,
+                low_s=float(costs.low_s[at]),
+                high_s=float(costs.high_s[at]),
+                tokens_per_s_per_device=tokens_per_s,
+                mfu=tokens_per_s * flops_per_token / peak,
+                memory_bytes=memory,
+                memory_headroom_bytes=costs.capacity_bytes - memory,
+                oom_probability=costs.oom_probability(at),
+                verdict=VERDICTS[verdicts[at]],
+                terms_s={name: float(value[at]) for name, value in costs.terms_s.items()},
+            )
+        )
+    assert all(math.isfinite(one.step_s) for one in result)
+    return tuple(result)

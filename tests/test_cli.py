@@ -1,0 +1,433 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoplan.cli.planfile import encode
+from autoplan.files import decode, read_table
+from autoplan.report.terminal import make_console, print_estimate, why_first
+from autoplan.result import PlanFile, RankedPlan
+
+AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+PLACE = ("--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096")
+
+
+def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")}
+    return subprocess.run(
+        [*AUTOPLAN, *arguments],
+        cwd=folder,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which one search has run."""
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "llama.json").write_text(json.dumps(LLAMA))
+    done = run(folder, "search", "llama.json", *PLACE)
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    return folder
+
+
+def test_a_search_answers_first_and_says_how_sure_it_is(searched: Path) -> None:
+    shown = (searched / "stdout").read_text()
+    head, answer = shown.split("\n\n")[:2]
+    assert head.startswith("llama on h100-sxm: 1 x 8 h100-sxm, bf16, 4,096 tokens, global batch 16")
+    for word in ("plan ", "step ", "90 %", "tokens/s", "MFU", "Megatron model FLOPs", "bf16", "GiB", "free"):
+        assert word in answer
+    assert re.search(r"why\s+[0-9.]+ % faster than the runner-up|level with", shown)
+    assert re.search(r"all [0-9,]+ legal plans of the space priced", shown)
+    assert "autoplan export plan.json --to megatron-lm --launcher torchrun" in shown
+    assert "\x1b" not in shown
+    assert all(line == line.rstrip() for line in shown.splitlines())
+
+
+def test_a_plan_file_survives_reading_and_writing(searched: Path) -> None:
+    text = (searched / "plan.json").read_text()
+    file = decode(PlanFile, read_table(searched / "plan.json"), "plan.json")
+    assert encode(file) == text
+    assert 1 <= len(file.alternatives) <= 19
+    assert file.certificate is not None
+    assert file.certificate.plans > 100
+    assert file.command.startswith("autoplan ")
+    assert sum(stage.layers for stage in file.stages) == 16
+    steps = [file.best.step_s, *(one.step_s for one in file.alternatives)]
+    assert steps == sorted(steps)
+
+
+def test_the_same_search_writes_the_same_file(searched: Path) -> None:
+    done = run(searched, "search", "llama.json", *PLACE, "--out", "again.json", "--quiet", "--json")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    first, again = (json.loads((searched / name).read_text()) for name in ("plan.json", "again.json"))
+    assert json.loads(done.stdout) == again
+    del first["command"], again["command"]
+    assert first == again
+
+
+def test_estimate_and_export_read_the_plan_file(searched: Path) -> None:
+    plan = json.loads((searched / "plan.json").read_text())
+    priced = run(searched, "estimate", "plan.json", "--json")
+    assert priced.returncode == 0, priced.stderr
+    assert json.loads(priced.stdout)["best"] == plan["best"]
+    assert json.loads(priced.stdout)["certificate"] is None
+    shown = run(searched, "estimate", "plan.json")
+    for word in ("matrix products", "head and loss", "stage", "activations", "all"):
+        assert word in shown.stdout
+    for launcher in ("torchrun", "slurm"):
+        script = run(searched, "export", "plan.json", "--to", "megatron-lm", "--launcher", launcher)
+        assert script.returncode == 0, script.stderr
+        assert script.stdout.startswith("#!/bin/bash")
+    written = run(searched, "export", "plan.json", "--to", "megatron-lm", "--out", "run.sh")
+    assert written.returncode == 0
+    assert written.stdout == ""
+    assert os.access(searched / "run.sh", os.X_OK)
+
+
+@pytest.mark.parametrize(
+    "flags", [("--tp", "1"), ("--no-sp",), ("--cluster", "h100-sxm:2x8"), ("--reserve-memory", "1GiB")]
+)
+def test_a_plan_file_takes_no_flags_that_would_be_ignored(searched: Path, flags: tuple[str, ...]) -> None:
+    says = "without --" + flags[0].removeprefix("--no-").removeprefix("--")
+    assert_refused(searched, "estimate", "plan.json", *flags, says=says)
+
+
+def test_a_plan_that_cannot_be_exported_gets_no_export_command(folder: Path) -> None:
+    (folder / "other.json").write_text(json.dumps(LLAMA | {"rope_theta": 10000.5}))
+    done = run(folder, "search", "other.json", *PLACE)
+    assert done.returncode == 0, done.stderr
+    assert "autoplan export" not in done.stdout
+    assert re.search(r"^no launch script:  .*rope_base 10000.5", done.stdout, re.MULTILINE)
+
+
+def test_a_file_is_replaced_with_force_only(searched: Path) -> None:
+    before = (searched / "plan.json").read_text()
+    for command in (
+        ("search", "llama.json", *PLACE),
+        ("export", "plan.json", "--to", "megatron-lm", "--out", "llama.json"),
+    ):
+        refused = run(searched, *command)
+        assert refused.returncode == 1
+        assert "exists" in refused.stderr
+    assert (searched / "plan.json").read_text() == before
+    assert json.loads((searched / "llama.json").read_text()) == LLAMA
+    assert run(searched, "search", "llama.json", *PLACE, "--force").returncode == 0
+
+
+def test_one_plan_is_priced_from_flags(folder: Path) -> None:
+    flags = ("--tp", "2", "--pp", "2", "--vp", "2", "--layers", "3,4,5,4", "--recompute", "full", "--out", "one.json")
+    done = run(folder, "estimate", "llama.json", *PLACE, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "uneven chunks" in done.stdout  # 8 layers on either rank
+    assert re.search(r"layers +2 x 8 on the stages; 3, 4, 5, 4 in the chunks", done.stdout)
+    file = decode(PlanFile, read_table(folder / "one.json"), "one.json")
+    assert file.best.plan.layers_per_chunk == (3, 4, 5, 4)
+    assert file.best.plan.dp == 2
+    assert file.certificate is None
+
+
+@pytest.mark.parametrize("width", [30, 40, 50, 60, 100, 200])
+def test_output_keeps_to_the_width(searched: Path, width: int) -> None:
+    for command in (("search", "llama.json", *PLACE, "--out", f"{width}.json"), ("estimate", "plan.json")):
+        done = run(searched, *command, COLUMNS=str(width))
+        assert done.returncode == 0
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("next: ")]
+        assert ("too narrow for" in " ".join(lines)) == (width <= 50)
+        assert not re.search(r"^ *[#1] .* (m|u|G|Gi|tokens/)$", done.stdout, re.MULTILINE), "a unit is cut"
+        assert max(map(len, lines)) <= width
+        assert lines == [line.rstrip() for line in lines]
+        assert "\u2026" not in done.stdout, "a number is cut"
+
+
+def test_work_is_compared_as_a_whole_where_only_one_plan_is_busiest_at_the_head(searched: Path) -> None:
+    best = decode(PlanFile, read_table(searched / "plan.json"), "plan.json").best
+    with_head = {"gemm": 5.0, "attention": 1.0, "head": 2.0, "pipeline_bubble": 1.0, "optimizer": 0.5, "overhead": 0.5}
+    without = {"gemm": 7.5, "attention": 1.5, "head": 0.0, "pipeline_bubble": 0.6, "optimizer": 0.5, "overhead": 0.9}
+
+    def priced(terms: dict[str, float]) -> RankedPlan:
+        step_s = sum(terms.values())
+        return replace(best, terms_s=terms, step_s=step_s, low_s=step_s, high_s=step_s)
+
+    why = why_first(priced(with_head), priced(without))
+    assert "head" not in why
+    assert "matrix products" not in why
+    for part in ("1.00 s less work of the busiest stage", "400.0 ms more pipeline bubble", "400.0 ms less time after"):
+        assert part in why
+    both = why_first(priced(with_head), priced(without | {"head": 2.5}))
+    assert "2.50 s less matrix products" in both
+
+
+def test_a_term_of_nothing_is_not_shown(searched: Path) -> None:
+    file = decode(PlanFile, read_table(searched / "plan.json"), "plan.json")
+    terms = file.best.terms_s | {"pipeline_bubble": -1e-13, "pipeline_send": 1e-9}
+    stream = io.StringIO()
+    print_estimate(make_console(stream), replace(file, best=replace(file.best, terms_s=terms)))
+    assert "-0.0" not in stream.getvalue()
+    assert "pipeline" not in stream.getvalue()
+
+
+def test_colour_is_for_terminals_and_obeys_no_color(searched: Path) -> None:
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-9]")
+    assert colour.search(run(searched, "estimate", "plan.json", FORCE_COLOR="1").stdout)
+    assert not colour.search(run(searched, "estimate", "plan.json", FORCE_COLOR="1", NO_COLOR="1").stdout)
+
+
+def test_a_range_of_batches_takes_the_best_rate(folder: Path) -> None:
+    done = run(folder, "search", "llama.json", *PLACE, "--global-batch", "16:64", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert 16 <= plan["best"]["plan"]["global_batch"] <= 64
+    rates = [one["tokens_per_s_per_device"] for one in (plan["best"], *plan["alternatives"])]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_limits_reach_the_search(folder: Path) -> None:
+    wishes = ("--fix", "tp=2", "--max", "pp=2", "--fix", "sharding=zero1", "--max-tp", "4", "--allow", "tp_overlap")
+    done = run(folder, "search", "llama.json", *PLACE, *wishes, "--framework", "nemo", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    for one in (plan["best"], *plan["alternatives"]):
+        assert one["plan"]["tp"] == 2
+        assert one["plan"]["pp"] <= 2
+    assert "tp = 2" in plan["certificate"]["limits"]
+
+
+BAD_CONFIGS = {
+    "malformed.json": '{"model_type": "llama",\n "hidden_size": }',
+    "malformed.toml": 'name = "x"\nnum_layers = = 3\n',
+    "list.json": "[1, 2]",
+    "huge.json": json.dumps(LLAMA).replace("128256", "1e30"),
+    "negative.json": json.dumps(LLAMA).replace("128256", "-5"),
+    "zero.json": json.dumps(LLAMA).replace("128256", "0"),
+    "nan.json": json.dumps(LLAMA).replace("128256", "NaN"),
+    "infinite.json": json.dumps(LLAMA).replace("128256", "Infinity"),
+    "text.json": json.dumps(LLAMA).replace("128256", '"many"'),
+    "unknown.json": json.dumps(LLAMA).replace('"llama"', '"perceiver"'),
+    "heads.json": json.dumps(LLAMA).replace('"num_attention_heads": 32', '"num_attention_heads": 33'),
+}
+
+
+def assert_refused(folder: Path, *arguments: str, says: str) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    done = run(folder, *arguments)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("autoplan: ")
+    assert re.search(says, done.stderr), done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("malformed.json", r"malformed\.json: not valid JSON.*line 2, column 17"),
+        ("malformed.toml", r"malformed\.toml: not valid TOML.*line 2"),
+        ("list.json", "must hold one table"),
+        ("huge.json", r"vocab_size.*1e\+30"),
+        ("negative.json", "vocab_size.*-5"),
+        ("zero.json", "vocab_size.* 0"),
+        ("nan.json", "(?i)vocab_size.*nan"),
+        ("infinite.json", "(?i)vocab_size.*inf"),
+        ("text.json", "vocab_size"),
+        ("unknown.json", "perceiver"),
+        ("heads.json", "33"),
+    ],
+)
+def test_a_bad_model_file_is_one_line(folder: Path, name: str, says: str) -> None:
+    (folder / name).write_text(BAD_CONFIGS[name])
+    assert_refused(folder, "search", name, *PLACE, says=says)
+
+
+def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
+    with (folder / "big.json").open("wb") as stream:
+        stream.truncate(10 * 10**9)
+    assert_refused(folder, "search", "big.json", *PLACE, says="too large")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("no-such-model", *PLACE), "unknown model 'no-such-model'"),
+        (("missing.json", *PLACE), "missing.json"),
+        (("llama.json", *PLACE, "--cluster", "no-such:1x8"), "unknown cluster"),
+        (("llama.json", *PLACE, "--cluster", "h100-sxm:0x8"), "at least 1"),
+        (("llama.json", *PLACE, "--cluster", "h100-sxm:9999999x8"), "1000000"),
+        (("llama.json", *PLACE, "--seq-len", "0"), "seq_len"),
+        (("llama.json", *PLACE, "--seq-len", "-4"), "seq_len"),
+        (("llama.json", *PLACE, "--global-batch", "0"), "global batch"),
+        (("llama.json", *PLACE, "--global-batch", "1e9"), "global batch"),
+        (("llama.json", *PLACE, "--global-batch", "9:3"), "LOW"),
+        (("llama.json", *PLACE, "--cluster", "h100-sxm:64x8", "--global-batch", "7"), "7 is not divisible.*nearest"),
+        (("llama.json", *PLACE, "--cluster", "l40s:3x8", "--global-batch", "24", "--fix", "tp=3"), "heads 32.*tp 3"),
+        (("llama.json", *PLACE, "--fix", "tp=3"), "divide the 8 devices"),
+        (("llama.json", *PLACE, "--fix", "luck=3"), "unknown axis"),
+        (("llama.json", *PLACE, "--max", "tp"), "AXIS=VALUE"),
+        (("llama.json", *PLACE, "--max-tp", "0"), "whole number"),
+        (("llama.json", *PLACE, "--fix", "tp=8", "--max-tp", "4"), "tp=8 is above --max tp=4"),
+        (("llama.json", *PLACE, "--allow", "tp_overlap"), "tp_overlap_share is 0.*nemo"),
+        (("llama.json", *PLACE, "--fix", "precision=fp8"), "use --precision"),
+        (("llama.json", *PLACE, "--allow", "luck"), "unknown"),
+        (("llama.json", *PLACE, "--precision", "bf17"), "bf17.*bf16"),
+        (("llama.json", *PLACE, "--attention", "slow"), "slow.*flash"),
+        (("llama.json", *PLACE, "--framework", "torchtitan"), "not known yet"),
+        (("llama.json", *PLACE, "--framework", "tensorfold"), "unknown framework"),
+        (("llama.json", *PLACE, "--reserve-memory", "4"), "unit"),
+        (("llama.json", *PLACE, "--reserve-memory", "900GiB"), "reserved memory"),
+        (("llama3.1-405b", *PLACE), r"no plan fits: .* GiB of 79\.1 GiB; the smallest h100-sxm found .* nodes of 8"),
+        (("llama.json", *PLACE, "--out", "nowhere/plan.json"), "cannot be written"),
+        (("llama.json", *PLACE, "--out", "/proc/plan.json"), "cannot be written"),
+        (("llama.json", *PLACE, "--out", "llama.json"), "exists"),
+        (("llama.json", *PLACE, "--out", "."), "folder"),
+    ],
+)  # fmt: skip
+def test_a_search_that_cannot_be_is_one_line(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+    assert_refused(folder, "search", *arguments, says=says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("estimate", "llama.json"), "needs --cluster"),
+        (("estimate", "llama.json", *PLACE, "--tp", "3"), "divide the 8 devices"),
+        (("estimate", "llama.json", *PLACE, "--tp", "0"), "at least 1"),
+        (("estimate", "llama.json", *PLACE, "--pp", "2", "--layers", "8,9"), "add up to 17"),
+        (("estimate", "llama.json", *PLACE, "--layers", "a"), "--layers"),
+        (("estimate", "llama.json", *PLACE, "--schedule", "zb-v"), "zb-v"),
+        (("estimate", "llama.json", *PLACE, "--sharding", "zero9"), "zero9"),
+        (("estimate", "llama.json", *PLACE, "--global-batch", "15"), "15 must be divisible"),
+        (("estimate", "llama.json", *PLACE, "--ep", "2"), "experts"),
+        (("estimate", "llama.json", *PLACE, "--tp", "2", "--tp-overlap"), "tp_overlap_share is 0"),
+        (
+            (
+                "estimate",
+                "llama.json",
+                *PLACE,
+                "--framework",
+                "nemo",
+                "--tp",
+                "2",
+                "--recompute",
+                "none",
+                "--pp",
+                "2",
+                "--vp",
+                "2",
+                "--global-batch",
+                "2",
+            ),
+            "nemo does not admit",
+        ),
+        (("estimate", "llama.json", *PLACE, "--framework", "torchtitan", "--ep", "2"), "torchtitan.*experts"),
+        (("estimate", "llama.json", *PLACE, "--framework", "pytorch-fsdp", "--global-batch", "4"), "4 must be divis"),
+        (("estimate", "llama.json", *PLACE, "--framework", "nanotron", "--pp", "8", "--vp", "4"), "16 layers"),
+        (("export", "llama.json", "--to", "megatron-lm"), "llama.json"),
+        (("export", "missing.json", "--to", "megatron-lm"), "missing.json"),
+        (("export", "llama.json", "--to", "abacus"), "no target"),
+        (("schema", "weather"), "no schema"),
+    ],
+)
+def test_other_bad_input_is_one_line(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+    assert_refused(folder, *arguments, says=says)
+
+
+def test_a_plan_file_of_another_version_is_refused(searched: Path, tmp_path: Path) -> None:
+    table = json.loads((searched / "plan.json").read_text())
+    (tmp_path / "new.json").write_text(json.dumps(table | {"schema_version": 99}))
+    assert_refused(tmp_path, "export", "new.json", "--to", "megatron-lm", says="schema_version is 99")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("search", "llama.json"), ("fly",), ("search", "llama.json", *PLACE, "--seq-len", "x")]
+)
+def test_wrong_usage_exits_with_two(folder: Path, arguments: tuple[str, ...]) -> None:
+    done = run(folder, *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Usage: autoplan" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["model", "cluster", "framework", "training", "plan"])
+def test_schemas_are_printed(folder: Path, kind: str) -> None:
+    done = run(folder, "schema", kind)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["$defs"]
+
+
+def test_an_interrupt_exits_with_130_and_writes_nothing(folder: Path) -> None:
+    program = "import sys; from autoplan.cli import main; print('ready', file=sys.stderr, flush=True); main()"
+    arguments = ("deepseek-v3", "--cluster", "h100-sxm:256x8", "--seq-len", "4096", "--global-batch", "1024:99999")
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "search", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    time.sleep(0.5)  # of a search that takes many times as long
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out + err == ""
+    assert not (folder / "plan.json").exists()
+
+
+def modules_after(folder: Path, *arguments: str) -> set[str]:
+    program = (
+        "import sys\n"
+        f"sys.argv = ['autoplan', *{list(arguments)!r}]\n"
+        "from autoplan.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('\\n' + ' '.join({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_a_search_loads_no_heavy_library(folder: Path) -> None:
+    loaded = modules_after(folder, "search", "llama.json", *PLACE)
+    assert {"numpy", "optuna"} <= loaded
+    assert not {"torch", "scipy", "sqlalchemy", "plotly", "transformers", "pandas", "alembic"} & loaded
+
+
+def test_help_loads_next_to_nothing(folder: Path) -> None:
+    for arguments in (("--help",), ("search", "--help"), ("--version",)):
+        assert not {"numpy", "optuna", "msgspec", "rich", "networkx"} & modules_after(folder, *arguments)

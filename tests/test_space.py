@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError
+from autoplan.model import Experts, ModelSpec
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework
+from autoplan.rules import Setting, legal
+from autoplan.rules.megatron_lm import RULES
+from autoplan.training import TrainingSpec
+from search.limits import Limits, batch_grid, default_limits, divisors, with_wishes
+from search.space import Cell, Space, chunk_counts, layouts
+
+DENSE = ModelSpec(
+    name="dense", num_layers=6, hidden_size=768, vocab_size=1000, num_heads=12, num_kv_heads=6, ffn_size=1536
+)
+MOE = ModelSpec(
+    name="moe",
+    num_layers=4,
+    hidden_size=512,
+    vocab_size=1000,
+    num_heads=8,
+    ffn_size=1024,
+    moe=Experts(num_experts=6, experts_per_token=2, expert_ffn_size=512, num_dense_layers=1),
+)
+TRAINING = TrainingSpec(seq_len=512)
+
+
+def space_of(model: ModelSpec, num_devices: int, limits: Limits) -> Space:
+    return Space(setting=Setting(model=model, training=TRAINING, num_devices=num_devices), limits=limits, rules=RULES)
+
+
+def enumerated(space: Space) -> list[ParallelPlan]:
+    cells = space.cells()
+    batch, _ = space.plans(cells)
+    return [batch.plan(at) for at in range(len(batch))]
+
+
+def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[ParallelPlan]:
+    """Every combination of axis values, with no regard to divisibility, in the canonical form of a plan."""
+    numbers = range(1, devices + 1)
+    experts = list(numbers) if model.moe else [1]
+    for tp, cp, pp, replicate, shard in product(numbers, repeat=5):
+        if tp * cp * pp * replicate * shard != devices or pp > model.num_layers:
+            continue
+        if tp > dict(limits.most)["tp"] or cp > dict(limits.most)["cp"]:
+            continue
+        if replicate > 1 and not (tp * cp * shard in limits.shard_domains and cp * shard > 1):
+            continue
+        shapes = [
+            (vp, layout) for vp in chunk_counts(model.num_layers, pp) for layout in layouts(model.num_layers, pp, vp)
+        ]
+        for ep, etp, micro, (vp, layout), sharding, recompute, kind, batch in product(
+            experts,
+            sorted({1, tp}) if model.moe else [1],
+            range(1, dict(limits.most)["micro_batch"] + 1),
+            shapes,
+            limits.shardings,
+            limits.recomputes,
+            limits.cp_kinds if cp > 1 else limits.cp_kinds[:1],
+            limits.global_batches,
+        ):
+            stage = tp * cp * replicate * shard
+            if stage % (ep * etp * replicate):
+                continue
+            has_copies = cp * replicate * shard > 1 or (model.moe is not None and stage > ep * etp)
+            if (sharding != "none" and not has_copies) or (sharding == "none" and replicate > 1):
+                continue
+            yield ParallelPlan(
+                global_batch=batch,
+                micro_batch=micro,
+                tp=tp,
+                sp=tp > 1 and 512 // cp % tp == 0,
+                cp=cp,
+                cp_kind=kind,  # type: ignore[arg-type]
+                pp=pp,
+                vp=vp,
+                schedule="interleaved" if vp > 1 else "1f1b",
+                layers_per_chunk=layout if len(set(layout)) > 1 else None,
+                ep=ep,
+                etp=etp,
+                dp_replicate=replicate,
+                dp_shard=shard,
+                sharding=sharding,  # type: ignore[arg-type]
+                recompute=recompute,  # type: ignore[arg-type]
+                param_gather_overlap=sharding != "none",
+            )
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batches"), [(DENSE, 12, (24,)), (DENSE, 6, (6, 10)), (MOE, 8, (16,)), (MOE, 12, (12,))]
+)
+def test_enumeration_equals_brute_force(model: ModelSpec, devices: int, batches: tuple[int, ...]) -> None:
+    limits = Limits(
+        global_batches=batches, most=(("tp", 6), ("cp", 2), ("micro_batch", 4)), shard_domains=(2, 4), precision="bf16"
+    )
+    space = space_of(model, devices, limits)
+    found = enumerated(space)
+    shapes = list(all_shapes(limits, model, devices))
+    lawful = legal(RULES, space.setting, PlanBatch.of(shapes, model.num_layers))
+    expected = {plan for plan, good in zip(shapes, lawful, strict=True) if good}
+    assert len(found) == len(set(found)), "a plan is enumerated twice"
+    assert set(found) == expected
+    assert len(expected) > 50
+
+
+def test_every_plan_uses_all_devices_and_belongs_to_its_cell() -> None:
+    space = space_of(DENSE, 24, Limits(global_batches=(48,), shard_domains=(8,)))
+    cells = space.cells()
+    batch, owner = space.plans(cells)
+    assert (batch.num_devices == 24).all()
+    assert (np.diff(owner) >= 0).all()
+    for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard"):
+        assert (getattr(batch, axis) == np.array([getattr(cell, axis) for cell in cells])[owner]).all()
+
+
+def test_degrees_need_not_be_powers_of_two() -> None:
+    plans = enumerated(space_of(DENSE, 24, Limits(global_batches=(48,))))
+    assert {3, 6, 12} <= {plan.tp for plan in plans}
+    assert {3, 6} <= {plan.pp for plan in plans}
+    assert {3, 24} <= {plan.dp for plan in plans}
+    assert {3} <= {plan.micro_batch for plan in plans}
+
+
+def test_blocks_hold_every_cell_once_in_order() -> None:
+    space = space_of(MOE, 8, Limits(global_batches=(16,)))
+    cells = space.cells()
+    blocks = list(space.blocks(cells, 300))
+    assert len(blocks) > 3
+    assert [cell for block in blocks for cell in block] == list(cells)
+
+
+def test_layers_of_llama_405b_on_sixteen_ranks_are_those_that_meta_used() -> None:
+    """126 layers on 16 ranks x 8 chunks: the first and the last chunk have none (arXiv:2407.21783, section 3.3.2)."""
+    assert 8 in chunk_counts(126, 16)
+    assert (0, *[1] * 126, 0) in layouts(126, 16, 8)
+    ranks = {tuple(sum(layout[rank::16]) for rank in range(16)) for layout in layouts(126, 16, 1)}
+    assert (7, *[8] * 14, 7) in ranks
+
+
+@given(st.integers(1, 130), st.integers(1, 24), st.integers(0, 2))
+def test_layouts_place_every_layer_and_leave_no_rank_empty(num_layers: int, pp: int, mtp: int) -> None:
+    for vp in chunk_counts(num_layers, pp):
+        for layout in layouts(num_layers, pp, vp, mtp):
+            assert len(layout) == pp * vp
+            assert sum(layout) == num_layers
+            assert min(layout) >= 0
+            assert all(layout[1:-1])
+            assert all(sum(layout[rank::pp]) for rank in range(pp))
+            assert max(layout) - min(layout) <= 3 + mtp
+
+
+@given(st.integers(1, 5000))
+def test_divisors_are_all_of_them(number: int) -> None:
+    assert list(divisors(number)) == [each for each in range(1, number + 1) if number % each == 0]
+
+
+@given(st.integers(1, 3000), st.integers(0, 3000), st.integers(1, 300))
+def test_a_batch_grid_lies_in_its_range(low: int, width: int, devices: int) -> None:
+    grid = batch_grid(low, low + width, devices)
+    assert grid
+    assert list(grid) == sorted(set(grid))
+    assert low <= grid[0]
+    assert grid[-1] <= low + width
+    assert len(grid) < 60
+
+
+def test_a_batch_grid_prefers_what_all_degrees_divide() -> None:
+    assert all(batch % 48 == 0 for batch in batch_grid(512, 2048, 192))
+    assert any(batch % 192 == 0 for batch in batch_grid(512, 2048, 192))
+    assert batch_grid(100, 100, 64) == (100,)
+
+
+def problem() -> Problem:
+    return Problem(
+        model=DENSE,
+        training=TrainingSpec(seq_len=8192),
+        cluster=load_cluster("h100-sxm:2x8"),
+        framework=load_framework("megatron-core"),
+    )
+
+
+def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
+    limits = default_limits(problem(), (16,))
+    assert dict(limits.most) == {"tp": 8, "cp": 2, "micro_batch": 16}
+    assert limits.shard_domains == (8,)
+    assert limits.recomputes == ("none", "full")
+    scores = replace(problem(), training=TrainingSpec(seq_len=1024, attention="unfused"))
+    assert "selective" in default_limits(scores, (16,)).recomputes
+    assert dict(default_limits(scores, (16,)).most)["cp"] == 1
+
+
+def test_wishes_fix_bound_and_allow() -> None:
+    limits = default_limits(problem(), (16,))
+    wished = with_wishes(
+        limits, fix=["tp=16", "sharding=zero1", "micro-batch=2"], at_most=["PP=4", "cp=1"], allow=["tp-overlap"]
+    )
+    plans = enumerated(replace(space_of(DENSE, 16, wished), rules=()))
+    assert {plan.tp for plan in plans} == {16}
+    assert {plan.sharding for plan in plans} == {"zero1"}
+    assert {plan.micro_batch for plan in plans} == {2}
+    assert {plan.cp for plan in plans} == {1}
+    assert {plan.tp_overlap for plan in plans} == {False, True}
+    assert "tp = 16" in wished.describe()
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"fix": ["tp"]},
+        {"fix": ["tp=x"]},
+        {"fix": ["tp=2", "tp=4"]},
+        {"fix": ["sharding=zero9"]},
+        {"fix": ["sp=maybe"]},
+        {"at_most": ["sharding=zero1"]},
+        {"fix": ["tp=8"], "at_most": ["tp=4"]},
+        {"at_most": ["pp=-1"]},
+        {"allow": ["luck"]},
+    ],
+)
+def test_senseless_wishes_are_refused(wish: dict[str, list[str]]) -> None:
+    asked = {"fix": [], "at_most": [], "allow": [], **wish}
+    with pytest.raises(InputError):
+        with_wishes(default_limits(problem(), (16,)), **asked)
+
+
+@pytest.mark.parametrize(
+    ("fix", "says"),
+    [
+        ("precision=fp8", "use --precision"),
+        ("schedule=1f1b", "follows from vp"),
+        ("micro_batches=1", "did you mean micro_batch"),
+        ("luck=3", "known: tp"),
+    ],
+)
+def test_what_is_no_axis_points_to_the_right_flag(fix: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        with_wishes(default_limits(problem(), (16,)), fix=[fix], at_most=(), allow=())
+
+
+def test_a_fixed_value_replaces_a_default_bound_but_not_that_of_the_user() -> None:
+    assert with_wishes(default_limits(problem(), (16,)), fix=["tp=16"], at_most=(), allow=()).fixes("tp")
+    with pytest.raises(InputError, match="--fix tp=8 is above --max tp=4"):
+        with_wishes(default_limits(problem(), (16,)), fix=["tp=8"], at_most=["tp=4"], allow=())
+
+
+def test_cells_are_ordered_by_stages() -> None:
+    cells = space_of(DENSE, 24, Limits(global_batches=(48,))).cells()
+    assert [cell.pp for cell in cells] == sorted(cell.pp for cell in cells)
+    assert len(set(cells)) == len(cells)
+    assert all(isinstance(cell, Cell) for cell in cells)

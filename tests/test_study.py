@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, replace
+
+import numpy as np
+import optuna
+import pytest
+
+from autoplan.cost.estimate import estimate
+from autoplan.errors import NoPlanError
+from autoplan.model import Experts, ModelSpec
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework
+from autoplan.rules import Setting
+from autoplan.rules.megatron_lm import RULES
+from autoplan.timing import Calibration
+from autoplan.training import TrainingSpec
+from search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
+from search.limits import default_limits, with_wishes
+from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
+from search.sampler import CellSampler
+from search.space import Space
+from search.study import BLOCK_PLANS, open_study, search
+
+DENSE = ModelSpec(
+    name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=11008
+)
+MOE = ModelSpec(
+    name="moe",
+    num_layers=12,
+    hidden_size=2048,
+    vocab_size=32000,
+    num_heads=16,
+    ffn_size=8192,
+    moe=Experts(num_experts=16, experts_per_token=2, expert_ffn_size=2048, shared_expert_ffn_size=2048),
+)
+
+
+def make(
+    model: ModelSpec,
+    cluster: str = "h100-sxm:2x8",
+    batches: tuple[int, ...] = (64,),
+    fix: tuple[str, ...] = (),
+    seq_len: int = 4096,
+    reserve_bytes: float = 0.0,
+) -> tuple[Problem, Space]:
+    problem = Problem(
+        model=model,
+        training=TrainingSpec(seq_len=seq_len),
+        cluster=load_cluster(cluster),
+        framework=load_framework("megatron-core"),
+        calibration=Calibration(),
+        reserve_bytes=reserve_bytes,
+    )
+    limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=(), allow=())
+    setting = Setting(model=model, training=problem.training, num_devices=problem.cluster.num_devices)
+    return problem, Space(setting=setting, limits=limits, rules=RULES)
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE])
+@pytest.mark.parametrize("cluster", ["h100-sxm:2x8", "a100-sxm-40:3x8"])
+def test_the_best_plan_is_that_of_a_plain_enumeration(model: ModelSpec, cluster: str) -> None:
+    problem, space = make(model, cluster, batches=(48, 72))
+    result = search(problem, space)
+    batch, owner = space.plans(space.cells())
+    costs = estimate(problem, batch)
+    fits = np.flatnonzero(costs.verdict == 0)
+    objective = seconds_per_sequence(costs)[fits]
+    best = fits[np.argmin(objective)]
+    assert result.ranked[0].step_s == pytest.approx(costs.step_s[best], rel=1e-8)
+    assert result.certificate.plans == len(batch)
+    assert result.certificate.fitting == len(fits)
+    assert result.certificate.cells == len(np.unique(owner))
+    assert result.certificate.best_step_s == result.ranked[0].step_s
+    expected = [batch.plan(int(at)) for at in fits[ordering(objective, batch.take(fits))]]
+    assert [one.plan for one in result.ranked] == expected[:1000]
+
+
+def test_rivals_are_the_best_of_their_cells() -> None:
+    problem, space = make(MOE)
+    result = search(problem, space)
+    assert result.rivals[0] == result.ranked[0]
+    cells = [(p.plan.pp, p.plan.tp, p.plan.cp, p.plan.ep, p.plan.etp, p.plan.dp_replicate) for p in result.rivals]
+    assert len(set(cells)) == len(cells)
+    rates = [one.step_s / one.plan.global_batch for one in result.rivals]
+    assert rates == sorted(rates)
+    assert len(result.rivals) > 5
+
+
+@pytest.mark.parametrize("share", [0.9, 0.99, 1.01, 1.03, 1.06, 1.1, 1.2, 1.5, 2.0])
+def test_a_plan_that_may_fit_stands_for_its_cell_before_one_that_does_not(share: float) -> None:
+    """`share`: memory that may be used over that of the leanest plan, which is never the fastest of its cell."""
+    problem, space = make(DENSE, "h100-sxm:1x8")
+    least = estimate(problem, space.plans(space.cells())[0]).memory_bytes.min()
+    result = search(replace(problem, reserve_bytes=problem.capacity_bytes - share * least), space)
+    assert result.rivals[:1] == result.ranked[:1]
+    assert bool(result.ranked) == (result.certificate.fitting + result.certificate.risky > 0)
+    assert len({one.verdict for one in (*result.ranked, *result.rivals)}) <= 1
+
+
+def test_limits_of_the_space_are_told_in_full() -> None:
+    _, space = make(MOE, batches=(16, 32, 48))
+    told = "; ".join(space.describe())
+    for words in ("grid of 3 values from 16 to 48", "etp 1|tp", "vp a divisor", "layers spread evenly", "domain of 8"):
+        assert words in told
+    _, fixed = make(DENSE, fix=("vp=1", "sp=off"))
+    assert "sp off" in fixed.describe()
+    assert not [part for part in fixed.describe() if "etp" in part or "vp a" in part or "grid" in part]
+
+
+def test_ways_out_are_true() -> None:
+    problem, space = make(replace(DENSE, num_layers=48), "h100-sxm:1x1", batches=(16,), fix=("recompute=none",))
+    result = search(problem, space)
+    with pytest.raises(NoPlanError) as caught:
+        check_result(problem, space, result)
+    says = str(caught.value)
+    least = re.search(r"within these limits the smallest h100-sxm found where it fits has (\d+) nodes of 1", says)
+    assert least, says
+    nodes = int(least[1])
+    larger, wider = make(
+        replace(DENSE, num_layers=48), f"h100-sxm:{nodes}x1", batches=(16,), fix=("recompute=none", "tp=1")
+    )
+    assert search(larger, wider).ranked
+    for flag in re.findall(r"with --allow (\w+)", says):
+        allowed = with_wishes(space.limits, fix=(), at_most=(), allow=(flag,))
+        assert search(problem, replace(space, limits=allowed)).ranked
+
+
+def test_a_single_device_may_keep_its_optimizer_on_the_host() -> None:
+    problem, space = make(DENSE, "h100-sxm:1x1", batches=(16,))
+    assert not search(problem, space).ranked
+    allowed = replace(space, limits=with_wishes(space.limits, fix=(), at_most=(), allow=("offload",)))
+    best = search(problem, allowed).ranked[0].plan
+    assert (best.offload, best.sharding) == ("optimizer", "zero1")
+    batch, _ = allowed.plans(allowed.cells())
+    assert ((batch.sharding == 0) == (batch.offload == 0)).all(), "one plan under two names"
+
+
+def test_a_search_repeats_itself() -> None:
+    problem, space = make(DENSE, batches=(48, 64))
+    assert search(problem, space) == search(problem, space)
+
+
+def test_ties_go_to_the_same_plan_in_any_order() -> None:
+    _, space = make(DENSE)
+    batch, _ = space.plans(space.cells())
+    flat = np.ones(len(batch))
+    first = batch.take(ordering(flat, batch)[:20])
+    shuffled = batch.take(np.random.default_rng(7).permutation(len(batch)))
+    again = shuffled.take(ordering(flat, shuffled)[:20])
+    assert [first.plan(at) for at in range(20)] == [again.plan(at) for at in range(20)]
+
+
+def test_noise_of_rounding_does_not_decide() -> None:
+    _, space = make(DENSE)
+    batch, _ = space.plans(space.cells()[:5])
+    noise = 1.0 + np.random.default_rng(3).uniform(-1e-13, 1e-13, len(batch))
+    assert (ordering(noise * 1.2345, batch) == ordering(np.full(len(batch), 1.2345), batch)).all()
+
+
+def test_leaders_are_the_first_of_a_full_sort_however_they_come() -> None:
+    _, space = make(DENSE)
+    batch, _ = space.plans(space.cells())
+    objective = np.round(np.random.default_rng(1).uniform(1, 3, len(batch)), 2)
+    expected = batch.take(ordering(objective, batch)[:50])
+    leaders = Leaders(50)
+    for part in np.array_split(np.random.default_rng(2).permutation(len(batch)), 7):
+        leaders.offer(objective[part], batch.take(part))
+    assert leaders.batch is not None
+    assert [leaders.batch.plan(at) for at in range(50)] == [expected.plan(at) for at in range(50)]
+
+
+def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, space = make(MOE)
+    whole = search(problem, space)
+    monkeypatch.setattr("search.study.BLOCK_PLANS", 100)
+    parts = search(problem, space)
+    assert [one.plan for one in parts.ranked] == [one.plan for one in whole.ranked]
+    assert parts.certificate == whole.certificate
+
+
+def test_progress_counts_all_cells() -> None:
+    problem, space = make(DENSE)
+    seen: list[tuple[int, int]] = []
+    search(problem, space, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (len(space.cells()), len(space.cells()))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_trials_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, space = make(DENSE, "h100-sxm:1x8", batches=(16,))
+    opened: list[optuna.Study] = []
+    monkeypatch.setattr("search.study.open_study", lambda sampler: opened.append(open_study(sampler)) or opened[0])
+    result = search(problem, space)
+    trials = opened[0].trials
+    assert len(trials) == result.certificate.cells
+    feasible = [trial for trial in trials if trial.constraints["memory"] <= 0]
+    best = min(feasible, key=lambda trial: trial.value or np.inf)
+    assert best.user_attrs["plan"]["tp"] == result.ranked[0].plan.tp == best.params["tp"]
+    assert best.value == pytest.approx(result.ranked[0].step_s / result.ranked[0].plan.global_batch)
+
+
+def test_cells_are_proposed_in_the_order_in_which_they_are_queued() -> None:
+    sampler = CellSampler(16)
+    study = open_study(sampler)
+    _, space = make(DENSE)
+    cells = space.cells()[:7]
+    sampler.queue(cells[:4])
+    sampler.queue(cells[4:])
+    trials = [study.ask(fixed_distributions=sampler.distributions) for _ in cells]
+    assert [trial.params for trial in trials] == [asdict(cell) for cell in cells]
+    with pytest.raises(NotImplementedError):
+        sampler.sample_independent(study, None, "tp", None)  # type: ignore[arg-type]
+
+
+def test_more_global_batch_to_choose_from_is_never_slower() -> None:
+    problem, narrow = make(DENSE, batches=(64,))
+    _, wide = make(DENSE, batches=(64, 96, 128))
+    slow, fast = search(problem, narrow).ranked[0], search(problem, wide).ranked[0]
+    assert fast.tokens_per_s_per_device >= slow.tokens_per_s_per_device
+
+
+def test_risky_plans_are_ranked_where_none_fits() -> None:
+    problem, space = make(DENSE, "a100-sxm-40:1x8", fix=("tp=8", "pp=1", "recompute=full", "micro_batch=1"))
+    least = estimate(problem, space.plans(space.cells())[0]).memory_bytes.min()
+    # Leave so little that the probability of running out lies between the two bounds.
+    tight = replace(problem, reserve_bytes=problem.capacity_bytes - least * 1.05)
+    result = search(tight, space)
+    assert result.certificate.fitting == 0
+    assert result.ranked[0].verdict == "risky"
+    check_result(tight, space, result)
+
+
+def test_nothing_fits_says_how_much_is_missing_and_where_it_would() -> None:
+    big = replace(DENSE, name="big", num_layers=96, hidden_size=12288, num_heads=96, ffn_size=33024)
+    problem, space = make(big, "h100-sxm:1x8", batches=(256,))
+    result = search(problem, space)
+    assert not result.ranked
+    with pytest.raises(NoPlanError, match=r"needs .* GiB of 79\.1 GiB.*smallest h100-sxm found .* nodes of 8"):
+        check_result(problem, space, result)
+    nodes = smallest_nodes(problem, space.limits, space)
+    assert nodes is not None
+    larger = replace(problem, cluster=replace(problem.cluster, num_nodes=nodes))
+    assert fits_somewhere(larger, space.limits, space)
+    enough, roomy = make(big, f"h100-sxm:{nodes}x8", batches=(256,))
+    assert search(enough, roomy).ranked
+
+
+def test_fixed_values_that_leave_no_room_are_named() -> None:
+    problem, space = make(DENSE, fix=("tp=1", "pp=1", "sharding=none"))
+    with pytest.raises(NoPlanError, match=r"on this size it fits without --fix tp=1 or .*without --fix sharding=none"):
+        check_result(problem, space, search(problem, space))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batches", "fix", "says"),
+    [
+        ("h100-sxm:3x8", (72,), ("tp=3",), "num_heads 32 must be divisible by tp 3"),
+        ("h100-sxm:2x8", (64,), ("tp=3",), "tp 3 must divide the 16 devices"),
+        ("h100-sxm:2x8", (64,), ("pp=32",), "leaves stages without layers"),
+        ("h100-sxm:2x8", (64,), ("ep=2",), "needs a model with experts"),
+        ("h100-sxm:64x8", (7,), (), "nearest usable"),
+        ("h100-sxm:2x8", (64,), ("sharding=zero3", "pp=2"), "needs pp 1"),
+        ("h100-sxm:2x8", (64,), ("micro_batch=5",), "relax"),
+    ],
+)
+def test_an_empty_space_is_explained(cluster: str, batches: tuple[int, ...], fix: tuple[str, ...], says: str) -> None:
+    problem, space = make(DENSE, cluster, batches=batches, fix=fix)
+    result = search(problem, space)
+    assert result.closest is None
+    assert not result.certificate.proven
+    assert says in why_empty(space)
+    with pytest.raises(NoPlanError) as caught:
+        check_result(problem, space, result)
+    assert "\n" not in str(caught.value)
+
+
+def test_nearest_batches_are_usable() -> None:
+    _, space = make(DENSE, "h100-sxm:64x8", batches=(7,))
+    nearest = [int(word) for word in why_empty(space).split("usable are ")[1].split(", ")]
+    for batch in nearest:
+        problem, usable = make(DENSE, "h100-sxm:64x8", batches=(batch,))
+        assert search(problem, usable).certificate.plans
+
+
+def test_figures_of_a_ranked_plan() -> None:
+    """8 devices, 16 sequences of 4,096 tokens: rates follow from the step time by hand."""
+    problem, _ = make(DENSE, "h100-sxm:1x8")
+    plan = ParallelPlan(global_batch=16, tp=2, sp=True, pp=2, dp_shard=2)
+    costs = estimate(problem, PlanBatch.of([plan], DENSE.num_layers))
+    (one,) = ranked(problem, costs, [0])
+    assert one.plan == plan
+    assert one.tokens_per_s_per_device == pytest.approx(16 * 4096 / one.step_s / 8)
+    # 6 x weights of the matrix products plus 6 x causal attention (2 x 2 x s/2 x hidden a layer) per token
+    weights = 24 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
+    flops = 6 * weights + 3 * 24 * 2 * 4096 * 4096
+    assert one.mfu == pytest.approx(one.tokens_per_s_per_device * flops / 989e12, rel=1e-3)
+    assert one.memory_headroom_bytes == pytest.approx(problem.capacity_bytes - one.memory_bytes)
+    assert sum(one.terms_s.values()) == pytest.approx(one.step_s)
+
+
+def test_blocks_are_small_enough_for_the_cache() -> None:
+    assert 1000 <= BLOCK_PLANS <= 20000
