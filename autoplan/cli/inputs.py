@@ -5,16 +5,31 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from autoplan.errors import InputError, UnpricedError
+from autoplan.errors import AutoplanError, InputError, UnpricedError
 
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
     from autoplan.framework import Framework
     from autoplan.problem import Problem
     from search.space import Space
+
+
+def whole_number(flag: str, metavar: str, help_: str) -> Any:  # typer.Option is untyped
+    """An option that reads a whole number; anything else is refused in one line that names the flag.
+
+    The error is no ValueError: typer would turn that into its own message, of several lines.
+    """
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", str(text).strip()):  # a default comes as a number
+            raise AutoplanError(f"{flag} {text!r}: write a whole number of at most 18 digits")
+        return int(text)
+
+    return typer.Option(flag, metavar=metavar, help=help_, parser=parse)
+
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.")
@@ -22,7 +37,7 @@ ModelArgument = Annotated[
 ClusterOption = Annotated[
     str, typer.Option(metavar="CLUSTER", help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8) or a cluster.toml.")
 ]
-SeqLenOption = Annotated[int, typer.Option(metavar="TOKENS", help="Sequence length.")]
+SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")]
 PrecisionOption = Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16, fp8, mxfp8 or nvfp4.")]
 AttentionOption = Annotated[str, typer.Option(help="Kernel: flash, flash1, flash2, megatron-fused or unfused.")]
 FrameworkOption = Annotated[str, typer.Option(metavar="NAME", help="Framework preset or TOML file.")]

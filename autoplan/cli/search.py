@@ -20,6 +20,7 @@ from autoplan.cli.inputs import (
     QuietOption,
     ReserveOption,
     SeqLenOption,
+    whole_number,
 )
 from autoplan.errors import AutoplanError
 
@@ -45,7 +46,7 @@ def search(
         list[str] | None,
         typer.Option("--max", metavar="AXIS=VALUE", help="Bound a degree, or raise its default bound (repeatable)."),
     ] = None,
-    max_tp: Annotated[int | None, typer.Option(metavar="N", help="Short for --max tp=N.")] = None,
+    max_tp: Annotated[int | None, whole_number("--max-tp", "N", "Short for --max tp=N.")] = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(metavar="CHOICE", help="Also look at zero2, zero3, offload or tp_overlap (repeatable)."),
