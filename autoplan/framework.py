@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from autoplan.errors import InputError
-from autoplan.units import check_count, check_positive
+from autoplan.units import check_count, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +59,8 @@ class Framework:
     p2p_overlap: bool = True  # interleaved schedules send while they compute
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
     zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
-    flash_kernel: Literal["flash", "flash2", "triton"] = (
-        "flash"  # what it runs where a plan says flash; flash: the best
-    )
+    # What it runs where a plan says flash; flash stands for the best that the device has.
+    flash_kernel: Literal["flash", "flash2", "triton"] = "flash"
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
@@ -110,17 +108,16 @@ class Framework:
             "host_s_per_collective",
             "step_overhead_s",
             "bytes_per_reduced_grad",
+            "bytes_per_unfused_score",
             "bytes_moved_per_update",
             "host_factor_moe",
             "cross_node_s_per_member",
             "cross_node_pipeline_host_s_per_tp",
             "sharded_wire_factor",
         ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InputError(f"{name} must be finite and not negative, got {value:g}")
+            check_not_negative(name, getattr(self, name))
         for name in ("tp_overlap_share", "fsdp_unhidden_share", "selective_recompute_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
-        if self.reserved_factor < 1:
-            raise InputError(f"reserved_factor must be at least 1, got {self.reserved_factor:g}")
+        if not 1 <= self.reserved_factor <= 10:
+            raise InputError(f"reserved_factor must lie in [1, 10], got {self.reserved_factor:g}")

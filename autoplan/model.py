@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from autoplan.errors import InputError
-from autoplan.units import check_count, check_positive
+from autoplan.units import check_count, check_name, check_positive
 
 MAX_SIZE = 10**7  # of a width; the widest model published has 25,600
 MAX_LAYERS = 10**4
@@ -123,8 +123,7 @@ class ModelSpec:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.name or not self.name.isprintable():
-            raise InputError("name must be printable text and not empty")
+        check_name("name", self.name)
         check_count("num_layers", self.num_layers, most=MAX_LAYERS)
         check_count("hidden_size", self.hidden_size, most=MAX_SIZE)
         check_count("vocab_size", self.vocab_size, least=2, most=10**8)

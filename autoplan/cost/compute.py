@@ -47,9 +47,9 @@ FP4_GEMM_SHARE = 0.65
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 CAST_BYTES = 4.0  # read in bf16, written in 8 bits, and the transposed copy, per element of a GEMM's input
 
-# Causal flash attention, executed operations per second over the bf16 peak, forward, at full occupancy; volta, ada,
-# AMD and cpu are judged
-# (`modelling` C3: H100 FA3 .60, FA2 .38; B200 cuDNN .73 in a burst, of which GEMMs sustain .7; A100 FA2 .62).
+# Causal flash attention, executed operations per second over the bf16 peak, forward, at full occupancy (`modelling`
+# C3: H100 FA3 .60, FA2 .38; B200 cuDNN .73 in a burst, of which GEMMs sustain .7; A100 FA2 .62); volta, ada, AMD and
+# cpu are judged.
 FLASH_EFFICIENCY = {
     "volta": 0.30,
     "ampere": 0.60,

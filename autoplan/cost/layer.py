@@ -5,7 +5,7 @@ The exposed parts follow `modelling` D5 and E5.  Every array has one element per
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from autoplan.cost.compute import add_up, expert_tokens, kernel_times, local_siz
 from autoplan.model import Block
 from autoplan.plan import CP_KINDS, RECOMPUTES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
-from autoplan.topology import Level, Topology
+from autoplan.topology import Topology
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -95,16 +95,7 @@ def calibrated(problem: Problem) -> Topology:
     levels = []
     for level in problem.topology.levels:
         factor = calibration.scale_out if level.num_devices > widest else calibration.scale_up
-        levels.append(
-            Level(
-                name=level.name,
-                num_devices=level.num_devices,
-                bytes_per_s=level.bytes_per_s / factor,
-                latency_s=level.latency_s,
-                half_rate_bytes=level.half_rate_bytes,
-                is_mesh=level.is_mesh,
-            )
-        )
+        levels.append(replace(level, bytes_per_s=level.bytes_per_s / factor))
     return Topology(levels=tuple(levels))
 
 

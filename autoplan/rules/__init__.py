@@ -33,9 +33,14 @@ class Rule:
     says: Callable[[Setting, ParallelPlan], str]
 
 
+def all_true(batch: PlanBatch) -> Bools:
+    """The answer of a rule that does not apply to a model: every plan obeys it."""
+    return np.ones(len(batch), dtype=np.bool_)
+
+
 def legal(rules: tuple[Rule, ...], setting: Setting, batch: PlanBatch) -> Bools:
     """Which plans obey every rule."""
-    result = np.ones(len(batch), dtype=np.bool_)
+    result = all_true(batch)
     for rule in rules:
         result &= rule.holds(setting, batch)
     return result

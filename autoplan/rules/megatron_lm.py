@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import CP_KINDS, OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
-from autoplan.rules import Bools, Rule, Setting, universal
+from autoplan.rules import Bools, Rule, Setting, all_true, universal
 
 Ints = NDArray[np.int64]
 
@@ -32,10 +32,6 @@ ZERO1 = SHARDINGS.index("zero1")
 ZERO2 = SHARDINGS.index("zero2")
 ZERO3 = SHARDINGS.index("zero3")
 ALL_TO_ALL = CP_KINDS.index("all_to_all")
-
-
-def _every(batch: PlanBatch) -> Bools:
-    return np.ones(len(batch), dtype=np.bool_)
 
 
 def _sharded_experts(setting: Setting, batch: PlanBatch) -> Ints:
@@ -69,7 +65,7 @@ def _has_dense_mlp(model: ModelSpec) -> bool:
 
 def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
     model = setting.model
-    holds = _every(batch)
+    holds = all_true(batch)
     if _has_dense_mlp(model):
         holds &= model.ffn_size % batch.tp == 0
     if model.moe:
@@ -79,7 +75,7 @@ def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _expert_width(setting: Setting, batch: PlanBatch) -> Bools:
     moe = setting.model.moe
-    return moe.expert_ffn_size % batch.etp == 0 if moe else _every(batch)
+    return moe.expert_ffn_size % batch.etp == 0 if moe else all_true(batch)
 
 
 # -- sequence ---------------------------------------------------------------------------------------------------------
@@ -100,14 +96,14 @@ def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
 def _cp_latent(setting: Setting, batch: PlanBatch) -> Bools:
     model = setting.model
     if model.qk_head_dim == model.v_head_dim:
-        return _every(batch)
+        return all_true(batch)
     return (batch.cp == 1) | (batch.cp_kind != ALL_TO_ALL)
 
 
 def _cp_window(setting: Setting, batch: PlanBatch) -> Bools:
     model = setting.model
     if model.window is None and not model.attention_sinks:
-        return _every(batch)
+        return all_true(batch)
     return (batch.cp == 1) | (batch.cp_kind == ALL_TO_ALL)
 
 
@@ -148,11 +144,11 @@ def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 def _experts_need_sp(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.tp == 1) | batch.sp if setting.model.moe else _every(batch)
+    return (batch.tp == 1) | batch.sp if setting.model.moe else all_true(batch)
 
 
 def _expert_bias(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.etp == 1 if setting.model.moe and setting.model.mlp_bias else _every(batch)
+    return batch.etp == 1 if setting.model.moe and setting.model.mlp_bias else all_true(batch)
 
 
 # -- sharding and overlap ---------------------------------------------------------------------------------------------
@@ -165,7 +161,7 @@ def _fsdp_needs_one_stage(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _fsdp_experts(setting: Setting, batch: PlanBatch) -> Bools:
     """Replicated shard groups of experts are marked as never tested."""
-    return (batch.sharding < ZERO2) | (batch.dp_replicate == 1) if setting.model.moe else _every(batch)
+    return (batch.sharding < ZERO2) | (batch.dp_replicate == 1) if setting.model.moe else all_true(batch)
 
 
 def _fsdp_overlap(setting: Setting, batch: PlanBatch) -> Bools:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from autoplan.plan import PlanBatch
-from autoplan.rules import Bools, Rule, Setting
+from autoplan.rules import Bools, Rule, Setting, all_true
 
 SOURCE = "any framework"
-
-
-def _every(batch: PlanBatch) -> Bools:
-    return np.ones(len(batch), dtype=np.bool_)
 
 
 def _world(setting: Setting, batch: PlanBatch) -> Bools:
@@ -28,18 +22,18 @@ def _heads(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 def _experts_exist(setting: Setting, batch: PlanBatch) -> Bools:
-    return _every(batch) if setting.model.moe else (batch.ep == 1) & (batch.etp == 1)
+    return all_true(batch) if setting.model.moe else (batch.ep == 1) & (batch.etp == 1)
 
 
 def _experts(setting: Setting, batch: PlanBatch) -> Bools:
     moe = setting.model.moe
-    return moe.num_experts % batch.ep == 0 if moe else _every(batch)
+    return moe.num_experts % batch.ep == 0 if moe else all_true(batch)
 
 
 def _expert_grid(setting: Setting, batch: PlanBatch) -> Bools:
     """Experts re-use the ranks of one stage; a model without experts has no such grid."""
     ranks = batch.tp * batch.cp * batch.dp
-    return ranks % (batch.ep * batch.etp) == 0 if setting.model.moe else _every(batch)
+    return ranks % (batch.ep * batch.etp) == 0 if setting.model.moe else all_true(batch)
 
 
 def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
