@@ -19,17 +19,24 @@ Bools = NDArray[np.bool_]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
+# Parts of a layer that selective recomputation may repeat, by Megatron-Core's names (transformer_config.py).
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 ContextParallelKind = Literal["ring", "all_to_all"]
 Offload = Literal["none", "optimizer", "activations"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 SHARDINGS: tuple[str, ...] = get_args(Sharding)
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
+RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
 CP_KINDS: tuple[str, ...] = get_args(ContextParallelKind)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order in which a plan is told
+SELECTIVE, FULL = RECOMPUTES.index("selective"), RECOMPUTES.index("full")
+DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = ("core_attn",)
+DEFAULT_MODULE_BITS = 1 << RECOMPUTE_MODULES.index("core_attn")
+ALL_LAYERS = 10**6  # more than any chunk has
 DEFAULT_RANK_ORDER = "tp-cp-ep-dp-pp"  # fastest-varying axis first (Megatron-Core parallel_state)
 
 
@@ -58,7 +65,10 @@ class ParallelPlan:
     dp_shard: int = 1
     sharding: Sharding = "zero1"
     recompute: Recompute = "none"
-    recompute_num_layers: int | None = None  # None: every layer of the kind that `recompute` names
+    recompute_modules: tuple[RecomputeModule, ...] = DEFAULT_RECOMPUTE_MODULES  # what selective recomputation repeats
+    recompute_num_layers: int | None = (
+        None  # of every chunk, its first ones, that full recomputation repeats; None: all
+    )
     precision: Precision = "bf16"
     offload: Offload = "none"
     tp_overlap: bool = False
@@ -80,6 +90,18 @@ class ParallelPlan:
                 )
             for layers in self.layers_per_chunk:
                 check_count("layers_per_chunk", layers, least=0)
+        if self.recompute_num_layers is not None:
+            check_count("recompute_num_layers", self.recompute_num_layers, most=ALL_LAYERS - 1)
+            if self.recompute != "full":
+                raise InputError(f"recompute_num_layers needs recompute = 'full', got {self.recompute!r}")
+        if len(set(self.recompute_modules)) != len(self.recompute_modules) or not self.recompute_modules:
+            raise InputError("recompute_modules must name at least one part of a layer, each once")
+        # One order, so that equal plans are equal.
+        object.__setattr__(
+            self, "recompute_modules", tuple(sorted(self.recompute_modules, key=RECOMPUTE_MODULES.index))
+        )
+        if self.recompute != "selective" and self.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
+            raise InputError(f"recompute_modules need recompute = 'selective', got {self.recompute!r}")
         if self.vp > 1 and self.schedule == "1f1b":
             raise InputError(f"vp = {self.vp} needs schedule = 'interleaved'")
 
@@ -117,10 +139,17 @@ class ParallelPlan:
             over = f" over {self.dp_shard * self.cp}" if self.dp_replicate > 1 and self.sharding != "none" else ""
             words.append(f"{self.sharding.replace('none', 'unsharded')}{over}")
         if self.recompute != "none":
-            words.append(f"{self.recompute} recompute")
+            words.append(self._recompute_words())
         if self.offload != "none":
             words.append(f"{self.offload} on the host")
         return ", ".join(words)
+
+    def _recompute_words(self) -> str:
+        if self.recompute_num_layers is not None:
+            return f"full recompute of {self.recompute_num_layers} layer{'s' * (self.recompute_num_layers > 1)} a chunk"
+        if self.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
+            return f"recompute of {' and '.join(self.recompute_modules)}"
+        return f"{self.recompute} recompute"
 
 
 def check_priced(plan: ParallelPlan) -> None:
@@ -129,8 +158,6 @@ def check_priced(plan: ParallelPlan) -> None:
         raise UnpricedError(f"schedule {plan.schedule!r} is not priced yet: use gpipe, 1f1b or interleaved")
     if plan.schedule == "gpipe" and plan.vp > 1:
         raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
-    if plan.recompute_num_layers is not None:
-        raise UnpricedError("recompute_num_layers is not priced yet: use recompute none, selective or full")
     if plan.offload == "activations":
         raise UnpricedError("offload 'activations' is not priced yet: use none or optimizer")
     if plan.ep_overlap:
@@ -179,6 +206,8 @@ class PlanBatch:
     schedule: Ints
     sharding: Ints
     recompute: Ints
+    recompute_modules: Ints  # bit i stands for RECOMPUTE_MODULES[i]; 0 unless recompute is selective
+    recompute_num_layers: Ints  # of a chunk; 0 unless recompute is full, ALL_LAYERS where a plan names no number
     precision: Ints
     offload: Ints
     layout: Ints
@@ -202,6 +231,10 @@ class PlanBatch:
         """Micro-batches of one replica in a step; rules make the division exact."""
         return self.global_batch // (self.micro_batch * self.dp)
 
+    def repeats(self, module: RecomputeModule) -> Bools:
+        """Which plans recompute this part of a layer by name."""
+        return (self.recompute_modules >> RECOMPUTE_MODULES.index(module)) & 1 == 1
+
     @classmethod
     def of(cls, plans: Sequence[ParallelPlan], num_layers: int) -> PlanBatch:
         """The batch of `plans` for a model of `num_layers`; unpriced values are refused."""
@@ -218,6 +251,8 @@ class PlanBatch:
             name: np.array([words.index(getattr(plan, name)) for plan in plans], dtype=np.int64)
             for name, words in _WORDS.items()
         }
+        arrays["recompute_modules"] = np.array([module_bits(plan) for plan in plans], dtype=np.int64)
+        arrays["recompute_num_layers"] = np.array([repeated_layers(plan) for plan in plans], dtype=np.int64)
         return cls(**arrays, layout=np.array(index, dtype=np.int64), layouts=tuple(layouts))  # type: ignore[arg-type]
 
     def take(self, which: Ints | Bools) -> PlanBatch:
@@ -230,6 +265,10 @@ class PlanBatch:
         values: dict[str, object] = {name: int(getattr(self, name)[at]) for name in _COUNTS}
         values |= {name: bool(getattr(self, name)[at]) for name in _FLAGS}
         values |= {name: words[getattr(self, name)[at]] for name, words in _WORDS.items()}
+        if bits := int(self.recompute_modules[at]):
+            values["recompute_modules"] = tuple(name for i, name in enumerate(RECOMPUTE_MODULES) if bits >> i & 1)
+        if 0 < (repeated := int(self.recompute_num_layers[at])) < ALL_LAYERS:
+            values["recompute_num_layers"] = repeated
         layers = self.layouts[self.layout[at]]
         uneven = len(set(layers)) > 1
         return ParallelPlan(**values, layers_per_chunk=layers if uneven else None)  # type: ignore[arg-type]
@@ -253,6 +292,36 @@ class PlanBatch:
             if field.name not in ("layouts", "layout")
         }
         return PlanBatch(**arrays, layout=np.concatenate(moved), layouts=tuple(layouts))
+
+
+def parse_recompute(text: str) -> dict[str, object]:
+    """The fields of a plan that say what 'none', 'selective', 'full', 'full:4' or 'moe_act+layernorm' recomputes."""
+    kind, sign, count = text.partition(":")
+    if kind == "full" and sign and count.isascii() and count.isdigit() and 0 < int(count[:7]) < ALL_LAYERS:
+        return {"recompute": "full", "recompute_num_layers": int(count)}
+    if text in RECOMPUTES:
+        return {"recompute": text}
+    modules = tuple(text.split("+"))
+    if len(set(modules)) < len(modules) or not set(modules) <= set(RECOMPUTE_MODULES):
+        raise InputError(
+            f"recompute {text[:60]!r}: write none, selective, full, full:N (the first N layers of a chunk), or "
+            f"parts of a layer joined by + ({', '.join(RECOMPUTE_MODULES)})"
+        )
+    return {"recompute": "selective", "recompute_modules": modules}
+
+
+def module_bits(plan: ParallelPlan) -> int:
+    """The parts of a layer that `plan` recomputes by name, as a batch holds them."""
+    if plan.recompute != "selective":
+        return 0
+    return sum(1 << RECOMPUTE_MODULES.index(module) for module in plan.recompute_modules)
+
+
+def repeated_layers(plan: ParallelPlan) -> int:
+    """How many layers of a chunk `plan` recomputes as a whole, as a batch holds it."""
+    if plan.recompute != "full":
+        return 0
+    return ALL_LAYERS if plan.recompute_num_layers is None else plan.recompute_num_layers
 
 
 def even_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:

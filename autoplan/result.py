@@ -45,7 +45,9 @@ class CostEstimate:
     memory_terms_bytes: dict[str, Floats]
     worst_stage: Ints
     capacity_bytes: float
-    oom_z: Floats  # distance to the capacity in standard deviations of log memory
+    host_memory_bytes: Floats  # of a node
+    host_capacity_bytes: float
+    oom_z: Floats  # distance to the capacity of device or host in standard deviations of log memory
 
     def __len__(self) -> int:
         return len(self.step_s)
@@ -102,12 +104,21 @@ class RankedPlan:
     mfu: float
     memory_bytes: float
     memory_headroom_bytes: float
+    host_memory_bytes: float  # of a node
     oom_probability: float
     verdict: Verdict
     terms_s: dict[str, float]
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "low_s", "high_s", "tokens_per_s_per_device", "mfu", "memory_bytes"):
+        for name in (
+            "step_s",
+            "low_s",
+            "high_s",
+            "tokens_per_s_per_device",
+            "mfu",
+            "memory_bytes",
+            "host_memory_bytes",
+        ):
             check_positive(name, getattr(self, name))
         if not self.low_s <= self.step_s <= self.high_s:
             raise InputError(
@@ -115,6 +126,18 @@ class RankedPlan:
             )
         if not 0 <= self.oom_probability <= 1:
             raise InputError(f"oom_probability must lie in [0, 1], got {self.oom_probability:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryKnob:
+    """One change of a plan that frees device memory on the rank that needs most."""
+
+    change: str  # in words
+    freed_bytes: float
+    plan: RankedPlan  # as changed
+
+    def __post_init__(self) -> None:
+        check_positive("freed_bytes", self.freed_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +166,7 @@ def datasheet_peak(device: DeviceSpec, precision: Precision) -> tuple[str, float
     return "fp16", peak["fp16"]
 
 
-PLAN_FILE_VERSION = 1
+PLAN_FILE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +186,7 @@ class PlanFile:
     stages: tuple[StageCost, ...]
     alternatives: tuple[RankedPlan, ...]  # of other degrees, best first
     certificate: Certificate | None  # None where one plan was priced, not searched
+    memory_knobs: tuple[MemoryKnob, ...] = ()  # most freed first, where they were asked for
 
     def __post_init__(self) -> None:
         if self.schema_version != PLAN_FILE_VERSION:

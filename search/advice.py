@@ -29,9 +29,13 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
     if result.closest is None:
         raise NoPlanError(why_empty(space))
     closest = result.closest
+    needed, there = closest.memory_bytes, format_bytes(problem.capacity_bytes)
+    host = problem.cluster.host.memory_bytes
+    if closest.host_memory_bytes / host > needed / problem.capacity_bytes:
+        needed, there = closest.host_memory_bytes, f"{format_bytes(host)} of a node's host memory"
     raise NoPlanError(
-        f"no plan fits: the closest ({closest.plan.describe()}) needs {format_bytes(closest.memory_bytes)} of "
-        f"{format_bytes(problem.capacity_bytes)}; {_way_out(problem, space)}"
+        f"no plan fits: the closest ({closest.plan.describe()}) needs {format_bytes(needed)} of {there}; "
+        f"{_way_out(problem, space)}"
     )
 
 

@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autoplan.cost.recompute import stores_scores
 from autoplan.errors import InputError
-from autoplan.plan import CP_KINDS, OFFLOADS, RECOMPUTES, SHARDINGS
+from autoplan.model import ModelSpec
+from autoplan.plan import CP_KINDS, OFFLOADS, RECOMPUTE_MODULES, RECOMPUTES, SHARDINGS, parse_recompute
 from autoplan.problem import Problem
+from autoplan.rules.megatron_lm import missing_modules
 from autoplan.training import Precision
 
 # Context parallelism splits a sequence; below this many tokens a rank its GEMMs shrink and the ring no longer hides
@@ -21,9 +24,9 @@ MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
 
 COUNTS = ("tp", "cp", "pp", "vp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "micro_batch")
-WORDS = {"sharding": SHARDINGS, "recompute": RECOMPUTES, "cp_kind": CP_KINDS, "offload": OFFLOADS}
+WORDS = {"sharding": SHARDINGS, "cp_kind": CP_KINDS, "offload": OFFLOADS}
 FLAGS = ("sp", "tp_overlap")
-ALLOWED = ("zero2", "zero3", "offload", "tp_overlap")  # off unless asked for
+ALLOWED = ("zero2", "zero3", "offload", "partial_recompute", "tp_overlap")  # off unless asked for
 ELSEWHERE = {  # what a person may try to fix, and where it is said
     "precision": "use --precision",
     "attention": "use --attention",
@@ -49,7 +52,8 @@ class Limits:
     shard_domains: tuple[int, ...] = ()
     sequence_parallel: bool = True
     shardings: tuple[str, ...] = ("none", "zero1")
-    recomputes: tuple[str, ...] = ("none", "full")
+    recomputes: tuple[str, ...] = ("none", "full")  # as `parse_recompute` reads them
+    partial_recomputes: tuple[str, ...] = ()  # what a user may add to them
     cp_kinds: tuple[str, ...] = CP_KINDS
     offloads: tuple[str, ...] = ("none",)
     tp_overlaps: tuple[bool, ...] = (False,)
@@ -86,7 +90,6 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     there, and switching off an overlap.
     """
     cluster, training = problem.cluster, problem.training
-    stores_scores = training.attention in ("unfused", "megatron-fused")
     domains = sorted({level.num_devices for level in problem.topology.levels if level.num_devices > 1})
     return Limits(
         global_batches=tuple(sorted(set(global_batches))),
@@ -98,8 +101,19 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         ),
         shard_domains=tuple(domains[:-1]),  # the last domain is the whole cluster
         sequence_parallel=problem.framework.sequence_parallel,
-        recomputes=RECOMPUTES if stores_scores else ("none", "full"),
+        recomputes=RECOMPUTES if stores_scores(problem) else ("none", "full"),
+        partial_recomputes=_partial_recomputes(problem.model),
     )
+
+
+def _partial_recomputes(model: ModelSpec) -> tuple[str, ...]:
+    """Parts of a layer that the model has, alone and the cheap ones together, and numbers of layers of a chunk."""
+    missing = missing_modules(model) | {"core_attn"}
+    parts = [module for module in RECOMPUTE_MODULES if module not in missing]
+    cheap = [module for module in ("layernorm", "mla_up_proj", "moe_act") if module in parts]
+    together = ["+".join(cheap[:count]) for count in range(2, len(cheap) + 1)]
+    numbers = [f"full:{2**power}" for power in range(model.num_layers.bit_length())]
+    return (*parts, *together, *numbers)
 
 
 @lru_cache(maxsize=4096)
@@ -162,6 +176,9 @@ def _fix(limits: Limits, axis: str, value: str) -> Limits:
         # A value that is fixed replaces the bound that is there by default.
         most = tuple((name, bound) for name, bound in limits.most if name != axis)
         return replace(limits, fixed=(*limits.fixed, (axis, count)), most=most)
+    if axis == "recompute":
+        parse_recompute(value)
+        return replace(limits, recomputes=(value,))
     if axis in WORDS:
         if value not in WORDS[axis]:
             raise InputError(f"--fix {axis}={value}: must be one of {', '.join(WORDS[axis])}")
@@ -170,7 +187,7 @@ def _fix(limits: Limits, axis: str, value: str) -> Limits:
         return replace(limits, tp_overlaps=(_flag(axis, value),))
     if axis == "sp":
         return replace(limits, sequence_parallel=_flag(axis, value))
-    raise InputError(f"--fix {axis}: {_not_an_axis(axis, (*COUNTS, *WORDS, *FLAGS))}")
+    raise InputError(f"--fix {axis}: {_not_an_axis(axis, (*COUNTS, *WORDS, 'recompute', *FLAGS))}")
 
 
 def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]) -> Limits:
@@ -183,6 +200,9 @@ def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], a
             raise InputError(f"--allow {wish}: unknown; {hint}")
         if name in ("zero2", "zero3"):
             limits = replace(limits, shardings=tuple(dict.fromkeys((*limits.shardings, name))))
+        elif name == "partial_recompute":
+            recomputes = tuple(dict.fromkeys((*limits.recomputes, *limits.partial_recomputes)))
+            limits = replace(limits, recomputes=recomputes)
         elif name == "offload":
             limits = replace(limits, offloads=("none", "optimizer"))
         else:

@@ -11,14 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.plan import (
+    ALL_LAYERS,
     CP_KINDS,
     OFFLOADS,
     PRECISIONS,
     RECOMPUTES,
     SCHEDULES,
     SHARDINGS,
+    ParallelPlan,
     PlanBatch,
     even_chunks,
+    module_bits,
+    parse_recompute,
+    repeated_layers,
 )
 from autoplan.rules import Rule, Setting, legal
 from search.limits import Limits, divisors
@@ -34,6 +39,8 @@ _COLUMNS = (
     "cp_kind",
     "sharding",
     "recompute",
+    "recompute_modules",
+    "recompute_num_layers",
     "offload",
     "tp_overlap",
 )
@@ -221,6 +228,8 @@ class Space:
             schedule=np.where(column["vp"] > 1, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")),
             sharding=column["sharding"],
             recompute=column["recompute"],
+            recompute_modules=column["recompute_modules"],
+            recompute_num_layers=column["recompute_num_layers"],
             precision=np.full(size, PRECISIONS.index(self.limits.precision), dtype=np.int64),
             offload=column["offload"],
             layout=np.concatenate(parts) if parts else np.empty(0, np.int64),
@@ -290,7 +299,7 @@ def _inside(
         for layout in layouts(num_layers, pp, vp, num_mtp_layers)
     ]
     rest = [
-        (CP_KINDS.index(kind), SHARDINGS.index(sharding), RECOMPUTES.index(recompute), OFFLOADS.index(place), overlap)
+        (CP_KINDS.index(kind), SHARDINGS.index(sharding), *_recompute(recompute), OFFLOADS.index(place), overlap)
         for kind in cp_kinds
         for sharding, place in states
         for recompute in limits.recomputes
@@ -298,7 +307,7 @@ def _inside(
     ]
     a = np.array(batches, dtype=np.int64).reshape(-1, 2)
     b = np.array(chunks, dtype=np.int64).reshape(-1, 2)
-    c = np.array(rest, dtype=np.int64).reshape(-1, 5)
+    c = np.array(rest, dtype=np.int64).reshape(-1, 7)
     rows = np.hstack(
         [
             np.repeat(a, len(b) * len(c), axis=0),
@@ -306,4 +315,14 @@ def _inside(
             np.tile(c, (len(a) * len(b), 1)),
         ]
     )
-    return _Inside(rows=rows, layouts=tuple(table))
+    # A number of layers that is no less than those of a chunk is the same plan as all of them.
+    number = rows[:, _COLUMNS.index("recompute_num_layers")]
+    longest = np.array([max(layout) for layout in table], dtype=np.int64)
+    distinct = (number == ALL_LAYERS) | (number < longest[rows[:, _COLUMNS.index("layout")]])
+    return _Inside(rows=rows[distinct], layouts=tuple(table))
+
+
+def _recompute(text: str) -> tuple[int, int, int]:
+    """The three columns that hold a choice of recomputation."""
+    plan = ParallelPlan(global_batch=1, **parse_recompute(text))  # type: ignore[arg-type]
+    return RECOMPUTES.index(plan.recompute), module_bits(plan), repeated_layers(plan)

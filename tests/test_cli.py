@@ -110,6 +110,11 @@ def test_estimate_and_export_read_the_plan_file(searched: Path) -> None:
     shown = run(searched, "estimate", "plan.json")
     for word in ("matrix products", "head and loss", "stage", "activations", "all"):
         assert word in shown.stdout
+    by_term = run(searched, "estimate", "plan.json", "--memory")
+    for word in ("optimizer states", "fragmentation", "free", "what would free memory", "recompute all layers"):
+        assert word in by_term.stdout
+    knobs = json.loads(run(searched, "estimate", "plan.json", "--memory", "--json").stdout)["memory_knobs"]
+    assert [knob["freed_bytes"] for knob in knobs] == sorted((knob["freed_bytes"] for knob in knobs), reverse=True)
     for launcher in ("torchrun", "slurm"):
         script = run(searched, "export", "plan.json", "--to", "megatron-lm", "--launcher", launcher)
         assert script.returncode == 0, script.stderr

@@ -21,7 +21,7 @@ from autoplan.export.megatron_lm import export_megatron_lm, megatron_lm_argument
 from autoplan.framework import Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import ParallelPlan
-from autoplan.result import PlanFile, RankedPlan
+from autoplan.result import PLAN_FILE_VERSION, PlanFile, RankedPlan
 from autoplan.timing import Calibration
 from autoplan.training import Attention, TrainingSpec
 from autoplan.units import GIB
@@ -131,12 +131,13 @@ def plan_file_of(
         mfu=0.431,
         memory_bytes=71.3 * GIB,
         memory_headroom_bytes=7.7 * GIB,
+        host_memory_bytes=100.0 * GIB,
         oom_probability=0.012,
         verdict="fits",
         terms_s={},
     )
     return PlanFile(
-        schema_version=1,
+        schema_version=PLAN_FILE_VERSION,
         versions={"autoplan": "0.1.0", "numpy": "2.0"},
         command=f"autoplan search {model.name} --cluster lab --global-batch {chosen.global_batch}",
         model=model,

@@ -20,7 +20,7 @@ from autoplan.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
-from autoplan.result import CostEstimate, StageCost
+from autoplan.result import VERDICTS, CostEstimate, StageCost
 from autoplan.training import TrainingSpec
 
 GIB = 2**30
@@ -192,7 +192,7 @@ def test_full_recomputation_keeps_the_input_of_every_layer() -> None:
     (stage,) = stages_of(recompute="full")
     assert stage.memory_terms_bytes["activations"] == pytest.approx(2 * 2 * TOKENS * 64)
     (kept,) = stages_of()
-    added = stage.memory_terms_bytes["working"] - kept.memory_terms_bytes["working"]
+    added = stage.memory_terms_bytes["transients"] - kept.memory_terms_bytes["transients"]
     assert added <= KEPT * (1 + 1e-9)
 
 
@@ -244,7 +244,7 @@ def test_the_head_has_a_weight_gradient_buffer_on_the_last_stage() -> None:
     framework = dataclasses.replace(BARE, dummy_wgrad_buffers=True)
     with_buffers, without = (stages_of(problem_of(framework=one), pp=2) for one in (framework, BARE))
     first, last = (
-        one.memory_terms_bytes["working"] - other.memory_terms_bytes["working"]
+        one.memory_terms_bytes["wgrad_buffers"] - other.memory_terms_bytes["wgrad_buffers"]
         for one, other in zip(with_buffers, without, strict=True)
     )
     assert first == pytest.approx(2 * (LAYER - NORMS))
@@ -255,7 +255,7 @@ def test_zero3_gathers_embedding_and_head_and_layers_one_after_another() -> None
     framework = dataclasses.replace(BARE, fsdp_prefetch_units=2, bytes_per_reduced_grad=4.0)
     plans = [{"dp_shard": 4, "sharding": sharding} for sharding in ("zero2", "zero3")]
     zero2, zero3 = (stages_of(problem_of(framework=framework), **plan)[0].memory_terms_bytes for plan in plans)
-    assert zero3["working"] - zero2["working"] == pytest.approx((2 * 2 + 4) * LAYER + (2 + 4) * (2 * TABLE + 64))
+    assert zero3["gathered"] - zero2["gathered"] == pytest.approx((2 * 2 + 4) * LAYER + (2 + 4) * (2 * TABLE + 64))
 
 
 @pytest.mark.parametrize(
@@ -293,9 +293,10 @@ def test_prediction_layers_keep_activations_on_the_last_stage() -> None:
 def test_every_active_group_costs_a_communicator() -> None:
     framework = dataclasses.replace(BARE, fixed_bytes=100.0, communicator_bytes=10.0)
     problem = problem_of(framework=framework)
-    assert stages_of(problem)[0].memory_terms_bytes["fixed"] == 100
-    assert stages_of(problem, tp=2)[0].memory_terms_bytes["fixed"] == 110
-    assert stages_of(problem, tp=2, pp=2, dp_shard=2)[1].memory_terms_bytes["fixed"] == 130
+    for plan, buffers in (({}, 0), ({"tp": 2}, 10), ({"tp": 2, "pp": 2, "dp_shard": 2}, 30)):
+        for stage in stages_of(problem, **plan):
+            assert stage.memory_terms_bytes["communicators"] == buffers
+            assert stage.memory_terms_bytes["context"] == 100
 
 
 def test_fragmentation_grows_all_but_the_fixed_part() -> None:
@@ -312,6 +313,38 @@ def test_a_batch_reports_the_stage_that_needs_most() -> None:
     assert cost.worst_stage[0] == most.stage
     assert cost.memory_bytes[0] == most.memory_bytes
     assert sum(float(term[0]) for term in cost.memory_terms_bytes.values()) == pytest.approx(most.memory_bytes)
+
+
+# -- the host, by hand ------------------------------------------------------------------------------------------------
+
+PROCESS = 4 * GIB  # of one rank
+
+
+@pytest.mark.parametrize(
+    ("plan", "per_parameter"),
+    [
+        ({"dp_shard": 4, "sharding": "zero1"}, 14 / 4),  # a checkpoint of weights and optimizer, each rank its part
+        ({"dp_shard": 4, "sharding": "none"}, 14 / 4),
+        ({"dp_shard": 2, "dp_replicate": 2}, 14 / 4),
+        ({"dp_shard": 4, "offload": "optimizer"}, (14 + 12 + 4) / 4),  # states and the gradients that they read
+        ({"dp_shard": 4, "offload": "optimizer", "sharding": "none"}, 14 / 4 + 16),
+    ],
+)
+def test_the_host_holds_processes_checkpoints_and_what_is_offloaded(plan: dict[str, Any], per_parameter: float) -> None:
+    cost = price(problem_of(), ParallelPlan(global_batch=64, **plan))
+    assert cost.host_memory_bytes[0] == pytest.approx(4 * (PROCESS + per_parameter * TOTAL))
+
+
+def test_a_plan_whose_host_runs_out_of_memory_does_not_fit() -> None:
+    problem = problem_of()
+    host = dataclasses.replace(problem.cluster.host, memory_bytes=30 * GIB)
+    starved = dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, host=host))
+    plan = ParallelPlan(global_batch=512, dp_shard=512)
+    roomy, full = price(problem, plan), price(starved, plan)
+    assert roomy.verdict[0] == VERDICTS.index("fits")
+    assert full.memory_bytes[0] == roomy.memory_bytes[0]
+    assert full.host_memory_bytes[0] > full.host_capacity_bytes
+    assert full.verdict[0] == VERDICTS.index("oom")
 
 
 # -- laws -------------------------------------------------------------------------------------------------------------

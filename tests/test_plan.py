@@ -23,6 +23,7 @@ from autoplan.plan import (
     check_priced,
     chunk_layers,
     even_chunks,
+    parse_recompute,
 )
 
 LAYERS = 24
@@ -36,6 +37,9 @@ def layouts(draw: st.DrawFn, chunks: int) -> tuple[int, ...] | None:
         return None
     cuts = sorted(draw(st.lists(st.integers(0, LAYERS), min_size=chunks - 1, max_size=chunks - 1)))
     return tuple(np.diff([0, *cuts, LAYERS]).tolist())
+
+
+recomputations = st.sampled_from(RECOMPUTES) | st.sampled_from(["full:1", "full:5", "moe_act", "core_attn+layernorm"])
 
 
 @st.composite
@@ -60,7 +64,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
         sharding=draw(st.sampled_from(SHARDINGS)),  # type: ignore[arg-type]
-        recompute=draw(st.sampled_from(RECOMPUTES)),  # type: ignore[arg-type]
+        **parse_recompute(draw(recomputations)),  # type: ignore[arg-type]
         precision=draw(st.sampled_from(PRECISIONS)),  # type: ignore[arg-type]
         offload=draw(st.sampled_from(["none", "optimizer"])),  # type: ignore[arg-type]
         tp_overlap=draw(st.booleans()),
@@ -144,7 +148,6 @@ def test_another_precision_changes_nothing_else(plan: ParallelPlan) -> None:
 
 def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_default() -> None:
     unpriced = {
-        "recompute_num_layers": 2,
         "ep_overlap": True,
         "rank_order": "tp-dp-pp",
         "placement": ("node1", "node0"),
@@ -166,7 +169,6 @@ def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_defa
         {"schedule": "zb-v", "pp": 2, "vp": 2},
         {"schedule": "dualpipe-v", "pp": 2, "vp": 2},
         {"schedule": "gpipe", "pp": 2, "vp": 2},
-        {"recompute": "full", "recompute_num_layers": 4},
         {"offload": "activations"},
         {"ep_overlap": True},
         {"rank_order": "tp-dp-pp"},

@@ -75,6 +75,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     ),
     "_gather_overlap": (DENSE, plan_of(dp_shard=8, grad_reduce_overlap=False), 4096),
     "_offload": (DENSE, plan_of(dp_shard=8, sharding="none", offload="optimizer"), 4096),
+    "_modules_exist": (DENSE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096),
     "_aligned_widths": (replace(DENSE, ffn_size=4104), plan_of(precision="fp8"), 4096),
     "_aligned_tokens": (DENSE, plan_of(precision="mxfp8"), 4104),
 }

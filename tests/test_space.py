@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoplan.errors import InputError
 from autoplan.model import Experts, ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
@@ -74,6 +74,8 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
             if stage % (ep * etp * replicate):
                 continue
             has_copies = cp * replicate * shard > 1 or (model.moe is not None and stage > ep * etp)
+            if recompute.startswith("full:") and int(recompute[5:]) >= max(layout):
+                continue
             if (sharding != "none" and not has_copies) or (sharding == "none" and replicate > 1):
                 continue
             yield ParallelPlan(
@@ -92,17 +94,29 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
                 dp_replicate=replicate,
                 dp_shard=shard,
                 sharding=sharding,  # type: ignore[arg-type]
-                recompute=recompute,  # type: ignore[arg-type]
+                **parse_recompute(recompute),  # type: ignore[arg-type]
                 param_gather_overlap=sharding != "none",
             )
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "batches"), [(DENSE, 12, (24,)), (DENSE, 6, (6, 10)), (MOE, 8, (16,)), (MOE, 12, (12,))]
+    ("model", "devices", "batches", "recomputes"),
+    [
+        (DENSE, 12, (24,), ("none", "full")),
+        (DENSE, 6, (6, 10), ("none", "full:1", "full:2", "full")),
+        (MOE, 8, (16,), ("none", "moe_act", "mla_up_proj", "moe+layernorm")),
+        (MOE, 12, (12,), ("none", "full")),
+    ],
 )
-def test_enumeration_equals_brute_force(model: ModelSpec, devices: int, batches: tuple[int, ...]) -> None:
+def test_enumeration_equals_brute_force(
+    model: ModelSpec, devices: int, batches: tuple[int, ...], recomputes: tuple[str, ...]
+) -> None:
     limits = Limits(
-        global_batches=batches, most=(("tp", 6), ("cp", 2), ("micro_batch", 4)), shard_domains=(2, 4), precision="bf16"
+        global_batches=batches,
+        most=(("tp", 6), ("cp", 2), ("micro_batch", 4)),
+        shard_domains=(2, 4),
+        precision="bf16",
+        recomputes=recomputes,
     )
     space = space_of(model, devices, limits)
     found = enumerated(space)

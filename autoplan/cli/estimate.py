@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,8 +25,12 @@ from autoplan.errors import InputError, NoPlanError
 if TYPE_CHECKING:
     from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
+    from autoplan.rules import Rule
 
-BESIDE_A_PLAN_FILE = ("model", "out", "force", "json", "quiet")
+RECOMPUTE_HELP = (
+    "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
+)
+BESIDE_A_PLAN_FILE = ("model", "memory", "out", "force", "json", "quiet")
 
 
 def estimate(
@@ -45,7 +50,7 @@ def estimate(
     dp_replicate: Annotated[int, whole_number("--dp-replicate", "N", "Copies of the group that shards states.")] = 1,
     micro_batch: Annotated[int, whole_number("--micro-batch", "N", "Sequences in a micro-batch.")] = 1,
     sharding: Annotated[str, typer.Option(help="none, zero1, zero2 or zero3.")] = "zero1",
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    recompute: Annotated[str, typer.Option(metavar="WHAT", help=RECOMPUTE_HELP)] = "none",
     schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved or gpipe.")] = None,
     layers: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Layers of every chunk in model order; evenly spread.")
@@ -58,6 +63,10 @@ def estimate(
     attention: AttentionOption = "flash",
     framework: FrameworkOption = "megatron-core",
     reserve_memory: ReserveOption = "0",
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Show memory by term and stage, and what would free how much."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plan file here.")] = None,
     force: ForceOption = False,
     json: JsonOption = False,
@@ -70,7 +79,7 @@ def estimate(
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import decode, write_text
-    from autoplan.plan import ParallelPlan
+    from autoplan.plan import ParallelPlan, parse_recompute
 
     if out is not None:
         check_output(out, force=force)
@@ -100,7 +109,7 @@ def estimate(
             "ep": ep,
             "etp": etp if etp is not None else (tp if problem.model.moe else 1),
             "sharding": sharding,
-            "recompute": recompute,
+            **parse_recompute(recompute),
             "schedule": schedule or ("interleaved" if vp > 1 else "1f1b"),
             "layers_per_chunk": _layers(layers),
             "cp_kind": cp_kind,
@@ -111,7 +120,7 @@ def estimate(
             "precision": precision,
         }
         plan = decode(ParallelPlan, table, "plan")
-    _check_legal(problem, plan)
+    rules = _check_legal(problem, plan)
 
     import autoplan.cost.estimate as cost
     from autoplan.plan import PlanBatch
@@ -119,15 +128,20 @@ def estimate(
 
     costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
     file = make_plan_file(problem, ranked(problem, costs, [0]), None)
+    if memory:
+        from search.knobs import memory_knobs
+
+        file = replace(file, memory_knobs=memory_knobs(problem, plan, rules))
     text = encode(file)
     if out is not None:
         write_text(out, text, force=force)
     if json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.terminal import make_console, print_estimate
+        from autoplan.report.terminal import make_console, print_estimate, print_memory
 
-        print_estimate(make_console(), file)
+        show = print_memory if memory else print_estimate
+        show(make_console(), file)
     if not quiet and file.best.verdict != "fits":
         what = "does not fit" if file.best.verdict == "oom" else "may not fit"
         print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
@@ -191,7 +205,8 @@ def _layers(text: str | None) -> list[int] | None:
     return [int(part) for part in parts]
 
 
-def _check_legal(problem: Problem, plan: ParallelPlan) -> None:
+def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
+    """The rules that the plan obeys; refused with the first that it breaks."""
     from autoplan.cli.inputs import check_tp_overlap
     from autoplan.plan import chunk_layers
     from autoplan.rules import Setting, broken, megatron_lm, universal
@@ -199,7 +214,8 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> None:
     chunk_layers(plan, problem.model.num_layers)
     if plan.tp_overlap:
         check_tp_overlap(problem.framework)
-    rules = megatron_lm.RULES if problem.framework.rules == "megatron-lm" else universal.RULES
+    rules = megatron_lm.RULES if problem.framework.rules == "megatron-lm" else universal.RULES_ALONE
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
     if faults := broken(rules, setting, plan):
         raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")
+    return rules

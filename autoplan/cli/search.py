@@ -49,7 +49,7 @@ def search(
     max_tp: Annotated[int | None, whole_number("--max-tp", "N", "Short for --max tp=N.")] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="CHOICE", help="Also look at zero2, zero3, offload or tp_overlap (repeatable)."),
+        typer.Option(metavar="CHOICE", help="Also look at zero2, zero3, offload, partial_recompute or tp_overlap."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
     force: ForceOption = False,
@@ -59,7 +59,8 @@ def search(
     """Find the fastest plan that fits and write it to plan.json.
 
     Looks at every plan that Megatron-Core admits on the whole cluster.  Optimizer states are replicated or sharded
-    (ZeRO-1), overlap of tensor-parallel traffic is off: --allow widens this.
+    (ZeRO-1), layers are recomputed as a whole or not at all, overlap of tensor-parallel traffic is off: --allow widens
+    this.
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, make_space
     from autoplan.cli.planfile import encode, make_plan_file

@@ -157,7 +157,7 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     return routed * batch.ep * batch.etp / moe.num_experts
 
 
-def _linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -> tuple[Floats, Floats]:
+def linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of one matrix: data gradient and weight gradient are GEMMs of the same size."""
     inputs, outputs = local_sizes(linear, batch)
     if linear.is_expert:
@@ -258,7 +258,7 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
     zeros = np.zeros(len(batch))
     forward, backward = zeros, zeros
     for linear in shape.linears:
-        linear_forward, linear_backward = _linear_s(problem, batch, linear, rate)
+        linear_forward, linear_backward = linear_s(problem, batch, linear, rate)
         forward, backward = forward + linear_forward, backward + linear_backward
     attention = (zeros, zeros)
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +10,17 @@ from numpy.typing import NDArray
 from autoplan.cost.communication import CONTENTION_SHARE, all_gather_s, all_reduce_s, send_s
 from autoplan.cost.compute import add_up, head_s, memory_bound_s, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, calibrated, fsdp_s, groups
-from autoplan.cost.memory import logged_bytes, memory_terms, reserved_bytes, stage_parameters
+from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
+from autoplan.cost.memory import (
+    StageParameters,
+    host_bytes,
+    logged_bytes,
+    memory_terms,
+    reserved_bytes,
+    stage_parameters,
+)
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
-from autoplan.model import Block, ModelSpec
+from autoplan.model import Block
 from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import CostEstimate, StageCost
@@ -43,36 +50,13 @@ class _Stages:
 
     batch: PlanBatch
     costs: dict[Block, BlockCost]
-    counts: dict[Block, Ints]  # blocks on every rank, all its chunks together
+    blocks: StageBlocks
     head: tuple[Floats, Floats]  # forward, backward: shape (plans)
     ends: tuple[Floats, Floats]  # exposed traffic of sharded embedding and head in one micro-batch: shape (plans)
     forward_s: Floats
     backward_s: Floats
+    parameters: StageParameters
     memory: dict[str, Floats]
-
-
-@lru_cache(maxsize=64)
-def _cumulative_blocks(model: ModelSpec) -> dict[Block, Ints]:
-    """How many blocks of each kind the first n layers have, for n = 0 .. num_layers."""
-    kinds = sorted({block for layer in model.layers for block in layer})
-    return {
-        kind: np.concatenate([[0], np.cumsum([layer.count(kind) for layer in model.layers])]).astype(np.int64)
-        for kind in kinds
-    }
-
-
-def _rank_counts(model: ModelSpec, batch: PlanBatch, stages: int) -> dict[Block, Ints]:
-    """Blocks of each kind on every pipeline rank: shape (plans, stages).  Chunk i sits on rank i mod stages."""
-    used, inverse = np.unique(batch.layout, return_inverse=True)
-    counts = {}
-    for kind, cumulative in _cumulative_blocks(model).items():
-        table = np.empty((len(used), stages), dtype=np.int64)
-        for row, layout in enumerate(used):
-            ends = np.cumsum(batch.layouts[layout])
-            per_chunk = np.diff(cumulative[ends], prepend=0)
-            table[row] = per_chunk.reshape(-1, stages).sum(axis=0)
-        counts[kind] = table[inverse]
-    return counts
 
 
 def _sharded_ends(problem: Problem, batch: PlanBatch, ends: Floats) -> tuple[tuple[Floats, Floats], ...]:
@@ -93,17 +77,20 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, ends: Floats) -> tuple[tup
 def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     model = problem.model
     costs = block_costs(problem, batch)
-    counts = _rank_counts(model, batch, stages)
+    blocks = stage_blocks(model, batch, stages)
     forward = np.zeros((len(batch), stages))
     backward = np.zeros((len(batch), stages))
-    for block, count in counts.items():
+    for block, count in blocks.count.items():
         forward += count * costs[block].total_forward_s[:, None]
         backward += count * costs[block].total_backward_s[:, None]
+        backward += blocks.repeated[block] * costs[block].total_repeat_s[:, None]
     head_forward, head_backward = head_s(problem, batch)
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head_forward = head_forward + model.num_mtp_layers * costs[block].total_forward_s
-        head_backward = head_backward + model.num_mtp_layers * costs[block].total_backward_s
-    embedding, head_traffic = _sharded_ends(problem, batch, stage_parameters(problem, batch, costs, counts).ends)
+        repeated = costs[block].total_repeat_s * repeats_mtp(batch)
+        head_backward = head_backward + model.num_mtp_layers * (costs[block].total_backward_s + repeated)
+    parameters = stage_parameters(problem, batch, costs, blocks)
+    embedding, head_traffic = _sharded_ends(problem, batch, parameters.ends)
     forward[:, 0] += embedding[0]
     backward[:, 0] += embedding[1]
     forward[:, -1] += head_forward + head_traffic[0]
@@ -111,12 +98,13 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     return _Stages(
         batch=batch,
         costs=costs,
-        counts=counts,
+        blocks=blocks,
+        parameters=parameters,
         head=(head_forward, head_backward),
         ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
         forward_s=forward,
         backward_s=backward,
-        memory=memory_terms(problem, batch, costs, counts),
+        memory=memory_terms(problem, batch, costs, blocks, parameters),
     )
 
 
@@ -146,7 +134,7 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     batch, framework, topology = laid.batch, problem.framework, calibrated(problem)
     places = groups(batch)
     stages = laid.forward_s.shape[1]
-    parameters = stage_parameters(problem, batch, laid.costs, laid.counts)
+    parameters = laid.parameters
 
     def per_stage(pair: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
         return np.repeat(pair[0], stages), np.repeat(pair[1], stages)
@@ -185,7 +173,7 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     slack[:, 0] = np.where(overlapped, laid.backward_s[:, 0], 0.0)
     exposed = np.maximum((reduce - slack).max(axis=1), 0.0)
     # The last bucket is ready only when the backward pass is over.
-    layers = np.maximum(add_up(count[:, 0].astype(np.float64) for count in laid.counts.values()), 1)
+    layers = np.maximum(add_up(count[:, 0].astype(np.float64) for count in laid.blocks.count.values()), 1)
     exposed = np.maximum(exposed, reduce[:, 0] / layers)
     exposed = exposed + CONTENTION_SHARE * np.minimum(reduce[:, 0], slack[:, 0])
     hidden = batch.param_gather_overlap & framework.param_gather_overlap
@@ -210,8 +198,8 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     return {"data_parallel_reduce": exposed, "optimizer": update, "parameter_gather": shown}
 
 
-def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str, Floats], Ints, Floats]:
-    """(time terms, memory terms of the worst stage, worst stage, peak that the framework's log shows)."""
+def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str, Floats], Ints]:
+    """(time terms, memory terms of the worst stage, worst stage)."""
     batch = laid.batch
     rows = np.arange(len(batch))
     makespan, sends, critical = _pipeline(problem, laid)
@@ -219,9 +207,9 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
     terms = {}
     for name in TERMS:
         per_microbatch = np.zeros(len(batch))
-        for block, count in laid.counts.items():
-            cost = laid.costs[block]
-            per_microbatch = per_microbatch + count[rows, critical] * (cost.forward_s[name] + cost.backward_s[name])
+        for block, count in laid.blocks.count.items():
+            repeated = laid.blocks.repeated[block][rows, critical]
+            per_microbatch = per_microbatch + laid.costs[block].term_s(name, count[rows, critical], repeated)
         terms[name] = m * per_microbatch
     on_last = critical == laid.forward_s.shape[1] - 1
     terms["fsdp_communication"] += m * (
@@ -233,9 +221,9 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
     terms["overhead"] = np.full(len(batch), problem.framework.step_overhead_s)
-    worst = np.argmax(reserved_bytes(problem, laid.memory), axis=1)
+    worst = np.argmax(reserved_bytes(laid.memory), axis=1)
     at_worst = {name: value[rows, worst] for name, value in laid.memory.items()}
-    return terms, at_worst, worst, logged_bytes(problem, laid.memory)
+    return terms, at_worst, worst
 
 
 def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
@@ -247,11 +235,13 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     time_terms = {name: np.zeros(len(batch)) for name in STEP_TERMS}
     memory: dict[str, Floats] = {}
     worst = np.zeros(len(batch), dtype=np.int64)
-    logged = np.zeros(len(batch))
+    logged, host = np.zeros(len(batch)), np.zeros(len(batch))
     for stages in np.unique(batch.pp):
         where = np.flatnonzero(batch.pp == stages)
         laid = _lay_out(problem, batch.take(where), int(stages))
-        terms, stage_memory, worst_stage, logged[where] = _price(problem, laid)
+        terms, stage_memory, worst_stage = _price(problem, laid)
+        logged[where] = logged_bytes(problem.framework, laid.memory)
+        host[where] = host_bytes(problem, laid.batch, laid.parameters)
         for name, value in terms.items():
             time_terms[name][where] = value
         for name, value in stage_memory.items():
@@ -259,7 +249,8 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         worst[where] = worst_stage
     step = add_up(time_terms.values())
     spread = np.exp(NORMAL_90 * problem.calibration.time_spread)
-    reserved = reserved_bytes(problem, memory) if memory else np.zeros(len(batch))
+    host_capacity, spread_of_memory = problem.cluster.host.memory_bytes, problem.calibration.memory_spread
+    reserved = reserved_bytes(memory) if memory else np.zeros(len(batch))
     return CostEstimate(
         batch=batch,
         step_s=step,
@@ -271,21 +262,24 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         memory_terms_bytes=memory,
         worst_stage=worst,
         capacity_bytes=problem.capacity_bytes,
-        oom_z=np.log(reserved / problem.capacity_bytes) / problem.calibration.memory_spread,
+        host_memory_bytes=host,
+        host_capacity_bytes=host_capacity,
+        # Whichever runs out first, the device or the host.
+        oom_z=np.log(np.maximum(reserved / problem.capacity_bytes, host / host_capacity)) / spread_of_memory,
     )
 
 
 def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     """Time per micro-batch and memory of every pipeline rank of one plan."""
     laid = _lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
-    reserved = reserved_bytes(problem, laid.memory)
+    reserved = reserved_bytes(laid.memory)
     layouts = np.array(laid.batch.layouts[0]).reshape(-1, plan.pp).sum(axis=0)
     result = []
     for stage in range(plan.pp):
         terms = {
             name: sum(
-                float(count[0, stage] * (laid.costs[block].forward_s[name] + laid.costs[block].backward_s[name])[0])
-                for block, count in laid.counts.items()
+                float(laid.costs[block].term_s(name, count[:, stage], laid.blocks.repeated[block][:, stage])[0])
+                for block, count in laid.blocks.count.items()
             )
             for name in TERMS
         }

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import BlockShape, block_shapes
 from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
 from autoplan.cost.compute import add_up, expert_tokens, kernel_times, local_sizes, norm_tokens, rank_tokens
+from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
+from autoplan.framework import Framework
 from autoplan.model import Block
-from autoplan.plan import CP_KINDS, RECOMPUTES, SHARDINGS, PlanBatch
+from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology import Topology
 
@@ -35,15 +37,19 @@ TERMS = (
 )
 
 GATHERED_BYTES = 2.0  # weights travel in 16 bits
-ATTENTION_BLOCKS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """Seconds of one block and micro-batch by term, and the parameters that one rank holds of it."""
+    """Seconds of one block and micro-batch by term, and the parameters that one rank holds of it.
+
+    `repeat_s` is what running the whole block forward again adds to the terms of its backward pass; less of its
+    traffic and launches shows then, so that some are negative.
+    """
 
     forward_s: dict[str, Floats]
     backward_s: dict[str, Floats]
+    repeat_s: dict[str, Floats]
     dense_parameters: Floats
     expert_parameters: Floats
 
@@ -54,8 +60,17 @@ class BlockCost:
 
     @property
     def total_backward_s(self) -> Floats:
-        """Backward pass with recomputation and exposed communication."""
+        """Backward pass with exposed communication and what is recomputed by name."""
         return add_up(self.backward_s.values())
+
+    @property
+    def total_repeat_s(self) -> Floats:
+        """What recomputing the whole block adds to its backward pass."""
+        return add_up(self.repeat_s.values())
+
+    def term_s(self, name: str, count: Ints, repeated: Ints) -> Floats:
+        """One term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
+        return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,31 +256,41 @@ def _block_cost(
         "cp_communication": cp_backward,
         "ep_communication": ep,
     }
-    full = batch.recompute == RECOMPUTES.index("full")
-    # Selective recomputation repeats the attention core; flash attention keeps nothing that this would save, and
-    # Megatron-Core skips it there.
-    selective = batch.recompute == RECOMPUTES.index("selective")
-    share = framework.selective_recompute_share
-    repeats_core = problem.training.attention in ("unfused", "megatron-fused")
     forward_s = add_up(forward.values())
-    selective_s = share * forward_s if share else kernels.attention_forward_s * repeats_core
-    backward["recompute"] = np.where(full, forward_s, np.where(selective, selective_s, 0.0))
+    backward["recompute"] = selective_s(problem, batch, block, shape, kernels, forward_s)
     gathers, reductions = fsdp_s(problem, batch, topology, places, dense, expert)
-    host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0)
-    host_forward: float | Floats = host * framework.host_s_per_block_forward
-    host_backward: float | Floats = host * (
-        framework.host_s_per_block_backward + np.where(full, framework.host_s_per_block_forward, 0)
+    host_forward, host_backward = _launch_s(problem, batch, block)
+    _finish(framework, forward, gathers, host_forward)
+    repeated = backward | {"recompute": forward_s}
+    _finish(framework, backward, reductions, host_backward)
+    repeat = dict.fromkeys(TERMS, zeros)
+    if (batch.recompute == FULL).any():
+        again = problem.calibration.host * framework.host_s_per_block_forward
+        again *= framework.host_factor_moe if block is Block.MOE else 1.0
+        _finish(framework, repeated, reductions, host_backward + again)
+        repeat = {name: repeated[name] - backward[name] for name in TERMS}
+    return BlockCost(
+        forward_s=forward, backward_s=backward, repeat_s=repeat, dense_parameters=dense, expert_parameters=expert
     )
+
+
+def _launch_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:
+    """(forward, backward) time of the host to launch one block."""
+    framework = problem.framework
+    host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0)
     crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
     floor = host * framework.cross_node_pipeline_host_s_per_tp * batch.tp * crosses
-    host_forward = np.maximum(host_forward, floor / 3)  # as elsewhere, half as many launches as in the backward pass
-    host_backward = np.maximum(host_backward, floor * 2 / 3)
-    for terms, traffic, launch in ((forward, gathers, host_forward), (backward, reductions, host_backward)):
-        busy = add_up(terms.values())
-        # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).
-        terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.fsdp_unhidden_share * np.minimum(
-            traffic, busy
-        )
-        # Launches run ahead of the device: only what the device waits for shows (`modelling` C6).
-        terms["launch"] = np.maximum(launch - busy - terms["fsdp_communication"], 0.0)
-    return BlockCost(forward_s=forward, backward_s=backward, dense_parameters=dense, expert_parameters=expert)
+    # As elsewhere, half as many launches forward as backward.
+    forward = np.maximum(host * framework.host_s_per_block_forward, floor / 3)
+    return forward, np.maximum(host * framework.host_s_per_block_backward, floor * 2 / 3)
+
+
+def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats) -> None:
+    """Add to the terms of one pass what shows of its parameter traffic and of its launches."""
+    busy = add_up(terms.values())
+    # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).
+    terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.fsdp_unhidden_share * np.minimum(
+        traffic, busy
+    )
+    # Launches run ahead of the device: only what the device waits for shows (`modelling` C6).
+    terms["launch"] = np.maximum(launch - busy - terms["fsdp_communication"], 0.0)

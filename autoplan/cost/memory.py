@@ -10,31 +10,35 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
-from autoplan.cost.compute import (
-    add_up,
-    expert_tokens,
-    local_sizes,
-    norm_tokens,
-    padded_vocab,
-    rank_tokens,
-)
+from autoplan.cost.arithmetic import block_shapes, embedding_parameters, norm_parameters
+from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import GATHERED_BYTES, BlockCost, Groups, groups
+from autoplan.cost.layout import StageBlocks, repeats_mtp
+from autoplan.cost.recompute import activation_parts, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
+from autoplan.framework import Framework
 from autoplan.model import Block
-from autoplan.plan import OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
-# What is kept of each attention score where no flash kernel avoids it: softmax output (2 bytes), and in eager code the
-# scores and a masked copy as well; dropout adds a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
-SCORE_BYTES = {"unfused": 6.0, "megatron-fused": 2.0}
-SCORE_DROPOUT_BYTES = 3.0
-EAGER_NORM_BYTES = 8.0  # fp32 copies kept by a hand-written norm, per token and hidden element (`modelling` B2)
+# The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
+# the allocator holds beyond it, and what lies outside of the allocator.
+ALLOCATED_TERMS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "transients",
+    "wgrad_buffers",
+    "gathered",
+)
+# What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
+HOST_PROCESS_BYTES = 4.0 * 2**30
 
-MEMORY_TERMS = ("weights", "gradients", "optimizer", "activations", "logits", "working", "fixed")
+MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "communicators", "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +51,14 @@ class StageParameters:
 
 
 def stage_parameters(
-    problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], counts: dict[Block, Ints]
+    problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks
 ) -> StageParameters:
     """Blocks, embedding (first stage), head and final norm (last stage) of one rank."""
     model = problem.model
-    stages = next(iter(counts.values())).shape[1]
+    stages = blocks.num_stages
     dense = np.zeros((len(batch), stages))
     expert = np.zeros((len(batch), stages))
-    for block, count in counts.items():
+    for block, count in blocks.count.items():
         dense += count * costs[block].dense_parameters[:, None]
         expert += count * costs[block].expert_parameters[:, None]
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
@@ -72,52 +76,11 @@ def stage_parameters(
     return StageParameters(dense=dense + ends, expert=expert, ends=ends)
 
 
-def activation_bytes(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Floats:
-    """Bytes that one block keeps of one micro-batch until its backward pass, nothing recomputed (`modelling` B2)."""
-    model, framework, training = problem.model, problem.framework, problem.training
-    tokens, sliced = rank_tokens(problem, batch), norm_tokens(problem, batch)
-    fused_norm = framework.fused_norm if training.fused_norm is None else training.fused_norm
-    norm = model.norms_per_block * (4.0 + (0.0 if fused_norm else EAGER_NORM_BYTES)) + (
-        1.0 if framework.dropout else 0.0
-    )
-    kept = norm * sliced * model.hidden_size
-    if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
-        heads = model.num_heads / batch.tp
-        if mla := model.mla:
-            latents = 4.0 * (mla.q_lora_rank or 0) + 2.0 * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-            latents += 2.0 * mla.kv_lora_rank
-            per_head = 4.0 * model.qk_head_dim + 2.0 * (mla.qk_nope_head_dim + mla.v_head_dim) + 2.0 * mla.v_head_dim
-            kept = kept + tokens * (latents + per_head * heads)
-        else:
-            kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
-            kept = kept + tokens * 2.0 * model.qk_head_dim * (2 * heads + 2 * kv_heads)
-        if training.attention in SCORE_BYTES:
-            score = SCORE_BYTES[training.attention] + (SCORE_DROPOUT_BYTES if framework.dropout else 0.0)
-            recomputed = batch.recompute == RECOMPUTES.index("selective")
-            kept = kept + np.where(recomputed, 0.0, score * tokens * heads * training.seq_len)
-        else:
-            kept = kept + 4.0 * tokens * heads
-        return kept
-    if block is Block.MAMBA and model.mamba:
-        inner = model.mamba.num_heads * model.mamba.head_dim
-        wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
-        return kept + 2.0 * tokens * wide / batch.tp
-    # fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well.
-    per_width = (6.0 if model.gated_mlp else 4.0) + (0.0 if framework.fused_activation else 2.0)
-    if block is Block.MLP:
-        return kept + per_width * tokens * model.ffn_size / batch.tp
-    moe = model.moe
-    assert moe is not None
-    routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
-    kept = kept + 12.0 * sliced * moe.num_experts
-    kept = kept + routed * (2.0 * (moe.latent_size or model.hidden_size) + per_width * moe.expert_ffn_size / batch.etp)
-    return kept + per_width * tokens * moe.shared_expert_ffn_size / batch.tp
+def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, repeat_bytes: Floats) -> Floats:
+    """Transients of the backward pass of one layer: shape (plans, stages) (`modelling` B6).
 
-
-def _backward_bytes(problem: Problem, batch: PlanBatch, layer_bytes: Floats, stored_bytes: Floats) -> Floats:
-    """Transients of the backward pass of one layer (`modelling` B6).
-
-    With full recomputation the layer's own activations live again, of which its stored input is already counted.
+    `repeat_bytes` is what a layer that is recomputed as a whole keeps again, beyond its input.  It counts where a chunk
+    is recomputed down to its last layer: elsewhere the layers behind have given back as much by then.
     """
     model = problem.model
     tokens, sliced = rank_tokens(problem, batch), norm_tokens(problem, batch)
@@ -127,8 +90,7 @@ def _backward_bytes(problem: Problem, batch: PlanBatch, layer_bytes: Floats, sto
     gate = 2 if model.gated_mlp else 1
     transient = 2.0 * tokens * gate * width / batch.tp + 2.0 * tokens * model.hidden_size
     transient = transient + 3 * 2.0 * sliced * model.hidden_size
-    full = batch.recompute == RECOMPUTES.index("full")
-    return transient + np.where(full, np.maximum(layer_bytes - stored_bytes, 0.0), 0.0)
+    return transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)
 
 
 def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -168,29 +130,27 @@ def _gathered_bytes(
     return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), 0.0)
 
 
-def _activations(
-    problem: Problem, batch: PlanBatch, counts: dict[Block, Ints], per_block: dict[Block, Floats], stored: Floats
-) -> Floats:
-    """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages).
-
-    `stored` is what full recomputation keeps of a block.
-    """
+def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats]) -> Floats:
+    """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages)."""
     model, framework = problem.model, problem.framework
-    stages = next(iter(counts.values())).shape[1]
-    full = batch.recompute == RECOMPUTES.index("full")
-    selective = batch.recompute == RECOMPUTES.index("selective")
-    share = np.where(selective, 1.0 - framework.selective_recompute_share, 1.0)
-    kept = {block: np.where(full, stored, share * size) for block, size in per_block.items()}
+    stages = blocks.num_stages
+    stored = stored_bytes(problem, batch)
     one = np.zeros((len(batch), stages))
-    for block, count in counts.items():
-        one += count * kept[block][:, None]
+    for block, count in blocks.count.items():
+        repeated = blocks.repeated[block]
+        one += (count - repeated) * kept[block][:, None] + repeated * stored[:, None]
     for block in model.mtp_layer if model.num_mtp_layers else ():
-        one[:, -1] += model.num_mtp_layers * kept[block]
+        one[:, -1] += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
     gpipe = batch.schedule == SCHEDULES.index("gpipe")
     live = in_flight_chunks(stages, batch.vp, batch.num_microbatches, gpipe=gpipe)
     # Every chunk in flight keeps the tensors at its ends.
     boundary = framework.bytes_per_boundary_hidden * norm_tokens(problem, batch) * model.hidden_size * (batch.pp > 1)
     return (one / batch.vp[:, None] + boundary[:, None]) * live
+
+
+def stored_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """A block's share of the input of its layer, all that is kept of a layer that is recomputed as a whole."""
+    return 2.0 * norm_tokens(problem, batch) * problem.model.hidden_size / len(problem.model.layers[0])
 
 
 def _dummy_wgrad_bytes(problem: Problem, batch: PlanBatch, stages: int) -> Floats:
@@ -245,61 +205,86 @@ def _states(
 
 
 def memory_terms(
-    problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], counts: dict[Block, Ints]
+    problem: Problem,
+    batch: PlanBatch,
+    costs: dict[Block, BlockCost],
+    blocks: StageBlocks,
+    parameters: StageParameters,
 ) -> dict[str, Floats]:
     """Peak bytes of every stage by term of `MEMORY_TERMS`; their sum is what the device has to hold."""
     model, framework = problem.model, problem.framework
     places = groups(batch)
-    stages = next(iter(counts.values())).shape[1]
-    parameters = stage_parameters(problem, batch, costs, counts)
+    stages = blocks.num_stages
     weights, gradients, optimizer = _states(problem, batch, parameters, places)
 
     shapes = block_shapes(model)
-    per_block = {block: activation_bytes(problem, batch, block, shapes[block]) for block in shapes}
-    stored_layer = 2.0 * norm_tokens(problem, batch) * model.hidden_size  # the input, all that full recomputation keeps
-    largest_layer = np.zeros(len(batch))
+    parts = {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
+    kept = {block: kept_bytes(problem, batch, held) for block, held in parts.items()}
+    repeat = np.zeros(len(batch))
     for layer in set(model.layers):
-        largest_layer = np.maximum(largest_layer, add_up(per_block[block] for block in layer))
+        whole = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
+        repeat = np.maximum(repeat, whole)
 
     logits = np.zeros((len(batch), stages))
     logits[:, -1] = _head_bytes(problem, batch)
-    transient = np.repeat(_backward_bytes(problem, batch, largest_layer, stored_layer)[:, None], stages, axis=1)
+    transients = _transient_bytes(problem, batch, blocks, repeat)
     # The backward pass of the head is over before that of the last layer begins: the larger of the two counts.
-    working = transient if framework.keeps_logits else np.maximum(transient - logits, 0.0)
-    working += _dummy_wgrad_bytes(problem, batch, stages)
-    working += _gathered_bytes(problem, batch, costs, parameters, places)
-
-    communicators = np.zeros(len(batch))
-    for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
-        communicators += size > 1
-    fixed = framework.fixed_bytes + framework.communicator_bytes * communicators
-    return {
+    terms = {
         "weights": weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": _activations(problem, batch, counts, per_block, stored_layer / len(model.layers[0])),
+        "activations": _activations(problem, batch, blocks, kept),
         "logits": logits,
-        "working": working,
-        "fixed": np.repeat(fixed[:, None], stages, axis=1),
+        "transients": transients if framework.keeps_logits else np.maximum(transients - logits, 0.0),
+        "wgrad_buffers": _dummy_wgrad_bytes(problem, batch, stages),
+        "gathered": _gathered_bytes(problem, batch, costs, parameters, places),
     }
+    communicators = np.zeros(len(batch))
+    for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
+        communicators += size > 1
+    terms["fragmentation"] = (framework.reserved_factor - 1.0) * allocated_bytes(terms)
+    terms["communicators"] = np.repeat((framework.communicator_bytes * communicators)[:, None], stages, axis=1)
+    terms["context"] = np.full((len(batch), stages), framework.fixed_bytes)
+    return terms
 
 
 def allocated_bytes(terms: dict[str, Floats]) -> Floats:
-    """What the framework's tensors take, per stage: all but context and communication buffers."""
-    return add_up(value for name, value in terms.items() if name != "fixed")
+    """What the framework's tensors take, per stage."""
+    return add_up(terms[name] for name in ALLOCATED_TERMS)
 
 
-def reserved_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
+def reserved_bytes(terms: dict[str, Floats]) -> Floats:
     """What the device has to hold, per stage: allocations with their fragmentation, context, communication buffers."""
-    return allocated_bytes(terms) * problem.framework.reserved_factor + terms["fixed"]
+    return add_up(terms.values())
 
 
-def logged_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
+def logged_bytes(framework: Framework, terms: dict[str, Floats]) -> Floats:
     """The peak that the framework's log shows, of the worst rank or of rank 0."""
-    kind = problem.framework.logs_memory
-    if kind == "device":
-        per_stage = reserved_bytes(problem, terms)
+    if framework.logs_memory == "device":
+        per_stage = reserved_bytes(terms)
+    elif framework.logs_memory == "reserved":
+        per_stage = allocated_bytes(terms) + terms["fragmentation"]
     else:
-        factor = problem.framework.reserved_factor if kind == "reserved" else 1.0
-        per_stage = allocated_bytes(terms) * factor
-    return per_stage[:, 0] if problem.framework.logs_first_rank else per_stage.max(axis=1)
+        per_stage = allocated_bytes(terms)
+    return per_stage[:, 0] if framework.logs_first_rank else per_stage.max(axis=1)
+
+
+def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
+    """Host memory that a node needs at most: shape (plans).
+
+    Processes, an offloaded optimizer with the gradients that it reads, and the copy of weights and optimizer that a
+    checkpoint stages in host memory, of which every replica of a parameter saves its part (Megatron-LM
+    core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/filesystem_async.py).
+    """
+    framework, places = problem.framework, groups(batch)
+    sharded = batch.sharding >= SHARDINGS.index("zero1")
+    dense_group, expert_group = places.shard[1], places.expert_shard[1]
+    own = (parameters.dense.T / np.where(sharded, dense_group, 1)).T
+    own = own + (parameters.expert.T / np.where(sharded, expert_group, 1)).T
+    on_host = batch.offload == OFFLOADS.index("optimizer")
+    offloaded = (own.T * on_host).T * (framework.bytes_per_optimizer_state + framework.bytes_per_grad)
+    saved = (parameters.dense.T / (dense_group * batch.dp_replicate)).T
+    saved = saved + (parameters.expert.T / (expert_group * batch.dp_replicate)).T
+    staged = saved * (framework.bytes_per_weight + framework.bytes_per_optimizer_state)
+    devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
+    return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))

@@ -271,11 +271,12 @@ def _overlap(plan: ParallelPlan) -> list[Line]:
 def _memory(plan: ParallelPlan) -> list[Line]:
     lines: list[Line] = []
     if plan.recompute == "selective":
-        lines.append(["--recompute-granularity", "selective", "--recompute-modules", "core_attn"])
+        lines.append(["--recompute-granularity", "selective", "--recompute-modules", *plan.recompute_modules])
     elif plan.recompute == "full":
-        lines.append(
-            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-        )
+        # Uniform units of one layer, or the first layers of every chunk.
+        method = "uniform" if plan.recompute_num_layers is None else "block"
+        count = str(plan.recompute_num_layers or 1)
+        lines.append(["--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", count])
     if plan.offload == "optimizer":
         lines.append(["--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--overlap-cpu-optimizer-d2h-h2d"])
     return lines

@@ -24,6 +24,30 @@ LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers a
 LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
 END_OF_STEP = ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead")
 PIPELINE = ("pipeline_bubble", "pipeline_send")
+SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is not worth a line unless the plan offloads
+MOST_MEMORY_COLUMNS = 8
+MEMORY_NAMES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "logits": "head and loss",
+    "transients": "backward transients",
+    "wgrad_buffers": "weight-gradient buffers",
+    "gathered": "gathered parameters",
+    "fragmentation": "fragmentation",
+    "communicators": "communication buffers",
+    "context": "context and workspaces",
+}
+MEMORY_SUMS = {
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "logits": ("logits",),
+    "buffers": ("transients", "wgrad_buffers", "gathered"),
+    "outside": ("fragmentation", "communicators", "context"),
+}
 TERM_NAMES = {
     "gemm": "matrix products",
     "attention": "attention core",
@@ -161,6 +185,9 @@ def _answer(file: PlanFile) -> Table:
         "memory",
         f"{format_bytes(best.memory_bytes)} of {format_bytes(capacity)}, {room}, {risk} risk of running out",
     )
+    host = file.cluster.host.memory_bytes
+    if best.plan.offload != "none" or best.host_memory_bytes > SHOWN_HOST_SHARE * host:
+        grid.add_row("host", f"{format_bytes(best.host_memory_bytes)} of {format_bytes(host)} a node")
     return grid
 
 
@@ -301,10 +328,68 @@ def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
 
 
 def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None:
-    names = [name for name in stages[0].memory_terms_bytes if any(stage.memory_terms_bytes[name] for stage in stages)]
     rows = [
-        (str(stage.stage), *(f"{stage.memory_terms_bytes[name] / GIB:,.1f}" for name in names)) if stage else ("...",)
+        (str(stage.stage), *(f"{_summed_memory(stage, names) / GIB:,.1f}" for names in MEMORY_SUMS.values()))
+        if stage
+        else ("...",)
         for stage in _shown(stages)
     ]
-    columns = [("stage", True), *((name.replace("_", " "), True) for name in names)]
+    columns = [("stage", True), *((name, True) for name in MEMORY_SUMS)]
     _print_table(console, columns, rows, fold_headers=True)
+
+
+def _summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
+    return sum(stage.memory_terms_bytes.get(name, 0.0) for name in names)
+
+
+def print_memory(console: Console, file: PlanFile) -> None:
+    """Where the memory of one plan goes, stage by stage, and which change would free how much."""
+    _print(console, escape(_headline(file)))
+    console.print()
+    _print(console, _answer(file))
+    console.print("\nmemory in GiB, stage by stage")
+    _print_waterfall(console, file)
+    console.print()
+    _print_knobs(console, file)
+
+
+def _print_waterfall(console: Console, file: PlanFile) -> None:
+    """One row a term and one column a stage; stages that are alike share a column."""
+    capacity = file.best.memory_bytes + file.best.memory_headroom_bytes
+    kinds: dict[tuple[float, ...], list[StageCost]] = {}
+    for stage in file.stages:
+        kinds.setdefault(tuple(stage.memory_terms_bytes.values()), []).append(stage)
+    columns = [stages[0] for stages in kinds.values()]
+    worst = max(columns, key=lambda stage: stage.memory_bytes)
+    if len(columns) > MOST_MEMORY_COLUMNS:
+        kept = {0, len(columns) - 1, columns.index(worst), *range(MOST_MEMORY_COLUMNS - 2)}
+        columns = [stage for at, stage in enumerate(columns) if at in kept]
+    names = [name for name in file.stages[0].memory_terms_bytes if any(s.memory_terms_bytes[name] for s in columns)]
+    rows = [
+        (MEMORY_NAMES[name], *(f"{stage.memory_terms_bytes[name] / GIB:,.2f}" for stage in columns)) for name in names
+    ]
+    rows.append(("[bold]all[/]", *(f"[bold]{stage.memory_bytes / GIB:,.2f}[/]" for stage in columns)))
+    rows.append(("free", *(f"{(capacity - stage.memory_bytes) / GIB:,.2f}" for stage in columns)))
+    heads = [_numbers(kinds[tuple(stage.memory_terms_bytes.values())]) for stage in columns]
+    _print_table(console, [("stage", False), *((head, True) for head in heads)], rows)
+
+
+def _numbers(stages: list[StageCost]) -> str:
+    first, last = stages[0].stage, stages[-1].stage
+    if first == last:
+        return str(first)
+    return f"{first}-{last}" if last - first == len(stages) - 1 else f"{first}..{last}"
+
+
+def _print_knobs(console: Console, file: PlanFile) -> None:
+    if not file.memory_knobs:
+        console.print("no single change of the plan would free memory")
+        return
+    rows = []
+    for knob in file.memory_knobs:
+        slower = knob.plan.step_s / file.best.step_s - 1
+        step = f"{'+' if slower >= 0 else '-'}{format_percent(abs(slower))}"
+        needed = format_bytes(knob.plan.memory_bytes)
+        rows.append((escape(knob.change), format_bytes(knob.freed_bytes), needed, step, knob.plan.verdict))
+    columns = [("what would free memory", False), ("frees", True), ("leaves", True), ("step", True), ("then", False)]
+    _print_table(console, columns, rows, keep=3)

@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.model import Block, ModelSpec
-from autoplan.plan import CP_KINDS, OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.plan import (
+    CP_KINDS,
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTE_MODULES,
+    SCHEDULES,
+    SHARDINGS,
+    ParallelPlan,
+    PlanBatch,
+)
 from autoplan.rules import Bools, Rule, Setting, all_true, universal
 
 Ints = NDArray[np.int64]
@@ -176,6 +185,28 @@ def _gather_overlap(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _offload(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.offload != OFFLOADS.index("optimizer")) | (batch.sharding == ZERO1)
+
+
+# -- recomputation ----------------------------------------------------------------------------------------------------
+
+
+def missing_modules(model: ModelSpec) -> frozenset[str]:
+    """Parts of a layer that recomputation may name and that the model does not have.
+
+    A norm can be repeated alone where it is a module of its own: before latent attention and before experts
+    (core/models/gpt/gpt_layer_specs.py).
+    """
+    moe = model.moe
+    missing = set() if model.mla else {"mla_up_proj"}
+    missing |= set() if _has_dense_mlp(model) else {"mlp"}
+    missing |= set() if moe else {"moe", "moe_act"}
+    missing |= set() if moe and moe.shared_expert_ffn_size else {"shared_experts"}
+    return frozenset(missing | (set() if moe or model.mla else {"layernorm"}))
+
+
+def _modules_exist(setting: Setting, batch: PlanBatch) -> Bools:
+    missing = sum(1 << RECOMPUTE_MODULES.index(module) for module in missing_modules(setting.model))
+    return batch.recompute_modules & missing == 0
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
@@ -363,6 +394,14 @@ RULES: tuple[Rule, ...] = (
         "core/optimizer/__init__.py:1057",
         _offload,
         lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
+    ),
+    _rule(
+        "core/transformer/transformer_layer.py:473",
+        _modules_exist,
+        lambda s, p: (
+            f"{s.model.name} has no {' and no '.join(sorted(missing_modules(s.model) & set(p.recompute_modules)))} to "
+            "recompute: leave it out of recompute_modules"
+        ),
     ),
     _rule(
         "core/fp8_utils.py:356",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.plan import PlanBatch
+from autoplan.plan import DEFAULT_MODULE_BITS, PlanBatch
 from autoplan.rules import Bools, Rule, Setting, all_true
 
 SOURCE = "any framework"
@@ -39,6 +39,10 @@ def _expert_grid(setting: Setting, batch: PlanBatch) -> Bools:
 def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
     """Embedding and head may have a chunk of their own; nanotron also runs stages in the middle without a layer."""
     return batch.pp * batch.vp <= setting.model.num_layers + 2
+
+
+def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.recompute_modules & ~DEFAULT_MODULE_BITS) == 0
 
 
 RULES: tuple[Rule, ...] = (
@@ -88,6 +92,18 @@ RULES: tuple[Rule, ...] = (
         says=lambda s, p: (
             f"pp {p.pp} x vp {p.vp} chunks exceed the {s.model.num_layers} layers with embedding and head: "
             "lower pp or vp"
+        ),
+    ),
+)
+
+# Where a framework's own rules are not written down.
+RULES_ALONE: tuple[Rule, ...] = (
+    *RULES,
+    Rule(
+        source=SOURCE,
+        holds=_whole_layers,
+        says=lambda s, p: (
+            f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full"
         ),
     ),
 )

@@ -1,0 +1,82 @@
+"""Which blocks does every pipeline rank hold, chunk by chunk, and how many of them are recomputed as a whole?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.model import Block, ModelSpec
+from autoplan.plan import ALL_LAYERS, PlanBatch
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBlocks:
+    """Blocks of each kind on every pipeline rank, all its chunks together: arrays of shape (plans, stages)."""
+
+    count: dict[Block, Ints]
+    repeated: dict[Block, Ints]  # of them, those that full recomputation runs again
+    repeats_chunk: Bools  # whether a chunk of the rank is recomputed down to its last layer
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline ranks."""
+        return self.repeats_chunk.shape[1]
+
+
+@lru_cache(maxsize=64)
+def _cumulative_blocks(model: ModelSpec) -> dict[Block, Ints]:
+    """How many blocks of each kind the first n layers have, for n = 0 .. num_layers."""
+    kinds = sorted({block for layer in model.layers for block in layer})
+    return {
+        kind: np.concatenate([[0], np.cumsum([layer.count(kind) for layer in model.layers])]).astype(np.int64)
+        for kind in kinds
+    }
+
+
+def chunk_blocks(model: ModelSpec, layout: tuple[int, ...], num_repeated: int) -> dict[Block, tuple[Ints, Ints]]:
+    """(blocks, blocks recomputed as a whole) of each kind in every chunk in model order.
+
+    The first `num_repeated` layers of a chunk are recomputed (Megatron-LM core/recompute.py, method block).
+    """
+    layers = np.array(layout, dtype=np.int64)
+    starts = np.cumsum(layers) - layers
+    repeated = starts + np.minimum(layers, num_repeated)
+    return {
+        kind: (total[starts + layers] - total[starts], total[repeated] - total[starts])
+        for kind, total in _cumulative_blocks(model).items()
+    }
+
+
+def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks:
+    """The blocks of plans that share one number of stages.  Chunk i sits on rank i mod stages."""
+    pairs, inverse = np.unique(np.stack([batch.layout, batch.recompute_num_layers]), axis=1, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    kinds = _cumulative_blocks(model)
+    count = {kind: np.empty((pairs.shape[1], stages), dtype=np.int64) for kind in kinds}
+    repeated = {kind: np.empty((pairs.shape[1], stages), dtype=np.int64) for kind in kinds}
+    whole = np.empty((pairs.shape[1], stages), dtype=np.bool_)
+    for row, (at, num_repeated) in enumerate(pairs.T):
+        layout = batch.layouts[at]
+        whole[row] = ((np.array(layout) <= num_repeated) & (np.array(layout) > 0)).reshape(-1, stages).any(axis=0)
+        for kind, (blocks, again) in chunk_blocks(model, layout, int(num_repeated)).items():
+            count[kind][row] = blocks.reshape(-1, stages).sum(axis=0)
+            repeated[kind][row] = again.reshape(-1, stages).sum(axis=0)
+    return StageBlocks(
+        count={kind: table[inverse] for kind, table in count.items()},
+        repeated={kind: table[inverse] for kind, table in repeated.items()},
+        repeats_chunk=whole[inverse],
+    )
+
+
+def repeats_mtp(batch: PlanBatch) -> Bools:
+    """Which plans recompute prediction layers: those that recompute all layers, not a number of them.
+
+    Megatron-LM core/transformer/multi_token_prediction.py skips them under the method block.
+    """
+    return batch.recompute_num_layers == ALL_LAYERS

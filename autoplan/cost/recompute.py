@@ -1,0 +1,216 @@
+"""What does a block keep for its backward pass, which part of that does recomputation give back, and what does it cost?
+
+Bytes follow `modelling` B2.  Parts of a layer have the names of Megatron-Core's --recompute-modules; arrays have one
+element per plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.arithmetic import BlockShape
+from autoplan.cost.compute import (
+    KernelTimes,
+    add_up,
+    expert_tokens,
+    gemm_rate,
+    linear_s,
+    memory_bound_s,
+    norm_tokens,
+    rank_tokens,
+)
+from autoplan.model import Block
+from autoplan.plan import SELECTIVE, PlanBatch, RecomputeModule
+from autoplan.problem import Problem
+
+Floats = NDArray[np.float64]
+
+# What is kept of each attention score where no flash kernel avoids it: softmax output (2 bytes), and in eager code the
+# scores and a masked copy as well; dropout adds a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
+SCORE_BYTES = {"unfused": 6.0, "megatron-fused": 2.0}
+SCORE_DROPOUT_BYTES = 3.0
+EAGER_NORM_BYTES = 8.0  # fp32 copies kept by a hand-written norm, per token and hidden element (`modelling` B2)
+
+ATTENTION_BLOCKS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
+
+# Recomputing the whole MoE layer gives back what its parts would.
+GIVEN_BACK_BY: Mapping[RecomputeModule, tuple[RecomputeModule, ...]] = {
+    "core_attn": ("core_attn",),
+    "layernorm": ("layernorm",),
+    "mla_up_proj": ("mla_up_proj",),
+    "mlp": ("mlp",),
+    "moe": ("moe",),
+    "moe_act": ("moe_act", "moe"),
+    "shared_experts": ("shared_experts", "moe"),
+}
+# The matrices of each part, by the names of `arithmetic`.
+LINEARS_OF: Mapping[RecomputeModule, tuple[str, ...]] = {
+    "mla_up_proj": ("q_up", "kv_up"),
+    "shared_experts": ("shared_fc1", "shared_fc2"),
+}
+
+Parts = dict[RecomputeModule | None, Floats]
+
+
+def stores_scores(problem: Problem) -> bool:
+    """Whether the attention core keeps its scores, so that repeating it gives memory back."""
+    return problem.training.attention in SCORE_BYTES
+
+
+def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
+    """Bytes that a block keeps of one micro-batch, nothing recomputed, by the part of a layer that holds them.
+
+    None stands for what no part gives back.
+    """
+    model, framework, training = problem.model, problem.framework, problem.training
+    sliced = norm_tokens(problem, batch) * model.hidden_size
+    fused_norm = framework.fused_norm if training.fused_norm is None else training.fused_norm
+    norm = model.norms_per_block * (4.0 + (0.0 if fused_norm else EAGER_NORM_BYTES))
+    norm += 1.0 if framework.dropout else 0.0
+    if block in ATTENTION_BLOCKS:
+        parts = _attention_parts(problem, batch)
+    elif block is Block.MAMBA and model.mamba:
+        inner = model.mamba.num_heads * model.mamba.head_dim
+        wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
+        parts = {None: 2.0 * rank_tokens(problem, batch) * wide / batch.tp}
+    elif block is Block.MOE:
+        parts = _moe_parts(problem, batch)
+    else:
+        parts = {"mlp": _bytes_per_width(problem) * rank_tokens(problem, batch) * model.ffn_size / batch.tp}
+    if _has_norm_module(problem, block):
+        parts["layernorm"] = 2.0 * sliced  # the norm's output
+        norm -= 2.0
+    parts[None] = parts.get(None, np.zeros(len(batch))) + norm * sliced
+    return parts
+
+
+def _has_norm_module(problem: Problem, block: Block) -> bool:
+    """Whether the norm before a block is a module of its own, not fused into the block's first matrix.
+
+    Megatron-LM core/models/gpt/gpt_layer_specs.py: before latent attention and before experts.
+    """
+    return block is Block.MOE or (block in ATTENTION_BLOCKS and problem.model.mla is not None)
+
+
+def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
+    model, framework, training = problem.model, problem.framework, problem.training
+    tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
+    parts: Parts = {}
+    if mla := model.mla:
+        latents = 4.0 * (mla.q_lora_rank or 0) + 4.0 * mla.kv_lora_rank + 2.0 * mla.qk_rope_head_dim
+        expanded = 4.0 * model.qk_head_dim + 2.0 * (mla.qk_nope_head_dim + mla.v_head_dim)
+        parts["mla_up_proj"] = tokens * expanded * heads
+        kept = tokens * (latents + 2.0 * mla.v_head_dim * heads)
+    else:
+        kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+        kept = tokens * 2.0 * model.qk_head_dim * (2 * heads + 2 * kv_heads)
+    if stores_scores(problem):
+        score = SCORE_BYTES[training.attention] + (SCORE_DROPOUT_BYTES if framework.dropout else 0.0)
+        parts["core_attn"] = score * tokens * heads * training.seq_len
+    else:
+        kept = kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
+    parts[None] = kept
+    return parts
+
+
+def _bytes_per_width(problem: Problem) -> float:
+    """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well."""
+    return (6.0 if problem.model.gated_mlp else 4.0) + (0.0 if problem.framework.fused_activation else 2.0)
+
+
+def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
+    """Router, permuted inputs, the experts' widths and the shared expert."""
+    model, moe = problem.model, problem.model.moe
+    assert moe is not None
+    width = _bytes_per_width(problem)
+    routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
+    activation = 2.0 * routed * moe.expert_ffn_size / batch.etp
+    inputs = 2.0 * routed * (moe.latent_size or model.hidden_size)
+    return {
+        "moe": 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + activation * (width - 2.0) / 2.0,
+        "moe_act": activation,
+        "shared_experts": width * rank_tokens(problem, batch) * moe.shared_expert_ffn_size / batch.tp,
+    }
+
+
+def whole_bytes(parts: Parts) -> Floats:
+    """What a block keeps of one micro-batch where nothing is recomputed."""
+    return add_up(parts.values())
+
+
+def kept_bytes(problem: Problem, batch: PlanBatch, parts: Parts) -> Floats:
+    """What a block keeps of one micro-batch under the parts that each plan recomputes by name."""
+    kept = parts[None]
+    for module, size in parts.items():
+        if module is not None:
+            given_back = np.logical_or.reduce([batch.repeats(name) for name in GIVEN_BACK_BY[module]])
+            kept = kept + np.where(given_back, 0.0, size)
+    share = problem.framework.selective_recompute_share
+    return np.where(batch.recompute == SELECTIVE, 1.0 - share, 1.0) * kept
+
+
+def selective_s(
+    problem: Problem,
+    batch: PlanBatch,
+    block: Block,
+    shape: BlockShape,
+    kernels: KernelTimes,
+    forward_s: Floats,
+) -> Floats:
+    """Time that selective recomputation adds to the backward pass of a block, whose forward pass takes `forward_s`.
+
+    A framework that repeats a share of all operations pays that share.  By name: the attention core where it stores
+    scores (Megatron-Core skips it under a flash kernel), the whole MLP or MoE with its communication, the others by
+    their matrices or the bytes that they move.
+    """
+    zeros = np.zeros(len(batch))
+    selective = batch.recompute == SELECTIVE
+    if share := problem.framework.selective_recompute_share:
+        return np.where(selective, share * forward_s, 0.0)
+    if not batch.recompute_modules.any():
+        return zeros
+    added = zeros
+    for module in _parts_of(problem, block):
+        if (repeats := batch.repeats(module)).any():
+            added = added + np.where(repeats, _module_s(problem, batch, module, shape, kernels, forward_s), 0.0)
+    return np.minimum(added, forward_s)  # the MoE layer and parts of it may both be named
+
+
+def _parts_of(problem: Problem, block: Block) -> tuple[RecomputeModule, ...]:
+    norm: tuple[RecomputeModule, ...] = ("layernorm",) if _has_norm_module(problem, block) else ()
+    if block in ATTENTION_BLOCKS:
+        core: tuple[RecomputeModule, ...] = ("core_attn",) if stores_scores(problem) else ()
+        return (*norm, *core, "mla_up_proj") if problem.model.mla else (*norm, *core)
+    if block is Block.MOE:
+        return (*norm, "moe", "moe_act", "shared_experts")
+    return ("mlp",) if block is Block.MLP else ()
+
+
+def _module_s(
+    problem: Problem,
+    batch: PlanBatch,
+    module: RecomputeModule,
+    shape: BlockShape,
+    kernels: KernelTimes,
+    forward_s: Floats,
+) -> Floats:
+    """Forward time of one part of a layer."""
+    factor = problem.framework.kernel_bytes_factor
+    if module == "core_attn":
+        return kernels.attention_forward_s
+    if module in ("mlp", "moe"):
+        return forward_s
+    if module == "layernorm":
+        moved = 4.0 * norm_tokens(problem, batch) * problem.model.hidden_size
+        return memory_bound_s(problem, factor * moved)
+    if module == "moe_act" and problem.model.moe:
+        moe = problem.model.moe
+        routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
+        moved = _bytes_per_width(problem) * routed * moe.expert_ffn_size / batch.etp
+        return memory_bound_s(problem, factor * moved)
+    rate = gemm_rate(problem, batch)
+    linears = (linear for linear in shape.linears if linear.name in LINEARS_OF[module])
+    return add_up(linear_s(problem, batch, linear, rate)[0] for linear in linears)

@@ -1,0 +1,122 @@
+"""Which single change of a plan would free device memory, how much, and what would it cost?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.errors import AutoplanError
+from autoplan.plan import (
+    RECOMPUTE_MODULES,
+    SHARDINGS,
+    ParallelPlan,
+    PlanBatch,
+    check_priced,
+    chunk_layers,
+    parse_recompute,
+)
+from autoplan.problem import Problem
+from autoplan.result import MemoryKnob
+from autoplan.rules import Rule, Setting, broken
+from search.ranking import ranked
+
+DEGREES = ("tp", "cp", "pp", "ep")
+
+
+def memory_knobs(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tuple[MemoryKnob, ...]:
+    """Legal plans that differ from `plan` in one choice and need less memory on the rank that needs most.
+
+    Most freed first.  A larger degree takes its ranks from data parallelism.
+    """
+    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
+    changes = [(says, other) for says, other in _neighbours(problem, plan) if not broken(rules, setting, other)]
+    batch = PlanBatch.of([plan, *(other for _, other in changes)], problem.model.num_layers)
+    costs = estimate(problem, batch)
+    freed = costs.memory_bytes[0] - costs.memory_bytes
+    order = [at for at in (-freed).argsort(kind="stable") if freed[at] > 0]
+    return tuple(
+        MemoryKnob(change=changes[at - 1][0], freed_bytes=float(freed[at]), plan=other)
+        for at, other in zip(order, ranked(problem, costs, order), strict=True)
+    )
+
+
+def _neighbours(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
+    """(what changes, the plan with it) for every single choice; some break a rule."""
+    for says, changes in _changes(problem, plan):
+        try:
+            other = replace(plan, **changes)  # type: ignore[arg-type]
+            check_priced(other)
+            chunk_layers(other, problem.model.num_layers)
+        except AutoplanError:
+            continue  # the combination does not exist
+        yield says, other
+
+
+def _changes(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
+    yield from _recompute(problem, plan)
+    if plan.micro_batch > 1:
+        less = max(size for size in range(1, plan.micro_batch) if plan.micro_batch % size == 0)
+        yield f"micro-batch {plan.micro_batch} -> {less}", {"micro_batch": less}
+    yield from _degrees(problem, plan)
+    for sharding in SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :]:
+        yield sharding, {"sharding": sharding, "param_gather_overlap": True}
+    if plan.dp_replicate > 1 and plan.sharding != "none":
+        whole = {"dp_replicate": 1, "dp_shard": plan.dp}
+        yield f"states sharded over all {plan.dp * plan.cp} replicas", dict(whole)
+    if plan.offload == "none":
+        yield "optimizer on the host", {"offload": "optimizer"}
+    if plan.tp > 1 and not plan.sp and problem.framework.sequence_parallel:
+        yield "sequence parallelism", {"sp": True}
+    if plan.vp > 1:
+        yield f"interleave {plan.vp} -> none", {"vp": 1, "schedule": "1f1b", "layers_per_chunk": None}
+    if plan.schedule == "gpipe" and plan.pp > 1:
+        yield "schedule 1f1b", {"schedule": "1f1b"}
+    if plan.pp > 1 and plan.vp == 1:
+        yield from _moved_layer(problem, plan)
+
+
+def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
+    """Each part of a layer, half of the layers, all of them: what gives back more than the plan does."""
+    if plan.recompute == "full" and plan.recompute_num_layers is None:
+        return
+    none: dict[str, object] = {"recompute": "none", "recompute_num_layers": None}
+    none["recompute_modules"] = ParallelPlan(global_batch=1).recompute_modules
+    half = max(max(chunk_layers(plan, problem.model.num_layers)) // 2, plan.recompute_num_layers or 1)
+    named = RECOMPUTE_MODULES if plan.recompute == "none" else ()
+    for text in (*named, f"full:{half}", "full"):
+        fields = none | parse_recompute(text)
+        layers = "all layers" if text == "full" else f"{half} layers of a chunk"
+        yield f"recompute {layers if text.startswith('full') else text}", fields
+
+
+def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
+    """Every degree doubled; ranks come from those that shard, then from the copies."""
+    for axis in DEGREES:
+        doubled = 2 * getattr(plan, axis)
+        changes: dict[str, object] = {axis: doubled}
+        if axis == "ep":
+            if problem.model.moe:
+                yield f"ep {plan.ep} -> {doubled}", changes
+            continue
+        source = "dp_shard" if plan.dp_shard % 2 == 0 else "dp_replicate"
+        if getattr(plan, source) % 2:
+            continue
+        changes[source] = getattr(plan, source) // 2
+        if axis == "tp":
+            changes["sp"] = plan.sp or (plan.tp == 1 and problem.framework.sequence_parallel)
+            changes["etp"] = doubled if plan.etp == plan.tp and problem.model.moe else plan.etp
+        if axis == "pp":
+            changes["layers_per_chunk"] = None
+        yield f"{axis} {getattr(plan, axis)} -> {doubled}", changes
+
+
+def _moved_layer(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
+    """One layer from the stage that needs most memory to the one that needs least."""
+    layers = list(chunk_layers(plan, problem.model.num_layers))
+    memory = [stage.memory_bytes for stage in stage_costs(problem, plan)]
+    full, empty = memory.index(max(memory)), memory.index(min(memory))
+    if layers[full] > 1 and full != empty:
+        layers[full] -= 1
+        layers[empty] += 1
+        yield f"one layer from stage {full} to stage {empty}", {"layers_per_chunk": tuple(layers)}

@@ -1,0 +1,226 @@
+"""Does recomputation give back the bytes, and cost the time, that a count by hand says?"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.cost.layout import chunk_blocks
+from autoplan.cost.recompute import GIVEN_BACK_BY
+from autoplan.errors import InputError
+from autoplan.framework import Framework
+from autoplan.model import Block, Experts, LatentAttention, ModelSpec
+from autoplan.plan import RECOMPUTE_MODULES, ParallelPlan, PlanBatch, RecomputeModule, parse_recompute
+from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster
+from autoplan.rules import Setting, broken, megatron_lm, universal
+from autoplan.training import TrainingSpec
+
+TOKENS = 128
+DENSE = ModelSpec(name="dense", num_layers=8, hidden_size=64, vocab_size=512, num_heads=4, ffn_size=128)
+# Of a DeepSeek's parts in small: latent attention, one dense layer, routed and shared experts.
+LATENT = ModelSpec(
+    name="latent",
+    num_layers=4,
+    hidden_size=64,
+    vocab_size=512,
+    num_heads=4,
+    ffn_size=128,
+    mla=LatentAttention(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, q_lora_rank=48),
+    moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=32, shared_expert_ffn_size=48, num_dense_layers=1),
+)
+BARE = Framework(name="bare", pads_vocab_to=1, fixed_bytes=0.0, communicator_bytes=0.0, reserved_factor=1.0)
+
+
+def problem_of(model: ModelSpec, **training: Any) -> Problem:
+    return Problem(
+        model=model,
+        training=TrainingSpec(seq_len=TOKENS, **training),
+        cluster=load_cluster("h100-sxm:8x8"),
+        framework=BARE,
+    )
+
+
+def activations(problem: Problem, recompute: str, **plan: Any) -> list[float]:
+    stages = stage_costs(problem, plan_of(recompute, **plan))
+    return [stage.memory_terms_bytes["activations"] for stage in stages]
+
+
+def plan_of(recompute: str, **plan: Any) -> ParallelPlan:
+    return ParallelPlan(**{"global_batch": 8, **parse_recompute(recompute), **plan})
+
+
+# -- bytes, by hand ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "per_token"),
+    [
+        # norm outputs before latent attention (4 layers) and before experts (3 layers), 2 h each
+        ("layernorm", (4 + 3) * 2 * 64),
+        # q and k 2 x 2 x 4 heads x 24, and keys without rope with values 2 x 4 heads x 32
+        ("mla_up_proj", 4 * (2 * 2 * 4 * 24 + 2 * 4 * 32)),
+        # one dense layer: gate, up and product, 6 f
+        ("mlp", 6 * 128),
+        # activation of two experts a token, 2 bytes x 32
+        ("moe_act", 3 * 2 * 2 * 32),
+        # gate, up and product of the shared expert
+        ("shared_experts", 3 * 6 * 48),
+        # router 12 E, two permuted inputs 2 h, and all of the experts' widths
+        ("moe", 3 * (12 * 4 + 2 * (2 * 64 + 6 * 32) + 6 * 48)),
+        ("core_attn", 0),  # a flash kernel keeps nothing that it would give back
+    ],
+)
+def test_a_part_of_a_layer_gives_back_what_it_holds(module: str, per_token: int) -> None:
+    problem = problem_of(LATENT)
+    (whole,), (kept,) = activations(problem, "none"), activations(problem, module)
+    assert whole - kept == pytest.approx(TOKENS * per_token)
+
+
+def test_parts_add_up_and_the_whole_moe_layer_holds_its_parts_once() -> None:
+    problem = problem_of(LATENT)
+    (whole,) = activations(problem, "none")
+
+    def given_back(text: str) -> float:
+        return whole - activations(problem, text)[0]
+
+    assert given_back("layernorm+mla_up_proj") == pytest.approx(given_back("layernorm") + given_back("mla_up_proj"))
+    assert given_back("moe+moe_act+shared_experts") == pytest.approx(given_back("moe"))
+
+
+def test_every_part_says_what_gives_it_back() -> None:
+    assert set(GIVEN_BACK_BY) == set(RECOMPUTE_MODULES) == set(get_args(RecomputeModule))
+    assert all(module in GIVEN_BACK_BY[module] for module in GIVEN_BACK_BY)
+
+
+def test_a_number_of_layers_is_repeated_at_the_head_of_every_chunk() -> None:
+    """Two layers of four keep 2 h a token, the others all; stage 0 has two micro-batches in flight."""
+    problem = problem_of(DENSE)
+    layer = activations(problem, "none", pp=2)[1] / 4
+    first, last = activations(problem, "full:2", pp=2)
+    assert last == pytest.approx(2 * layer + 2 * 2 * TOKENS * 64)
+    assert first == pytest.approx(2 * last)
+
+
+def test_repeated_layers_follow_the_kinds_of_layers_in_a_chunk() -> None:
+    """Chunks of two layers of a model whose first layer is dense: of chunk 0 the dense one is repeated."""
+    blocks = chunk_blocks(LATENT, (2, 2), 1)
+    assert {kind: (list(all_), list(again)) for kind, (all_, again) in blocks.items()} == {
+        Block.ATTENTION: ([2, 2], [1, 1]),
+        Block.MLP: ([1, 0], [1, 0]),
+        Block.MOE: ([1, 2], [0, 1]),
+    }
+
+
+def test_the_last_layer_of_a_chunk_is_alive_again_only_where_it_is_repeated() -> None:
+    problem = problem_of(DENSE)
+
+    def transients(recompute: str) -> float:
+        return stage_costs(problem, plan_of(recompute, pp=2))[0].memory_terms_bytes["transients"]
+
+    assert transients("full:3") == transients("none")
+    assert transients("full:4") == transients("full") > transients("none")
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def recompute_s(problem: Problem, recompute: str, **plan: Any) -> float:
+    batch = PlanBatch.of([plan_of(recompute, **plan)], problem.model.num_layers)
+    return float(estimate(problem, batch).terms_s["recompute"][0])
+
+
+def test_a_number_of_layers_costs_its_share_of_all_of_them() -> None:
+    problem = problem_of(DENSE)
+    assert recompute_s(problem, "full:2") == pytest.approx(recompute_s(problem, "full") * 2 / 8)
+
+
+def test_repeating_a_part_costs_less_than_repeating_the_layer() -> None:
+    problem = problem_of(LATENT)
+    whole = recompute_s(problem, "full")
+    for module in RECOMPUTE_MODULES:
+        spent = recompute_s(problem, module)
+        assert (spent > 0) is (module != "core_attn")
+        assert spent < whole
+
+
+def test_repeating_the_attention_core_costs_its_forward_pass_where_it_stores_scores() -> None:
+    problem = problem_of(DENSE, attention="unfused")
+    attention = estimate(problem, PlanBatch.of([plan_of("none")], 8)).terms_s["attention"][0]
+    assert recompute_s(problem, "core_attn") == pytest.approx(attention / 3)  # the backward pass is twice the forward
+
+
+@given(st.sets(st.sampled_from(RECOMPUTE_MODULES), min_size=1), st.sampled_from(RECOMPUTE_MODULES))
+def test_another_part_gives_back_more_and_costs_more(some: set[str], another: str) -> None:
+    problem = problem_of(LATENT)
+    less, more = ("+".join(sorted(modules)) for modules in (some, some | {another}))
+    assert activations(problem, more)[0] <= activations(problem, less)[0]
+    assert recompute_s(problem, more) >= recompute_s(problem, less)
+
+
+@given(st.integers(1, 12), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+def test_another_layer_gives_back_more_and_costs_more(layers: int, pp: int, vp: int) -> None:
+    plan = {"pp": pp, "vp": vp, "schedule": "interleaved"} if pp > 1 else {}
+    problem = problem_of(DENSE)
+    pairs = [
+        (activations(problem, text, **plan), recompute_s(problem, text, **plan))
+        for text in (f"full:{layers}", f"full:{layers + 1}")
+    ]
+    assert np.all(np.array(pairs[1][0]) <= np.array(pairs[0][0]))
+    assert pairs[1][1] >= pairs[0][1]
+
+
+# -- words and rules --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["none", "selective", "full", "full:3", "moe_act", "layernorm+moe_act"])
+def test_a_batch_holds_what_is_recomputed(text: str) -> None:
+    plan = plan_of(text)
+    assert PlanBatch.of([plan], 8).plan(0) == plan
+
+
+@pytest.mark.parametrize("text", ["", "some", "full:", "full:0", "full:-1", "full:x", "moe+moe", "mlp,moe", "none:1"])
+def test_what_is_no_recomputation_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(InputError, match="write none, selective, full") as caught:
+        parse_recompute(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"recompute": "none", "recompute_num_layers": 2}, "recompute_num_layers needs recompute = 'full'"),
+        ({"recompute": "full", "recompute_num_layers": 0}, "recompute_num_layers"),
+        ({"recompute": "full", "recompute_modules": ("mlp",)}, "recompute_modules need recompute = 'selective'"),
+        ({"recompute": "selective", "recompute_modules": ()}, "at least one part"),
+        ({"recompute": "selective", "recompute_modules": ("mlp", "mlp")}, "each once"),
+    ],
+)
+def test_fields_that_contradict_one_another_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        ParallelPlan(global_batch=8, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "missing"),
+    [(DENSE, {"layernorm", "mla_up_proj", "moe", "moe_act", "shared_experts"}), (LATENT, set())],
+    ids=["dense", "latent"],
+)
+def test_parts_that_a_model_lacks_are_refused(model: ModelSpec, missing: set[str]) -> None:
+    setting = Setting(model=model, training=TrainingSpec(seq_len=TOKENS), num_devices=8)
+    for module in RECOMPUTE_MODULES:
+        faults = broken(megatron_lm.RULES, setting, plan_of(module, dp_shard=8))
+        assert bool(faults) is (module in missing)
+        assert all(f"has no {module} to recompute" in fault for fault in faults)
+
+
+def test_parts_by_name_are_known_of_megatron_alone() -> None:
+    setting = Setting(model=LATENT, training=TrainingSpec(seq_len=TOKENS), num_devices=8)
+    assert not broken(universal.RULES_ALONE, setting, plan_of("selective", dp_shard=8))
+    (fault,) = broken(universal.RULES_ALONE, setting, plan_of("moe_act", dp_shard=8))
+    assert "known of Megatron-LM only" in fault
