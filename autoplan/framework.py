@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from autoplan.errors import InputError
@@ -83,6 +83,7 @@ class Framework:
     # -- where the run tables name it ---------------------------------------------------------------------------
     aliases: tuple[str, ...] = ()  # beginnings of the names used in tables of measured runs, with "@year" if it matters
     sources: tuple[str, ...] = ()
+    fitted: tuple[str, ...] = ()  # traits whose values were fitted to measured runs; all others have a source
 
     def __post_init__(self) -> None:
         check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
@@ -119,5 +120,7 @@ class Framework:
         for name in ("tp_overlap_share", "fsdp_unhidden_share", "selective_recompute_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
+        if strange := set(self.fitted) - {field.name for field in fields(self)}:
+            raise InputError(f"fitted names no trait of a framework: {', '.join(sorted(strange))}")
         if not 1 <= self.reserved_factor <= 10:
             raise InputError(f"reserved_factor must lie in [1, 10], got {self.reserved_factor:g}")

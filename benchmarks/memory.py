@@ -1,91 +1,336 @@
-"""How true is the memory model on measured runs?  Errors and out-of-memory verdicts by source, worst rows, ablation.
+"""How true is the memory model on measured runs?
 
-usage: python benchmarks/memory.py [--runs RUNS.csv] [--worst N]
+Prints, by source: errors of the peak and verdicts, as the presets ship and with every model left out in turn while the
+fitted traits of the framework are fitted again to the other models' runs; the probability of running out of memory
+against how often it happened; what each term contributes; and the worst runs with their terms.
 
-Nothing is fitted here: the presets are judged as they ship.
+usage: python benchmarks/memory.py [--runs RUNS.csv] [--worst N] [--as-shipped]
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.cost.estimate import estimate
-from autoplan.cost.memory import MEMORY_TERMS
+from autoplan.cost.memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
+from autoplan.framework import Framework
 from autoplan.plan import PlanBatch
+from autoplan.problem import Problem
 from autoplan.read.runs import Run, read_runs
-from autoplan.result import VERDICTS, CostEstimate
+from autoplan.result import OOM_ABOVE, RISKY_ABOVE
 from autoplan.units import GIB
 
+Floats = NDArray[np.float64]
+
 RUNS = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured_runs.csv"
-OOM = VERDICTS.index("oom")
+# Traits that only the time of a step depends on are left alone.
+MEMORY_TRAITS = (
+    "bytes_per_weight",
+    "bytes_per_grad",
+    "bytes_per_optimizer_state",
+    "bytes_per_logit",
+    "bytes_per_head_hidden",
+    "bytes_per_boundary_hidden",
+    "fixed_bytes",
+    "communicator_bytes",
+    "reserved_factor",
+    "selective_recompute_share",
+)
+ROWS_PER_TRAIT = 15  # at least, of a framework on one generation of devices
+STEPS = (2.0, 1.4, 1.15, 1.05, 1.02)  # factors by which a trait is moved while it is fitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run that ended, well or out of memory, with what was measured."""
+
+    run: Run
+    source: str
+    is_oom: bool
+    peak_gib: float | None
+
+    @property
+    def problem(self) -> Problem:
+        """The problem of the run, which was priced."""
+        assert self.run.problem is not None
+        return self.run.problem
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Who shares fitted traits: a framework on one generation of devices."""
+        return self.problem.framework.name, self.problem.cluster.device.generation
 
 
 def main() -> int:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
     parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--worst", type=int, default=3, help="rows with the largest errors to show of every source")
+    parser.add_argument("--worst", type=int, default=10, help="runs with the largest errors to show of every source")
+    parser.add_argument(
+        "--as-shipped", action="store_true", help="leave the fits with a model left out, which take long"
+    )
     options = parser.parse_args()
     if not options.runs.is_file():
         print(f"{options.runs} is not there: name a table with --runs", file=sys.stderr)
         return 1
-    with options.runs.open(newline="", encoding="utf-8") as stream:
-        answers = {row["id"]: row for row in csv.DictReader(stream)}
-    by_source: dict[str, list[tuple[Run, CostEstimate, dict[str, str]]]] = defaultdict(list)
-    for run in read_runs(options.runs):
-        if run.problem and run.plan:
-            cost = estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
-            by_source[re.sub(r"-\d+$", "", run.id)].append((run, cost, answers[run.id]))
-    for source, entries in sorted(by_source.items()):
-        show_source(source, entries, options.worst)
+    cases = read_cases(options.runs)
+    shipped = predicted(cases, {})
+    held_out = None if options.as_shipped else leave_models_out(cases)
+    show_table(cases, shipped, held_out)
+    show_probabilities(cases, shipped)
+    show_spreads(cases, shipped if held_out is None else held_out)
+    for source in sorted({case.source for case in cases}):
+        show_source(source, [case for case in cases if case.source == source], options.worst)
     return 0
 
 
-def show_source(source: str, entries: list[tuple[Run, CostEstimate, dict[str, str]]], worst: int) -> None:
-    """Errors of the peak, of the peak without each term, verdicts, and the worst rows of one source."""
-    measured = [(run, cost, float(row["peak_memory_gib"])) for run, cost, row in entries if finished(row)]
-    judged = [(int(cost.verdict[0]) == OOM, row["status"] == "oom") for _, cost, row in entries]
-    hits = sum(said and true for said, true in judged)
-    wrong = sum(said != true for (said, true), (_, _, row) in zip(judged, entries, strict=True) if row["status"] != "?")
-    failed = sum(true for _, true in judged)
-    if not measured and not failed:
-        return
-    print(f"\n{source}")
-    if failed:
-        print(f"  out of memory: {failed} runs, {hits} found, F1 {2 * hits / (2 * hits + wrong):.3f}")
+def read_cases(path: Path) -> list[Case]:
+    """The runs of a table whose memory can be judged."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        answers = {row["id"]: row for row in csv.DictReader(stream)}
+    cases = []
+    for run in read_runs(path):
+        row = answers[run.id]
+        if run.problem and run.plan and row["status"] in ("ok", "oom"):
+            measured = float(row["peak_memory_gib"]) if row["status"] == "ok" and row["peak_memory_gib"] else None
+            source = re.sub(r"-\d+$", "", run.id)
+            cases.append(Case(run=run, source=source, is_oom=row["status"] == "oom", peak_gib=measured))
+    knows_oom = {case.source for case in cases if case.is_oom}
+    return [case for case in cases if case.peak_gib is not None or case.source in knows_oom]
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the model says of cases: one element a case."""
+
+    logged_gib: Floats
+    oom_z: Floats  # distance to the capacity in standard deviations
+
+    def take(self, which: Sequence[int]) -> Predicted:
+        """Of some of the cases."""
+        return Predicted(logged_gib=self.logged_gib[list(which)], oom_z=self.oom_z[list(which)])
+
+
+class Pricer:
+    """Prices the memory of cases again and again, with other traits: those of one problem together."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self.size = len(cases)
+        groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for at, case in enumerate(cases):
+            problem = case.problem
+            # Memory does not depend on the size of the cluster.
+            groups[(problem.model, problem.training, problem.framework, problem.cluster.device.name)].append(at)
+        self.groups = []
+        for indices in groups.values():
+            problem = cases[indices[0]].problem
+            plans = [plan for at in indices if (plan := cases[at].run.plan) is not None]
+            self.groups.append((np.array(indices), problem, PlanBatch.of(plans, problem.model.num_layers)))
+
+    def __call__(self, traits: dict[str, float]) -> Predicted:
+        """Predictions with these traits in place of the framework's own."""
+        logged, z = np.empty(self.size), np.empty(self.size)
+        for indices, problem, batch in self.groups:
+            framework = replace(problem.framework, **traits) if traits else problem.framework  # type: ignore[arg-type]
+            peak, reserved = peaks(replace(problem, framework=framework), batch)
+            logged[indices] = peak / GIB
+            z[indices] = np.log(reserved / problem.capacity_bytes) / problem.calibration.memory_spread
+        return Predicted(logged_gib=logged, oom_z=z)
+
+
+def predicted(cases: Sequence[Case], traits: dict[str, float]) -> Predicted:
+    """What the model says of `cases`."""
+    return Pricer(cases)(traits)
+
+
+# -- fits with a model left out ---------------------------------------------------------------------------------------
+
+
+def leave_models_out(cases: Sequence[Case]) -> Predicted:
+    """Every case by traits that were fitted without the runs of its model."""
+    logged, z = np.empty(len(cases)), np.empty(len(cases))
+    by_key: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for at, case in enumerate(cases):
+        by_key[case.key].append(at)
+    for key, indices in by_key.items():
+        framework = cases[indices[0]].problem.framework
+        traits = [name for name in framework.fitted if name in MEMORY_TRAITS]
+        if len(indices) < ROWS_PER_TRAIT * len(traits):
+            print(f"{' on '.join(key)}: {len(traits)} fitted traits on {len(indices)} runs, too many", file=sys.stderr)
+        for model in sorted({cases[at].problem.model.name for at in indices}):
+            test = [at for at in indices if cases[at].problem.model.name == model]
+            train = [at for at in indices if cases[at].problem.model.name != model]
+            if not train:  # a single model: its cells of size and sequence instead
+                for some in _folds(cases, test):
+                    rest = [at for at in test if at not in set(some)]
+                    _fill(cases, some, rest, framework, traits, (logged, z))
+            else:
+                _fill(cases, test, train, framework, traits, (logged, z))
+    return Predicted(logged_gib=logged, oom_z=z)
+
+
+def _folds(cases: Sequence[Case], indices: Sequence[int]) -> list[list[int]]:
+    cells: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for at in indices:
+        problem = cases[at].problem
+        cells[(problem.cluster.num_devices, problem.training.seq_len)].append(at)
+    return list(cells.values())
+
+
+def _fill(
+    cases: Sequence[Case],
+    test: Sequence[int],
+    train: Sequence[int],
+    framework: Framework,
+    names: Sequence[str],
+    into: tuple[Floats, Floats],
+) -> None:
+    traits = fitted([cases[at] for at in train], framework, names) if names and train else {}
+    said = predicted([cases[at] for at in test], traits)
+    into[0][list(test)], into[1][list(test)] = said.logged_gib, said.oom_z
+
+
+def fitted(cases: Sequence[Case], framework: Framework, names: Sequence[str]) -> dict[str, float]:
+    """The traits under which `cases` are likeliest: one after another is moved by ever smaller factors."""
+    pricer = Pricer(cases)
+    traits = {name: getattr(framework, name) for name in names}
+    best = surprise(cases, pricer(traits))
+    for step in STEPS:
+        moved = True
+        while moved:
+            moved = False
+            for name in names:
+                for factor in (step, 1 / step):
+                    tried = traits | {name: _moved(name, traits[name], factor)}
+                    if (value := surprise(cases, pricer(tried))) < best * (1 - 1e-6):
+                        traits, best, moved = tried, value, True
+    return traits
+
+
+def _moved(name: str, value: float, factor: float) -> float:
+    # What the allocator reserves beyond what it hands out is what is fitted of the factor.
+    return 1 + max(value - 1, 1e-3) * factor if name == "reserved_factor" else value * factor
+
+
+def surprise(cases: Sequence[Case], said: Predicted) -> float:
+    """Negative log likelihood: Laplace errors of the peaks, and which runs ran out of memory."""
+    total = 0.0
+    for case, logged, z in zip(cases, said.logged_gib, said.oom_z, strict=True):
+        spread = case.problem.calibration.memory_spread
+        if case.peak_gib is not None:
+            total += abs(math.log(logged / case.peak_gib)) / spread
+        probability = 0.5 * math.erfc(-z / math.sqrt(2))
+        total -= math.log(max(probability if case.is_oom else 1 - probability, 1e-6))
+    return total
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def show_table(cases: Sequence[Case], shipped: Predicted, held_out: Predicted | None) -> None:
+    """Errors and verdicts by source."""
+    print("                        as shipped                             every model left out in turn")
+    print("source        runs   median    p90    bias     oom   F1      median    p90    bias   F1")
+    for source in sorted({case.source for case in cases}):
+        which = [at for at, case in enumerate(cases) if case.source == source]
+        some = [cases[at] for at in which]
+        oom = sum(case.is_oom for case in some)
+        line = f"{source:12}{len(some):6d}  {_errors(some, shipped.take(which))}"
+        line += f"{oom:8d}  {_f1(some, shipped.take(which))}"
+        if held_out is not None:
+            line += f"    {_errors(some, held_out.take(which))}  {_f1(some, held_out.take(which))}"
+        print(line)
+
+
+def _errors(cases: Sequence[Case], said: Predicted) -> str:
+    errors = errors_of(cases, said)
+    if not len(errors):
+        return f"{'-':>7}{'-':>8}{'-':>8}"
+    median, tail, bias = np.median(np.abs(errors)), np.quantile(np.abs(errors), 0.9), np.median(errors)
+    return f"{100 * median:7.2f}{100 * tail:8.1f}{100 * bias:+8.1f}"
+
+
+def errors_of(cases: Sequence[Case], said: Predicted) -> Floats:
+    """Predicted over measured peak, less one, of the cases with a measured peak."""
+    pairs = zip(cases, said.logged_gib, strict=True)
+    return np.array([logged / case.peak_gib - 1 for case, logged in pairs if case.peak_gib is not None])
+
+
+def _f1(cases: Sequence[Case], said: Predicted) -> str:
+    true = np.array([case.is_oom for case in cases])
+    if not true.any():
+        return f"{'-':>5}"
+    hits = (true & (said.oom_z > 0)).sum()
+    return f"{2 * hits / (2 * hits + (true != (said.oom_z > 0)).sum()):5.3f}"
+
+
+def show_probabilities(cases: Sequence[Case], said: Predicted) -> None:
+    """How often runs ran out of memory, by the probability that was given."""
+    probability = np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in said.oom_z])
+    true = np.array([case.is_oom for case in cases])
+    print("\nprobability of running out of memory    runs   mean said   happened")
+    bounds = (0.0, 0.001, RISKY_ABOVE, 0.2, OOM_ABOVE, 0.8, 0.999, 1.0)
+    for low, high in pairwise(bounds):
+        which = (probability >= low) & ((probability < high) | (high == 1.0))
+        if which.any():
+            print(
+                f"{100 * low:14.1f} % to {100 * high:5.1f} %        {which.sum():7d}"
+                f"{100 * probability[which].mean():10.1f} %{100 * true[which].mean():9.1f} %"
+            )
+
+
+def show_spreads(cases: Sequence[Case], said: Predicted) -> None:
+    """The spread of log memory that a calibration should state: nine tenths of the errors within 1.645 of it."""
+    print("\nspread of log(measured / predicted) by framework and generation, nine tenths within 1.645 of it")
+    for key in sorted({case.key for case in cases}):
+        which = [at for at, case in enumerate(cases) if case.key == key and case.peak_gib is not None]
+        if which:
+            errors = np.abs(np.log(1 + errors_of([cases[at] for at in which], said.take(which))))
+            stated = cases[which[0]].problem.calibration.memory_spread
+            name = " on ".join(key)
+            print(f"  {name:36}{len(which):5d} runs {np.quantile(errors, 0.9) / 1.645:6.3f}, stated {stated:.3f}")
+
+
+def show_source(source: str, cases: Sequence[Case], worst: int) -> None:
+    """What the errors are without each term, and the worst runs of one source with their terms."""
+    measured = [case for case in cases if case.peak_gib is not None]
     if not measured:
         return
-    errors = [float(cost.logged_memory_bytes[0]) / GIB / peak - 1 for _, cost, peak in measured]
-    print(f"  peak of {len(errors)} runs: median error {100 * np.median(np.abs(errors)):.2f} %, ", end="")
-    print(
-        f"90th percentile {100 * np.quantile(np.abs(errors), 0.9):.1f} %, median bias {100 * np.median(errors):+.1f} %"
-    )
-    on_device = measured[0][0].problem is not None and measured[0][0].problem.framework.logs_memory == "device"
+    costs = []
+    for case in measured:
+        assert case.run.plan is not None
+        costs.append(estimate(case.problem, PlanBatch.of([case.run.plan], case.problem.model.num_layers)))
+    logged = np.array([float(cost.logged_memory_bytes[0]) for cost in costs])
+    peak = np.array([(case.peak_gib or 0.0) * GIB for case in measured])
+    print(f"\n{source}: median error without each term")
+    kind = measured[0].problem.framework.logs_memory
     for name in MEMORY_TERMS:
-        if name == "fixed" and not on_device:
-            continue  # not a part of what this framework logs
-        without = [
-            (float(cost.logged_memory_bytes[0]) - float(cost.memory_terms_bytes[name][0])) / GIB / peak - 1
-            for _, cost, peak in measured
-        ]
-        print(f"    without {name:12} {100 * np.median(np.abs(without)):6.2f} %")
+        if name in ALLOCATED_TERMS or kind == "device" or (kind == "reserved" and name == "fragmentation"):
+            term = np.array([float(cost.memory_terms_bytes[name][0]) for cost in costs])
+            if term.any():
+                print(f"  {name:14}{100 * np.median(np.abs((logged - term) / peak - 1)):7.2f} %")
+    errors = logged / peak - 1
     for at in np.argsort(-np.abs(errors))[:worst]:
-        run, cost, peak = measured[at]
-        terms = ", ".join(f"{name} {float(value[0]) / GIB:.1f}" for name, value in cost.memory_terms_bytes.items())
-        plan = run.plan.describe() if run.plan else ""
-        print(f"  {run.id}: {peak:.1f} GiB measured, {100 * errors[at]:+.0f} %: {plan} ({terms})")
-
-
-def finished(row: dict[str, str]) -> bool:
-    """Whether a row holds the measured peak of a run that ended well."""
-    return row["status"] == "ok" and bool(row["peak_memory_gib"])
+        case, terms = measured[at], costs[at].memory_terms_bytes
+        shown = ", ".join(f"{name} {float(v[0]) / GIB:.1f}" for name, v in terms.items() if v[0] > 0.05 * GIB)
+        what = case.run.plan.describe() if case.run.plan else ""
+        print(f"  {case.run.id}: {case.peak_gib:.1f} GiB measured, {100 * errors[at]:+.0f} %: {what}")
+        print(f"      {case.problem.model.name}, {case.problem.training.seq_len} tokens: {shown}")
 
 
 if __name__ == "__main__":

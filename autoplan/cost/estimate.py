@@ -89,7 +89,7 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         head_forward = head_forward + model.num_mtp_layers * costs[block].total_forward_s
         repeated = costs[block].total_repeat_s * repeats_mtp(batch)
         head_backward = head_backward + model.num_mtp_layers * (costs[block].total_backward_s + repeated)
-    parameters = stage_parameters(problem, batch, costs, blocks)
+    parameters = stage_parameters(problem, batch, blocks)
     embedding, head_traffic = _sharded_ends(problem, batch, parameters.ends)
     forward[:, 0] += embedding[0]
     backward[:, 0] += embedding[1]
@@ -104,7 +104,7 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
         forward_s=forward,
         backward_s=backward,
-        memory=memory_terms(problem, batch, costs, blocks, parameters),
+        memory=memory_terms(problem, batch, blocks, parameters),
     )
 
 

@@ -41,7 +41,7 @@ GATHERED_BYTES = 2.0  # weights travel in 16 bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """Seconds of one block and micro-batch by term, and the parameters that one rank holds of it.
+    """Seconds of one block and micro-batch by term.
 
     `repeat_s` is what running the whole block forward again adds to the terms of its backward pass; less of its
     traffic and launches shows then, so that some are negative.
@@ -50,8 +50,6 @@ class BlockCost:
     forward_s: dict[str, Floats]
     backward_s: dict[str, Floats]
     repeat_s: dict[str, Floats]
-    dense_parameters: Floats
-    expert_parameters: Floats
 
     @property
     def total_forward_s(self) -> Floats:
@@ -124,8 +122,8 @@ def block_costs(problem: Problem, batch: PlanBatch) -> dict[Block, BlockCost]:
     }
 
 
-def _local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
-    """(dense, expert) parameters of a block on one rank."""
+def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
+    """(dense, expert) parameters of a block that one rank holds, in elements."""
     dense = shape.num_norm_parameters + shape.num_other_parameters / batch.tp
     expert = np.zeros(len(batch))
     for linear in shape.linears:
@@ -228,7 +226,7 @@ def _block_cost(
 ) -> BlockCost:
     framework = problem.framework
     kernels = kernel_times(problem, batch, block, shape)
-    dense, expert = _local_parameters(batch, shape)
+    dense, expert = local_parameters(batch, shape)
     zeros = np.zeros(len(batch))
     attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
     tp_forward, tp_backward = _tp_s(problem, batch, topology, places)
@@ -269,9 +267,7 @@ def _block_cost(
         again *= framework.host_factor_moe if block is Block.MOE else 1.0
         _finish(framework, repeated, reductions, host_backward + again)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
-    return BlockCost(
-        forward_s=forward, backward_s=backward, repeat_s=repeat, dense_parameters=dense, expert_parameters=expert
-    )
+    return BlockCost(forward_s=forward, backward_s=backward, repeat_s=repeat)
 
 
 def _launch_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
-from autoplan.cost.layer import GATHERED_BYTES, BlockCost, Groups, groups
-from autoplan.cost.layout import StageBlocks, repeats_mtp
+from autoplan.cost.layer import GATHERED_BYTES, Groups, groups, local_parameters
+from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
 from autoplan.cost.recompute import activation_parts, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.framework import Framework
@@ -50,17 +50,16 @@ class StageParameters:
     ends: Floats  # of the dense ones: embedding and head, which belong to no block
 
 
-def stage_parameters(
-    problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks
-) -> StageParameters:
+def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> StageParameters:
     """Blocks, embedding (first stage), head and final norm (last stage) of one rank."""
     model = problem.model
+    held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
     stages = blocks.num_stages
     dense = np.zeros((len(batch), stages))
     expert = np.zeros((len(batch), stages))
     for block, count in blocks.count.items():
-        dense += count * costs[block].dense_parameters[:, None]
-        expert += count * costs[block].expert_parameters[:, None]
+        dense += count * held[block][0][:, None]
+        expert += count * held[block][1][:, None]
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
     ends = np.zeros((len(batch), stages))
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
@@ -71,8 +70,8 @@ def stage_parameters(
         ends[:, -1] += (table if stages > 1 else 0.0) + model.num_mtp_layers * 3 * norm_parameters(model)
         dense[:, -1] += model.num_mtp_layers * 2 * model.hidden_size**2 / batch.tp
         for block in model.mtp_layer:
-            dense[:, -1] += model.num_mtp_layers * costs[block].dense_parameters
-            expert[:, -1] += model.num_mtp_layers * costs[block].expert_parameters
+            dense[:, -1] += model.num_mtp_layers * held[block][0]
+            expert[:, -1] += model.num_mtp_layers * held[block][1]
     return StageParameters(dense=dense + ends, expert=expert, ends=ends)
 
 
@@ -104,9 +103,7 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return (1 + problem.model.num_mtp_layers) * (logits + states + framework.bytes_per_head_hidden * tokens * hidden)
 
 
-def _gathered_bytes(
-    problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], parameters: StageParameters, places: Groups
-) -> Floats:
+def _gathered_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups) -> Floats:
     """Gathered weights and whole gradients that zero3 holds at its peak: shape (plans, stages).
 
     Embedding and head for the whole of both passes and some layers at a time, or in a pipeline, where the framework
@@ -118,10 +115,10 @@ def _gathered_bytes(
     def spread(dense: Floats, expert: Floats) -> Floats:
         return dense * dense_spread + expert * expert_spread
 
+    shapes = block_shapes(problem.model)
     unit = np.zeros(len(batch))
     for layer in set(layers):
-        held = (spread(costs[block].dense_parameters, costs[block].expert_parameters) for block in layer)
-        unit = np.maximum(unit, add_up(held))
+        unit = np.maximum(unit, add_up(spread(*local_parameters(batch, shapes[block])) for block in layer))
     in_turn = unit * (framework.fsdp_prefetch_units * GATHERED_BYTES + framework.bytes_per_reduced_grad)
     root = (parameters.ends.T * dense_spread).T * (GATHERED_BYTES + framework.bytes_per_reduced_grad)
     stage = spread(parameters.dense.T, parameters.expert.T).T * (GATHERED_BYTES + framework.bytes_per_reduced_grad)
@@ -205,11 +202,7 @@ def _states(
 
 
 def memory_terms(
-    problem: Problem,
-    batch: PlanBatch,
-    costs: dict[Block, BlockCost],
-    blocks: StageBlocks,
-    parameters: StageParameters,
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters
 ) -> dict[str, Floats]:
     """Peak bytes of every stage by term of `MEMORY_TERMS`; their sum is what the device has to hold."""
     model, framework = problem.model, problem.framework
@@ -237,7 +230,7 @@ def memory_terms(
         "logits": logits,
         "transients": transients if framework.keeps_logits else np.maximum(transients - logits, 0.0),
         "wgrad_buffers": _dummy_wgrad_bytes(problem, batch, stages),
-        "gathered": _gathered_bytes(problem, batch, costs, parameters, places),
+        "gathered": _gathered_bytes(problem, batch, parameters, places),
     }
     communicators = np.zeros(len(batch))
     for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
@@ -267,6 +260,19 @@ def logged_bytes(framework: Framework, terms: dict[str, Floats]) -> Floats:
     else:
         per_stage = allocated_bytes(terms)
     return per_stage[:, 0] if framework.logs_first_rank else per_stage.max(axis=1)
+
+
+def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(peak that the framework's log shows, most that a rank has to hold) in bytes, without pricing time: (plans)."""
+    logged, reserved = np.zeros(len(batch)), np.zeros(len(batch))
+    for stages in np.unique(batch.pp):
+        where = np.flatnonzero(batch.pp == stages)
+        part = batch.take(where)
+        blocks = stage_blocks(problem.model, part, int(stages))
+        terms = memory_terms(problem, part, blocks, stage_parameters(problem, part, blocks))
+        logged[where] = logged_bytes(problem.framework, terms)
+        reserved[where] = reserved_bytes(terms).max(axis=1)
+    return logged, reserved
 
 
 def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
