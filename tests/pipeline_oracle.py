@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from unittest import mock
+
+import pytest
+
+from autoplan.plan import Schedule
 
 # An operation is (kind, micro-batch, chunk in model order); kind is "F", "B", or "I" and "W" for a split backward.
 # A rank runs a list of actions, each of them one operation or, joined, several.
@@ -48,6 +53,48 @@ def interleaved(p: int, v: int, m: int, group: int | None = None) -> list[list[A
 def gpipe(p: int, m: int) -> list[list[Action]]:
     """All forwards, then all backwards."""
     return [alone([(kind, i, rank) for kind in "FB" for i in range(m)]) for rank in range(p)]
+
+
+# (torch's class, our name, chunks of a rank)
+TORCH: list[tuple[str, Schedule, int]] = [
+    ("ScheduleInterleaved1F1B", "interleaved", 2),
+    ("ScheduleInterleaved1F1B", "interleaved", 3),
+    ("ScheduleInterleavedZeroBubble", "zb-h1", 1),
+    ("ScheduleInterleavedZeroBubble", "zb-h1", 3),
+    ("ScheduleZBVZeroBubble", "zb-v", 2),
+    ("ScheduleDualPipeV", "dualpipe-v", 2),
+]
+
+
+def cases(stages: tuple[int, ...], microbatches: tuple[int, ...]) -> list[tuple[Schedule, int, int, int]]:
+    """Every combination that has an order."""
+    found: list[tuple[Schedule, int, int, int]] = []
+    for p, m in itertools.product(stages, microbatches):
+        found += [(schedule, p, 1, m) for schedule in ("gpipe", "1f1b", "zb-h1")]
+        found += [(schedule, p, v, m) for schedule in ("interleaved", "zb-h1") for v in (2, 3)]
+        found += [(schedule, p, 2, m) for schedule in ("zb-v", "dualpipe-v") if schedule == "zb-v" or m >= 2 * p]
+    return found
+
+
+def torch_actions(name: str, p: int, v: int, m: int) -> list[list[Action]] | None:
+    """The order that torch.distributed.pipelining generates, None where it refuses the number of micro-batches."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    stage = mock.MagicMock()
+    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, p, p * v, None
+    try:
+        order = getattr(schedules, name)([stage] * v, m).pipeline_order
+    except ValueError:
+        return None
+    return [
+        [
+            tuple(
+                (a.computation_type.value, a.microbatch_index, a.stage_index) for a in action.sub_actions or (action,)
+            )
+            for action in order[rank]
+            if action is not None
+        ]
+        for rank in range(p)
+    ]
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
@@ -107,7 +154,9 @@ def rendezvous(ranks: Sequence[Sequence[float | Call]], send_s: float) -> float:
             if isinstance(here, float):
                 clocks[rank] += here
             else:
-                arrived |= {(rank, message): clocks[rank] for message in here}
+                mine = {(rank, message): clocks[rank] for message in here}
+                progress |= not arrived.keys() >= mine.keys()
+                arrived |= mine
                 ends = [(end, message) for message in here for end in message[:2]]
                 if not arrived.keys() >= set(ends):
                     continue

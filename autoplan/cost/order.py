@@ -226,7 +226,7 @@ def rank_orders(
 # -- live activations -------------------------------------------------------------------------------------------------
 
 # Micro-batch groups after which the steady state has passed through all that it can keep alive.
-_SATURATING_GROUPS = 4
+_SATURATING_GROUPS = 3
 
 
 def _saturated(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> tuple[int, int]:
@@ -251,7 +251,7 @@ def _undominated(vectors: Ints) -> Ints:
 
 
 def _alive(operations: Sequence[Operation], chunks: Ints, last: Kind) -> Ints:
-    """Micro-batches alive in each of the rank's chunks after every operation: shape (operations, chunks)."""
+    """Micro-batches alive in each of the rank's chunks whenever the next one is released: shape (times, chunks)."""
     released = ("B", last)
     change = np.zeros((len(operations), len(chunks)), dtype=np.int64)
     places = {chunk: place for place, chunk in enumerate(chunks.tolist())}
@@ -260,7 +260,7 @@ def _alive(operations: Sequence[Operation], chunks: Ints, last: Kind) -> Ints:
             change[at, places[operation.chunk]] = 1
         elif operation.kind in released:
             change[at, places[operation.chunk]] = -1
-    return np.cumsum(change, axis=0)
+    return np.cumsum(change, axis=0)[:-1][change[1:].min(axis=1) < 0]
 
 
 @lru_cache(maxsize=4096)
@@ -294,6 +294,6 @@ def live_chunks(
     """
     check_schedule(schedule, stages, chunks, num_microbatches)
     if schedule == "gpipe":  # all of them, without counting that many
-        return np.full((stages, 1, 1), num_microbatches, dtype=np.int64)
+        return np.broadcast_to(np.int64(num_microbatches), (stages, 1, 1))
     fewer, group = _saturated(schedule, stages, chunks, num_microbatches)
     return _live_chunks(schedule, stages, chunks, fewer, group, "W" if until == "weight" else "I")

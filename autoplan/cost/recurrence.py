@@ -15,14 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost.order import (
-    Operation,
-    check_schedule,
-    chunks_of_ranks,
-    microbatch_group,
-    rank_orders,
-    warmup_forwards,
-)
+from autoplan.cost.messages import Step, blocking_steps, overlapped_steps
+from autoplan.cost.order import check_schedule, chunks_of_ranks
 from autoplan.errors import InputError
 from autoplan.plan import Schedule
 
@@ -31,10 +25,6 @@ Ints = NDArray[np.int64]
 
 MAX_OPERATIONS = 2**19  # a larger order would compile for seconds
 BLOCK_VALUES = 2**18  # ends of operations that are held at once, 2 MiB: more leaves the caches, fewer run short rows
-
-# Rows of the table of times, each of them for all chunks: forward, backward, its halves, and a joined forward and
-# backward (named by the chunk of the forward).  After them comes one row, the time of a message.
-_ROWS = {"F": 0, "B": 1, "I": 2, "W": 3, "joined": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,156 +61,6 @@ class PipelineTimes:
         return self.makespan_s - self.send_free_s
 
 
-# -- from operations to steps -----------------------------------------------------------------------------------------
-
-
-class _Step(NamedTuple):
-    """What occupies a rank for the time in `row`, from when all that it `needs` has been given.
-
-    Where messages overlap, what is given is the message; where they block, that one end of it is ready.
-    """
-
-    row: int
-    needs: tuple[int, ...]
-    gives: tuple[int, ...]
-
-
-class _Messages:
-    """Which messages the operations of one (schedule, p, v, m) receive and send, as numbers."""
-
-    def __init__(self, schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> None:
-        self._num_chunks = stages * chunks
-        self._num_microbatches = num_microbatches
-        self.count = 2 * self._num_chunks * num_microbatches
-        rank_of = np.empty(self._num_chunks, dtype=np.int64)
-        for rank, held in enumerate(chunks_of_ranks(schedule, stages, chunks)):
-            rank_of[held] = rank
-        # Whether something is sent between a chunk and the one before: not where both are on one rank.
-        self._crosses = [False, *(rank_of[1:] != rank_of[:-1]).tolist(), False]
-
-    def received(self, operation: Operation) -> tuple[int, ...]:
-        """What the operation needs from another rank: a message or nothing."""
-        kind, chunk, microbatch, _ = operation
-        if kind == "F":
-            return (chunk * self._num_microbatches + microbatch,) if self._crosses[chunk] else ()
-        if kind == "W" or not self._crosses[chunk + 1]:
-            return ()
-        return ((self._num_chunks + chunk) * self._num_microbatches + microbatch,)
-
-    def sent(self, operation: Operation) -> tuple[int, ...]:
-        """What the operation sends to another rank: what the chunk after it, or in a backward before it, receives."""
-        kind, chunk, microbatch, _ = operation
-        if kind == "F":
-            return ((chunk + 1) * self._num_microbatches + microbatch,) if self._crosses[chunk + 1] else ()
-        if kind == "W" or not self._crosses[chunk]:
-            return ()
-        return ((self._num_chunks + chunk - 1) * self._num_microbatches + microbatch,)
-
-
-def _row(operation: Operation, num_chunks: int) -> int:
-    return _ROWS["joined" if operation.joined else operation.kind] * num_chunks + operation.chunk
-
-
-def _overlapped_steps(messages: _Messages, operations: Sequence[Operation], num_chunks: int) -> list[_Step]:
-    """Every operation sends when it is over and its rank goes on; the one that needs the message waits for it."""
-    steps = []
-    run = iter(operations)
-    for operation in run:
-        needs, gives = messages.received(operation), messages.sent(operation)
-        if operation.joined:
-            other = next(run)
-            needs, gives = needs + messages.received(other), gives + messages.sent(other)
-        steps.append(_Step(_row(operation, num_chunks), needs, gives))
-    return steps
-
-
-# -- calls that block -------------------------------------------------------------------------------------------------
-
-
-class _Call(NamedTuple):
-    """Messages sent and received in one call, in which the rank stays until all of them are through."""
-
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-
-
-def _plain_calls(messages: _Messages, operations: Sequence[Operation], warmup: int) -> list[Operation | _Call]:
-    """Operations and calls of a rank of Megatron-LM's 1F1B (schedules.py, ..._without_interleaving).
-
-    Warming up and cooling down it receives, computes, sends; in between it sends one way and receives what comes from
-    there in the same call (send_forward_recv_backward, send_backward_recv_forward).
-    """
-    calls: list[Operation | _Call] = []
-    for at, operation in enumerate(operations):
-        sends = messages.sent(operations[at - 1]) if at else ()
-        receives = messages.received(operation)
-        together = warmup < at < len(operations) - warmup
-        calls += [_Call(sends, receives)] if together else [_Call(sends, ()), _Call((), receives)]
-        calls.append(operation)
-    return [*calls, _Call(messages.sent(operations[-1]), ())]
-
-
-def _comes_next(messages: _Messages, orders: Sequence[Sequence[Operation]], rank: int, at: int) -> tuple[int, ...]:
-    """What a rank of the ring receives in the call after its pass number `at`; `orders` of one kind of pass alone.
-
-    What its next pass needs; but the rank that leads (the first in the forward pass, the last in the backward pass)
-    receives what comes round the ring when that is made, p - 1 turns behind.
-    """
-    leads = 0 if orders[0][0].kind == "F" else len(orders) - 1
-    if rank != leads:
-        return messages.received(orders[rank][at + 1]) if at + 1 < len(orders[rank]) else ()
-    made = at - (len(orders) - 1)
-    return messages.sent(orders[len(orders) - 1 - leads][made]) if made >= 0 else ()
-
-
-def _ring_calls(
-    messages: _Messages, orders: Sequence[Sequence[Operation]], rank: int, warmup: int
-) -> list[Operation | _Call]:
-    """Operations and calls of a rank of Megatron-LM's interleaved schedule without overlap (schedules.py).
-
-    One call after each forward, each pair of forward and backward, and each backward sends both ways round the ring
-    and receives what the next turn needs (send_forward_backward_recv_forward_backward).
-    """
-    forwards, backwards = ([[o for o in order if o.kind == kind] for order in orders] for kind in "FB")
-    count = len(forwards[rank])
-    first = messages.received(backwards[rank][0])
-    calls: list[Operation | _Call] = [_Call((), messages.received(forwards[rank][0]))]
-    for turn in range(count + warmup):
-        sends: tuple[int, ...] = ()
-        receives: tuple[int, ...] = ()
-        for passes, number in ((forwards, turn), (backwards, turn - warmup)):
-            if 0 <= number < count:
-                calls.append(passes[rank][number])
-                sends += messages.sent(passes[rank][number])
-                receives += _comes_next(messages, passes, rank, number)
-        if turn == warmup - 1 and warmup < count:
-            receives += first
-        calls.append(_Call(sends, receives))
-        if turn == warmup - 1 and warmup == count:
-            calls.append(_Call((), first))
-    return calls
-
-
-def _posts(call: Operation | _Call | None) -> tuple[int, ...]:
-    """What the other ends of its messages wait for: that this end has come to the call."""
-    if not isinstance(call, _Call):
-        return ()
-    return (*(2 * message for message in call.sends), *(2 * message + 1 for message in call.receives))
-
-
-def _blocking_steps(calls: Sequence[Operation | _Call], num_chunks: int) -> tuple[tuple[int, ...], list[_Step]]:
-    """(what is given before the first step, steps): a call needs that the other end of each message is there too."""
-    kept = [call for call in calls if not isinstance(call, _Call) or call.sends or call.receives]
-    steps = []
-    for call, after in itertools.zip_longest(kept, kept[1:]):
-        if isinstance(call, _Call):
-            needs = tuple(post ^ 1 for post in _posts(call))
-            steps.append(_Step(len(_ROWS) * num_chunks, needs, _posts(after)))
-        else:
-            steps.append(_Step(_row(call, num_chunks), (), _posts(after)))
-    return _posts(kept[0]), steps
-
-
 # -- from steps to levels ---------------------------------------------------------------------------------------------
 
 _START, _NEVER = 0, 1  # the first two of the ends: when the step begins, and before everything
@@ -247,7 +87,7 @@ class _Program:
     delays: bool  # what comes from another rank arrives a message's time after it was given
 
 
-def _sorted(ranks: Sequence[Sequence[_Step]], given: list[int]) -> tuple[list[list[tuple[int, list[int], int]]], Ints]:
+def _sorted(ranks: Sequence[Sequence[Step]], given: list[int]) -> tuple[list[list[tuple[int, list[int], int]]], Ints]:
     """((previous end, needed ends, row) of the steps of every level, last end of every rank).
 
     A step is in the level after those of all that it waits for.  `given` says which end gives what, `_NEVER` for what
@@ -281,7 +121,7 @@ def _sorted(ranks: Sequence[Sequence[_Step]], given: list[int]) -> tuple[list[li
     return levels, np.array(last)
 
 
-def _program(ranks: Sequence[Sequence[_Step]], given: list[int], *, delays: bool) -> _Program:
+def _program(ranks: Sequence[Sequence[Step]], given: list[int], *, delays: bool) -> _Program:
     levels, last = _sorted(ranks, given)
     steps = [step for level in levels for step in level]
     previous = np.array([before for before, _, _ in steps])
@@ -324,23 +164,13 @@ def _check(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, 
 @lru_cache(maxsize=256)
 def _compiled(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, *, blocking: bool) -> _Program:
     _check(schedule, stages, chunks, num_microbatches, blocking=blocking)
-    messages = _Messages(schedule, stages, chunks, num_microbatches)
-    orders = rank_orders(schedule, stages, chunks, num_microbatches)
-    num_chunks = stages * chunks
-    given = [_NEVER] * (2 * messages.count)
-    ranks = []
-    for rank, order in enumerate(orders):
-        if blocking:
-            group = microbatch_group(stages, num_microbatches)
-            warmup = warmup_forwards(rank, stages, chunks, num_microbatches, group)
-            plain = chunks == 1
-            calls = _plain_calls(messages, order, warmup) if plain else _ring_calls(messages, orders, rank, warmup)
-            early, steps = _blocking_steps(calls, num_chunks)
-            for gift in early:
-                given[gift] = _START
-        else:
-            steps = _overlapped_steps(messages, order, num_chunks)
-        ranks.append(steps)
+    if blocking:
+        ranks, early, num_gifts = blocking_steps(stages, chunks, num_microbatches)
+    else:
+        ranks, early, num_gifts = overlapped_steps(schedule, stages, chunks, num_microbatches)
+    given = [_NEVER] * num_gifts
+    for gift in early:
+        given[gift] = _START
     return _program(ranks, given, delays=not blocking)
 
 
@@ -416,6 +246,8 @@ def pipeline_times(
     for start in range(0, len(send_s), block):
         at = slice(start, start + block)
         end_s[at] = _ends(program, np.ascontiguousarray(times[:, at]), send_s[at]).T
-        without = np.zeros_like(send_s[at])
-        send_free_s[at] = _ends(program, np.ascontiguousarray(free[:, at]), without).max(axis=0)
+        send_free_s[at] = end_s[at].max(axis=1)
+        if send_s[at].any():
+            without = np.zeros_like(send_s[at])
+            send_free_s[at] = _ends(program, np.ascontiguousarray(free[:, at]), without).max(axis=0)
     return PipelineTimes(end_s=end_s, busy_s=busy_s, send_free_s=send_free_s)
