@@ -129,6 +129,7 @@ def _zb_h1(rank: int, stages: int, chunks: int, num_microbatches: int, group: in
     """1F1B with a split backward in which rank r keeps r weight gradients back to fill its cool-down.
 
     arXiv:2401.10241, figure 2; torch's ScheduleInterleavedZeroBubble, of which a single chunk is the special case.
+    The patch for Megatron-LM (branch zb-h1-quick-start) delays by the same r, but runs whole backwards in between.
     """
     turns = _turns(chunks, num_microbatches, group)
     inputs = [_Pass("I", chunks - 1 - chunk) for chunk in turns]
