@@ -12,123 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.cost.schedule import gpipe_s, in_flight_chunks, one_forward_one_backward_s, send_exposed_s
-
-# An operation is (kind, micro-batch, chunk in model order); kind is "F" or "B".  Chunk i sits on rank i mod p.
-Operation = tuple[str, int, int]
-
-
-# -- the oracle -------------------------------------------------------------------------------------------------------
-
-
-def one_forward_one_backward(p: int, m: int) -> list[list[Operation]]:
-    """Megatron-LM without interleaving: p - r - 1 forwards to warm up, then one forward and one backward in turn."""
-    ranks = []
-    for rank in range(p):
-        warmup = min(p - rank - 1, m)
-        forwards: list[Operation] = [("F", i, rank) for i in range(m)]
-        backwards: list[Operation] = [("B", i, rank) for i in range(m)]
-        steady = itertools.chain.from_iterable(zip(forwards[warmup:], backwards[: m - warmup], strict=True))
-        ranks.append([*forwards[:warmup], *steady, *backwards[m - warmup :]])
-    return ranks
-
-
-def interleaved(p: int, v: int, m: int) -> list[list[Operation]]:
-    """Megatron-LM with v chunks a rank: groups of p micro-batches go through chunk after chunk."""
-    turns = [(i, chunk) for start in range(0, m, p) for chunk in range(v) for i in range(start, min(start + p, m))]
-    ranks = []
-    for rank in range(p):
-        warmup = min(2 * (p - rank - 1) + (v - 1) * p, m * v)
-        forwards: list[Operation] = [("F", i, chunk * p + rank) for i, chunk in turns]
-        backwards: list[Operation] = [("B", i, (v - 1 - chunk) * p + rank) for i, chunk in turns]
-        steady = itertools.chain.from_iterable(zip(forwards[warmup:], backwards[: m * v - warmup], strict=True))
-        ranks.append([*forwards[:warmup], *steady, *backwards[m * v - warmup :]])
-    return ranks
-
-
-def gpipe(p: int, m: int) -> list[list[Operation]]:
-    """All forwards, then all backwards."""
-    return [[(kind, i, rank) for kind in "FB" for i in range(m)] for rank in range(p)]
-
-
-def simulate(
-    ranks: list[list[Operation]], forward_s: Sequence[float], backward_s: Sequence[float], hop_s: float = 0.0
-) -> float:
-    """Makespan: every rank runs its list in order, every operation waits for what it needs (`modelling` E4).
-
-    A forward needs the forward of the chunk before, a backward its own forward and the backward of the chunk behind;
-    what comes from another rank arrives `hop_s` later.  Times are those of the chunks, in model order.
-    """
-    chunks = len(forward_s)
-    hop = hop_s if len(ranks) > 1 else 0.0
-    end: dict[Operation, float] = {}
-    clocks, done = [0.0] * len(ranks), [0] * len(ranks)
-    progress = True
-    while progress:
-        progress = False
-        for rank, operations in enumerate(ranks):
-            for kind, i, chunk in operations[done[rank] :]:
-                needs = {("F", i, chunk): 0.0} if kind == "B" else {}
-                neighbour = chunk - 1 if kind == "F" else chunk + 1
-                if 0 <= neighbour < chunks:
-                    needs[kind, i, neighbour] = hop
-                if not needs.keys() <= end.keys():
-                    break
-                start = max([clocks[rank], *(end[need] + wait for need, wait in needs.items())])
-                clocks[rank] = end[kind, i, chunk] = start + (forward_s if kind == "F" else backward_s)[chunk]
-                done[rank] += 1
-                progress = True
-    assert all(count == len(operations) for count, operations in zip(done, ranks, strict=True)), "deadlock"
-    return max(clocks)
-
-
-def most_alive(operations: list[Operation]) -> int:
-    """Peak count of forwards whose backward has not run yet."""
-    alive = itertools.accumulate(1 if kind == "F" else -1 for kind, _, _ in operations)
-    return max(alive)
-
-
-def simulate_blocking(p: int, m: int, forward_s: float, backward_s: float, send_s: float) -> float:
-    """Makespan of 1F1B in which both ends of a message wait for each other, sends and receives combined as in
-    Megatron-LM's `send_forward_recv_backward` and `send_backward_recv_forward`.
-    """
-    work = {"F": forward_s, "B": backward_s}
-    # Actions of each rank: a float of work, or the boundary (index of its upper rank) of an exchange.
-    actions: list[list[tuple[str, float]]] = []
-    for rank in range(p):
-        above = [("meet", float(rank))] if rank > 0 else []
-        below = [("meet", float(rank + 1))] if rank < p - 1 else []
-        forward, backward = [("work", work["F"])], [("work", work["B"])]
-        warmup = min(p - rank - 1, m)
-        steady = m - warmup
-        todo = (above + forward + below) * warmup
-        todo += above if steady else []
-        for i in range(steady):
-            todo += forward + below + backward + above * (i < steady - 1)
-        todo += above if steady else []
-        todo += (below + backward + above) * warmup
-        actions.append(todo)
-    clocks, at = [0.0] * p, [0] * p
-
-    def waits_at(rank: int) -> tuple[str, float] | None:
-        return actions[rank][at[rank]] if at[rank] < len(actions[rank]) else None
-
-    progress = True
-    while progress:
-        progress = False
-        for rank in range(p):
-            here = waits_at(rank)
-            if here and here[0] == "work":
-                clocks[rank] += here[1]
-                at[rank] += 1
-                progress = True
-            elif here and here[1] == rank and waits_at(rank - 1) == here:
-                clocks[rank] = clocks[rank - 1] = max(clocks[rank], clocks[rank - 1]) + send_s
-                at[rank] += 1
-                at[rank - 1] += 1
-                progress = True
-    assert all(count == len(todo) for count, todo in zip(at, actions, strict=True)), "deadlock"
-    return max(clocks)
-
+from pipeline_oracle import (
+    Action,
+    gpipe,
+    interleaved,
+    most_alive,
+    one_forward_one_backward,
+    simulate,
+    simulate_blocking,
+)
 
 # -- the code under test ----------------------------------------------------------------------------------------------
 
@@ -153,6 +45,17 @@ def alive(p: int, v: int, m: int, *, is_gpipe: bool = False) -> list[int]:
     return live
 
 
+def simulated(
+    ranks: list[list[Action]], forward_s: Sequence[float], backward_s: Sequence[float], hop_s: float = 0.0
+) -> float:
+    return simulate(ranks, {"F": forward_s, "B": backward_s}, hop_s)
+
+
+def blocking(p: int, m: int, send_s: float) -> float:
+    """Makespan of equal stages, the backward twice as long as the forward."""
+    return simulate_blocking(p, m, {"F": [1.0] * p, "B": [2.0] * p}, send_s)
+
+
 def unequal(p: int, seed: int) -> tuple[list[float], list[float]]:
     """Stage times within 30 % of one another, the backward pass about twice as long; every third with a long head."""
     rng = random.Random(seed)
@@ -173,13 +76,13 @@ def unequal(p: int, seed: int) -> tuple[list[float], list[float]]:
 def test_worked_makespans_of_equal_stages(p: int, v: int, m: int, expected: float) -> None:
     assert closed([1.0] * p, [2.0] * p, m, v) == pytest.approx(expected)
     ranks = interleaved(p, v, m) if v > 1 else one_forward_one_backward(p, m)
-    assert simulate(ranks, [1 / v] * (p * v), [2 / v] * (p * v)) == pytest.approx(expected)
+    assert simulated(ranks, [1 / v] * (p * v), [2 / v] * (p * v)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("p", range(1, 9))
 def test_equal_stages_of_1f1b_take_m_plus_p_minus_1_microbatches(p: int) -> None:
     for m in range(1, 20):
-        exact = simulate(one_forward_one_backward(p, m), [1.0] * p, [2.0] * p)
+        exact = simulated(one_forward_one_backward(p, m), [1.0] * p, [2.0] * p)
         assert exact == pytest.approx(3.0 * (m + p - 1))
         assert closed([1.0] * p, [2.0] * p, m) == pytest.approx(exact)
 
@@ -188,13 +91,13 @@ def test_equal_stages_of_1f1b_take_m_plus_p_minus_1_microbatches(p: int) -> None
 @pytest.mark.parametrize("p", [2, 3, 4, 6, 8])
 def test_equal_stages_of_interleaved_1f1b_are_exact_where_microbatches_fill_their_groups(p: int, v: int) -> None:
     for m in (p, 2 * p, 3 * p, 5 * p):
-        exact = simulate(interleaved(p, v, m), [1 / v] * (p * v), [2 / v] * (p * v))
+        exact = simulated(interleaved(p, v, m), [1 / v] * (p * v), [2 / v] * (p * v))
         assert closed([1.0] * p, [2.0] * p, m, v) == pytest.approx(exact)
 
 
 @given(st.integers(1, 8), st.integers(1, 30), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_equal_stages_are_exact_for_any_ratio_of_the_passes(p: int, m: int, forward: float, backward: float) -> None:
-    exact = simulate(one_forward_one_backward(p, m), [forward] * p, [backward] * p)
+    exact = simulated(one_forward_one_backward(p, m), [forward] * p, [backward] * p)
     assert closed([forward] * p, [backward] * p, m) == pytest.approx(exact)
 
 
@@ -213,7 +116,7 @@ def test_unequal_stages_of_1f1b_are_bounded_from_below_and_closely(p: int, m: in
     errors = []
     for seed in range(60):
         forward, backward = unequal(p, seed)
-        exact = simulate(one_forward_one_backward(p, m), forward, backward)
+        exact = simulated(one_forward_one_backward(p, m), forward, backward)
         errors.append(closed(forward, backward, m) / exact - 1)
     assert max(errors) <= 1e-9
     assert min(errors) > -0.04
@@ -222,7 +125,7 @@ def test_unequal_stages_of_1f1b_are_bounded_from_below_and_closely(p: int, m: in
 
 def test_one_microbatch_takes_the_sum_of_all_stages() -> None:
     """The smallest case of fewer micro-batches than stages: nothing overlaps."""
-    assert simulate(one_forward_one_backward(2, 1), [1.0, 2.0], [2.0, 4.0]) == pytest.approx(9.0)
+    assert simulated(one_forward_one_backward(2, 1), [1.0, 2.0], [2.0, 4.0]) == pytest.approx(9.0)
     assert closed([1.0, 2.0], [2.0, 4.0], 1) == pytest.approx(9.0)
 
 
@@ -231,7 +134,7 @@ def test_fewer_microbatches_than_unequal_stages_are_bounded_from_below(p: int, m
     errors = []
     for seed in range(40):
         forward, backward = unequal(p, seed)
-        exact = simulate(one_forward_one_backward(p, m), forward, backward)
+        exact = simulated(one_forward_one_backward(p, m), forward, backward)
         errors.append(closed(forward, backward, m) / exact - 1)
     assert max(errors) <= 1e-9
     assert min(errors) > -0.04
@@ -241,7 +144,7 @@ def test_a_head_of_half_a_stage_on_the_last_rank_costs_165() -> None:
     """p = 8, m = 32: the mean over stages would give 124.3 (`modelling` E2)."""
     forward, backward = [1.0] * 7 + [1.5], [2.0] * 7 + [3.0]
     assert closed(forward, backward, 32) == pytest.approx(165.0)
-    assert simulate(one_forward_one_backward(8, 32), forward, backward) == pytest.approx(165.0)
+    assert simulated(one_forward_one_backward(8, 32), forward, backward) == pytest.approx(165.0)
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 4), (8, 2)])
@@ -252,7 +155,7 @@ def test_a_head_on_the_last_chunk_of_an_interleaved_pipeline_is_exact(p: int, v:
         chunks_forward[-1] += head
         chunks_backward[-1] += 2 * head
         stages = [1.0] * (p - 1) + [1.0 + head]
-        exact = simulate(interleaved(p, v, m), chunks_forward, chunks_backward)
+        exact = simulated(interleaved(p, v, m), chunks_forward, chunks_backward)
         assert closed(stages, [2 * time for time in stages], m, v) == pytest.approx(exact)
 
 
@@ -263,7 +166,7 @@ def test_unequal_stages_of_interleaved_1f1b_are_within_a_tenth(p: int, v: int, m
     for seed in range(40):
         forward, backward = unequal(p, seed)
         per_chunk = [[time / v for time in times] * v for times in (forward, backward)]
-        errors.append(closed(forward, backward, m, v) / simulate(interleaved(p, v, m), *per_chunk) - 1)
+        errors.append(closed(forward, backward, m, v) / simulated(interleaved(p, v, m), *per_chunk) - 1)
     assert min(errors) > -0.05
     assert max(errors) < 0.10
     assert abs(float(np.mean(errors))) < 0.035
@@ -312,7 +215,7 @@ def test_the_critical_stage_is_the_one_whose_path_is_longest() -> None:
 def test_gpipe_is_exact_for_unequal_stages(p: int, m: int, seed: int) -> None:
     forward, backward = unequal(p, seed)
     makespan, _ = gpipe_s(np.array([forward]), np.array([backward]), np.array([m]))
-    assert float(makespan[0]) == pytest.approx(simulate(gpipe(p, m), forward, backward))
+    assert float(makespan[0]) == pytest.approx(simulated(gpipe(p, m), forward, backward))
 
 
 def test_equal_stages_of_gpipe_take_as_long_as_1f1b() -> None:
@@ -360,27 +263,27 @@ def test_live_chunks_never_exceed_all_of_them_and_shrink_towards_the_last_rank(p
 @pytest.mark.parametrize(("p", "m", "send", "expected"), [(4, 8, 0.1, 1.9), (8, 64, 0.1, 13.9), (4, 64, 0.05, 6.55)])
 def test_worked_costs_of_blocking_messages(p: int, m: int, send: float, expected: float) -> None:
     assert sends(p, m, send) == pytest.approx(expected)
-    assert simulate_blocking(p, m, 1.0, 2.0, send) - 3.0 * (m + p - 1) == pytest.approx(expected)
+    assert blocking(p, m, send) - 3.0 * (m + p - 1) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("p", [3, 4, 5, 8])
 def test_blocking_messages_equal_a_simulation_of_the_rendezvous(p: int) -> None:
     for m in (2, 3, p, 2 * p + 1, 6 * p):
-        added = simulate_blocking(p, m, 1.0, 2.0, 0.1) - 3.0 * (m + p - 1)
+        added = blocking(p, m, 0.1) - 3.0 * (m + p - 1)
         assert sends(p, m, 0.1) == pytest.approx(added)
 
 
 def test_blocking_messages_between_two_stages_equal_a_simulation_of_the_rendezvous() -> None:
     """With two stages one combined exchange serves a forward and a backward: m + 1 of them, not 2 m - 1."""
     for m in (1, 2, 4, 16):
-        added = simulate_blocking(2, m, 1.0, 2.0, 0.1) - 3.0 * (m + 1)
+        added = blocking(2, m, 0.1) - 3.0 * (m + 1)
         assert added == pytest.approx(0.1 * (m + 1))
         assert sends(2, m, 0.1) == pytest.approx(added)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_the_messages_of_one_microbatch_go_there_and_back(p: int) -> None:
-    added = simulate_blocking(p, 1, 1.0, 2.0, 0.1) - 3.0 * p
+    added = blocking(p, 1, 0.1) - 3.0 * p
     assert added == pytest.approx(0.2 * (p - 1))
     assert sends(p, 1, 0.1) == pytest.approx(added)
 
@@ -389,7 +292,7 @@ def test_the_messages_of_one_microbatch_go_there_and_back(p: int) -> None:
 def test_messages_of_an_interleaved_pipeline_cost_between_the_fill_and_all_of_them(p: int, v: int, m: int) -> None:
     hop = 0.02
     work = [1 / v] * (p * v), [2 / v] * (p * v)
-    added = simulate(interleaved(p, v, m), *work, hop_s=hop) - simulate(interleaved(p, v, m), *work)
+    added = simulated(interleaved(p, v, m), *work, hop_s=hop) - simulated(interleaved(p, v, m), *work)
     fill = 2 * hop * (p - 1)
     assert added >= fill * (1 - 1e-9)
     overlapped = sends(p, m, hop, v=v, chunk_s=1 / v, overlaps=True)

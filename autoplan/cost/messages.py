@@ -1,0 +1,204 @@
+"""What does a rank wait for while it runs its order: messages that overlap its work, or calls that block it?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.cost.order import (
+    Operation,
+    chunks_of_ranks,
+    microbatch_group,
+    rank_orders,
+    warmup_forwards,
+)
+from autoplan.plan import Schedule
+
+# Rows of the table of times, each of them for all chunks: forward, backward, its halves, and a joined forward and
+# backward (named by the chunk of the forward).  After them comes one row, the time of a message.
+ROWS = {"F": 0, "B": 1, "I": 2, "W": 3, "joined": 4}
+
+
+class Step(NamedTuple):
+    """What occupies a rank for the time in `row`, from when all that it `needs` has been given.
+
+    Where messages overlap, what is given is the message; where they block, that one end of it is ready.
+    """
+
+    row: int
+    needs: tuple[int, ...]
+    gives: tuple[int, ...]
+
+
+class _Messages:
+    """Which messages the operations of one (schedule, p, v, m) receive and send, as numbers."""
+
+    def __init__(self, schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> None:
+        self._num_chunks = stages * chunks
+        self._num_microbatches = num_microbatches
+        self.count = 2 * self._num_chunks * num_microbatches
+        rank_of = np.empty(self._num_chunks, dtype=np.int64)
+        for rank, held in enumerate(chunks_of_ranks(schedule, stages, chunks)):
+            rank_of[held] = rank
+        # Whether something is sent between a chunk and the one before: not where both are on one rank.
+        self._crosses = [False, *(rank_of[1:] != rank_of[:-1]).tolist(), False]
+
+    def received(self, operation: Operation) -> tuple[int, ...]:
+        """What the operation needs from another rank: a message or nothing."""
+        kind, chunk, microbatch, _ = operation
+        if kind == "F":
+            return (chunk * self._num_microbatches + microbatch,) if self._crosses[chunk] else ()
+        if kind == "W" or not self._crosses[chunk + 1]:
+            return ()
+        return ((self._num_chunks + chunk) * self._num_microbatches + microbatch,)
+
+    def sent(self, operation: Operation) -> tuple[int, ...]:
+        """What the operation sends to another rank: what the chunk after it, or in a backward before it, receives."""
+        kind, chunk, microbatch, _ = operation
+        if kind == "F":
+            return ((chunk + 1) * self._num_microbatches + microbatch,) if self._crosses[chunk + 1] else ()
+        if kind == "W" or not self._crosses[chunk]:
+            return ()
+        return ((self._num_chunks + chunk - 1) * self._num_microbatches + microbatch,)
+
+
+def _row(operation: Operation, num_chunks: int) -> int:
+    return ROWS["joined" if operation.joined else operation.kind] * num_chunks + operation.chunk
+
+
+def _overlapped(messages: _Messages, operations: Sequence[Operation], num_chunks: int) -> list[Step]:
+    """Every operation sends when it is over and its rank goes on; the one that needs the message waits for it."""
+    steps = []
+    run = iter(operations)
+    for operation in run:
+        needs, gives = messages.received(operation), messages.sent(operation)
+        if operation.joined:
+            other = next(run)
+            needs, gives = needs + messages.received(other), gives + messages.sent(other)
+        steps.append(Step(_row(operation, num_chunks), needs, gives))
+    return steps
+
+
+# -- calls that block -------------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """Messages sent and received in one call, in which the rank stays until all of them are through."""
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+
+
+def _plain_calls(messages: _Messages, operations: Sequence[Operation], warmup: int) -> list[Operation | _Call]:
+    """Operations and calls of a rank of Megatron-LM's 1F1B (schedules.py, ..._without_interleaving).
+
+    Warming up and cooling down it receives, computes, sends; in between it sends one way and receives what comes from
+    there in the same call (send_forward_recv_backward, send_backward_recv_forward).
+    """
+    calls: list[Operation | _Call] = []
+    for at, operation in enumerate(operations):
+        sends = messages.sent(operations[at - 1]) if at else ()
+        receives = messages.received(operation)
+        together = warmup < at < len(operations) - warmup
+        calls += [_Call(sends, receives)] if together else [_Call(sends, ()), _Call((), receives)]
+        calls.append(operation)
+    return [*calls, _Call(messages.sent(operations[-1]), ())]
+
+
+def _comes_next(messages: _Messages, orders: Sequence[Sequence[Operation]], rank: int, at: int) -> tuple[int, ...]:
+    """What a rank of the ring receives in the call after its pass number `at`; `orders` of one kind of pass alone.
+
+    What its next pass needs; but the rank that leads (the first in the forward pass, the last in the backward pass)
+    receives what comes round the ring when that is made, p - 1 turns behind.
+    """
+    leads = 0 if orders[0][0].kind == "F" else len(orders) - 1
+    if rank != leads:
+        return messages.received(orders[rank][at + 1]) if at + 1 < len(orders[rank]) else ()
+    made = at - (len(orders) - 1)
+    return messages.sent(orders[len(orders) - 1 - leads][made]) if made >= 0 else ()
+
+
+def _ring_calls(
+    messages: _Messages, orders: Sequence[Sequence[Operation]], rank: int, warmup: int
+) -> list[Operation | _Call]:
+    """Operations and calls of a rank of Megatron-LM's interleaved schedule without overlap (schedules.py).
+
+    One call after each forward, each pair of forward and backward, and each backward sends both ways round the ring
+    and receives what the next turn needs (send_forward_backward_recv_forward_backward).
+    """
+    forwards, backwards = ([[o for o in order if o.kind == kind] for order in orders] for kind in "FB")
+    count = len(forwards[rank])
+    first = messages.received(backwards[rank][0])
+    calls: list[Operation | _Call] = [_Call((), messages.received(forwards[rank][0]))]
+    for turn in range(count + warmup):
+        sends: tuple[int, ...] = ()
+        receives: tuple[int, ...] = ()
+        for passes, number in ((forwards, turn), (backwards, turn - warmup)):
+            if 0 <= number < count:
+                calls.append(passes[rank][number])
+                sends += messages.sent(passes[rank][number])
+                receives += _comes_next(messages, passes, rank, number)
+        if turn == warmup - 1 and warmup < count:
+            receives += first
+        calls.append(_Call(sends, receives))
+        if turn == warmup - 1 and warmup == count:
+            calls.append(_Call((), first))
+    return calls
+
+
+def _posts(call: Operation | _Call | None) -> tuple[int, ...]:
+    """What the other ends of its messages wait for: that this end has come to the call."""
+    if not isinstance(call, _Call):
+        return ()
+    return (*(2 * message for message in call.sends), *(2 * message + 1 for message in call.receives))
+
+
+def _blocking(calls: Sequence[Operation | _Call], num_chunks: int) -> tuple[tuple[int, ...], list[Step]]:
+    """(what is given before the first step, steps): a call needs that the other end of each message is there too."""
+    kept = [call for call in calls if not isinstance(call, _Call) or call.sends or call.receives]
+    steps = []
+    for call, after in itertools.zip_longest(kept, kept[1:]):
+        if isinstance(call, _Call):
+            needs = tuple(post ^ 1 for post in _posts(call))
+            steps.append(Step(len(ROWS) * num_chunks, needs, _posts(after)))
+        else:
+            steps.append(Step(_row(call, num_chunks), (), _posts(after)))
+    return _posts(kept[0]), steps
+
+
+# -- steps of all ranks ------------------------------------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """What every rank goes through."""
+
+    ranks: list[list[Step]]
+    early: list[int]  # what is given before the first step of any rank
+    num_gifts: int  # numbers that `needs` and `gives` are below
+
+
+def overlapped_steps(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> Steps:
+    """Steps where every message travels while both ranks go on."""
+    messages = _Messages(schedule, stages, chunks, num_microbatches)
+    orders = rank_orders(schedule, stages, chunks, num_microbatches)
+    ranks = [_overlapped(messages, order, stages * chunks) for order in orders]
+    return Steps(ranks, [], messages.count)
+
+
+def blocking_steps(stages: int, chunks: int, num_microbatches: int) -> Steps:
+    """Steps of 1F1B, interleaved or not, where both ranks stay in the call that passes a message on."""
+    messages = _Messages("interleaved", stages, chunks, num_microbatches)
+    orders = rank_orders("interleaved", stages, chunks, num_microbatches)
+    group = microbatch_group(stages, num_microbatches)
+    ranks: list[list[Step]] = []
+    early: list[int] = []
+    for rank, order in enumerate(orders):
+        warmup = warmup_forwards(rank, stages, chunks, num_microbatches, group)
+        calls = _plain_calls(messages, order, warmup) if chunks == 1 else _ring_calls(messages, orders, rank, warmup)
+        given, steps = _blocking(calls, stages * chunks)
+        ranks.append(steps)
+        early += given
+    return Steps(ranks, early, 2 * messages.count)

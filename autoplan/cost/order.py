@@ -1,0 +1,300 @@
+"""In which order does every rank run its passes, and what does it keep alive meanwhile?
+
+A model of p v chunks runs on p ranks, each in an order that is fixed before the step begins.  How many activations are
+alive follows from that order alone; how long it takes is told by `autoplan.cost.recurrence`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.errors import InputError
+from autoplan.plan import Schedule
+
+Ints = NDArray[np.int64]
+
+# Forward, backward, and the two halves of a split backward: gradient of the inputs, gradient of the weights.
+Kind = Literal["F", "B", "I", "W"]
+
+V_SHAPED = ("zb-v", "dualpipe-v")
+
+
+class Operation(NamedTuple):
+    """One pass of one micro-batch through one chunk, chunks in model order.
+
+    `joined`: it runs as one with the operation after it (DualPipe's overlapped forward and backward): both begin when
+    the inputs of both are there, and what they send leaves when both are over.
+    """
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+    joined: bool = False
+
+
+def check_schedule(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> None:
+    """Refuse a combination for which the schedule has no order."""
+    if schedule in V_SHAPED and chunks != 2:
+        raise InputError(f"schedule {schedule!r} needs vp 2, vp is {chunks}: its two chunks a rank form a V")
+    if schedule in ("gpipe", "1f1b") and chunks != 1:
+        raise InputError(f"schedule {schedule!r} needs vp 1, vp is {chunks}: use interleaved")
+    if schedule == "dualpipe-v" and num_microbatches < 2 * stages:
+        raise InputError(
+            f"schedule 'dualpipe-v' needs at least 2 pp = {2 * stages} micro-batches, there are {num_microbatches}: "
+            "use zb-v or a smaller pp"
+        )
+
+
+def chunks_of_ranks(schedule: Schedule, stages: int, chunks: int) -> Ints:
+    """Which chunks, in model order, every rank holds: shape (ranks, chunks of a rank), ascending.
+
+    Chunk i is on rank i mod p; in a V-shaped schedule the second half of the model comes back, so that rank r holds
+    chunks r and 2 p - 1 - r and the last rank hands chunk p - 1 to itself.
+    """
+    rounds = np.arange(stages * chunks, dtype=np.int64).reshape(chunks, stages)
+    if schedule in V_SHAPED:
+        rounds[1::2] = rounds[1::2, ::-1]
+    return np.ascontiguousarray(rounds.T)
+
+
+def microbatch_group(stages: int, num_microbatches: int) -> int:
+    """How many micro-batches an interleaved schedule sends through one chunk before it turns to the next.
+
+    As many as there are stages if that divides the micro-batches; else the least larger group whose shorter last one
+    still fills the pipeline, as Megatron-LM demands (schedules.py, microbatch_group_size_per_vp_stage).  Where
+    torch.distributed.pipelining takes the number of micro-batches its group is the same.  Fewer micro-batches than
+    stages form one group, which torch runs and Megatron-LM refuses.
+    """
+    for size in range(stages, num_microbatches):
+        rest = num_microbatches % size
+        if rest == 0 or rest >= stages:
+            return size
+    return num_microbatches
+
+
+# -- the orders of one rank, as passes --------------------------------------------------------------------------------
+
+
+class _Pass(NamedTuple):
+    """A kind of pass through one of the rank's chunks; micro-batches come in their order through each of them."""
+
+    kind: Kind
+    chunk: int
+    joined: bool = False
+
+
+_F0, _B0, _I0, _W0 = (_Pass(kind, 0) for kind in ("F", "B", "I", "W"))
+_F1, _B1, _I1, _W1 = (_Pass(kind, 1) for kind in ("F", "B", "I", "W"))
+
+
+def _gpipe(num_microbatches: int) -> list[_Pass]:
+    """All forwards before all backwards (arXiv:1811.06965)."""
+    return [_F0] * num_microbatches + [_B0] * num_microbatches
+
+
+def _turns(chunks: int, num_microbatches: int, group: int) -> list[int]:
+    """The chunk of every forward: each group of micro-batches goes through chunk after chunk."""
+    sizes = [min(group, num_microbatches - start) for start in range(0, num_microbatches, group)]
+    return [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
+
+
+def _alternating(forwards: Sequence[_Pass], backwards: Sequence[_Pass], warmup: int) -> list[_Pass]:
+    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    steady = zip(forwards[warmup:], backwards, strict=False)
+    return [*forwards[:warmup], *itertools.chain.from_iterable(steady), *backwards[len(forwards) - warmup :]]
+
+
+def warmup_forwards(rank: int, stages: int, chunks: int, num_microbatches: int, group: int) -> int:
+    """Forwards of 1F1B, interleaved or not, before forwards and backwards alternate: all of them if there are few."""
+    hops = stages - 1 - rank
+    return min(hops if chunks == 1 else 2 * hops + (chunks - 1) * group, chunks * num_microbatches)
+
+
+def _one_forward_one_backward(rank: int, stages: int, chunks: int, num_microbatches: int, group: int) -> list[_Pass]:
+    """Megatron-LM's 1F1B, interleaved where there are several chunks (schedules.py get_pp_rank_microbatches)."""
+    turns = _turns(chunks, num_microbatches, group)
+    forwards = [_Pass("F", chunk) for chunk in turns]
+    backwards = [_Pass("B", chunks - 1 - chunk) for chunk in turns]
+    return _alternating(forwards, backwards, warmup_forwards(rank, stages, chunks, num_microbatches, group))
+
+
+def _zb_h1(rank: int, stages: int, chunks: int, num_microbatches: int, group: int) -> list[_Pass]:
+    """1F1B with a split backward in which rank r keeps r weight gradients back to fill its cool-down.
+
+    arXiv:2401.10241, figure 2; torch's ScheduleInterleavedZeroBubble, of which a single chunk is the special case.
+    The patch for Megatron-LM (branch zb-h1-quick-start) delays by the same r, but runs whole backwards in between.
+    """
+    turns = _turns(chunks, num_microbatches, group)
+    inputs = [_Pass("I", chunks - 1 - chunk) for chunk in turns]
+    weights = [_Pass("W", step.chunk) for step in inputs]
+    warmup = stages - 1 - rank + (chunks - 1) * group
+    passes: list[_Pass] = []
+    run = 0
+    for step in _alternating([_Pass("F", chunk) for chunk in turns], inputs, warmup):
+        passes.append(step)
+        if step.kind == "I":
+            run += 1
+            if run > rank:
+                passes.append(weights[run - 1 - rank])
+    return passes + weights[max(run - rank, 0) :]
+
+
+def _zb_v(rank: int, stages: int, num_microbatches: int) -> list[_Pass]:
+    """The zero-bubble V of two chunks, as torch's ScheduleZBVZeroBubble lays it out (arXiv:2401.10241, section 6).
+
+    It leaves no bubble where forward, input gradient and weight gradient take the same time; the schedulers of the
+    paper's authors search another order for other times.  Fewer micro-batches than fill the pipeline run in the order
+    of as many as do, so that there may be more passes here than micro-batches.
+    """
+    filling = max(num_microbatches, 2 * stages - 1)
+    behind, ahead = stages - 1 - rank, stages - rank
+    passes = [_F0] * (2 * ahead - 1) + [_F1, _F0] * rank + [_F1, _I1, _W1] * ahead
+    passes += [_F0, _I0, _W0, _F1, _I1, _W1] * (filling - stages - behind) + [_I0, _W0, _F1, _I1, _W1] * behind
+    return passes + [_I0, _I1] * rank + [_I0, _W0] * ahead + [_W1] * rank + [_W0] * rank
+
+
+def _dualpipe_v(rank: int, stages: int, num_microbatches: int) -> list[_Pass]:
+    """DeepSeek's DualPipeV: step by step as in its dualpipev.py, and in torch's ScheduleDualPipeV."""
+    behind, half = stages - 1 - rank, rank + 1
+    down, up = [_F0._replace(joined=True), _B1], [_F1._replace(joined=True), _B0]
+    passes = [_F0] * (2 * behind) + [_F0, _F1] * half + [_I1, _W1, _F1] * behind
+    main = (down + up) * (num_microbatches - 2 * stages + half)
+    if behind == 0:
+        main[0] = _F0  # not joined there, which shortens the bubble
+    # Of the backwards that are left over the second half is split, and their weight gradients fill the end.
+    split = ([_I1, _I0] * half)[half:]
+    late = [_W1 if step.chunk else _W0 for step in split] + [_W0] * behind
+    passes += main + [_B1, *up] * behind + ([_B1, _B0] * half)[:half] + split
+    for weight in late[:behind]:
+        passes += [weight, _I0]
+    return passes + late[behind:]
+
+
+def _rank_passes(
+    schedule: Schedule, rank: int, stages: int, chunks: int, num_microbatches: int, group: int
+) -> list[_Pass]:
+    if schedule == "gpipe":
+        return _gpipe(num_microbatches)
+    if schedule == "zb-v":
+        return _zb_v(rank, stages, num_microbatches)
+    if schedule == "dualpipe-v":
+        return _dualpipe_v(rank, stages, num_microbatches)
+    make = _zb_h1 if schedule == "zb-h1" else _one_forward_one_backward
+    return make(rank, stages, chunks, num_microbatches, group)
+
+
+def _numbered(passes: Iterable[_Pass], chunks: Sequence[int], num_microbatches: int) -> tuple[Operation, ...]:
+    """The passes as operations: each of the rank's `chunks` takes the micro-batches in their order."""
+    forward, backward, weight = ([0] * len(chunks) for _ in range(3))
+    operations = []
+    for kind, chunk, joined in passes:
+        counter = {"F": forward, "W": weight}.get(kind, backward)
+        microbatch = counter[chunk]
+        counter[chunk] += 1
+        if kind == "B":
+            weight[chunk] += 1
+        if microbatch < num_microbatches:
+            operations.append(Operation(kind, chunks[chunk], microbatch, joined))
+    return tuple(operations)
+
+
+def rank_orders(
+    schedule: Schedule, stages: int, chunks: int, num_microbatches: int, *, group: int | None = None
+) -> tuple[tuple[Operation, ...], ...]:
+    """What every rank runs, in order; `chunks` is how many of them a rank holds.
+
+    Interleaved with one chunk is plain 1F1B.  `group` is the number of micro-batches that an interleaved schedule
+    sends through a chunk at a time, None that of `microbatch_group`.  Which source each order is taken from stands
+    at its function here.
+    """
+    check_schedule(schedule, stages, chunks, num_microbatches)
+    group = group or microbatch_group(stages, num_microbatches)
+    return tuple(
+        _numbered(
+            _rank_passes(schedule, rank, stages, chunks, num_microbatches, group), held.tolist(), num_microbatches
+        )
+        for rank, held in enumerate(chunks_of_ranks(schedule, stages, chunks))
+    )
+
+
+# -- live activations -------------------------------------------------------------------------------------------------
+
+# Micro-batch groups after which the steady state has passed through all that it can keep alive.
+_SATURATING_GROUPS = 3
+
+
+def _saturated(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> tuple[int, int]:
+    """(fewest micro-batches that keep as much alive at once as those given, their group).
+
+    In the steady state every rank repeats itself, with each micro-batch or, interleaved, with each group of them: what
+    is alive at one turn is alive again at the next.  All turns but those that fill and drain the pipeline can go, with
+    the shorter last group kept as it is.
+    """
+    if chunks == 1 or schedule in V_SHAPED:
+        return min(num_microbatches, _SATURATING_GROUPS * stages), stages
+    group = microbatch_group(stages, num_microbatches)
+    groups, rest = divmod(num_microbatches, group)
+    return min(groups, _SATURATING_GROUPS) * group + rest, group
+
+
+def _undominated(vectors: Ints) -> Ints:
+    """The distinct rows that no other row reaches in every place."""
+    distinct = np.unique(vectors, axis=0)
+    reached = (distinct[None, :, :] >= distinct[:, None, :]).all(axis=2)
+    return distinct[reached.sum(axis=1) == 1]
+
+
+def _alive(operations: Sequence[Operation], chunks: Ints, last: Kind) -> Ints:
+    """Micro-batches alive in each of the rank's chunks whenever the next one is released: shape (times, chunks)."""
+    released = ("B", last)
+    change = np.zeros((len(operations), len(chunks)), dtype=np.int64)
+    places = {chunk: place for place, chunk in enumerate(chunks.tolist())}
+    for at, operation in enumerate(operations):
+        if operation.kind == "F":
+            change[at, places[operation.chunk]] = 1
+        elif operation.kind in released:
+            change[at, places[operation.chunk]] = -1
+    return np.cumsum(change, axis=0)[:-1][change[1:].min(axis=1) < 0]
+
+
+@lru_cache(maxsize=4096)
+def _live_chunks(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, group: int, last: Kind) -> Ints:
+    orders = rank_orders(schedule, stages, chunks, num_microbatches, group=group)
+    held = chunks_of_ranks(schedule, stages, chunks)
+    peaks = [_undominated(_alive(order, held[rank], last)) for rank, order in enumerate(orders)]
+    most = max(len(peak) for peak in peaks)
+    padded = np.stack([np.concatenate([peak, np.repeat(peak[:1], most - len(peak), axis=0)]) for peak in peaks])
+    padded.flags.writeable = False
+    return padded
+
+
+def live_chunks(
+    schedule: Schedule,
+    stages: int,
+    chunks: int,
+    num_microbatches: int,
+    *,
+    until: Literal["weight", "input"] = "weight",
+) -> Ints:
+    """How many micro-batches each chunk of a rank may hold activations of at once: shape (ranks, K, chunks of a rank).
+
+    The K rows of a rank are the distinct largest states of its memory, none of which another one exceeds in every
+    chunk, repeated where a rank has fewer; the peak of rank r, in bytes, is exactly
+    `(live[r] @ bytes_per_chunk[r]).max()`, also for chunks of different size.  Chunks as in `chunks_of_ranks`.
+
+    A chunk is alive from its forward until its backward is over.  Of a split backward that is the weight gradient
+    (`until="weight"`); what only the input gradient needs is free after that (`until="input"`): with ZB-H1 p chunks
+    on every rank against p - r on rank r (`modelling` B4).  Read-only and cached.
+    """
+    check_schedule(schedule, stages, chunks, num_microbatches)
+    if schedule == "gpipe":  # all of them, without counting that many
+        return np.broadcast_to(np.int64(num_microbatches), (stages, 1, 1))
+    fewer, group = _saturated(schedule, stages, chunks, num_microbatches)
+    return _live_chunks(schedule, stages, chunks, fewer, group, "W" if until == "weight" else "I")

@@ -1,0 +1,253 @@
+"""How long does a pipeline take whose chunks have any times?  Its order, run operation by operation for many plans.
+
+An order of `autoplan.cost.order` is compiled once: its operations are sorted into levels, each of which needs only the
+levels before it, so that numpy runs a level of all plans at a time (`modelling` E4).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.messages import Step, blocking_steps, overlapped_steps
+from autoplan.cost.order import check_schedule, chunks_of_ranks
+from autoplan.errors import InputError
+from autoplan.plan import Schedule
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_OPERATIONS = 2**19  # a larger order would compile for seconds
+BLOCK_VALUES = 2**18  # ends of operations that are held at once, 2 MiB: more leaves the caches, fewer run short rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """When the passes of a step are over, in seconds: shapes (plans, ranks) and (plans)."""
+
+    end_s: Floats  # of every rank's last operation
+    busy_s: Floats  # of every rank's work, without what it waits in between
+    send_free_s: Floats  # makespan if messages took no time
+
+    @property
+    def makespan_s(self) -> Floats:
+        """Until the last rank is done: work, bubble and exposed messages together."""
+        return self.end_s.max(axis=1)
+
+    @property
+    def critical(self) -> Ints:
+        """The rank with the most work, which waits least."""
+        return self.busy_s.argmax(axis=1)
+
+    @property
+    def work_s(self) -> Floats:
+        """Of the critical rank."""
+        return self.busy_s.max(axis=1)
+
+    @property
+    def bubble_s(self) -> Floats:
+        """What the critical rank waits because of the order alone."""
+        return self.send_free_s - self.work_s
+
+    @property
+    def exposed_send_s(self) -> Floats:
+        """What messages add to the makespan."""
+        return self.makespan_s - self.send_free_s
+
+
+# -- from steps to levels ---------------------------------------------------------------------------------------------
+
+_START, _NEVER = 0, 1  # the first two of the ends: when the step begins, and before everything
+_RESERVED = 2
+
+
+class _Level(NamedTuple):
+    """Steps of different ranks that run at once: a slice of the ends, what they wait for, and their times."""
+
+    start: int
+    stop: int
+    previous: Ints  # on the same rank
+    needed: tuple[Ints, ...]  # on other ranks
+    rows: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """A compiled order: an end of each step, computed level by level."""
+
+    levels: tuple[_Level, ...]
+    size: int  # of the ends
+    last: Ints  # the end of every rank's last step
+    delays: bool  # what comes from another rank arrives a message's time after it was given
+
+
+def _sorted(ranks: Sequence[Sequence[Step]], given: list[int]) -> tuple[list[list[tuple[int, list[int], int]]], Ints]:
+    """((previous end, needed ends, row) of the steps of every level, last end of every rank).
+
+    A step is in the level after those of all that it waits for.  `given` says which end gives what, `_NEVER` for what
+    none has given yet.
+    """
+    levels = []
+    last, at = [_START] * len(ranks), [0] * len(ranks)
+    end = _RESERVED
+    running = list(range(len(ranks)))
+    while running:
+        level, gifts, waiting = [], [], []
+        for rank in running:
+            row, needs, gives = ranks[rank][at[rank]]
+            needed = [given[need] for need in needs]
+            if _NEVER in needed:
+                waiting.append(rank)
+                continue
+            level.append((last[rank], needed, row))
+            gifts.append((end, gives))
+            last[rank] = end
+            end += 1
+            at[rank] += 1
+            if at[rank] < len(ranks[rank]):
+                waiting.append(rank)
+        assert level, "the orders of the ranks deadlock"
+        for giver, gives in gifts:
+            for gift in gives:
+                given[gift] = giver
+        levels.append(level)
+        running = waiting
+    return levels, np.array(last)
+
+
+def _program(ranks: Sequence[Sequence[Step]], given: list[int], *, delays: bool) -> _Program:
+    levels, last = _sorted(ranks, given)
+    steps = [step for level in levels for step in level]
+    previous = np.array([before for before, _, _ in steps])
+    rows = np.array([row for _, _, row in steps])
+    most = max(len(needed) for _, needed, _ in steps)
+    needs = [np.array([(*needed, *[_NEVER] * most)[place] for _, needed, _ in steps]) for place in range(most)]
+    bounds = np.cumsum([0, *map(len, levels)]).tolist()
+    return _Program(
+        levels=tuple(
+            _Level(
+                _RESERVED + start,
+                _RESERVED + stop,
+                previous[start:stop],
+                tuple(need[start:stop] for need in needs),
+                rows[start:stop],
+            )
+            for start, stop in itertools.pairwise(bounds)
+        ),
+        size=_RESERVED + len(steps),
+        last=last,
+        delays=delays,
+    )
+
+
+def _check(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, *, blocking: bool) -> None:
+    check_schedule(schedule, stages, chunks, num_microbatches)
+    if not is_recurrent(schedule, stages, chunks, num_microbatches):
+        raise InputError(
+            f"{schedule} with pp {stages}, vp {chunks} and {num_microbatches} micro-batches has more than "
+            f"{MAX_OPERATIONS} operations: use the closed form"
+        )
+    if blocking and schedule not in ("1f1b", "interleaved"):
+        raise InputError(f"schedule {schedule!r} has no blocking messages: only 1f1b and interleaved have them")
+    if blocking and chunks > 1 and num_microbatches < stages:
+        raise InputError(
+            f"blocking interleaved messages need pp = {stages} micro-batches or more, there are {num_microbatches}"
+        )
+
+
+@lru_cache(maxsize=256)
+def _compiled(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, *, blocking: bool) -> _Program:
+    _check(schedule, stages, chunks, num_microbatches, blocking=blocking)
+    if blocking:
+        ranks, early, num_gifts = blocking_steps(stages, chunks, num_microbatches)
+    else:
+        ranks, early, num_gifts = overlapped_steps(schedule, stages, chunks, num_microbatches)
+    given = [_NEVER] * num_gifts
+    for gift in early:
+        given[gift] = _START
+    return _program(ranks, given, delays=not blocking)
+
+
+# -- from levels to times ---------------------------------------------------------------------------------------------
+
+
+def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
+    """End of every rank's last step: shape (ranks, plans), for `times` of shape (rows, plans)."""
+    ends = np.empty((program.size, times.shape[1]))
+    ends[_START], ends[_NEVER] = 0.0, -np.inf
+    widest = max(level.stop - level.start for level in program.levels)
+    arriving, during = np.empty((2, widest, times.shape[1]))
+    for start, stop, previous, needed, rows in program.levels:
+        end, other = ends[start:stop], arriving[: stop - start]
+        # Writing into buffers with mode="clip" spares a copy; every index is in bounds.
+        ends.take(previous, axis=0, out=end, mode="clip")
+        for need in needed:
+            ends.take(need, axis=0, out=other, mode="clip")
+            if program.delays:
+                other += send_s
+            np.maximum(end, other, out=end)
+        end += times.take(rows, axis=0, out=during[: stop - start], mode="clip")
+    return ends[program.last]
+
+
+def is_recurrent(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> bool:
+    """Whether the recurrence prices a plan, by the number of its operations; else a closed form has to.
+
+    A function of the plan alone.  Nothing is extrapolated: from when on an order repeats itself in time depends on the
+    times of the chunks and may be arbitrarily late.
+    """
+    kinds = 2 if schedule in ("gpipe", "1f1b", "interleaved") else 3
+    return kinds * stages * chunks * num_microbatches <= MAX_OPERATIONS
+
+
+def pipeline_times(
+    schedule: Schedule,
+    stages: int,
+    chunks: int,
+    num_microbatches: int,
+    *,
+    forward_s: Floats,
+    input_gradient_s: Floats,
+    weight_gradient_s: Floats,
+    send_s: Floats,
+    blocking: bool = False,
+) -> PipelineTimes:
+    """When every rank is done with the passes of one step, exactly, for plans that share the arguments in front.
+
+    `forward_s`, `input_gradient_s` and `weight_gradient_s`: one micro-batch through each chunk, chunks in model order,
+    shape (plans, stages x chunks).  A backward that is not split takes the sum of the gradients, and sends at its end.
+    `send_s`: one message between two ranks, shape (plans); nothing is sent between chunks of one rank.
+
+    Messages overlap: a rank sends when an operation is over and goes on, and the message arrives `send_s` later;
+    messages do not slow one another or the work.  `blocking` instead holds both ranks in the call from when both are
+    there, as Megatron-LM does in plain 1F1B, always, and in interleaved 1F1B with its overlap off; calls of the other
+    schedules do not block where they are implemented (torch, DualPipe) and are refused.
+
+    Raises InputError where the schedule has no such order or the plan more than `MAX_OPERATIONS` (`is_recurrent`).
+    Source: `modelling` E4; the orders have theirs in `autoplan.cost.order`.
+    """
+    program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
+    held = chunks_of_ranks(schedule, stages, chunks)
+    backward_s = input_gradient_s + weight_gradient_s
+    busy_s = num_microbatches * (forward_s + backward_s)[:, held].sum(axis=2)
+    joined_s = forward_s + backward_s[:, ::-1]  # the other chunk of the rank, in a V
+    tables = (forward_s, backward_s, input_gradient_s, weight_gradient_s, joined_s, send_s[:, None])
+    times = np.ascontiguousarray(np.concatenate(tables, axis=1).T)
+    free = times.copy()
+    free[-1] = 0.0
+    end_s, send_free_s = np.empty((len(send_s), stages)), np.empty(len(send_s))
+    block = max(BLOCK_VALUES // program.size, 16)
+    for start in range(0, len(send_s), block):
+        at = slice(start, start + block)
+        end_s[at] = _ends(program, np.ascontiguousarray(times[:, at]), send_s[at]).T
+        send_free_s[at] = end_s[at].max(axis=1)
+        if send_s[at].any():
+            without = np.zeros_like(send_s[at])
+            send_free_s[at] = _ends(program, np.ascontiguousarray(free[:, at]), without).max(axis=0)
+    return PipelineTimes(end_s=end_s, busy_s=busy_s, send_free_s=send_free_s)
