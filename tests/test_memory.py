@@ -22,6 +22,7 @@ from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
 from autoplan.result import VERDICTS, CostEstimate, StageCost
 from autoplan.training import TrainingSpec
+from pipeline_oracle import interleaved, most_alive
 
 GIB = 2**30
 TOKENS = 128
@@ -210,6 +211,38 @@ def test_unfused_attention_keeps_its_scores_unless_they_are_recomputed() -> None
 def test_a_gelu_keeps_four_bytes_a_width_where_a_swiglu_keeps_six() -> None:
     gelu = dataclasses.replace(SMALL, gated_mlp=False)
     assert activations()[0] - activations(problem=problem_of(gelu))[0] == pytest.approx(2 * TOKENS * 2 * 128)
+
+
+@given(st.sampled_from([(2, 2), (2, 3), (4, 2), (3, 2)]), st.integers(1, 4), st.randoms())
+def test_chunks_of_different_size_count_by_what_is_alive_together(
+    shape: tuple[int, int], rounds: int, random: Any
+) -> None:
+    """Against a count of every operation of the schedule, for layers spread at random."""
+    p, v = shape
+    layers = [1 + random.randrange(4) for _ in range(p * v)]
+    problem = problem_of(dataclasses.replace(SMALL, num_layers=sum(layers)))
+    plan = {"pp": p, "vp": v, "schedule": "interleaved", "global_batch": rounds * p}
+    kept = activations(problem=problem, layers_per_chunk=tuple(layers), **plan)
+    size = {chunk: KEPT * count for chunk, count in enumerate(layers)}
+    assert kept == pytest.approx([most_alive(rank, size) for rank in interleaved(p, v, rounds * p)])
+
+
+def test_repeated_layers_of_different_chunks_count_by_what_is_alive_together() -> None:
+    """Chunks of 1, 3, 2 and 2 layers on two ranks, of which the first two of each are repeated."""
+    problem = problem_of(dataclasses.replace(SMALL, num_layers=8))
+    layers, stored = (1, 3, 2, 2), 2 * TOKENS * 64
+    size = {chunk: min(count, 2) * stored + max(count - 2, 0) * KEPT for chunk, count in enumerate(layers)}
+    kept = activations(
+        problem=problem,
+        pp=2,
+        vp=2,
+        schedule="interleaved",
+        layers_per_chunk=layers,
+        global_batch=8,
+        recompute="full",
+        recompute_num_layers=2,
+    )
+    assert kept == pytest.approx([most_alive(rank, size) for rank in interleaved(2, 2, 8)])
 
 
 def logits(vocab_size: int, framework: Framework = BARE, **plan: Any) -> list[float]:

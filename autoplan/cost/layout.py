@@ -22,6 +22,7 @@ class StageBlocks:
     count: dict[Block, Ints]
     repeated: dict[Block, Ints]  # of them, those that full recomputation runs again
     repeats_chunk: Bools  # whether a chunk of the rank is recomputed down to its last layer
+    chunks_alike: Bools  # whether all chunks of every rank have the same blocks: shape (plans)
 
     @property
     def num_stages(self) -> int:
@@ -61,16 +62,19 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
     count = {kind: np.empty((pairs.shape[1], stages), dtype=np.int64) for kind in kinds}
     repeated = {kind: np.empty((pairs.shape[1], stages), dtype=np.int64) for kind in kinds}
     whole = np.empty((pairs.shape[1], stages), dtype=np.bool_)
+    alike = np.ones(pairs.shape[1], dtype=np.bool_)
     for row, (at, num_repeated) in enumerate(pairs.T):
         layout = batch.layouts[at]
         whole[row] = ((np.array(layout) <= num_repeated) & (np.array(layout) > 0)).reshape(-1, stages).any(axis=0)
         for kind, (blocks, again) in chunk_blocks(model, layout, int(num_repeated)).items():
-            count[kind][row] = blocks.reshape(-1, stages).sum(axis=0)
-            repeated[kind][row] = again.reshape(-1, stages).sum(axis=0)
+            per_rank, again_per_rank = blocks.reshape(-1, stages), again.reshape(-1, stages)
+            count[kind][row], repeated[kind][row] = per_rank.sum(axis=0), again_per_rank.sum(axis=0)
+            alike[row] &= bool((per_rank == per_rank[0]).all() and (again_per_rank == again_per_rank[0]).all())
     return StageBlocks(
         count={kind: table[inverse] for kind, table in count.items()},
         repeated={kind: table[inverse] for kind, table in repeated.items()},
         repeats_chunk=whole[inverse],
+        chunks_alike=alike[inverse],
     )
 
 

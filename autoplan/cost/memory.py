@@ -5,6 +5,7 @@ Formulas: `modelling` B1-B6.  Arrays of stages have the shape (plans, stages); s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,15 +14,17 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import GATHERED_BYTES, Groups, groups, local_parameters
-from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
+from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
+from autoplan.cost.order import chunks_of_ranks, live_chunks
 from autoplan.cost.recompute import activation_parts, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.framework import Framework
 from autoplan.model import Block
-from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch, Schedule
 from autoplan.problem import Problem
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 # The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
 # the allocator holds beyond it, and what lies outside of the allocator.
@@ -35,6 +38,8 @@ ALLOCATED_TERMS = (
     "wgrad_buffers",
     "gathered",
 )
+_FILLED = 3  # `order.live_chunks` saturates after so many groups of micro-batches
+
 # What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
 HOST_PROCESS_BYTES = 4.0 * 2**30
 
@@ -129,20 +134,54 @@ def _gathered_bytes(problem: Problem, batch: PlanBatch, parameters: StageParamet
 
 def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats]) -> Floats:
     """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages)."""
-    model, framework = problem.model, problem.framework
-    stages = blocks.num_stages
+    model = problem.model
     stored = stored_bytes(problem, batch)
-    one = np.zeros((len(batch), stages))
+    one = np.zeros((len(batch), blocks.num_stages))
     for block, count in blocks.count.items():
         repeated = blocks.repeated[block]
         one += (count - repeated) * kept[block][:, None] + repeated * stored[:, None]
+    depths = np.zeros(len(batch))  # of multi-token prediction, behind the last chunk
     for block in model.mtp_layer if model.num_mtp_layers else ():
-        one[:, -1] += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
+        depths += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
+    one[:, -1] += depths
     gpipe = batch.schedule == SCHEDULES.index("gpipe")
-    live = in_flight_chunks(stages, batch.vp, batch.num_microbatches, gpipe=gpipe)
-    # Every chunk in flight keeps the tensors at its ends.
-    boundary = framework.bytes_per_boundary_hidden * norm_tokens(problem, batch) * model.hidden_size * (batch.pp > 1)
-    return (one / batch.vp[:, None] + boundary[:, None]) * live
+    live = in_flight_chunks(blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=gpipe)
+    boundary = _boundary_bytes(problem, batch)
+    result = (one / batch.vp[:, None] + boundary[:, None]) * live
+    # Where the chunks of a rank differ it matters which of them are alive together.
+    for rows, layout, num_repeated, schedule, microbatches in _unlike_chunks(batch, blocks, depths):
+        table = chunk_blocks(model, batch.layouts[layout], num_repeated)
+        size = np.repeat(boundary[rows, None], len(batch.layouts[layout]), axis=1)
+        for block, (count, again) in table.items():
+            size += (count - again) * kept[block][rows, None] + again * stored[rows, None]
+        size[:, -1] += depths[rows]
+        vp = len(batch.layouts[layout]) // blocks.num_stages
+        alive = live_chunks(schedule, blocks.num_stages, vp, microbatches)
+        held = size[:, chunks_of_ranks(schedule, blocks.num_stages, vp)]  # (rows, ranks, chunks of a rank)
+        result[rows] = np.einsum("rpv,pkv->rpk", held, alive).max(axis=2)
+    return result
+
+
+def _unlike_chunks(
+    batch: PlanBatch, blocks: StageBlocks, depths: Floats
+) -> Iterator[tuple[Ints, int, int, Schedule, int]]:
+    """(plans, their layout, repeated layers, schedule, micro-batches) where the chunks of a rank are not alike."""
+    several = np.flatnonzero((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0)))
+    # More micro-batches than fill the pipeline three times keep no more alive.
+    filled = _FILLED * blocks.num_stages
+    count = batch.num_microbatches
+    count = np.where(count % blocks.num_stages == 0, np.minimum(count, filled), count)
+    keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, count])[:, several]
+    found, inverse = np.unique(keys, axis=1, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    for at, (layout, repeated, schedule, microbatches) in enumerate(found.T.tolist()):
+        yield several[inverse == at], layout, repeated, SCHEDULES[schedule], microbatches
+
+
+def _boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """The tensors at its ends that every chunk in flight keeps."""
+    per_hidden = problem.framework.bytes_per_boundary_hidden
+    return per_hidden * norm_tokens(problem, batch) * problem.model.hidden_size * (batch.pp > 1)
 
 
 def stored_bytes(problem: Problem, batch: PlanBatch) -> Floats:

@@ -264,11 +264,25 @@ def _alive(operations: Sequence[Operation], chunks: Ints, last: Kind) -> Ints:
     return np.cumsum(change, axis=0)[:-1][change[1:].min(axis=1) < 0]
 
 
+def _alive_in_turns(turns: Ints, chunks: int, warmup: int) -> Ints:
+    """The same for 1F1B, counted without its operations: before backward k there were `warmup` + k + 1 forwards."""
+    forwards = np.zeros((len(turns) + 1, chunks), dtype=np.int64)
+    forwards[1:] = np.cumsum(turns[:, None] == np.arange(chunks), axis=0)
+    backwards = forwards[:, ::-1]
+    steady = max(len(turns) - warmup, 1)
+    return forwards[-steady:] - backwards[:steady]
+
+
 @lru_cache(maxsize=4096)
 def _live_chunks(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, group: int, last: Kind) -> Ints:
-    orders = rank_orders(schedule, stages, chunks, num_microbatches, group=group)
-    held = chunks_of_ranks(schedule, stages, chunks)
-    peaks = [_undominated(_alive(order, held[rank], last)) for rank, order in enumerate(orders)]
+    if schedule in ("1f1b", "interleaved"):
+        turns = np.array(_turns(chunks, num_microbatches, group), dtype=np.int64)
+        warmups = (warmup_forwards(rank, stages, chunks, num_microbatches, group) for rank in range(stages))
+        peaks = [_undominated(_alive_in_turns(turns, chunks, warmup)) for warmup in warmups]
+    else:
+        orders = rank_orders(schedule, stages, chunks, num_microbatches, group=group)
+        held = chunks_of_ranks(schedule, stages, chunks)
+        peaks = [_undominated(_alive(order, held[rank], last)) for rank, order in enumerate(orders)]
     most = max(len(peak) for peak in peaks)
     padded = np.stack([np.concatenate([peak, np.repeat(peak[:1], most - len(peak), axis=0)]) for peak in peaks])
     padded.flags.writeable = False
