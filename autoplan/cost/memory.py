@@ -92,7 +92,8 @@ def activation_bytes(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
             kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
             kept = kept + tokens * 2.0 * model.qk_head_dim * (2 * heads + 2 * kv_heads)
         if training.attention in SCORE_BYTES:
-            score = SCORE_BYTES[training.attention] + (SCORE_DROPOUT_BYTES if framework.dropout else 0.0)
+            kernel = "megatron-fused" if framework.fuses_softmax else training.attention
+            score = SCORE_BYTES[kernel] + (SCORE_DROPOUT_BYTES if framework.dropout else 0.0)
             recomputed = batch.recompute == RECOMPUTES.index("selective")
             kept = kept + np.where(recomputed, 0.0, score * tokens * heads * training.seq_len)
         else:
@@ -124,7 +125,8 @@ def _backward_bytes(problem: Problem, batch: PlanBatch, layer_bytes: Floats, sto
     width = model.ffn_size
     if model.moe:
         width = max(width, model.moe.shared_expert_ffn_size + model.moe.experts_per_token * model.moe.expert_ffn_size)
-    gate = 2 if model.gated_mlp else 1
+    # The gradient of fc1's output, or where that needs no memory of its own, of fc2's input.
+    gate = 2 if model.gated_mlp and not problem.framework.in_place_activation else 1
     transient = 2.0 * tokens * gate * width / batch.tp + 2.0 * tokens * model.hidden_size
     transient = transient + 3 * 2.0 * sliced * model.hidden_size
     full = batch.recompute == RECOMPUTES.index("full")
@@ -136,7 +138,8 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     framework, hidden = problem.framework, problem.model.hidden_size
     tokens = rank_tokens(problem, batch)
     split = batch.tp if framework.shards_logits else np.ones(len(batch), dtype=np.int64)
-    logits = framework.bytes_per_logit * tokens * padded_vocab(problem, batch) / split
+    per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
+    logits = per_logit * tokens * padded_vocab(problem, batch) / split
     # The gathered hidden states and their gradient, and both again as every rank holds them between blocks.
     states = 4.0 * tokens * hidden + 4.0 * norm_tokens(problem, batch) * hidden
     return (1 + problem.model.num_mtp_layers) * (logits + states + framework.bytes_per_head_hidden * tokens * hidden)
@@ -239,9 +242,25 @@ def _states(
     gradients = spread(framework.bytes_per_grad, zero2)
     gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
     on_device = batch.offload != OFFLOADS.index("optimizer")
+    if framework.offloads_grads:
+        gradients *= on_device[:, None]
     optimizer = spread(framework.bytes_per_optimizer_state, zero1) * on_device[:, None]
     optimizer += spread(framework.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
+    optimizer += spread(framework.bytes_per_update_copy, zero1) * on_device[:, None]
     return weights, gradients, optimizer
+
+
+def _bucket_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
+    """Buffers through which sharded states are reduced and gathered: shape (plans, stages).
+
+    A bf16 step that gathers in one piece has a copy of all the rank's weights instead.
+    """
+    framework = problem.framework
+    sharded = batch.sharding >= SHARDINGS.index("zero1")
+    fp16 = batch.precision == PRECISIONS.index("fp16")
+    in_pieces = fp16 | (framework.bytes_per_bf16_gathered_weight == 0)
+    whole = framework.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
+    return np.where(in_pieces[:, None], framework.bucket_bytes, whole) * sharded[:, None]
 
 
 def memory_terms(
@@ -268,6 +287,7 @@ def memory_terms(
     working = transient if framework.keeps_logits else np.maximum(transient - logits, 0.0)
     working += _dummy_wgrad_bytes(problem, batch, stages)
     working += _gathered_bytes(problem, batch, costs, parameters, places)
+    working += _bucket_bytes(problem, batch, parameters)
 
     communicators = np.zeros(len(batch))
     for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
