@@ -6,6 +6,7 @@ Formulas: `modelling` B1-B6.  Arrays of stages have the shape (plans, stages); s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ SCORE_BYTES = {"unfused": 6.0, "megatron-fused": 2.0}
 SCORE_DROPOUT_BYTES = 3.0
 EAGER_NORM_BYTES = 8.0  # fp32 copies kept by a hand-written norm, per token and hidden element (`modelling` B2)
 
-MEMORY_TERMS = ("weights", "gradients", "optimizer", "activations", "logits", "working", "fixed")
+MEMORY_TERMS = ("weights", "gradients", "optimizer", "activations", "logits", "working", "update", "fixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,8 @@ def activation_bytes(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         1.0 if framework.dropout else 0.0
     )
     kept = norm * sliced * model.hidden_size
+    if not framework.regathers_norm_output:
+        kept = kept + 2.0 * model.norms_per_block * (tokens - sliced) * model.hidden_size
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         heads = model.num_heads / batch.tp
         if mla := model.mla:
@@ -218,6 +221,15 @@ def _dummy_wgrad_bytes(problem: Problem, batch: PlanBatch, stages: int) -> Float
     return buffers
 
 
+def _spread_bytes(
+    parameters: StageParameters, places: Groups, per_parameter: float, sharded: NDArray[np.bool_]
+) -> Floats:
+    """What a rank holds per parameter, divided over its shard group where `sharded`: shape (plans, stages)."""
+    dense = per_parameter / np.where(sharded, places.shard[1].astype(np.float64), 1.0)
+    expert = per_parameter / np.where(sharded, places.expert_shard[1].astype(np.float64), 1.0)
+    return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]
+
+
 def _states(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups
 ) -> tuple[Floats, Floats, Floats]:
@@ -229,14 +241,7 @@ def _states(
     reduces = framework.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
     zero2 = (sharding > SHARDINGS.index("zero2")) | ((sharding == SHARDINGS.index("zero2")) & reduces)
     zero3 = sharding >= SHARDINGS.index("zero3")
-    dense_group = places.shard[1].astype(np.float64)
-    expert_group = places.expert_shard[1].astype(np.float64)
-
-    def spread(per_parameter: float, sharded: NDArray[np.bool_]) -> Floats:
-        dense = per_parameter / np.where(sharded, dense_group, 1.0)
-        expert = per_parameter / np.where(sharded, expert_group, 1.0)
-        return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]
-
+    spread = partial(_spread_bytes, parameters, places)
     fp16 = batch.precision == PRECISIONS.index("fp16")
     weights = spread(framework.bytes_per_weight, zero3)
     gradients = spread(framework.bytes_per_grad, zero2)
@@ -246,27 +251,27 @@ def _states(
         gradients *= on_device[:, None]
     optimizer = spread(framework.bytes_per_optimizer_state, zero1) * on_device[:, None]
     optimizer += spread(framework.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
-    optimizer += spread(framework.bytes_per_update_copy, zero1) * on_device[:, None]
     return weights, gradients, optimizer
 
 
-def _bucket_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
-    """Buffers through which sharded states are reduced and gathered: shape (plans, stages).
-
-    A bf16 step that gathers in one piece has a copy of all the rank's weights instead.
-    """
+def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups) -> Floats:
+    """What lives only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
     framework = problem.framework
-    sharded = batch.sharding >= SHARDINGS.index("zero1")
-    fp16 = batch.precision == PRECISIONS.index("fp16")
-    in_pieces = fp16 | (framework.bytes_per_bf16_gathered_weight == 0)
-    whole = framework.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
-    return np.where(in_pieces[:, None], framework.bucket_bytes, whole) * sharded[:, None]
+    zero1 = batch.sharding >= SHARDINGS.index("zero1")
+    on_device = batch.offload != OFFLOADS.index("optimizer")
+    copies = _spread_bytes(parameters, places, framework.bytes_per_update_copy, zero1) * on_device[:, None]
+    # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
+    # do without buckets, all at once.
+    whole = (batch.precision != PRECISIONS.index("fp16")) & (framework.bytes_per_bf16_gathered_weight > 0)
+    gathered = framework.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
+    buckets = np.where(whole[:, None], gathered, framework.bucket_bytes)
+    return copies + buckets * (batch.sharding == SHARDINGS.index("zero1"))[:, None]
 
 
 def memory_terms(
     problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], counts: dict[Block, Ints]
 ) -> dict[str, Floats]:
-    """Peak bytes of every stage by term of `MEMORY_TERMS`; their sum is what the device has to hold."""
+    """Peak bytes of every stage by term of `MEMORY_TERMS`: shape (plans, stages)."""
     model, framework = problem.model, problem.framework
     places = groups(batch)
     stages = next(iter(counts.values())).shape[1]
@@ -287,7 +292,8 @@ def memory_terms(
     working = transient if framework.keeps_logits else np.maximum(transient - logits, 0.0)
     working += _dummy_wgrad_bytes(problem, batch, stages)
     working += _gathered_bytes(problem, batch, costs, parameters, places)
-    working += _bucket_bytes(problem, batch, parameters)
+    # Gradients that are reduced during backward passes have their bucket beside the activations.
+    working += (framework.bucket_bytes * (batch.sharding >= SHARDINGS.index("zero2")))[:, None]
 
     communicators = np.zeros(len(batch))
     for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
@@ -300,13 +306,18 @@ def memory_terms(
         "activations": _activations(problem, batch, counts, per_block, stored_layer / len(model.layers[0])),
         "logits": logits,
         "working": working,
+        "update": _update_bytes(problem, batch, parameters, places),
         "fixed": np.repeat(fixed[:, None], stages, axis=1),
     }
 
 
 def allocated_bytes(terms: dict[str, Floats]) -> Floats:
-    """What the framework's tensors take, per stage: all but context and communication buffers."""
-    return add_up(value for name, value in terms.items() if name != "fixed")
+    """What the framework's tensors take at their peak, per stage: all but context and communication buffers.
+
+    States, and beside them what the passes keep or what the optimizer's step copies, whichever is more.
+    """
+    states = terms["weights"] + terms["gradients"] + terms["optimizer"]
+    return states + np.maximum(terms["activations"] + terms["logits"] + terms["working"], terms["update"])
 
 
 def reserved_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
@@ -314,11 +325,21 @@ def reserved_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
     return allocated_bytes(terms) * problem.framework.reserved_factor + terms["fixed"]
 
 
+def _cached_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
+    """What a device shows as taken, per stage, after some steps.
+
+    The allocator keeps the blocks of activations, too small for the flat tensors of the optimizer's step, so both
+    count; only a full device makes it give blocks back.
+    """
+    held = add_up(value for name, value in terms.items() if name != "fixed")
+    return np.minimum(held * problem.framework.reserved_factor + terms["fixed"], problem.capacity_bytes)
+
+
 def logged_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
     """The peak that the framework's log shows, of the worst rank or of rank 0."""
     kind = problem.framework.logs_memory
     if kind == "device":
-        per_stage = reserved_bytes(problem, terms)
+        per_stage = _cached_bytes(problem, terms)
     else:
         factor = problem.framework.reserved_factor if kind == "reserved" else 1.0
         per_stage = allocated_bytes(terms) * factor
