@@ -26,7 +26,7 @@ class Framework:
     bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
     bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
-    offloads_grads: bool = False  # an optimizer on the host takes the gradients along
+    offloads_grads: bool = False  # under zero3, an optimizer on the host takes the gradients along
     # The optimizer's step, when no activations live:
     bytes_per_update_copy: float = 0.0  # fp32 gradients and Adam's temporaries, per parameter that the rank updates
     bytes_per_bf16_gathered_weight: float = 0.0  # a bf16 zero1 step gathers all weights of the rank into one more copy

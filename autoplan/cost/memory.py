@@ -248,7 +248,7 @@ def _states(
     gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
     on_device = batch.offload != OFFLOADS.index("optimizer")
     if framework.offloads_grads:
-        gradients *= on_device[:, None]
+        gradients *= (on_device | ~zero3)[:, None]
     optimizer = spread(framework.bytes_per_optimizer_state, zero1) * on_device[:, None]
     optimizer += spread(framework.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return weights, gradients, optimizer
