@@ -26,13 +26,22 @@ class Framework:
     bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
     bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
+    offloads_grads: bool = False  # under zero3, an optimizer on the host takes the gradients along
+    # The optimizer's step, when no activations live:
+    bytes_per_update_copy: float = 0.0  # fp32 gradients and Adam's temporaries, per parameter that the rank updates
+    bytes_per_bf16_gathered_weight: float = 0.0  # a bf16 zero1 step gathers all weights of the rank into one more copy
+    bucket_bytes: float = 0.0  # through which gradients are reduced, and under zero1 weights gathered, in pieces
     bytes_per_logit: float = 8.0  # at the peak of head and loss: bf16 logits, fp32 copy, bf16 gradient (`modelling` B3)
     bytes_per_head_hidden: float = 0.0  # beside the head, per token and hidden element, not divided by tp
+    bytes_per_gathered_logit: float = 0.0  # more of them where tp > 1: the pieces that ranks gather whole logits from
     keeps_logits: bool = False  # logits stay through the backward pass of the layers, not only of the head
     shards_logits: bool = True  # vocabulary-parallel cross entropy
     pads_vocab_to: int = 128  # multiple of this times tp
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
+    regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
+    in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
+    fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
     dropout: bool = False
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
@@ -100,6 +109,10 @@ class Framework:
         for name in (
             "bytes_per_bf16_grad_accumulator",
             "bytes_per_fp16_unscaled_grad",
+            "bytes_per_update_copy",
+            "bytes_per_bf16_gathered_weight",
+            "bucket_bytes",
+            "bytes_per_gathered_logit",
             "bytes_per_boundary_hidden",
             "bytes_per_head_hidden",
             "fixed_bytes",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.memory import MEMORY_TERMS
+from autoplan.cost.memory import MEMORY_TERMS, PASS_TERMS
 from autoplan.framework import Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
@@ -133,6 +133,15 @@ def test_an_offloaded_optimizer_takes_no_device_memory() -> None:
     assert states(stage) == pytest.approx(6 * TOTAL)
 
 
+@pytest.mark.parametrize(("sharding", "per_parameter"), [("zero1", 2 + 4), ("zero3", 2 / 4)])
+def test_an_optimizer_on_the_host_may_take_the_gradients_of_zero3_along(sharding: Any, per_parameter: float) -> None:
+    problem = problem_of(framework=dataclasses.replace(BARE, offloads_grads=True))
+    (stage,) = stages_of(problem, dp_shard=4, sharding=sharding, offload="optimizer")
+    assert states(stage) == pytest.approx(per_parameter * TOTAL)
+    (kept,) = stages_of(problem, dp_shard=4, sharding=sharding)
+    assert kept.memory_terms_bytes["gradients"] > 0
+
+
 @pytest.mark.parametrize(("ep", "group"), [(1, 4), (2, 2), (4, 1)])
 def test_states_of_experts_are_sharded_over_the_ranks_that_hold_the_same_experts(ep: int, group: int) -> None:
     dense = count_parameters(EXPERTS) - 2 * EXPERT_WEIGHTS
@@ -147,6 +156,63 @@ def test_expert_parallelism_over_tensor_and_data_parallel_ranks_leaves_no_rank_t
     (stage,) = stages_of(problem_of(EXPERTS), tp=2, sp=True, dp_shard=2, ep=4, sharding="zero1")
     local = 2 * (dense / 2 + copied) + TABLE + 64
     assert states(stage) == pytest.approx(local * (6 + 12 / 2) + 2 * EXPERT_WEIGHTS / 4 * 18)
+
+
+# -- the optimizer's step, by hand, on four devices --------------------------------------------------------------------
+
+
+def step_bytes(stage: StageCost) -> float:
+    """What the optimizer's step needs where that is more than the passes need."""
+    terms = stage.memory_terms_bytes
+    assert terms["update"] > 0
+    return terms["update"] + sum(terms[name] for name in PASS_TERMS)
+
+
+def test_a_step_copies_what_the_rank_updates() -> None:
+    problem = problem_of(framework=dataclasses.replace(BARE, bytes_per_update_copy=1200.0))
+    for sharding, ranks in (("none", 1), ("zero1", 4), ("zero3", 4)):
+        (stage,) = stages_of(problem, dp_shard=4, sharding=sharding)
+        assert step_bytes(stage) == pytest.approx(1200 / ranks * TOTAL)
+    (offloaded,) = stages_of(problem, dp_shard=4, sharding="zero1", offload="optimizer")
+    assert offloaded.memory_terms_bytes["update"] == 0
+
+
+def test_a_bf16_step_gathers_all_weights_into_a_copy_and_an_fp16_step_goes_through_buckets() -> None:
+    framework = dataclasses.replace(BARE, bytes_per_bf16_gathered_weight=200.0, bucket_bytes=1e8)
+    plan = {"dp_shard": 4, "sharding": "zero1"}
+    (whole,) = stages_of(problem_of(framework=framework), **plan)
+    assert step_bytes(whole) == pytest.approx(200 * TOTAL)
+    (pieces,) = stages_of(problem_of(framework=framework), precision="fp16", **plan)
+    assert step_bytes(pieces) == pytest.approx(1e8)
+    (unsharded,) = stages_of(problem_of(framework=framework), dp_shard=4, sharding="none")
+    assert unsharded.memory_terms_bytes["update"] == 0
+
+
+@pytest.mark.parametrize(("sharding", "beside"), [("zero1", 0), ("zero2", 1000), ("zero3", 1000)])
+def test_gradients_reduced_in_backward_passes_have_their_bucket_beside_activations(sharding: Any, beside: int) -> None:
+    with_bucket, without = (
+        stages_of(problem_of(framework=dataclasses.replace(BARE, bucket_bytes=size)), dp_shard=4, sharding=sharding)[0]
+        for size in (1000.0, 0.0)
+    )
+    assert with_bucket.memory_terms_bytes["gathered"] - without.memory_terms_bytes["gathered"] == pytest.approx(beside)
+
+
+@pytest.mark.parametrize(("per_parameter", "added"), [(1.0, 0), (1000.0, 1000 * TOTAL)])
+def test_a_step_counts_where_it_needs_more_than_the_passes(per_parameter: float, added: int) -> None:
+    plain = price(problem_of(), ParallelPlan(global_batch=1))
+    passes = sum(float(plain.memory_terms_bytes[name][0]) for name in PASS_TERMS)
+    assert TOTAL < passes < 1000 * TOTAL
+    problem = problem_of(framework=dataclasses.replace(BARE, bytes_per_update_copy=per_parameter))
+    stepped = price(problem, ParallelPlan(global_batch=1))
+    assert stepped.memory_bytes[0] - plain.memory_bytes[0] == pytest.approx(max(added - passes, 0))
+
+
+def test_a_device_shows_the_blocks_of_passes_and_step_until_it_is_full() -> None:
+    device, full = (dataclasses.replace(BARE, logs_memory="device", bytes_per_update_copy=size) for size in (1.0, 1e9))
+    cost = price(problem_of(framework=device), ParallelPlan(global_batch=1))
+    assert cost.logged_memory_bytes[0] == pytest.approx(cost.memory_bytes[0] + TOTAL)
+    cost = price(problem_of(framework=full), ParallelPlan(global_batch=1))
+    assert cost.logged_memory_bytes[0] == cost.capacity_bytes < cost.memory_bytes[0]
 
 
 # -- activations, by hand ---------------------------------------------------------------------------------------------
@@ -185,6 +251,13 @@ def test_sequence_parallelism_divides_what_the_norms_keep() -> None:
     assert activations(tp=2, sp=True) == pytest.approx([2 * KEPT / 2])
 
 
+def test_a_framework_that_does_not_gather_again_keeps_the_outputs_of_norms_whole() -> None:
+    problem = problem_of(framework=dataclasses.replace(BARE, regathers_norm_output=False))
+    whole, sliced = (activations(problem=one, tp=2, sp=True)[0] for one in (problem, problem_of()))
+    assert whole - sliced == pytest.approx(2 * 2 * 2 * (TOKENS - TOKENS / 2) * 64)  # layers x norms x bytes
+    assert activations(problem=problem, tp=2) == activations(tp=2)
+
+
 def test_context_parallelism_divides_the_tokens() -> None:
     assert activations(cp=2) == pytest.approx([KEPT])
 
@@ -206,6 +279,29 @@ def test_unfused_attention_keeps_its_scores_unless_they_are_recomputed() -> None
     scores = activations(problem=problem)[0] - activations(problem=problem, recompute="selective")[0]
     assert scores > 0
     assert scores % (2 * TOKENS * TOKENS * 4) == 0  # layers x queries x keys x heads, a whole number of bytes each
+
+
+def test_a_framework_with_a_softmax_kernel_runs_unfused_attention_with_it() -> None:
+    framework = dataclasses.replace(BARE, fuses_softmax=True)
+    unfused, fused = (
+        dataclasses.replace(
+            problem_of(framework=one),
+            training=TrainingSpec(seq_len=TOKENS, attention=kernel),  # type: ignore[arg-type]
+        )
+        for one, kernel in ((framework, "unfused"), (BARE, "megatron-fused"))
+    )
+    assert activations(problem=unfused) == activations(problem=fused)
+
+
+def test_a_swiglu_that_works_in_place_needs_one_gradient_of_the_mlp_width_not_two() -> None:
+    framework = dataclasses.replace(BARE, keeps_logits=True)
+    (two,), (one,) = (
+        stages_of(problem_of(framework=dataclasses.replace(framework, in_place_activation=is_in_place)))
+        for is_in_place in (False, True)
+    )
+    assert two.memory_terms_bytes["transients"] - one.memory_terms_bytes["transients"] == pytest.approx(
+        2 * TOKENS * 128
+    )
 
 
 def test_a_gelu_keeps_four_bytes_a_width_where_a_swiglu_keeps_six() -> None:
@@ -256,6 +352,13 @@ def test_logits_are_kept_by_the_last_stage_and_cut_by_vocabulary_parallelism() -
     assert last == pytest.approx(2 * TOKENS * 512 / 2)
     whole = dataclasses.replace(BARE, shards_logits=False)
     assert logits(1024, whole, tp=2)[0] - logits(512, whole, tp=2)[0] == pytest.approx(2 * TOKENS * 512)
+
+
+def test_logits_that_are_gathered_whole_take_more_where_there_is_something_to_gather() -> None:
+    whole = dataclasses.replace(BARE, shards_logits=False)
+    gathered = dataclasses.replace(whole, bytes_per_gathered_logit=4.0)
+    assert logits(512, gathered) == logits(512, whole)
+    assert logits(512, gathered, tp=2)[0] - logits(512, whole, tp=2)[0] == pytest.approx(4 * TOKENS * 512)
 
 
 def test_the_head_keeps_its_inputs_and_their_gradients_beside_the_logits() -> None:

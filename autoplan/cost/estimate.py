@@ -12,11 +12,11 @@ from autoplan.cost.compute import add_up, head_s, memory_bound_s, norm_tokens, p
 from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, calibrated, fsdp_s, groups
 from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
+    MEMORY_TERMS,
+    StageMemory,
     StageParameters,
     host_bytes,
-    logged_bytes,
-    memory_terms,
-    reserved_bytes,
+    stage_memory,
     stage_parameters,
 )
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
@@ -56,7 +56,7 @@ class _Stages:
     forward_s: Floats
     backward_s: Floats
     parameters: StageParameters
-    memory: dict[str, Floats]
+    memory: StageMemory
 
 
 def _sharded_ends(problem: Problem, batch: PlanBatch, ends: Floats) -> tuple[tuple[Floats, Floats], ...]:
@@ -104,7 +104,7 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
         forward_s=forward,
         backward_s=backward,
-        memory=memory_terms(problem, batch, blocks, parameters),
+        memory=stage_memory(problem, batch, blocks, parameters),
     )
 
 
@@ -221,8 +221,8 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
     terms["overhead"] = np.full(len(batch), problem.framework.step_overhead_s)
-    worst = np.argmax(reserved_bytes(laid.memory), axis=1)
-    at_worst = {name: value[rows, worst] for name, value in laid.memory.items()}
+    worst = np.argmax(laid.memory.reserved_bytes, axis=1)
+    at_worst = {name: value[rows, worst] for name, value in laid.memory.terms.items()}
     return terms, at_worst, worst
 
 
@@ -233,24 +233,24 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     result like any other.
     """
     time_terms = {name: np.zeros(len(batch)) for name in STEP_TERMS}
-    memory: dict[str, Floats] = {}
+    memory = {name: np.zeros(len(batch)) for name in MEMORY_TERMS}
     worst = np.zeros(len(batch), dtype=np.int64)
     logged, host = np.zeros(len(batch)), np.zeros(len(batch))
     for stages in np.unique(batch.pp):
         where = np.flatnonzero(batch.pp == stages)
         laid = _lay_out(problem, batch.take(where), int(stages))
         terms, stage_memory, worst_stage = _price(problem, laid)
-        logged[where] = logged_bytes(problem.framework, laid.memory)
+        logged[where] = laid.memory.logged_bytes(problem)
         host[where] = host_bytes(problem, laid.batch, laid.parameters)
         for name, value in terms.items():
             time_terms[name][where] = value
         for name, value in stage_memory.items():
-            memory.setdefault(name, np.zeros(len(batch)))[where] = value
+            memory[name][where] = value
         worst[where] = worst_stage
     step = add_up(time_terms.values())
     spread = np.exp(NORMAL_90 * problem.calibration.time_spread)
     host_capacity, spread_of_memory = problem.cluster.host.memory_bytes, problem.calibration.memory_spread
-    reserved = reserved_bytes(memory) if memory else np.zeros(len(batch))
+    reserved = add_up(memory.values())
     return CostEstimate(
         batch=batch,
         step_s=step,
@@ -272,7 +272,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
 def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     """Time per micro-batch and memory of every pipeline rank of one plan."""
     laid = _lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
-    reserved = reserved_bytes(laid.memory)
+    reserved = laid.memory.reserved_bytes
     layouts = np.array(laid.batch.layouts[0]).reshape(-1, plan.pp).sum(axis=0)
     result = []
     for stage in range(plan.pp):
@@ -294,7 +294,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
                 backward_s=float(laid.backward_s[0, stage]),
                 terms_s=terms,
                 memory_bytes=float(reserved[0, stage]),
-                memory_terms_bytes={name: float(value[0, stage]) for name, value in laid.memory.items()},
+                memory_terms_bytes={name: float(value[0, stage]) for name, value in laid.memory.terms.items()},
             )
         )
     return tuple(result)

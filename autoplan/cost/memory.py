@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,6 @@ from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_b
 from autoplan.cost.order import chunks_of_ranks, live_chunks
 from autoplan.cost.recompute import activation_parts, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
-from autoplan.framework import Framework
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch, Schedule
 from autoplan.problem import Problem
@@ -28,16 +28,8 @@ Ints = NDArray[np.int64]
 
 # The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
 # the allocator holds beyond it, and what lies outside of the allocator.
-ALLOCATED_TERMS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "transients",
-    "wgrad_buffers",
-    "gathered",
-)
+PASS_TERMS = ("activations", "logits", "transients", "wgrad_buffers", "gathered")
+ALLOCATED_TERMS = ("weights", "gradients", "optimizer", *PASS_TERMS, "update")
 _FILLED = 3  # `order.live_chunks` saturates after so many groups of micro-batches
 
 # What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
@@ -91,7 +83,8 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
     width = model.ffn_size
     if model.moe:
         width = max(width, model.moe.shared_expert_ffn_size + model.moe.experts_per_token * model.moe.expert_ffn_size)
-    gate = 2 if model.gated_mlp else 1
+    # The gradient of fc1's output, or where that needs no memory of its own, of fc2's input.
+    gate = 2 if model.gated_mlp and not problem.framework.in_place_activation else 1
     transient = 2.0 * tokens * gate * width / batch.tp + 2.0 * tokens * model.hidden_size
     transient = transient + 3 * 2.0 * sliced * model.hidden_size
     return transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)
@@ -102,7 +95,8 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     framework, hidden = problem.framework, problem.model.hidden_size
     tokens = rank_tokens(problem, batch)
     split = batch.tp if framework.shards_logits else np.ones(len(batch), dtype=np.int64)
-    logits = framework.bytes_per_logit * tokens * padded_vocab(problem, batch) / split
+    per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
+    logits = per_logit * tokens * padded_vocab(problem, batch) / split
     # The gathered hidden states and their gradient, and both again as every rank holds them between blocks.
     states = 4.0 * tokens * hidden + 4.0 * norm_tokens(problem, batch) * hidden
     return (1 + problem.model.num_mtp_layers) * (logits + states + framework.bytes_per_head_hidden * tokens * hidden)
@@ -211,6 +205,15 @@ def _dummy_wgrad_bytes(problem: Problem, batch: PlanBatch, stages: int) -> Float
     return buffers
 
 
+def _spread_bytes(
+    parameters: StageParameters, places: Groups, per_parameter: float, sharded: NDArray[np.bool_]
+) -> Floats:
+    """What a rank holds per parameter, divided over its shard group where `sharded`: shape (plans, stages)."""
+    dense = per_parameter / np.where(sharded, places.shard[1].astype(np.float64), 1.0)
+    expert = per_parameter / np.where(sharded, places.expert_shard[1].astype(np.float64), 1.0)
+    return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]
+
+
 def _states(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups
 ) -> tuple[Floats, Floats, Floats]:
@@ -222,28 +225,35 @@ def _states(
     reduces = framework.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
     zero2 = (sharding > SHARDINGS.index("zero2")) | ((sharding == SHARDINGS.index("zero2")) & reduces)
     zero3 = sharding >= SHARDINGS.index("zero3")
-    dense_group = places.shard[1].astype(np.float64)
-    expert_group = places.expert_shard[1].astype(np.float64)
-
-    def spread(per_parameter: float, sharded: NDArray[np.bool_]) -> Floats:
-        dense = per_parameter / np.where(sharded, dense_group, 1.0)
-        expert = per_parameter / np.where(sharded, expert_group, 1.0)
-        return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]
-
+    spread = partial(_spread_bytes, parameters, places)
     fp16 = batch.precision == PRECISIONS.index("fp16")
     weights = spread(framework.bytes_per_weight, zero3)
     gradients = spread(framework.bytes_per_grad, zero2)
     gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
     on_device = batch.offload != OFFLOADS.index("optimizer")
+    if framework.offloads_grads:
+        gradients *= (on_device | ~zero3)[:, None]
     optimizer = spread(framework.bytes_per_optimizer_state, zero1) * on_device[:, None]
     optimizer += spread(framework.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return weights, gradients, optimizer
 
 
-def memory_terms(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters
-) -> dict[str, Floats]:
-    """Peak bytes of every stage by term of `MEMORY_TERMS`; their sum is what the device has to hold."""
+def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups) -> Floats:
+    """What lives only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
+    framework = problem.framework
+    zero1 = batch.sharding >= SHARDINGS.index("zero1")
+    on_device = batch.offload != OFFLOADS.index("optimizer")
+    copies = _spread_bytes(parameters, places, framework.bytes_per_update_copy, zero1) * on_device[:, None]
+    # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
+    # do without buckets, all at once.
+    whole = (batch.precision != PRECISIONS.index("fp16")) & (framework.bytes_per_bf16_gathered_weight > 0)
+    gathered = framework.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
+    buckets = np.where(whole[:, None], gathered, framework.bucket_bytes)
+    return copies + buckets * (batch.sharding == SHARDINGS.index("zero1"))[:, None]
+
+
+def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
+    """What every pipeline rank needs at its peak: states, and what the passes or the optimizer's step need beside."""
     model, framework = problem.model, problem.framework
     places = groups(batch)
     stages = blocks.num_stages
@@ -269,36 +279,49 @@ def memory_terms(
         "logits": logits,
         "transients": transients if framework.keeps_logits else np.maximum(transients - logits, 0.0),
         "wgrad_buffers": _dummy_wgrad_bytes(problem, batch, stages),
-        "gathered": _gathered_bytes(problem, batch, parameters, places),
+        # Gradients that are reduced during backward passes have their bucket beside the activations.
+        "gathered": _gathered_bytes(problem, batch, parameters, places)
+        + (framework.bucket_bytes * (batch.sharding >= SHARDINGS.index("zero2")))[:, None],
     }
+    passes = add_up(terms[name] for name in PASS_TERMS)
+    update = _update_bytes(problem, batch, parameters, places)
+    terms["update"] = np.maximum(update - passes, 0.0)
     communicators = np.zeros(len(batch))
     for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
         communicators += size > 1
-    terms["fragmentation"] = (framework.reserved_factor - 1.0) * allocated_bytes(terms)
+    terms["fragmentation"] = (framework.reserved_factor - 1.0) * add_up(terms.values())
     terms["communicators"] = np.repeat((framework.communicator_bytes * communicators)[:, None], stages, axis=1)
     terms["context"] = np.full((len(batch), stages), framework.fixed_bytes)
-    return terms
+    return StageMemory(terms=terms, cached_bytes=framework.reserved_factor * np.minimum(update, passes))
 
 
-def allocated_bytes(terms: dict[str, Floats]) -> Floats:
-    """What the framework's tensors take, per stage."""
-    return add_up(terms[name] for name in ALLOCATED_TERMS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Memory of every pipeline rank: arrays of shape (plans, stages), in bytes.
 
+    `terms` are those of `MEMORY_TERMS` at the moment when most is needed; they add up to what the device has to hold.
+    `cached_bytes` is what the allocator keeps beyond that on a device with room: the blocks of activations are too
+    small for the flat tensors of the optimizer's step.
+    """
 
-def reserved_bytes(terms: dict[str, Floats]) -> Floats:
-    """What the device has to hold, per stage: allocations with their fragmentation, context, communication buffers."""
-    return add_up(terms.values())
+    terms: dict[str, Floats]
+    cached_bytes: Floats
 
+    @property
+    def reserved_bytes(self) -> Floats:
+        """What the device has to hold: allocations with their fragmentation, context, communication buffers."""
+        return add_up(self.terms.values())
 
-def logged_bytes(framework: Framework, terms: dict[str, Floats]) -> Floats:
-    """The peak that the framework's log shows, of the worst rank or of rank 0."""
-    if framework.logs_memory == "device":
-        per_stage = reserved_bytes(terms)
-    elif framework.logs_memory == "reserved":
-        per_stage = allocated_bytes(terms) + terms["fragmentation"]
-    else:
-        per_stage = allocated_bytes(terms)
-    return per_stage[:, 0] if framework.logs_first_rank else per_stage.max(axis=1)
+    def logged_bytes(self, problem: Problem) -> Floats:
+        """The peak that the framework's log shows, of the worst rank or of rank 0: shape (plans)."""
+        framework = problem.framework
+        if framework.logs_memory == "device":
+            # Only a full device makes the allocator give blocks back.
+            per_stage = np.minimum(self.reserved_bytes + self.cached_bytes, problem.capacity_bytes)
+        else:
+            per_stage = add_up(self.terms[name] for name in ALLOCATED_TERMS)
+            per_stage = per_stage + (self.terms["fragmentation"] if framework.logs_memory == "reserved" else 0.0)
+        return per_stage[:, 0] if framework.logs_first_rank else per_stage.max(axis=1)
 
 
 def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
@@ -308,9 +331,9 @@ def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
         where = np.flatnonzero(batch.pp == stages)
         part = batch.take(where)
         blocks = stage_blocks(problem.model, part, int(stages))
-        terms = memory_terms(problem, part, blocks, stage_parameters(problem, part, blocks))
-        logged[where] = logged_bytes(problem.framework, terms)
-        reserved[where] = reserved_bytes(terms).max(axis=1)
+        memory = stage_memory(problem, part, blocks, stage_parameters(problem, part, blocks))
+        logged[where] = memory.logged_bytes(problem)
+        reserved[where] = memory.reserved_bytes.max(axis=1)
     return logged, reserved
 
 

@@ -84,6 +84,9 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         parts["layernorm"] = 2.0 * sliced  # the norm's output
         norm -= 2.0
     parts[None] = parts.get(None, np.zeros(len(batch))) + norm * sliced
+    if not framework.regathers_norm_output:
+        whole = rank_tokens(problem, batch) * model.hidden_size
+        parts[None] = parts[None] + 2.0 * model.norms_per_block * (whole - sliced)
     return parts
 
 
@@ -108,7 +111,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
         kept = tokens * 2.0 * model.qk_head_dim * (2 * heads + 2 * kv_heads)
     if stores_scores(problem):
-        score = SCORE_BYTES[training.attention] + (SCORE_DROPOUT_BYTES if framework.dropout else 0.0)
+        kernel = "megatron-fused" if framework.fuses_softmax else training.attention
+        score = SCORE_BYTES[kernel] + (SCORE_DROPOUT_BYTES if framework.dropout else 0.0)
         parts["core_attn"] = score * tokens * heads * training.seq_len
     else:
         kept = kept + 4.0 * tokens * heads  # the logarithms of the softmax sums

@@ -34,7 +34,8 @@ MEMORY_NAMES = {
     "logits": "head and loss",
     "transients": "backward transients",
     "wgrad_buffers": "weight-gradient buffers",
-    "gathered": "gathered parameters",
+    "gathered": "gathered parameters, buckets",
+    "update": "more for the optimizer's step",
     "fragmentation": "fragmentation",
     "communicators": "communication buffers",
     "context": "context and workspaces",
@@ -45,7 +46,7 @@ MEMORY_SUMS = {
     "optimizer": ("optimizer",),
     "activations": ("activations",),
     "logits": ("logits",),
-    "buffers": ("transients", "wgrad_buffers", "gathered"),
+    "buffers": ("transients", "wgrad_buffers", "gathered", "update"),
     "outside": ("fragmentation", "communicators", "context"),
 }
 TERM_NAMES = {
