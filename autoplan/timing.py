@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from autoplan.units import check_positive
 
+# What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.
+FACTORS = ("overall", "memory_bound", "host", "scale_out", "scale_up", "attention", "gemm")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
@@ -17,6 +20,7 @@ class Calibration:
     """
 
     name: str = "reference"
+    overall: float = 1.0  # on the whole step
     gemm: float = 1.0
     attention: float = 1.0
     memory_bound: float = 1.0
@@ -30,7 +34,7 @@ class Calibration:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("gemm", "attention", "memory_bound", "host", "scale_up", "scale_out"):
+        for name in FACTORS:
             check_positive(name, getattr(self, name), most=100.0)
         for name in ("time_spread", "memory_spread"):
             check_positive(name, getattr(self, name), most=5.0)

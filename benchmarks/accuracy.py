@@ -1,61 +1,370 @@
-"""How true are the predictions on measured runs?  Prices a table of runs and scores the prediction table.
+"""How true are the predicted steps on measured runs?
 
-usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--report REPORT.md]
+Prices a table of runs as the presets ship, and again with calibrations that were fitted without the runs that they are
+judged on: a model left out (or, in a source of one model, a number of devices), a whole source left out, one factor for
+a framework on a generation of devices, and none at all.  Every prediction table is scored; then come what each term
+contributes and the worst runs of every source with their terms.
 
-The table is priced by `autoplan predict`, as people do it.
-The scorer is any program that takes RUNS.csv and PREDICTIONS.csv and prints a table.
+usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--worst N] [--as-shipped]
+                                     [--report REPORT.md] [--ship]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
 import datetime
+import io
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 import autoplan
+from autoplan.cost.calibration import (
+    RUNS_PER_FACTOR,
+    MeasuredRun,
+    Pricer,
+    conformal_spread,
+    factors_for,
+    fit,
+)
+from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate
 from autoplan.files import write_text
+from autoplan.plan import PlanBatch
+from autoplan.read.calibration import calibration_text
+from autoplan.read.predictions import predict, prediction_table
+from autoplan.read.runs import Run, read_runs
+from autoplan.result import CostEstimate, Prediction
+from autoplan.timing import FACTORS, Calibration
 
-AUTOPLAN = (sys.executable, "-c", "from autoplan.cli import main; main()")
+Floats = NDArray[np.float64]
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"
+LEAST_RUNS = 20  # of a source or pair, for a spread of its own
 
 
-def _output(*command: str) -> str:
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run that finished, and the fold in which it is left out."""
+
+    run: Run
+    source: str
+    measured: MeasuredRun
+    fold: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Who shares a calibration: a framework on one generation of devices."""
+        return self.measured.problem.framework.name, self.generation
+
+    @property
+    def generation(self) -> str:
+        """Of the devices."""
+        return self.measured.problem.cluster.device.generation
 
 
 def main() -> int:
-    """Price, score, print and, if asked, write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Price, score, print and, if asked, write the report and the shipped calibrations."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
     parser.add_argument("--runs", type=Path, default=SHARED / "data" / "measured_runs.csv")
     parser.add_argument("--scorer", type=Path, default=SHARED / "tools" / "score_runs.py")
-    parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
+    parser.add_argument("--worst", type=int, default=10, help="runs with the largest errors to show of every source")
+    parser.add_argument(
+        "--as-shipped", action="store_true", help="leave out what fits calibrations, which takes minutes"
+    )
+    parser.add_argument("--report", type=Path, help="write all tables to this Markdown file as well")
+    parser.add_argument("--ship", action="store_true", help="write the calibrations that the package ships")
     options = parser.parse_args()
     for path in (options.runs, options.scorer):
         if not path.is_file():
             print(f"{path} is not there: name it with --runs or --scorer", file=sys.stderr)
             return 1
-    with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder) / "predictions.csv"
+    runs = list(read_runs(options.runs))
+    cases = read_cases(options.runs, runs)
+    if options.ship:
+        ship(cases)
+        return 0
+    scoring = Scoring(options.runs, options.scorer, runs)
+    text = io.StringIO()
+    with contextlib.redirect_stdout(_Both(sys.stdout, text)):
         start = time.perf_counter()
-        summary = _output(*AUTOPLAN, "predict", "--runs", str(options.runs), "--out", str(table)).partition(";")[0]
-        taken_s = time.perf_counter() - start
-        scored = _output(sys.executable, str(options.scorer), str(options.runs), str(table))
-    print(scored)
-    print(f"{summary}; in {taken_s:.1f} s")
+        print(f"As shipped\n\n{scoring.shipped()}")
+        print(f"{len(runs)} runs priced one by one in {time.perf_counter() - start:.1f} s\n")
+        if not options.as_shipped:
+            show_folds(cases, scoring)
+        show_ablation(cases)
+        show_worst(cases, options.worst)
     if options.report:
-        today = datetime.date.today().isoformat()
         head = (
-            f"# Accuracy on measured runs, {today}\n\n"
-            f"autoplan {autoplan.__version__}, Python {platform.python_version()}, {summary}; "
-            "reference rates and framework traits; presets that say so were fitted to some of these runs.\n"
+            f"# Accuracy on measured runs, {datetime.date.today().isoformat()}\n\n"
+            f"autoplan {autoplan.__version__}, Python {platform.python_version()}; `python benchmarks/accuracy.py`.\n"
         )
-        write_text(options.report, f"{head}\n```\n{scored}```\n", force=True)
+        write_text(options.report, f"{head}\n```\n{text.getvalue()}```\n", force=True)
     return 0
+
+
+class _Both(io.TextIOBase):
+    """Writes to several streams."""
+
+    def __init__(self, *streams: TextIO) -> None:
+        self._streams = streams
+
+    def write(self, text: str) -> int:
+        for stream in self._streams:
+            stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for stream in self._streams:
+            stream.flush()
+
+
+def read_cases(path: Path, runs: Sequence[Run]) -> list[Case]:
+    """The finished runs with a price, each with the fold that it is left out with inside its source."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        answers = {row["id"]: row for row in csv.DictReader(stream)}
+    finished = []
+    for run in runs:
+        row = answers[run.id]
+        if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
+            measured = MeasuredRun(problem=run.problem, plan=run.plan, step_s=float(row["step_time_s"]))
+            finished.append(Case(run=run, source=re.sub(r"-\d+$", "", run.id), measured=measured, fold=""))
+    by_source: dict[str, list[Case]] = defaultdict(list)
+    for case in finished:
+        by_source[case.source].append(case)
+    return [replace(case, fold=f"{case.source}: {say(case)}") for case, say in _with_folds(by_source)]
+
+
+def _with_folds(by_source: dict[str, list[Case]]) -> Iterator[tuple[Case, Callable[[Case], str]]]:
+    """Models where a source has several, else numbers of devices, else sequence lengths."""
+
+    def model(case: Case) -> str:
+        return case.measured.problem.model.name
+
+    def size(case: Case) -> str:
+        return f"{case.measured.problem.cluster.num_devices} devices"
+
+    def length(case: Case) -> str:
+        return f"{case.measured.problem.training.seq_len} tokens"
+
+    for cases in by_source.values():
+        say = next((say for say in (model, size) if len({say(case) for case in cases}) > 1), length)
+        for case in cases:
+            yield case, say
+
+
+# -- calibrations -----------------------------------------------------------------------------------------------------
+
+
+def by_key(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
+    """The cases of every framework on every generation."""
+    groups: dict[tuple[str, str], list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[case.key].append(case)
+    return dict(sorted(groups.items()))
+
+
+def calibrate(cases: Sequence[Case], key: tuple[str, str], near: Calibration | None = None) -> Calibration:
+    """The calibration of a framework on a generation from `cases` of any: its own runs, or all of its generation.
+
+    Runs that are too few for a factor of their own share one with the others of the generation.
+    """
+    own = [case.measured for case in cases if case.key == key]
+    reference = Calibration()
+    if len(own) >= RUNS_PER_FACTOR:
+        return fit(own, reference, near=near)
+    shared = [case.measured for case in cases if case.generation == key[1]]
+    return fit(shared, reference, FACTORS[:1], near=near) if len(shared) >= RUNS_PER_FACTOR else reference
+
+
+def log_errors(cases: Sequence[Case], calibration: Calibration) -> Floats:
+    """log(measured / predicted) of every case."""
+    runs = [case.measured for case in cases]
+    return np.log([run.step_s for run in runs] / Pricer(runs).calibrated_s(calibration))
+
+
+Steps = dict[str, tuple[float, float]]  # id of a run -> (step, spread of its logarithm)
+
+
+def left_out(cases: Sequence[Case], fold_of: Callable[[Case], str]) -> Steps:
+    """Steps of all cases by calibrations that have not seen their fold, and spreads from the other folds' errors."""
+    errors: dict[str, float] = {}
+    folds: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        folds[fold_of(case)].append(case)
+    whole = {key: calibrate(cases, key) for key in by_key(cases)}
+    for name, fold in folds.items():
+        rest = [case for case in cases if fold_of(case) != name]
+        for key, some in by_key(fold).items():
+            calibration = calibrate(rest, key, near=whole[key])
+            for case, error in zip(some, log_errors(some, calibration), strict=True):
+                errors[case.run.id] = float(error)
+    return _with_spreads(cases, errors, fold_of)
+
+
+def _with_spreads(cases: Sequence[Case], errors: dict[str, float], fold_of: Callable[[Case], str]) -> Steps:
+    """Each run's step, with the conformal spread of the runs of its framework and generation in other folds.
+
+    Too few of them: of its generation, and of all.
+    """
+    steps: Steps = {}
+    cache: dict[tuple[str, tuple[str, str]], float] = {}
+    for case in cases:
+        name = (fold_of(case), case.key)
+        if name not in cache:
+            others = [other for other in cases if fold_of(other) != name[0]]
+            for alike in (
+                [other for other in others if other.key == case.key],
+                [other for other in others if other.generation == case.generation],
+                others,
+            ):
+                if len(alike) >= LEAST_RUNS:
+                    break
+            cache[name] = conformal_spread(np.array([errors[other.run.id] for other in alike]))
+        steps[case.run.id] = (case.measured.step_s / np.exp(errors[case.run.id]), cache[name])
+    return steps
+
+
+def one_calibration(cases: Sequence[Case], make: Callable[[Sequence[Case]], Calibration]) -> Steps:
+    """Steps of all cases by one calibration for every framework and generation, made of its cases."""
+    steps: Steps = {}
+    for some in by_key(cases).values():
+        calibration = make(some)
+        errors = log_errors(some, calibration)
+        spread = conformal_spread(errors) if len(some) >= LEAST_RUNS else calibration.time_spread
+        for case, error in zip(some, errors, strict=True):
+            steps[case.run.id] = (case.measured.step_s / np.exp(error), spread)
+    return steps
+
+
+def ship(cases: Sequence[Case]) -> None:
+    """Write the calibration of every framework and generation, with the spread of runs that it has not seen."""
+    unseen = left_out(cases, lambda case: case.fold)
+    for key, some in by_key(cases).items():
+        if len(some) < RUNS_PER_FACTOR:
+            continue
+        calibration = calibrate(cases, key)
+        errors = np.array([np.log(case.measured.step_s / unseen[case.run.id][0]) for case in some])
+        median = 100 * float(np.median(np.abs(np.expm1(errors))))
+        sources = ", ".join(sorted({case.source for case in some}))
+        calibration = replace(
+            calibration,
+            name=" on ".join(key),
+            time_spread=conformal_spread(errors),
+            memory_spread=some[0].measured.problem.calibration.memory_spread,
+            sources=(f"{len(some)} runs ({sources}): median error {median:.1f} % with a model left out",),
+        )
+        write_text(PRESETS / f"{'-'.join(key)}.toml", calibration_text(calibration), force=True)
+        print(f"{calibration.name}: {calibration.sources[0]}")
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+class Scoring:
+    """Scores prediction tables with the scorer, as people do it."""
+
+    def __init__(self, runs: Path, scorer: Path, table: Sequence[Run]) -> None:
+        self._runs, self._scorer, self._table = runs, scorer, table
+        self._as_shipped = [predict(run) for run in table]
+
+    def shipped(self) -> str:
+        """The score of what ships."""
+        return self._score(self._as_shipped)
+
+    def with_steps(self, steps: Steps) -> str:
+        """The score with other steps, where there are some."""
+        return self._score([_with_step(one, steps.get(one.id)) for one in self._as_shipped])
+
+    def _score(self, predictions: Sequence[Prediction]) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "predictions.csv"
+            write_text(path, prediction_table(predictions), force=True)
+            command = (sys.executable, str(self._scorer), str(self._runs), str(path))
+            return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _with_step(one: Prediction, step: tuple[float, float] | None) -> Prediction:
+    if step is None:
+        return one
+    value, spread = step
+    width = float(np.exp(NORMAL_90 * spread))
+    return replace(one, step_time_s=value, step_time_low_s=value / width, step_time_high_s=value * width)
+
+
+def show_folds(cases: Sequence[Case], scoring: Scoring) -> None:
+    """Scores of calibrations that have not seen what they are judged on, and of fewer factors."""
+    enough = {key: len(some) for key, some in by_key(cases).items() if len(some) >= RUNS_PER_FACTOR}
+    counts = {" on ".join(key): len(factors_for(size)) for key, size in enough.items()}
+    print(f"{sum(counts.values())} factors: {', '.join(f'{name} {count}' for name, count in counts.items())}\n")
+    scalar = FACTORS[:1]
+    for title, steps in (
+        ("In fit", one_calibration(cases, lambda some: calibrate(some, some[0].key))),
+        ("A model, or a number of devices, left out", left_out(cases, lambda case: case.fold)),
+        ("A whole source left out", left_out(cases, lambda case: case.source)),
+        ("One factor for a framework on a generation", one_calibration(cases, lambda some: _scalar(some, scalar))),
+        ("No calibration", one_calibration(cases, lambda some: Calibration())),
+    ):
+        print(f"{title}\n\n{scoring.with_steps(steps)}")
+
+
+def _scalar(cases: Sequence[Case], factors: Sequence[str]) -> Calibration:
+    return fit([case.measured for case in cases], Calibration(), factors)
+
+
+def show_ablation(cases: Sequence[Case]) -> None:
+    """How far off the shipped predictions are without each term, by source."""
+    errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for case in cases:
+        cost = _cost(case)
+        step = float(cost.step_s[0])
+        errors[case.source]["all"].append(abs(step / case.measured.step_s - 1))
+        for name in STEP_TERMS:
+            less = step - float(cost.terms_s[name][0])
+            errors[case.source][name].append(abs(less / case.measured.step_s - 1))
+    names = ("all", *STEP_TERMS)
+    print("Median error in % without each term\n")
+    print(f"{'':12}" + "".join(f"{name[:9]:>10}" for name in names))
+    for source, terms in sorted(errors.items()):
+        print(f"{source:12}" + "".join(f"{100 * np.median(terms[name]):10.2f}" for name in names))
+
+
+def show_worst(cases: Sequence[Case], worst: int) -> None:
+    """The runs of every source that are furthest off, with their terms in percent of the step."""
+    by_source: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_source[case.source].append(case)
+    for source, some in sorted(by_source.items()):
+        print(f"\n{source}: the {min(worst, len(some))} worst of {len(some)} runs")
+        costs = [_cost(case) for case in some]
+        errors = np.array([float(c.step_s[0]) / case.measured.step_s - 1 for c, case in zip(costs, some, strict=True)])
+        for at in np.argsort(-np.abs(errors))[:worst]:
+            case, cost = some[at], costs[at]
+            step = float(cost.step_s[0])
+            shares = ((name, float(value[0]) / step) for name, value in cost.terms_s.items())
+            terms = ", ".join(f"{name} {100 * share:.0f}" for name, share in shares if share >= 0.01)
+            problem = case.measured.problem
+            what = f"{problem.model.name}, {problem.training.seq_len} tokens, {case.measured.plan.describe()}"
+            print(f"  {case.run.id}: {case.measured.step_s:.2f} s measured, {100 * errors[at]:+.0f} %: {what}")
+            print(f"      {terms}")
+
+
+def _cost(case: Case) -> CostEstimate:
+    problem = case.measured.problem
+    return estimate(problem, PlanBatch.of([case.measured.plan], problem.model.num_layers))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.cli.predict import COLUMNS, prediction_table
 from autoplan.cli.predict import predict as command
 from autoplan.errors import InputError
-from autoplan.read.predictions import predict
+from autoplan.read.predictions import COLUMNS, predict, prediction_table
 from autoplan.read.runs import MOST_BYTES, Run, find_preset, read_runs
 from autoplan.result import VERDICTS
 

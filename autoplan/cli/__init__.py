@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from autoplan import __version__
+from autoplan.cli.calibrate import calibrate
 from autoplan.cli.estimate import estimate
 from autoplan.cli.export import export
 from autoplan.cli.predict import predict
 from autoplan.cli.schema import schema
+from autoplan.cli.score import score
 from autoplan.cli.search import search
 from autoplan.errors import AutoplanError
 
@@ -26,6 +28,8 @@ app.command(no_args_is_help=True)(search)
 app.command(no_args_is_help=True)(estimate)
 app.command(no_args_is_help=True)(export)
 app.command(no_args_is_help=True)(predict)
+app.command(no_args_is_help=True)(score)
+app.command(no_args_is_help=True)(calibrate)
 app.command(no_args_is_help=True)(schema)
 
 

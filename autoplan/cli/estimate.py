@@ -12,6 +12,7 @@ import typer
 
 from autoplan.cli.inputs import (
     AttentionOption,
+    CalibrationOption,
     ForceOption,
     FrameworkOption,
     JsonOption,
@@ -62,6 +63,7 @@ def estimate(
     precision: PrecisionOption = "bf16",
     attention: AttentionOption = "flash",
     framework: FrameworkOption = "megatron-core",
+    calibration: CalibrationOption = None,
     reserve_memory: ReserveOption = "0",
     memory: Annotated[
         bool,
@@ -97,6 +99,7 @@ def estimate(
             attention=attention,
             framework=framework,
             reserve_memory=reserve_memory,
+            calibration=calibration,
         )
         problem = make_problem(flags)
         degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}

@@ -44,6 +44,9 @@ FrameworkOption = Annotated[str, typer.Option(metavar="NAME", help="Framework pr
 ReserveOption = Annotated[
     str, typer.Option("--reserve-memory", metavar="SIZE", help="Device memory to keep free, such as 4GiB.")
 ]
+CalibrationOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Calibration of your own, in place of the shipped one.")
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
@@ -64,6 +67,7 @@ class TrainingFlags:
     attention: str
     framework: str
     reserve_memory: str
+    calibration: Path | None = None
 
 
 def parse_size(text: str) -> float:
@@ -93,7 +97,7 @@ def make_problem(flags: TrainingFlags) -> Problem:
     """The problem that the flags describe."""
     from autoplan.files import decode
     from autoplan.problem import Problem
-    from autoplan.read.calibration import built_in_calibration
+    from autoplan.read.calibration import built_in_calibration, load_calibration
     from autoplan.read.cluster import load_cluster
     from autoplan.read.framework import load_framework
     from autoplan.read.model import load_model
@@ -115,7 +119,9 @@ def make_problem(flags: TrainingFlags) -> Problem:
         training=training,
         cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework),
+        calibration=load_calibration(flags.calibration)
+        if flags.calibration
+        else built_in_calibration(framework, cluster.device.generation),
         reserve_bytes=reserve_bytes,
     )
 

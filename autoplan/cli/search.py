@@ -11,6 +11,7 @@ import typer
 
 from autoplan.cli.inputs import (
     AttentionOption,
+    CalibrationOption,
     ClusterOption,
     ForceOption,
     FrameworkOption,
@@ -38,6 +39,7 @@ def search(
     precision: PrecisionOption = "bf16",
     attention: AttentionOption = "flash",
     framework: FrameworkOption = "megatron-core",
+    calibration: CalibrationOption = None,
     reserve_memory: ReserveOption = "0",
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
@@ -76,6 +78,7 @@ def search(
             attention=attention,
             framework=framework,
             reserve_memory=reserve_memory,
+            calibration=calibration,
         )
     )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]

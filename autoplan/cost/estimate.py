@@ -221,6 +221,7 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
     terms["overhead"] = np.full(len(batch), problem.framework.step_overhead_s)
+    terms = {name: problem.calibration.overall * value for name, value in terms.items()}
     worst = np.argmax(laid.memory.reserved_bytes, axis=1)
     at_worst = {name: value[rows, worst] for name, value in laid.memory.terms.items()}
     return terms, at_worst, worst
@@ -274,6 +275,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     laid = _lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
     reserved = laid.memory.reserved_bytes
     layouts = np.array(laid.batch.layouts[0]).reshape(-1, plan.pp).sum(axis=0)
+    overall = problem.calibration.overall
     result = []
     for stage in range(plan.pp):
         terms = {
@@ -286,12 +288,13 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
         terms["fsdp_communication"] += float(laid.ends[0][0]) * (stage == 0)
         terms["fsdp_communication"] += float(laid.ends[1][0]) * (stage == plan.pp - 1)
         terms["head"] = float(laid.head[0][0] + laid.head[1][0]) if stage == plan.pp - 1 else 0.0
+        terms = {name: overall * value for name, value in terms.items()}
         result.append(
             StageCost(
                 stage=stage,
                 layers=int(layouts[stage]),
-                forward_s=float(laid.forward_s[0, stage]),
-                backward_s=float(laid.backward_s[0, stage]),
+                forward_s=overall * float(laid.forward_s[0, stage]),
+                backward_s=overall * float(laid.backward_s[0, stage]),
                 terms_s=terms,
                 memory_bytes=float(reserved[0, stage]),
                 memory_terms_bytes={name: float(value[0, stage]) for name, value in laid.memory.terms.items()},

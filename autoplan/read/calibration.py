@@ -1,4 +1,4 @@
-"""How far may a prediction for a framework be off?  The shipped calibrations, by the name of the framework."""
+"""Which calibration holds for a framework on a device?  The shipped ones, and those of a user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autoplan.files import decode, read_table
 from autoplan.framework import Framework
-from autoplan.timing import Calibration
+from autoplan.timing import FACTORS, Calibration
 
 
 @lru_cache(maxsize=64)
@@ -19,6 +19,27 @@ def _shipped(name: str) -> Calibration | None:
     return decode(Calibration, read_table(path), f"calibration {name}") if path else None
 
 
-def built_in_calibration(framework: Framework) -> Calibration:
-    """The calibration that ships for `framework`, or the reference with its wide spread where none does."""
-    return _shipped(framework.name) or Calibration()
+def built_in_calibration(framework: Framework, generation: str) -> Calibration:
+    """The calibration that ships for `framework` on a generation of devices, else for that generation.
+
+    The reference with its wide spread where neither was measured.
+    """
+    return _shipped(f"{framework.name}-{generation}") or _shipped(generation) or Calibration()
+
+
+def load_calibration(path: Path) -> Calibration:
+    """The calibration in a TOML file."""
+    return decode(Calibration, read_table(path), str(path))
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """A calibration as TOML; factors of 1 are left out."""
+    lines = [f"name = {_quoted(calibration.name)}"]
+    lines += [f"{name} = {value:.4g}" for name in FACTORS if (value := getattr(calibration, name)) != 1.0]
+    lines += [f"time_spread = {calibration.time_spread:.3g}", f"memory_spread = {calibration.memory_spread:.3g}"]
+    lines += ["sources = [", *(f"    {_quoted(source)}," for source in calibration.sources), "]"]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

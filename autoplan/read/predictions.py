@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import csv
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import get_args
 
 from autoplan.cost.estimate import estimate
-from autoplan.errors import AutoplanError
+from autoplan.errors import AutoplanError, InputError
+from autoplan.files import read_text
 from autoplan.plan import PlanBatch
-from autoplan.read.runs import Run
-from autoplan.result import VERDICTS, Verdict
+from autoplan.read.runs import MOST_BYTES, Run
+from autoplan.result import VERDICTS, Prediction, Said
 from autoplan.units import GIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """One line of a prediction table; no figures where the run could not be priced."""
-
-    id: str
-    verdict: Verdict | Literal["invalid", "unpriced"]
-    note: str
-    step_time_s: float | None = None
-    step_time_low_s: float | None = None
-    step_time_high_s: float | None = None
-    peak_memory_gib: float | None = None
 
 
 def predict(run: Run) -> Prediction:
@@ -46,3 +37,45 @@ def predict(run: Run) -> Prediction:
         verdict=VERDICTS[int(cost.verdict[0])],
         note=note,
     )
+
+
+COLUMNS = ("id", "step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_gib", "verdict", "note")
+
+
+def prediction_table(predictions: Iterable[Prediction]) -> str:
+    """The predictions as CSV text in `COLUMNS`; blank where there is no figure."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for prediction in predictions:
+        values = (getattr(prediction, column) for column in COLUMNS)
+        writer.writerow(f"{value:.6g}" if isinstance(value, float) else value or "" for value in values)
+    return text.getvalue()
+
+
+def read_predictions(path: Path) -> Iterator[Prediction]:
+    """The predictions of a table that `prediction_table` wrote, or another program in its columns."""
+    text = read_text(path, most_bytes=MOST_BYTES).removeprefix("\ufeff")
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if missing := {"id", "step_time_s", "verdict"} - set(reader.fieldnames or ()):
+        raise InputError(f"{path}: not a table of predictions: it lacks the column {min(missing)}")
+    for row in reader:
+        if row["verdict"] not in get_args(Said):
+            raise InputError(
+                f"{path}: verdict {row['verdict']!r} of {row['id']} must be one of {', '.join(get_args(Said))}"
+            )
+        numbers = {name: _number(path, row, name) for name in COLUMNS[1:5]}
+        yield Prediction(id=row["id"], verdict=row["verdict"], note=row.get("note") or "", **numbers)  # type: ignore[arg-type]
+
+
+def _number(path: Path, row: dict[str, str], name: str) -> float | None:
+    text = (row.get(name) or "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise InputError(f"{path}: {name} of {row['id']} is no positive number: {text[:40]!r}")
+    return value

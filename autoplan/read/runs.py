@@ -28,6 +28,7 @@ from autoplan.read.framework import framework_called, load_framework
 from autoplan.read.model import load_model, preset_models
 from autoplan.rules import Setting, broken, universal
 from autoplan.rules.nanotron import layers_per_stage
+from autoplan.timing import Calibration
 from autoplan.training import Attention, Precision, TrainingSpec
 from autoplan.units import GIB
 
@@ -48,6 +49,10 @@ class Run:
     refusal: str
     is_invalid: bool  # the framework itself would refuse it
     filled: tuple[str, ...]
+
+    def calibrated(self, calibration: Calibration) -> Run:
+        """The same run under another calibration."""
+        return replace(self, problem=self.problem and replace(self.problem, calibration=calibration))
 
 
 class _Row:
@@ -154,12 +159,13 @@ def _problem(row: _Row) -> Problem:
     model = _model(row)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
+    cluster = _cluster(row)
     return Problem(
         model=model,
         training=training,
-        cluster=_cluster(row),
+        cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework),
+        calibration=built_in_calibration(framework, cluster.device.generation),
     )
 
 

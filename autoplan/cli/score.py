@@ -1,0 +1,40 @@
+"""`autoplan score`: how good are predictions of measured runs?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoplan.cli.inputs import CalibrationOption
+
+
+def score(
+    runs: Annotated[Path, typer.Option(help="CSV table of measured runs in the columns of measured_runs.csv.")],
+    predictions: Annotated[
+        Path | None, typer.Option(help="Table that `autoplan predict` wrote; left out, the runs are priced now.")
+    ] = None,
+    calibration: CalibrationOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Compare predictions with what was measured, source by source: errors, intervals, ranks, picks and memory."""
+    import msgspec
+
+    from autoplan.errors import InputError
+    from autoplan.read.calibration import load_calibration
+    from autoplan.read.outcomes import read_outcomes
+    from autoplan.read.predictions import predict, read_predictions
+    from autoplan.read.runs import read_runs
+    from autoplan.report.score import score_by_source, score_table
+
+    if predictions is not None and calibration is not None:
+        raise InputError("--predictions were priced already: leave --calibration out")
+    outcomes = list(read_outcomes(runs))
+    if predictions is not None:
+        said = list(read_predictions(predictions))
+    else:
+        own = load_calibration(calibration) if calibration else None
+        said = [predict(run.calibrated(own) if own else run) for run in read_runs(runs)]
+    rows = score_by_source(outcomes, {one.id: one for one in said})
+    typer.echo(msgspec.json.encode(rows).decode() if json else score_table(rows), nl=json)

@@ -1,0 +1,180 @@
+"""Does a calibration find the factors that made the measurements, and state how far off it is?"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.cost.calibration import (
+    RUNS_PER_FACTOR,
+    MeasuredRun,
+    Pricer,
+    calibrated,
+    conformal_spread,
+    factors_for,
+    fit,
+)
+from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.calibration import built_in_calibration, calibration_text, load_calibration
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework, preset_frameworks
+from autoplan.read.model import load_model
+from autoplan.timing import FACTORS, Calibration
+from autoplan.training import TrainingSpec
+
+MODELS = {name: load_model(name) for name in ("llama3-8b", "llama2-13b", "llama3-70b")}
+
+
+def problem_of(model: str, nodes: int, seq_len: int, calibration: Calibration) -> Problem:
+    return Problem(
+        model=MODELS[model],
+        training=TrainingSpec(seq_len=seq_len),
+        cluster=load_cluster(f"h100-sxm:{nodes}x8"),
+        framework=load_framework("megatron-core"),
+        calibration=calibration,
+    )
+
+
+def measured_under(truth: Calibration, noise: float = 0.0, seed: int = 0) -> list[MeasuredRun]:
+    """Runs of several models, sizes and plans, as if measured where `truth` holds."""
+    random = np.random.default_rng(seed)
+    runs = []
+    for model in MODELS:
+        for nodes, seq_len in ((1, 2048), (2, 4096), (4, 8192)):
+            for tp, pp in ((1, 1), (2, 1), (4, 2), (8, 1)):
+                problem = problem_of(model, nodes, seq_len, Calibration())
+                plan = ParallelPlan(global_batch=64, tp=tp, sp=tp > 1, pp=pp, dp_shard=nodes * 8 // (tp * pp))
+                cost = estimate(replace(problem, calibration=truth), PlanBatch.of([plan], problem.model.num_layers))
+                step_s = float(cost.step_s[0]) * float(np.exp(noise * random.standard_normal()))
+                runs.append(MeasuredRun(problem=problem, plan=plan, step_s=step_s))
+    return runs
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.floats(0.75, 1.35), st.floats(0.75, 1.35))
+def test_a_fit_recovers_the_factors_that_made_the_runs(overall: float, memory_bound: float) -> None:
+    runs = measured_under(Calibration(overall=overall, memory_bound=memory_bound))
+    found = fit(runs, Calibration())
+    assert len(factors_for(len(runs))) == 2
+    errors = np.log(Pricer(runs).calibrated_s(found) / [run.step_s for run in runs])
+    assert np.abs(errors).max() < 0.01
+    assert found.overall == pytest.approx(overall, rel=0.03)
+
+
+def test_runs_at_the_level_of_the_base_leave_it_as_it_is() -> None:
+    base = Calibration(overall=1.2, memory_bound=0.9)
+    found = fit(measured_under(base), base)
+    assert [getattr(found, name) for name in FACTORS] == pytest.approx([getattr(base, name) for name in FACTORS])
+
+
+def test_an_erratic_run_does_not_move_the_others() -> None:
+    runs = measured_under(Calibration(overall=1.1), noise=0.02)
+    erratic = [replace(runs[0], step_s=10 * runs[0].step_s), *runs[1:]]
+    assert fit(erratic, Calibration(), FACTORS[:1]).overall == pytest.approx(1.1, rel=0.02)
+
+
+def test_every_fifteen_runs_allow_another_factor() -> None:
+    assert [len(factors_for(count)) for count in (1, 14, 15, 29, 30, 45, 10_000)] == [1, 1, 1, 1, 2, 3, len(FACTORS)]
+    assert RUNS_PER_FACTOR == 15
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_three_runs_are_enough_and_make_the_others_of_the_cluster_no_worse(count: int) -> None:
+    truth = Calibration(overall=1.25, scale_up=1.2)
+    runs = measured_under(truth, noise=0.03)
+    few = calibrated(runs[::13][:count], name="mine")
+    before, after = (
+        np.abs(np.log(Pricer(runs).calibrated_s(one) / [run.step_s for run in runs]))
+        for one in (Calibration(), few.calibration)
+    )
+    assert np.median(after) < np.median(before) / 3
+    assert after.max() <= before.max()
+    assert few.median_error < few.median_error_before
+    assert 0.05 < few.calibration.time_spread <= Calibration().time_spread
+
+
+def test_a_conformal_interval_covers_nine_tenths_of_new_errors() -> None:
+    random = np.random.default_rng(1)
+    covered = []
+    for _ in range(400):
+        errors = random.standard_t(3, size=31)
+        covered.append(abs(errors[-1]) <= NORMAL_90 * conformal_spread(errors[:-1]))
+    assert 0.87 <= np.mean(covered) <= 0.95
+
+
+def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    mine = Calibration(name='my "cluster"', overall=1.125, host=0.5, time_spread=0.08, sources=("three runs",))
+    path.write_text(calibration_text(mine))
+    assert load_calibration(path) == mine
+
+
+def test_every_shipped_calibration_is_of_a_framework_and_a_generation() -> None:
+    folder = resources.files("autoplan.presets") / "calibrations"
+    names = [entry.name.removesuffix(".toml") for entry in folder.iterdir()]
+    assert names
+    for name in names:
+        framework, _, generation = name.rpartition("-")
+        assert framework in preset_frameworks() or not framework, name
+        shipped = built_in_calibration(load_framework(framework or "megatron-core"), generation)
+        assert shipped.sources, name
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("id", "framework", "gpu", "num_gpus", "model", "seq_len", "global_batch", "tp", "sp", "pp", "step_time_s")
+
+
+def table_of(path: Path, runs: list[MeasuredRun], gpu: str = "h100-sxm") -> Path:
+    with path.open("a", newline="") as stream:
+        writer = csv.writer(stream)
+        if not stream.tell():
+            writer.writerow(COLUMNS)
+        for at, run in enumerate(runs):
+            plan, problem = run.plan, run.problem
+            degrees = (plan.tp, int(plan.sp), plan.pp, run.step_s)
+            name = f"{gpu}-{at}"
+            size = (gpu, problem.cluster.num_devices, problem.model.name, problem.training.seq_len, plan.global_batch)
+            writer.writerow((name, "Megatron-Core", *size, *degrees))
+    return path
+
+
+def test_the_command_writes_a_calibration_that_predict_and_score_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autoplan.cli.calibrate import calibrate
+    from autoplan.cli.score import score
+
+    table = table_of(tmp_path / "mine.csv", measured_under(Calibration(overall=1.5))[::6])
+    calibrate(runs=table, out=tmp_path / "mine.toml")
+    assert "6 runs: median error" in capsys.readouterr().err
+    errors = []
+    for calibration in (None, tmp_path / "mine.toml"):
+        score(runs=table, calibration=calibration)
+        row = capsys.readouterr().out.splitlines()[1].split()
+        errors.append(float(row[4]))
+    assert errors[1] < errors[0] / 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "says"),
+    [(("h100-sxm",), "a calibration needs 3"), (("h100-sxm", "a100-sxm"), "a table of its own")],
+)
+def test_too_few_runs_or_runs_of_two_kinds_are_refused(tmp_path: Path, gpus: tuple[str, ...], says: str) -> None:
+    from autoplan.cli.calibrate import calibrate
+    from autoplan.errors import InputError
+
+    for gpu in gpus:
+        table_of(tmp_path / "mine.csv", measured_under(Calibration())[:2], gpu)
+    with pytest.raises(InputError, match=says):
+        calibrate(runs=tmp_path / "mine.csv", out=tmp_path / "out.toml")
+    assert not (tmp_path / "out.toml").exists()
