@@ -24,20 +24,30 @@ class Framework:
     bytes_per_weight: float = 2.0  # the copy of the weights that the matrix products read
     bytes_per_grad: float = 4.0  # persistent gradient buffer
     bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
+    bytes_per_bucket_grad: float = 0.0  # in buckets beside the gradients, where data-parallel ranks do not shard (DDP)
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
     bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
     bytes_per_logit: float = 8.0  # at the peak of head and loss: bf16 logits, fp32 copy, bf16 gradient (`modelling` B3)
-    bytes_per_head_hidden: float = 0.0  # beside the head, per token and hidden element, not divided by tp
     keeps_logits: bool = False  # logits stay through the backward pass of the layers, not only of the head
     shards_logits: bool = True  # vocabulary-parallel cross entropy
     pads_vocab_to: int = 128  # multiple of this times tp
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
+    keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
     dropout: bool = False
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
     communicator_bytes: float = 0.3 * 2**30  # NCCL buffers of one active group
     reserved_factor: float = 1.05  # what the allocator reserves over what it hands out
+    # Persistent buffers that tensor-parallel ranks gather hidden states into, per token of the whole width.
+    bytes_per_gathered_hidden: float = 0.0
+    whole_gather_copies: int = 0  # of a rank's weights, alive while zero1 gathers the shards at the end of a step
+    # Whether the peak counts blocks that the allocator keeps beyond its tensors and gives back when memory runs short.
+    counts_cached_blocks: bool = False
+    # Of them, outputs of whole width that wait for a collective, per token, hidden element and pass through a layer,
+    bytes_per_unreduced_hidden: float = 0.0
+    host_lead_layers: float = 0.0  # for as many layers as the host launches ahead of the device at most, in a pipeline
+    host_lead_tokens_per_layer: float = 0.0  # one for so many tokens of a step, divided by tp
     # Inputs and outputs that a stage keeps, per live micro-batch, token slice and hidden element.
     bytes_per_boundary_hidden: float = 0.0
     # Which peak its log, or people who use it, report: handed out by the allocator, held by it, or taken on the device.
@@ -88,6 +98,7 @@ class Framework:
     def __post_init__(self) -> None:
         check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
+        check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
         check_count("least_microbatches_per_stage", self.least_microbatches_per_stage, least=0, most=1000)
         for name in (
             "bytes_per_weight",
@@ -101,7 +112,11 @@ class Framework:
             "bytes_per_bf16_grad_accumulator",
             "bytes_per_fp16_unscaled_grad",
             "bytes_per_boundary_hidden",
-            "bytes_per_head_hidden",
+            "bytes_per_bucket_grad",
+            "bytes_per_gathered_hidden",
+            "bytes_per_unreduced_hidden",
+            "host_lead_layers",
+            "host_lead_tokens_per_layer",
             "fixed_bytes",
             "communicator_bytes",
             "host_s_per_block_forward",

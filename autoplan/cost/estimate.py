@@ -240,7 +240,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         where = np.flatnonzero(batch.pp == stages)
         laid = _lay_out(problem, batch.take(where), int(stages))
         terms, stage_memory, worst_stage = _price(problem, laid)
-        logged[where] = logged_bytes(problem.framework, laid.memory)
+        logged[where] = logged_bytes(problem, laid.memory)
         host[where] = host_bytes(problem, laid.batch, laid.parameters)
         for name, value in terms.items():
             time_terms[name][where] = value

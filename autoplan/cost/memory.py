@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes, embedding_parameters, norm_parameters
+from autoplan.cost.cached import cached_bytes
 from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import GATHERED_BYTES, Groups, groups, local_parameters
 from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
 from autoplan.cost.recompute import activation_parts, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
-from autoplan.framework import Framework
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
@@ -38,7 +38,7 @@ ALLOCATED_TERMS = (
 # What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
 HOST_PROCESS_BYTES = 4.0 * 2**30
 
-MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "communicators", "context")
+MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "cached", "communicators", "context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,10 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
     gate = 2 if model.gated_mlp else 1
     transient = 2.0 * tokens * gate * width / batch.tp + 2.0 * tokens * model.hidden_size
     transient = transient + 3 * 2.0 * sliced * model.hidden_size
-    return transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)
+    buffers = problem.framework.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
+    # The head's hidden states count with the logits.
+    gathers = np.arange(blocks.num_stages) < blocks.num_stages - 1
+    return (transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)) + buffers[:, None] * gathers
 
 
 def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -100,14 +103,17 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     logits = framework.bytes_per_logit * tokens * padded_vocab(problem, batch) / split
     # The gathered hidden states and their gradient, and both again as every rank holds them between blocks.
     states = 4.0 * tokens * hidden + 4.0 * norm_tokens(problem, batch) * hidden
-    return (1 + problem.model.num_mtp_layers) * (logits + states + framework.bytes_per_head_hidden * tokens * hidden)
+    return (1 + problem.model.num_mtp_layers) * (logits + states)
 
 
-def _gathered_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups) -> Floats:
-    """Gathered weights and whole gradients that zero3 holds at its peak: shape (plans, stages).
+def _gathered_bytes(
+    problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups, freed_bytes: Floats
+) -> Floats:
+    """Gathered weights and whole gradients that zero3 holds at its peak, or zero1 when a step ends: (plans, stages).
 
     Embedding and head for the whole of both passes and some layers at a time, or in a pipeline, where the framework
     does not gather again for every micro-batch, the whole stage.  What is sharded over one rank needs no copy.
+    Copies that zero1 gathers into count as far as they exceed `freed_bytes`, which are free again by then.
     """
     framework, layers = problem.framework, problem.model.layers
     dense_spread, expert_spread = places.shard[1] > 1, places.expert_shard[1] > 1
@@ -124,7 +130,11 @@ def _gathered_bytes(problem: Problem, batch: PlanBatch, parameters: StageParamet
     stage = spread(parameters.dense.T, parameters.expert.T).T * (GATHERED_BYTES + framework.bytes_per_reduced_grad)
     whole = (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == SHARDINGS.index("zero3")
-    return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), 0.0)
+    copies = framework.whole_gather_copies + framework.whole_gather_copies / np.maximum(places.shard[1], 1) / 2
+    at_end = GATHERED_BYTES * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
+    zero1 = (batch.sharding == SHARDINGS.index("zero1")) & (framework.whole_gather_copies > 0)
+    gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
+    return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
 
 
 def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats]) -> Floats:
@@ -195,6 +205,8 @@ def _states(
     weights = spread(framework.bytes_per_weight, zero3)
     gradients = spread(framework.bytes_per_grad, zero2)
     gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
+    buckets = (sharding == SHARDINGS.index("none")) & (batch.dp > 1)
+    gradients += spread(framework.bytes_per_bucket_grad, zero1) * buckets[:, None]
     on_device = batch.offload != OFFLOADS.index("optimizer")
     optimizer = spread(framework.bytes_per_optimizer_state, zero1) * on_device[:, None]
     optimizer += spread(framework.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
@@ -204,7 +216,7 @@ def _states(
 def memory_terms(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters
 ) -> dict[str, Floats]:
-    """Peak bytes of every stage by term of `MEMORY_TERMS`; their sum is what the device has to hold."""
+    """Peak bytes of every stage by term of `MEMORY_TERMS`; but for what is cached, the device has to hold their sum."""
     model, framework = problem.model, problem.framework
     places = groups(batch)
     stages = blocks.num_stages
@@ -230,12 +242,14 @@ def memory_terms(
         "logits": logits,
         "transients": transients if framework.keeps_logits else np.maximum(transients - logits, 0.0),
         "wgrad_buffers": _dummy_wgrad_bytes(problem, batch, stages),
-        "gathered": _gathered_bytes(problem, batch, parameters, places),
     }
+    freed = terms["activations"] + logits + terms["transients"]
+    terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
     communicators = np.zeros(len(batch))
     for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
         communicators += size > 1
     terms["fragmentation"] = (framework.reserved_factor - 1.0) * allocated_bytes(terms)
+    terms["cached"] = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, places.shard[1])
     terms["communicators"] = np.repeat((framework.communicator_bytes * communicators)[:, None], stages, axis=1)
     terms["context"] = np.full((len(batch), stages), framework.fixed_bytes)
     return terms
@@ -248,15 +262,18 @@ def allocated_bytes(terms: dict[str, Floats]) -> Floats:
 
 def reserved_bytes(terms: dict[str, Floats]) -> Floats:
     """What the device has to hold, per stage: allocations with their fragmentation, context, communication buffers."""
-    return add_up(terms.values())
+    return add_up(value for name, value in terms.items() if name != "cached")
 
 
-def logged_bytes(framework: Framework, terms: dict[str, Floats]) -> Floats:
+def logged_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
     """The peak that the framework's log shows, of the worst rank or of rank 0."""
+    framework = problem.framework
     if framework.logs_memory == "device":
         per_stage = reserved_bytes(terms)
     elif framework.logs_memory == "reserved":
-        per_stage = allocated_bytes(terms) + terms["fragmentation"]
+        # The allocator gives its cache back where the device would be full.
+        fits = reserved_bytes(terms) + terms["cached"] <= problem.cluster.device.memory_bytes
+        per_stage = allocated_bytes(terms) + terms["fragmentation"] + np.where(fits, terms["cached"], 0.0)
     else:
         per_stage = allocated_bytes(terms)
     return per_stage[:, 0] if framework.logs_first_rank else per_stage.max(axis=1)
@@ -270,7 +287,7 @@ def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
         part = batch.take(where)
         blocks = stage_blocks(problem.model, part, int(stages))
         terms = memory_terms(problem, part, blocks, stage_parameters(problem, part, blocks))
-        logged[where] = logged_bytes(problem.framework, terms)
+        logged[where] = logged_bytes(problem, terms)
         reserved[where] = reserved_bytes(terms).max(axis=1)
     return logged, reserved
 

@@ -23,6 +23,6 @@ def layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
     for at in range(1, model.num_layers + 1):
         stages[stage] += 1
         # In whole numbers: at * layer > total * (stage + 1) / pp.
-        if at * layer * pp > total * (stage + 1) and stage < pp - 1:
+        if at * layer * pp >= total * (stage + 1) and stage < pp - 1:
             stage += 1
     return tuple(stages)
