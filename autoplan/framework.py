@@ -39,6 +39,8 @@ class Framework:
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
     communicator_bytes: float = 0.3 * 2**30  # NCCL buffers of one active group
     reserved_factor: float = 1.05  # what the allocator reserves over what it hands out
+    # What the gradients of a layer's tensors take at least in its backward pass, of what the layer keeps.
+    transient_layers: float = 0.0
     # Persistent buffers that tensor-parallel ranks gather hidden states into, per token of the whole width.
     bytes_per_gathered_hidden: float = 0.0
     whole_gather_copies: int = 0  # of a rank's weights, alive while zero1 gathers the shards at the end of a step
@@ -46,8 +48,9 @@ class Framework:
     counts_cached_blocks: bool = False
     # Of them, outputs of whole width that wait for a collective, per token, hidden element and pass through a layer,
     bytes_per_unreduced_hidden: float = 0.0
-    host_lead_layers: float = 0.0  # for as many layers as the host launches ahead of the device at most, in a pipeline
-    host_lead_tokens_per_layer: float = 0.0  # one for so many tokens of a step, divided by tp
+    host_lead_layers: float = 0.0  # for as many layers as the host launches ahead of the device at most
+    host_lead_tokens_per_layer: float = 1.0  # of a step; it is ahead by one layer more for so many tokens
+    pipeline_lead_tokens_per_layer: float = 1.0  # the same in a pipeline, of tokens divided by tp
     # Inputs and outputs that a stage keeps, per live micro-batch, token slice and hidden element.
     bytes_per_boundary_hidden: float = 0.0
     # Which peak its log, or people who use it, report: handed out by the allocator, held by it, or taken on the device.
@@ -105,6 +108,8 @@ class Framework:
             "bytes_per_grad",
             "bytes_per_optimizer_state",
             "bytes_per_logit",
+            "host_lead_tokens_per_layer",
+            "pipeline_lead_tokens_per_layer",
             "kernel_bytes_factor",
         ):
             check_positive(name, getattr(self, name))
@@ -113,10 +118,10 @@ class Framework:
             "bytes_per_fp16_unscaled_grad",
             "bytes_per_boundary_hidden",
             "bytes_per_bucket_grad",
+            "transient_layers",
             "bytes_per_gathered_hidden",
             "bytes_per_unreduced_hidden",
             "host_lead_layers",
-            "host_lead_tokens_per_layer",
             "fixed_bytes",
             "communicator_bytes",
             "host_s_per_block_forward",

@@ -43,6 +43,7 @@ MEMORY_TRAITS = (
     "bytes_per_logit",
     "host_lead_layers",
     "host_lead_tokens_per_layer",
+    "pipeline_lead_tokens_per_layer",
     "bytes_per_boundary_hidden",
     "fixed_bytes",
     "communicator_bytes",

@@ -59,11 +59,10 @@ def unreduced_bytes(problem: Problem, batch: PlanBatch, passes: Floats) -> Float
     its lead only grows with the tokens that the device has to work through.
     """
     framework = problem.framework
-    lead = np.full(len(batch), framework.host_lead_layers)
-    if framework.host_lead_tokens_per_layer:
-        tokens = batch.num_microbatches * rank_tokens(problem, batch) / batch.tp
-        in_pipeline = np.minimum(lead, tokens / framework.host_lead_tokens_per_layer)
-        lead = np.where(batch.pp > 1, in_pipeline, lead)
+    tokens = batch.num_microbatches * rank_tokens(problem, batch)
+    in_pipeline = tokens / batch.tp / framework.pipeline_lead_tokens_per_layer
+    lead = np.where(batch.pp > 1, in_pipeline, tokens / framework.host_lead_tokens_per_layer)
+    lead = np.minimum(lead, framework.host_lead_layers)
     has_backward = batch.num_microbatches[:, None] > _in_flight(batch, passes.shape[1])
     ahead = np.minimum(lead[:, None], passes * np.where(has_backward, 3, 1))
     width = framework.bytes_per_unreduced_hidden * rank_tokens(problem, batch) * problem.model.hidden_size
@@ -99,7 +98,8 @@ def _unfit_gradients(
     tables = np.where(is_large, GRAD_BYTES * ends * table, 0.0)
     layers = _layers(problem.model, blocks)
     firsts = np.where(GRAD_BYTES * fc1 > _largest(kept), GRAD_BYTES * layers * fc1, 0.0)
-    return tables + firsts, (np.where(ends > 0, is_large * GRAD_BYTES * table, 0.0), 1.0 * (ends > 0))
+    held = np.where((ends > 0) & is_large, GRAD_BYTES * table, 0.0)
+    return tables + firsts, (held, (ends > 0).astype(np.float64))
 
 
 def _large_weights(problem: Problem, batch: PlanBatch, stages: int) -> tuple[Floats, Floats, Floats]:

@@ -89,10 +89,13 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
     gate = 2 if model.gated_mlp else 1
     transient = 2.0 * tokens * gate * width / batch.tp + 2.0 * tokens * model.hidden_size
     transient = transient + 3 * 2.0 * sliced * model.hidden_size
+    transient = np.maximum(transient, problem.framework.transient_layers * repeat_bytes)
     buffers = problem.framework.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
     # The head's hidden states count with the logits.
     gathers = np.arange(blocks.num_stages) < blocks.num_stages - 1
-    return (transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)) + buffers[:, None] * gathers
+    return (transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)) + buffers[
+        :, None
+    ] * gathers
 
 
 def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
