@@ -3,7 +3,7 @@
 It keeps every block that was freed and gives a block only to tensors that fit into it, so that tensors which are never
 alive together still add up where the later ones are larger; and a block that a collective still reads waits for the
 communication stream.  All of this goes back when memory runs short (c10/cuda/CUDACachingAllocator.cpp `malloc`): it
-shows in the peak that is reserved, but runs no plan out of memory.
+shows in the peak that is reserved, but a run can do without it.
 
 Arrays of stages have the shape (plans, stages); sizes are bytes.
 """

@@ -38,6 +38,10 @@ ALLOCATED_TERMS = (
 # What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
 HOST_PROCESS_BYTES = 4.0 * 2**30
 
+# Of what the allocator caches and could give back: runs that need all of it back fail about as often as they finish
+# (nanotron on H100, 292 finished and 271 failed runs), for other libraries cannot ask for it.
+CACHED_SHARE = 0.5
+
 MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "cached", "communicators", "context")
 
 
@@ -219,7 +223,7 @@ def _states(
 def memory_terms(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters
 ) -> dict[str, Floats]:
-    """Peak bytes of every stage by term of `MEMORY_TERMS`; but for what is cached, the device has to hold their sum."""
+    """Peak bytes of every stage by term of `MEMORY_TERMS`; `reserved_bytes` adds them up."""
     model, framework = problem.model, problem.framework
     places = groups(batch)
     stages = blocks.num_stages
@@ -265,7 +269,7 @@ def allocated_bytes(terms: dict[str, Floats]) -> Floats:
 
 def reserved_bytes(terms: dict[str, Floats]) -> Floats:
     """What the device has to hold, per stage: allocations with their fragmentation, context, communication buffers."""
-    return add_up(value for name, value in terms.items() if name != "cached")
+    return add_up(value for name, value in terms.items() if name != "cached") + CACHED_SHARE * terms["cached"]
 
 
 def logged_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
@@ -275,7 +279,7 @@ def logged_bytes(problem: Problem, terms: dict[str, Floats]) -> Floats:
         per_stage = reserved_bytes(terms)
     elif framework.logs_memory == "reserved":
         # The allocator gives its cache back where the device would be full.
-        fits = reserved_bytes(terms) + terms["cached"] <= problem.cluster.device.memory_bytes
+        fits = add_up(terms.values()) <= problem.cluster.device.memory_bytes
         per_stage = allocated_bytes(terms) + terms["fragmentation"] + np.where(fits, terms["cached"], 0.0)
     else:
         per_stage = allocated_bytes(terms)
