@@ -24,6 +24,7 @@ class Framework:
     bytes_per_weight: float = 2.0  # the copy of the weights that the matrix products read
     bytes_per_grad: float = 4.0  # persistent gradient buffer
     bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
+    bytes_per_bucket_grad: float = 0.0  # in buckets beside the gradients, where data-parallel ranks do not shard (DDP)
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
     bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
     offloads_grads: bool = False  # under zero3, an optimizer on the host takes the gradients along
@@ -32,7 +33,6 @@ class Framework:
     bytes_per_bf16_gathered_weight: float = 0.0  # a bf16 zero1 step gathers all weights of the rank into one more copy
     bucket_bytes: float = 0.0  # through which gradients are reduced, and under zero1 weights gathered, in pieces
     bytes_per_logit: float = 8.0  # at the peak of head and loss: bf16 logits, fp32 copy, bf16 gradient (`modelling` B3)
-    bytes_per_head_hidden: float = 0.0  # beside the head, per token and hidden element, not divided by tp
     bytes_per_gathered_logit: float = 0.0  # more of them where tp > 1: the pieces that ranks gather whole logits from
     keeps_logits: bool = False  # logits stay through the backward pass of the layers, not only of the head
     shards_logits: bool = True  # vocabulary-parallel cross entropy
@@ -42,11 +42,24 @@ class Framework:
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
     in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
+    keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
     dropout: bool = False
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
     communicator_bytes: float = 0.3 * 2**30  # NCCL buffers of one active group
     reserved_factor: float = 1.05  # what the allocator reserves over what it hands out
+    # What the gradients of a layer's tensors take at least in its backward pass, of what the layer keeps.
+    transient_layers: float = 0.0
+    # Persistent buffers that tensor-parallel ranks gather hidden states into, per token of the whole width.
+    bytes_per_gathered_hidden: float = 0.0
+    whole_gather_copies: int = 0  # of a rank's weights, alive while zero1 gathers the shards at the end of a step
+    # Whether the peak counts blocks that the allocator keeps beyond its tensors and gives back when memory runs short.
+    counts_cached_blocks: bool = False
+    # Of them, outputs of whole width that wait for a collective, per token, hidden element and pass through a layer,
+    bytes_per_unreduced_hidden: float = 0.0
+    host_lead_layers: float = 0.0  # for as many layers as the host launches ahead of the device at most
+    host_lead_tokens_per_layer: float = 1.0  # of a step; it is ahead by one layer more for so many tokens
+    pipeline_lead_tokens_per_layer: float = 1.0  # the same in a pipeline, of tokens divided by tp
     # Inputs and outputs that a stage keeps, per live micro-batch, token slice and hidden element.
     bytes_per_boundary_hidden: float = 0.0
     # Which peak its log, or people who use it, report: handed out by the allocator, held by it, or taken on the device.
@@ -97,12 +110,15 @@ class Framework:
     def __post_init__(self) -> None:
         check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
+        check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
         check_count("least_microbatches_per_stage", self.least_microbatches_per_stage, least=0, most=1000)
         for name in (
             "bytes_per_weight",
             "bytes_per_grad",
             "bytes_per_optimizer_state",
             "bytes_per_logit",
+            "host_lead_tokens_per_layer",
+            "pipeline_lead_tokens_per_layer",
             "kernel_bytes_factor",
         ):
             check_positive(name, getattr(self, name))
@@ -114,7 +130,11 @@ class Framework:
             "bucket_bytes",
             "bytes_per_gathered_logit",
             "bytes_per_boundary_hidden",
-            "bytes_per_head_hidden",
+            "bytes_per_bucket_grad",
+            "transient_layers",
+            "bytes_per_gathered_hidden",
+            "bytes_per_unreduced_hidden",
+            "host_lead_layers",
             "fixed_bytes",
             "communicator_bytes",
             "host_s_per_block_forward",

@@ -41,7 +41,9 @@ MEMORY_TRAITS = (
     "bytes_per_grad",
     "bytes_per_optimizer_state",
     "bytes_per_logit",
-    "bytes_per_head_hidden",
+    "host_lead_layers",
+    "host_lead_tokens_per_layer",
+    "pipeline_lead_tokens_per_layer",
     "bytes_per_boundary_hidden",
     "bytes_per_update_copy",
     "bytes_per_bf16_gathered_weight",
@@ -324,7 +326,7 @@ def show_source(source: str, cases: Sequence[Case], worst: int) -> None:
     print(f"\n{source}: median error without each term")
     kind = measured[0].problem.framework.logs_memory
     for name in MEMORY_TERMS:
-        if name in ALLOCATED_TERMS or kind == "device" or (kind == "reserved" and name == "fragmentation"):
+        if name in ALLOCATED_TERMS or kind == "device" or (kind == "reserved" and name in ("fragmentation", "cached")):
             term = np.array([float(cost.memory_terms_bytes[name][0]) for cost in costs])
             if term.any():
                 print(f"  {name:14}{100 * np.median(np.abs((logged - term) / peak - 1)):7.2f} %")

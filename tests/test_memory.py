@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.memory import MEMORY_TERMS, PASS_TERMS
+from autoplan.cost.memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS
 from autoplan.framework import Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
@@ -126,6 +126,15 @@ def test_a_framework_with_16_bit_gradients_and_an_fp32_copy_beside_them_keeps_bo
     framework = dataclasses.replace(BARE, bytes_per_grad=2.0, bytes_per_bf16_grad_accumulator=4.0)
     (stage,) = stages_of(problem_of(framework=framework), dp_shard=4, sharding="zero1")
     assert states(stage) == pytest.approx((2 + 6 + 12 / 4) * TOTAL)
+
+
+@pytest.mark.parametrize(("sharding", "per_parameter"), [("none", 18 + 2), ("zero1", 6 + 12 / 4)])
+def test_buckets_hold_another_gradient_where_ranks_do_not_shard(sharding: Any, per_parameter: float) -> None:
+    problem = problem_of(framework=dataclasses.replace(BARE, bytes_per_bucket_grad=2.0))
+    (stage,) = stages_of(problem, dp_shard=4, sharding=sharding)
+    assert states(stage) == pytest.approx(per_parameter * TOTAL)
+    (alone,) = stages_of(problem, sharding="none")
+    assert states(alone) == pytest.approx(18 * TOTAL)
 
 
 def test_an_offloaded_optimizer_takes_no_device_memory() -> None:
@@ -409,6 +418,110 @@ def test_a_framework_that_keeps_what_it_sends_keeps_it_for_every_chunk_in_flight
         for size in (2.0, 0.0)
     )
     assert np.subtract(kept, freed) == pytest.approx([2 * TOKENS * 64 * chunk for chunk in chunks])
+
+
+@pytest.mark.parametrize(("kv_heads", "again"), [(4, 2 * 2 * 64), (2, 0)])
+def test_a_packed_qkv_output_stays_beside_copies_of_k_and_v(kv_heads: int, again: int) -> None:
+    model = dataclasses.replace(SMALL, num_kv_heads=kv_heads)
+    packed = dataclasses.replace(BARE, keeps_packed_qkv=True)
+    (kept,), (freed,) = (activations(problem=problem_of(model, framework)) for framework in (packed, BARE))
+    assert kept - freed == pytest.approx(2 * TOKENS * again)
+
+
+def test_gathered_hidden_states_stay_on_every_stage_and_count_with_the_logits_on_the_last() -> None:
+    gathers = problem_of(framework=dataclasses.replace(BARE, bytes_per_gathered_hidden=4.0))
+    stages = zip(*(stages_of(problem, tp=2, sp=True, pp=2) for problem in (gathers, problem_of())), strict=True)
+    more = [kept.memory_terms_bytes["transients"] - freed.memory_terms_bytes["transients"] for kept, freed in stages]
+    assert more == pytest.approx([4 * TOKENS * 64, 0])
+
+
+def test_eager_gradients_of_a_layer_take_what_it_keeps_beyond_its_input() -> None:
+    first, _ = stages_of(problem_of(framework=dataclasses.replace(BARE, transient_layers=1.0)), pp=2)
+    assert first.memory_terms_bytes["transients"] == pytest.approx(KEPT - 2 * TOKENS * 64)
+
+
+def test_copies_of_the_weights_at_the_end_of_a_step_count_beyond_what_is_free_by_then() -> None:
+    framework = dataclasses.replace(BARE, whole_gather_copies=2)
+    (stage,) = stages_of(problem_of(framework=framework, seq_len=1), dp_shard=4, sharding="zero1")
+    terms = stage.memory_terms_bytes
+    freed = terms["activations"] + terms["logits"] + terms["transients"]
+    assert terms["gathered"] == pytest.approx(2 * TOTAL * (2 + 1 / 4) - freed)
+    (ample,) = stages_of(problem_of(framework=framework, seq_len=2 * TOKENS), dp_shard=4, sharding="zero1")
+    assert ample.memory_terms_bytes["gathered"] == 0
+
+
+# -- what the allocator caches ----------------------------------------------------------------------------------------
+
+CACHES = dataclasses.replace(BARE, counts_cached_blocks=True)
+
+
+def cached(problem: Problem, **plan: Any) -> list[float]:
+    """All that is cached, of which a part counts as needed."""
+    return [stage.memory_terms_bytes["cached"] / CACHED_SHARE for stage in stages_of(problem, **plan)]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "first"),
+    [
+        (128, 0),  # the table's gradient, 2 x 512 x 64, fits into the output of fc1, 2 x 128 x 256
+        (64, 2 * TABLE),
+        (32, 2 * TABLE + 2 * 64 * 256),  # and fc1's gradient does not fit into its output either
+    ],
+)
+def test_gradients_that_fit_into_no_freed_activation_are_cached(seq_len: int, first: int) -> None:
+    # On the last stage they fit into the logits, 4 x 512 a token.
+    assert cached(problem_of(framework=CACHES, seq_len=seq_len), pp=2) == [first, 0]
+    assert cached(problem_of(seq_len=seq_len), pp=2) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ahead"),
+    [
+        ({}, 3),  # no more than the host can be ahead
+        ({"global_batch": 1}, 1 / 16),  # 128 tokens of the 2048 that it takes to be a layer ahead
+        ({"global_batch": 32}, 2),  # 2048 tokens of the step for every layer
+        ({"pp": 2, "global_batch": 32}, 1),  # in a pipeline, divided by tp
+        ({"sp": False}, 0),  # an all-reduce works in place
+    ],
+)
+def test_outputs_wait_for_their_reduction_as_far_as_the_host_is_ahead(plan: dict[str, Any], ahead: float) -> None:
+    framework = dataclasses.replace(
+        CACHES,
+        bytes_per_unreduced_hidden=4.0,
+        host_lead_layers=3.0,
+        host_lead_tokens_per_layer=2048.0,
+        pipeline_lead_tokens_per_layer=2048.0,
+    )
+    first, *_ = cached(problem_of(framework=framework), **{"tp": 2, "sp": True, **plan})
+    assert first == pytest.approx(4 * TOKENS * 64 * ahead)
+
+
+def test_no_more_outputs_wait_than_the_passes_in_flight_have() -> None:
+    framework = dataclasses.replace(CACHES, bytes_per_unreduced_hidden=4.0, host_lead_layers=100.0)
+    for global_batch, passes in ((1, 2), (64, 6)):  # forward through two layers, and backward before that
+        got = cached(problem_of(framework=framework), tp=2, sp=True, global_batch=global_batch)
+        assert got == pytest.approx([4 * TOKENS * 64 * passes])
+
+
+def test_a_gather_takes_new_blocks_where_activations_left_none_of_its_size() -> None:
+    # All 8 pieces fit into freed logits, the whole of them into no block; the moments of Adam had taken as many bytes
+    # as they have of the freed blocks, and forward passes take them back from the gather's.
+    problem = problem_of(framework=dataclasses.replace(CACHES, whole_gather_copies=2))
+    assert cached(problem, dp_shard=8, sharding="zero1") == pytest.approx([2 * TOTAL - 8 * TOTAL / 8])
+    assert cached(problem, dp_shard=4, sharding="zero1") == [0]
+    assert cached(problem, dp_replicate=8, sharding="none") == [0]
+
+
+@pytest.mark.parametrize(("width", "fits"), [(4.0, True), (1e8, False)])
+def test_a_log_of_what_is_reserved_shows_the_cache_until_the_device_is_full(width: float, fits: bool) -> None:
+    framework = dataclasses.replace(
+        CACHES, logs_memory="reserved", bytes_per_unreduced_hidden=width, host_lead_layers=2.0
+    )
+    cost = price(problem_of(framework=framework), ParallelPlan(global_batch=64, tp=2, sp=True))
+    cache = width * TOKENS * 64 * 2
+    rest = cost.memory_bytes[0] - CACHED_SHARE * cache
+    assert cost.memory_terms_bytes["cached"][0] == pytest.approx(CACHED_SHARE * cache)
+    assert cost.logged_memory_bytes[0] == pytest.approx(rest + cache if fits else cost.capacity_bytes)
 
 
 def test_experts_keep_the_tokens_that_are_routed_to_them() -> None:

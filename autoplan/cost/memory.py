@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes, embedding_parameters, norm_parameters
+from autoplan.cost.cached import cached_bytes
 from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import GATHERED_BYTES, Groups, groups, local_parameters
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
@@ -30,12 +31,16 @@ Ints = NDArray[np.int64]
 # the allocator holds beyond it, and what lies outside of the allocator.
 PASS_TERMS = ("activations", "logits", "transients", "wgrad_buffers", "gathered")
 ALLOCATED_TERMS = ("weights", "gradients", "optimizer", *PASS_TERMS, "update")
+MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "cached", "communicators", "context")
+
 _FILLED = 3  # `order.live_chunks` saturates after so many groups of micro-batches
 
 # What a process of a rank takes of host memory: Python, torch, pinned buffers of the libraries, data loader [judged].
 HOST_PROCESS_BYTES = 4.0 * 2**30
 
-MEMORY_TERMS = (*ALLOCATED_TERMS, "fragmentation", "communicators", "context")
+# Of what the allocator caches and could give back: runs that need all of it back fail about as often as they finish
+# (nanotron on H100, 292 finished and 271 failed runs), for other libraries cannot ask for it.
+CACHED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,13 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
     gate = 2 if model.gated_mlp and not problem.framework.in_place_activation else 1
     transient = 2.0 * tokens * gate * width / batch.tp + 2.0 * tokens * model.hidden_size
     transient = transient + 3 * 2.0 * sliced * model.hidden_size
-    return transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)
+    transient = np.maximum(transient, problem.framework.transient_layers * repeat_bytes)
+    buffers = problem.framework.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
+    # The head's hidden states count with the logits.
+    gathers = np.arange(blocks.num_stages) < blocks.num_stages - 1
+    return (transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)) + buffers[
+        :, None
+    ] * gathers
 
 
 def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -99,14 +110,17 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     logits = per_logit * tokens * padded_vocab(problem, batch) / split
     # The gathered hidden states and their gradient, and both again as every rank holds them between blocks.
     states = 4.0 * tokens * hidden + 4.0 * norm_tokens(problem, batch) * hidden
-    return (1 + problem.model.num_mtp_layers) * (logits + states + framework.bytes_per_head_hidden * tokens * hidden)
+    return (1 + problem.model.num_mtp_layers) * (logits + states)
 
 
-def _gathered_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups) -> Floats:
-    """Gathered weights and whole gradients that zero3 holds at its peak: shape (plans, stages).
+def _gathered_bytes(
+    problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups, freed_bytes: Floats
+) -> Floats:
+    """Gathered weights and whole gradients that zero3 holds at its peak, or zero1 when a step ends: (plans, stages).
 
     Embedding and head for the whole of both passes and some layers at a time, or in a pipeline, where the framework
     does not gather again for every micro-batch, the whole stage.  What is sharded over one rank needs no copy.
+    Copies that zero1 gathers into count as far as they exceed `freed_bytes`, which are free again by then.
     """
     framework, layers = problem.framework, problem.model.layers
     dense_spread, expert_spread = places.shard[1] > 1, places.expert_shard[1] > 1
@@ -123,7 +137,11 @@ def _gathered_bytes(problem: Problem, batch: PlanBatch, parameters: StageParamet
     stage = spread(parameters.dense.T, parameters.expert.T).T * (GATHERED_BYTES + framework.bytes_per_reduced_grad)
     whole = (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == SHARDINGS.index("zero3")
-    return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), 0.0)
+    copies = framework.whole_gather_copies + framework.whole_gather_copies / np.maximum(places.shard[1], 1) / 2
+    at_end = GATHERED_BYTES * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
+    zero1 = (batch.sharding == SHARDINGS.index("zero1")) & (framework.whole_gather_copies > 0)
+    gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
+    return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
 
 
 def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats]) -> Floats:
@@ -230,6 +248,8 @@ def _states(
     weights = spread(framework.bytes_per_weight, zero3)
     gradients = spread(framework.bytes_per_grad, zero2)
     gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
+    buckets = (sharding == SHARDINGS.index("none")) & (batch.dp > 1)
+    gradients += spread(framework.bytes_per_bucket_grad, zero1) * buckets[:, None]
     on_device = batch.offload != OFFLOADS.index("optimizer")
     if framework.offloads_grads:
         gradients *= (on_device | ~zero3)[:, None]
@@ -279,10 +299,11 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "logits": logits,
         "transients": transients if framework.keeps_logits else np.maximum(transients - logits, 0.0),
         "wgrad_buffers": _dummy_wgrad_bytes(problem, batch, stages),
-        # Gradients that are reduced during backward passes have their bucket beside the activations.
-        "gathered": _gathered_bytes(problem, batch, parameters, places)
-        + (framework.bucket_bytes * (batch.sharding >= SHARDINGS.index("zero2")))[:, None],
     }
+    freed = terms["activations"] + logits + terms["transients"]
+    terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
+    # Gradients that are reduced during backward passes have their bucket beside the activations.
+    terms["gathered"] += (framework.bucket_bytes * (batch.sharding >= SHARDINGS.index("zero2")))[:, None]
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, places)
     terms["update"] = np.maximum(update - passes, 0.0)
@@ -290,9 +311,12 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
         communicators += size > 1
     terms["fragmentation"] = (framework.reserved_factor - 1.0) * add_up(terms.values())
+    cached = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, places.shard[1])
+    terms["cached"] = CACHED_SHARE * cached
     terms["communicators"] = np.repeat((framework.communicator_bytes * communicators)[:, None], stages, axis=1)
     terms["context"] = np.full((len(batch), stages), framework.fixed_bytes)
-    return StageMemory(terms=terms, cached_bytes=framework.reserved_factor * np.minimum(update, passes))
+    spare = (1.0 - CACHED_SHARE) * cached + framework.reserved_factor * np.minimum(update, passes)
+    return StageMemory(terms=terms, spare_bytes=spare)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,12 +324,12 @@ class StageMemory:
     """Memory of every pipeline rank: arrays of shape (plans, stages), in bytes.
 
     `terms` are those of `MEMORY_TERMS` at the moment when most is needed; they add up to what the device has to hold.
-    `cached_bytes` is what the allocator keeps beyond that on a device with room: the blocks of activations are too
-    small for the flat tensors of the optimizer's step.
+    `spare_bytes` is what the allocator keeps beyond that on a device with room: blocks of freed tensors that later ones
+    do not fit into, such as those of activations beside the flat tensors of the optimizer's step.
     """
 
     terms: dict[str, Floats]
-    cached_bytes: Floats
+    spare_bytes: Floats
 
     @property
     def reserved_bytes(self) -> Floats:
@@ -315,12 +339,13 @@ class StageMemory:
     def logged_bytes(self, problem: Problem) -> Floats:
         """The peak that the framework's log shows, of the worst rank or of rank 0: shape (plans)."""
         framework = problem.framework
-        if framework.logs_memory == "device":
-            # Only a full device makes the allocator give blocks back.
-            per_stage = np.minimum(self.reserved_bytes + self.cached_bytes, problem.capacity_bytes)
-        else:
+        if framework.logs_memory == "allocated":
             per_stage = add_up(self.terms[name] for name in ALLOCATED_TERMS)
-            per_stage = per_stage + (self.terms["fragmentation"] if framework.logs_memory == "reserved" else 0.0)
+        else:
+            # Only a full device makes the allocator give blocks back.
+            per_stage = np.minimum(self.reserved_bytes + self.spare_bytes, problem.capacity_bytes)
+            if framework.logs_memory == "reserved":
+                per_stage = per_stage - self.terms["communicators"] - self.terms["context"]
         return per_stage[:, 0] if framework.logs_first_rank else per_stage.max(axis=1)
 
 

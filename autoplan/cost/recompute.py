@@ -110,6 +110,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
         kept = tokens * 2.0 * model.qk_head_dim * (2 * heads + 2 * kv_heads)
+        if framework.keeps_packed_qkv and model.kv_heads == model.num_heads:
+            kept = kept + tokens * 2.0 * model.qk_head_dim * 2 * kv_heads
     if stores_scores(problem):
         kernel = "megatron-fused" if framework.fuses_softmax else training.attention
         score = SCORE_BYTES[kernel] + (SCORE_DROPOUT_BYTES if framework.dropout else 0.0)

@@ -37,6 +37,7 @@ MEMORY_NAMES = {
     "gathered": "gathered parameters, buckets",
     "update": "more for the optimizer's step",
     "fragmentation": "fragmentation",
+    "cached": "cached blocks",
     "communicators": "communication buffers",
     "context": "context and workspaces",
 }
@@ -47,7 +48,7 @@ MEMORY_SUMS = {
     "activations": ("activations",),
     "logits": ("logits",),
     "buffers": ("transients", "wgrad_buffers", "gathered", "update"),
-    "outside": ("fragmentation", "communicators", "context"),
+    "outside": ("fragmentation", "cached", "communicators", "context"),
 }
 TERM_NAMES = {
     "gemm": "matrix products",
