@@ -209,6 +209,66 @@ def fit_attention(device: DeviceSpec, points: Points) -> Fit[AttentionCurve]:
     return Fit(curve=curve, plateau=plateau, num_points=len(held_out), num_held_out=int(held_out.sum()), error=error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsCurve:
+    """Forward pass of routed experts at the plateau of dense products: what few tokens for each expert cost.
+
+    Rate / (1 + half_tokens / tokens of an expert); the activation, the permutation and their ends move
+    `traffic` x (12 hidden_size + 6 ffn_size) bytes for each routed token; `start_s` is once.
+    """
+
+    half_tokens: float
+    traffic: float
+    start_s: float
+
+
+def training_experts(points: Points) -> Points:
+    """Whole experts on every rank, at least 16 tokens for each and 256 wide."""
+    tokens, _, ffn, per_token, experts, tp, ep = points.shapes.T
+    each, local = tokens * per_token / experts, experts / ep
+    return points.where((each >= 16) & (local >= 1) & (local % 1 == 0) & (each * local >= 256) & (ffn / tp >= 256))
+
+
+def held_out_experts(points: Points) -> NDArray[np.bool_]:
+    """A fifth of the experts' sizes and numbers."""
+    _, hidden, ffn, _, experts, tp, _ = points.shapes.T
+    return (hidden // 128 * 31 + ffn // tp // 64 * 17 + experts * 7).astype(np.int64) % 5 == 0
+
+
+def experts_s(device: DeviceSpec, curve: ExpertsCurve, share: float, shapes: Floats) -> Floats:
+    """Seconds of gated experts, rows as `timing.SHAPES` has them, at that share of the plateau of dense products."""
+    tokens, hidden, ffn, per_token, experts, tp, ep = shapes.T
+    width, each, local = ffn / tp, tokens * per_token / experts, experts / ep
+    gemm = device.gemm
+    into = 2 * hidden * 2 * width * (1 + gemm.half_k / hidden) * (1 + gemm.half_n / (2 * width))
+    back = 2 * width * hidden * (1 + gemm.half_k / width) * (1 + gemm.half_n / hidden)
+    rate = share * gemm.burst_efficiency * _bf16_peak(device)
+    computing = each * local * (into + back) * (1 + curve.half_tokens / each) / rate
+    moved = curve.traffic * each * local * (12 * hidden + 6 * width)
+    return np.maximum(computing, _streamed_s(device, 6 * local * hidden * width)) + (
+        _streamed_s(device, moved) + curve.start_s
+    )
+
+
+def fit_experts(device: DeviceSpec, points: Points) -> Fit[ExpertsCurve]:
+    """The curve of routed experts, balanced, at the dense plateau of `device`."""
+    points = training_experts(points)
+    held_out = held_out_experts(points)
+    ranges = {"half_tokens": (150.0, 1.0, 5000.0), "traffic": (1.0, 0.01, 10.0), "start_s": (3e-5, 1e-7, 3e-3)}
+
+    def predict(x: Floats, shapes: Floats) -> Floats:
+        return experts_s(device, ExpertsCurve(**dict(zip(ranges, x.tolist(), strict=True))), 1.0, shapes)
+
+    found, error = _fit(predict, points, held_out, ranges)
+    return Fit(
+        curve=ExpertsCurve(**found),
+        plateau=device.gemm.burst_efficiency,
+        num_points=len(held_out),
+        num_held_out=int(held_out.sum()),
+        error=error,
+    )
+
+
 # Share of the buffer that crosses a link of a device: twice for an all-reduce (nccl-tests doc/PERFORMANCE.md).
 VOLUMES: dict[Operation, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 
@@ -240,9 +300,14 @@ def collective_points(measurements: Iterable[Measurement]) -> Points:
     return Points(shapes=np.concatenate(rows), seconds=np.concatenate(seconds))
 
 
+def held_out_collectives(points: Points) -> NDArray[np.bool_]:
+    """Every third message size."""
+    return np.round(np.log2(np.maximum(points.shapes[:, 3], 1))) % 3 == 0
+
+
 def fit_collectives(link: LinkLevel, points: Points) -> Fit[CollectiveCurve]:
-    """The curve of all collectives inside the domain of `link`; every third message size is held out."""
-    held_out = np.round(np.log2(np.maximum(points.shapes[:, 3], 1))) % 3 == 0
+    """The curve of all collectives inside the domain of `link`."""
+    held_out = held_out_collectives(points)
     ranges = {
         "plateau": (0.7, 0.02, 1.0),
         "start_s": (7e-6, 1e-7, 1e-4),

@@ -68,6 +68,24 @@ def test_a_fit_finds_the_attention_curve_that_made_the_times() -> None:
     assert found.error < 0.01
 
 
+def test_a_fit_finds_what_few_tokens_for_each_expert_cost() -> None:
+    curve = fit.ExpertsCurve(half_tokens=120, traffic=1.2, start_s=40e-6)
+    shapes = np.array(
+        [
+            (tokens, hidden, ffn, 8, experts, 1, ep)
+            for tokens in (512, 2048, 8192, 32768)
+            for hidden, ffn in ((2048, 768), (4096, 1536), (7168, 2048), (5120, 1024))
+            for experts in (64, 128, 256)
+            for ep in (1, 8)
+        ],
+        dtype=float,
+    )
+    seconds = fit.experts_s(DEVICE, curve, 1.0, shapes)
+    found = fit.fit_experts(DEVICE, fit.Points(shapes=shapes, seconds=seconds))
+    assert found.curve.half_tokens == pytest.approx(120, rel=0.03)
+    assert found.curve.start_s == pytest.approx(40e-6, rel=0.03)
+
+
 def test_a_fit_finds_the_curve_of_collectives_that_made_the_times() -> None:
     curve = CollectiveCurve(
         start_s=6e-6,
