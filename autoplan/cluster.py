@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.errors import InputError
 from autoplan.units import check_count, check_fraction, check_name, check_positive
 
@@ -28,6 +29,8 @@ class DeviceSpec:
     gemm_efficiency: float  # sustained rate of large bf16 GEMMs as a share of the peak
     memory_efficiency: float  # sustained share of the memory bandwidth for long streams
     peak_flops_per_s: dict[Literal["bf16", "fp16", "fp8", "nvfp4", "tf32", "fp32"], float]
+    gemm: GemmCurve = field(default_factory=GemmCurve)
+    attention: AttentionCurve = field(default_factory=AttentionCurve)
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,6 +64,7 @@ class LinkLevel:
     is_mesh: bool = False  # a direct link to every other device: a group uses only those between its members
     efficiency: float = 0.8  # plateau of the measured bus bandwidth over the nominal one
     half_rate_bytes: float = 1.5 * 2**20  # one device's part of the buffer at which half of the plateau is reached
+    collectives: CollectiveCurve | None = None  # where measured; otherwise latency and half_rate_bytes say it
 
     def __post_init__(self) -> None:
         check_name("name", self.name)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cluster import ClusterSpec
+from autoplan.curves import CollectiveCurve
 
 Ints = NDArray[np.int64]
 
@@ -26,6 +27,7 @@ class Level:
     latency_s: float
     half_rate_bytes: float
     is_mesh: bool = False  # the rate is that of all direct links together
+    collectives: CollectiveCurve | None = None  # where measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ def compile_topology(cluster: ClusterSpec) -> Topology:
                 latency_s=link.latency_s,
                 half_rate_bytes=link.half_rate_bytes,
                 is_mesh=link.is_mesh,
+                collectives=link.collectives,
             )
         )
         if levels[-1].num_devices >= total:

@@ -107,9 +107,37 @@ def test_an_empty_buffer_costs_nothing(collective: Collective) -> None:
     assert seconds(collective, compile_topology(load_cluster("h100-sxm:4x8")), 1, 32, 0) == 0.0
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("num_bytes", [1e4, 1e7, 1e9])
+def test_a_measured_all_reduce_saves_one_start_over_its_two_halves(size: int, num_bytes: float) -> None:
+    topology = compile_topology(load_cluster("b200:1x8"))
+    curve = topology.levels[0].collectives
+    assert curve is not None
+    saved = curve.overhead_s(np.array(0.0), np.array(num_bytes))
+    halves = 2 * seconds(all_gather_s, topology, 1, size, num_bytes)
+    assert seconds(all_reduce_s, topology, 1, size, num_bytes) == pytest.approx(halves - saved, rel=1e-9)
+
+
+# Busbw of nccl-tests on 8 H100 (NCCL 2.27-2.29, medians of aiconfigurator-core 0.12): seconds of 64 MiB and 512 MiB.
+@pytest.mark.parametrize(
+    ("collective", "num_bytes", "measured_s"),
+    [
+        (all_reduce_s, 2**26, 324e-6),
+        (all_gather_s, 2**26, 209e-6),
+        (all_gather_s, 2**29, 1401e-6),
+        (all_gather_s, 2**20, 17e-6),
+    ],
+)
+def test_collectives_on_eight_h100_take_what_nccl_tests_measured(
+    collective: Collective, num_bytes: int, measured_s: float
+) -> None:
+    topology = compile_topology(load_cluster("h100-sxm:1x8"))
+    assert seconds(collective, topology, 1, 8, num_bytes) == pytest.approx(measured_s, rel=0.2)
+
+
 @given(st.integers(0, 5), st.integers(1, 5), st.floats(1e9, 1e12))
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(stride: int, size: int, num_bytes: float) -> None:
-    topology = compile_topology(load_cluster("b200:16x8"))
+    topology = compile_topology(load_cluster("a100-pcie:16x8"))
     once = seconds(all_gather_s, topology, 2**stride, 2**size, num_bytes)
     assert seconds(all_reduce_s, topology, 2**stride, 2**size, num_bytes) == pytest.approx(2 * once, rel=1e-9)
 

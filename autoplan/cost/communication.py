@@ -54,11 +54,16 @@ def _levels_s(
             if copies > 1:
                 touched = (domains - 1) * (1 - (1 - inner / size) ** copies)
                 moved = np.where(inner > 1, volume * buffer_bytes / copies * touched, moved)
+        # A ring takes domains - 1 steps one after another; an all-to-all has them in flight together.
+        steps = domains - 1 if ring else 2 * np.log2(domains)
+        if curve := level.collectives:
+            beyond = curve.overhead_s(volume * steps, buffer_bytes / inner)
+            time = np.where(domains > 1, moved / rate * curve.slowdown(domains) + beyond, 0.0)
+            slowest, total, inner = np.maximum(slowest, time), total + time, here
+            continue
         # Where a device's part of the buffer is half_rate_bytes the measured rate is half of the plateau.  The time
         # beyond the wire's that this implies begins as latency, builds up with the message and then stays constant
         # (pipeline fill), as nccl-tests tables show.
-        # A ring takes domains - 1 steps one after another; an all-to-all has them in flight together.
-        steps = domains - 1 if ring else 2 * np.log2(domains)
         latency = volume * steps * level.latency_s
         part = buffer_bytes / here
         wire = volume * level.half_rate_bytes * steps / rate

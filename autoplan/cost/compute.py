@@ -20,12 +20,6 @@ from autoplan.problem import Problem
 
 Floats = NDArray[np.float64]
 
-# A GEMM of m x n x k runs at efficiency / ((1 + M0 / m) (1 + N0 / n) (1 + K0 / k)): fitted by eye to the medians of
-# the H100 tables of aiconfigurator by m, n and k (`modelling` C2).
-GEMM_HALF_M = 64.0
-GEMM_HALF_N = 64.0
-GEMM_HALF_K = 110.0
-
 # Grouped GEMMs against dense ones by tokens per expert (`modelling` C4): .48 M / (M + 180) forward and data gradient,
 # .40 M / (M + 450) weight gradient, where dense GEMMs of the same runs reach about .50.
 GROUPED_HALF_M, GROUPED_SHARE = 180.0, 0.96
@@ -47,21 +41,9 @@ FP4_GEMM_SHARE = 0.65
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 CAST_BYTES = 4.0  # read in bf16, written in 8 bits, and the transposed copy, per element of a GEMM's input
 
-# Causal flash attention, executed operations per second over the bf16 peak, forward, at full occupancy (`modelling`
-# C3: H100 FA3 .60, FA2 .38; B200 cuDNN .73 in a burst, of which GEMMs sustain .7; A100 FA2 .62); volta, ada, AMD and
-# cpu are judged.
-FLASH_EFFICIENCY = {
-    "volta": 0.30,
-    "ampere": 0.60,
-    "ada": 0.55,
-    "hopper": 0.52,
-    "blackwell": 0.50,
-    "cdna2": 0.25,
-    "cdna3": 0.35,
-    "cdna4": 0.35,
-    "cpu": 0.50,
-}
-FLASH2_ON_HOPPER = 0.38
+# FlashAttention 2 and its kin on Hopper over FlashAttention 3 there: .41 against .53 of the peak at long sequences
+# (`modelling` C3, arXiv:2407.08608).
+FLASH2_ON_HOPPER = 0.77
 FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
 FLASH_BACKWARD_SHARE = 0.80  # rate of the backward kernel over that of the forward kernel
 FLASH_TILE = 128  # queries per thread block
@@ -128,9 +110,10 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
 
 def gemm_s(problem: Problem, rate: Floats, m: Floats, n: Floats, k: Floats, *, accumulates: bool = False) -> Floats:
     """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer."""
-    shape = (1 + GEMM_HALF_M / m) * (1 + GEMM_HALF_N / n) * (1 + GEMM_HALF_K / k)
+    curve = problem.cluster.device.gemm
     moved = 2.0 * (m * k + k * n) + (8.0 if accumulates else 2.0) * m * n
-    return np.maximum(2.0 * m * n * k * shape / rate, memory_bound_s(problem, moved))
+    computing = 2.0 * m * n * k * curve.slowdown(m, n, k) / rate
+    return np.maximum(computing, memory_bound_s(problem, moved)) + curve.start_s * problem.calibration.gemm
 
 
 def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
@@ -164,11 +147,13 @@ def linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -
         tokens = expert_tokens(problem, batch)
         num_local = linear.copies / batch.ep
         operations = 2.0 * tokens * inputs * outputs * num_local
-        shape = (1 + GEMM_HALF_N / outputs) * (1 + GEMM_HALF_K / inputs)
+        curve = problem.cluster.device.gemm
+        shape = (1 + curve.half_n / outputs) * (1 + curve.half_k / inputs)
         weights = memory_bound_s(problem, 2.0 * num_local * inputs * outputs)
+        start_s = curve.start_s * problem.calibration.gemm
         forward = np.maximum(operations * shape * (1 + GROUPED_HALF_M / tokens) / (rate * GROUPED_SHARE), weights)
         wgrad = operations * shape * (1 + GROUPED_WGRAD_HALF_M / tokens) / (rate * GROUPED_WGRAD_SHARE)
-        return forward, forward + np.maximum(wgrad, 4.0 * weights)
+        return forward + start_s, forward + np.maximum(wgrad, 4.0 * weights) + 2 * start_s
     tokens = norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
     forward = gemm_s(problem, rate, tokens, outputs, inputs)
     dgrad = gemm_s(problem, rate, tokens, inputs, outputs)
@@ -186,23 +171,26 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     if training.attention in ("unfused", "megatron-fused"):
         scores = tokens * heads * training.seq_len  # the whole square: an unfused softmax masks, it does not skip
         rate = peak * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
-        products = 2.0 * scores * widths * (1 + GEMM_HALF_K / model.qk_head_dim) * (1 + GEMM_HALF_N / model.v_head_dim)
+        # Scores are products over the head dimension, outputs are as wide as it.
+        narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)
+        products = 2.0 * scores * widths * narrow
         fused = training.attention == "megatron-fused"
         moved = FUSED_SOFTMAX_BYTES if fused else problem.framework.bytes_per_unfused_score
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward
-    efficiency = FLASH_EFFICIENCY[device.generation]
+    curve = device.attention
     kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
+    efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
-        efficiency = FLASH2_ON_HOPPER
-    efficiency *= FLASH_SHARE.get(kernel, 1.0)
+        efficiency *= FLASH2_ON_HOPPER
     # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
-    thread_blocks = heads * tokens / FLASH_TILE
-    occupancy = thread_blocks / (thread_blocks + device.compute_units)
+    blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     operations = 2.0 * tokens * heads * attention_context(model, block, training.seq_len) * widths
-    forward = factor * operations / (peak * efficiency * occupancy)
-    return forward, forward * 2.5 / FLASH_BACKWARD_SHARE
+    slowdown = curve.slowdown(training.seq_len, blocks_per_unit, model.qk_head_dim)
+    forward = factor * operations * slowdown / (peak * efficiency)
+    start_s = factor * curve.start_s
+    return forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s
 
 
 def memory_traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:

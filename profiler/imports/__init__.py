@@ -1,0 +1,1 @@
+"""What have others measured already?  One reader per collection of timings."""

@@ -1,0 +1,174 @@
+"""What do kernels and collectives take in the tables of the `aiconfigurator-core` wheel, in autoplan's terms?
+
+NVIDIA's inference configurator ships timings of single kernels by device, serving framework and version as parquet
+files under `systems/data` (Apache-2.0, https://github.com/ai-dynamo/aiconfigurator).  The tables stay in that wheel;
+here they are only read, row by row.  They are medians of short benchmarks at burst clocks: the level of a training
+step lies below them (`modelling` C2).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import InputError
+from autoplan.timing import Measurement, Operation
+
+INSTALL = "pip install 'autoplan[reference]'"
+
+# Folders of the wheel whose device has another id among the shipped ones; the rest only swap the underscores.
+_DEVICES = {"b200_sxm": "b200", "b300_sxm": "b300"}
+
+# Its words for element types; what is not listed keeps its name.
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+_ELEMENT_BYTES = {"half": 2, "bfloat16": 2, "float16": 2, "int8": 1}
+_COLLECTIVES: dict[str, Operation] = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+}
+_MS = 1e-3  # latencies are in milliseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """How one kind of file is read: `shape` are the columns that `timing.SHAPES` lists, in its order.
+
+    A table of collectives holds several operations and counts elements (`modelling` D1), not bytes.
+    """
+
+    file: str
+    operations: frozenset[Operation]
+    shape: tuple[str, ...]
+    dtype: str
+    remark: str = ""  # a column that says more about the kernel
+
+
+_TABLES = (
+    _Table(file="gemm_perf.parquet", operations=frozenset({"gemm"}), shape=("m", "n", "k"), dtype="gemm_dtype"),
+    _Table(
+        file="context_attention_perf.parquet",
+        operations=frozenset({"attention"}),
+        shape=("batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "window_size"),
+        dtype="attn_dtype",
+    ),
+    _Table(
+        file="moe_perf.parquet",
+        operations=frozenset({"experts"}),
+        shape=("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size"),
+        dtype="moe_dtype",
+        remark="distribution",
+    ),
+    _Table(
+        file="nccl_perf.parquet",
+        operations=frozenset(_COLLECTIVES.values()),
+        shape=("num_gpus", "message_size"),
+        dtype="nccl_dtype",
+    ),
+    _Table(
+        file="custom_allreduce_perf.parquet",
+        operations=frozenset({"all_reduce"}),
+        shape=("num_gpus", "message_size"),
+        dtype="allreduce_dtype",
+    ),
+)
+_OPTIONAL = {"window_size": 0, "kernel_source": ""}  # columns that older tables lack
+
+
+def default_root() -> Path:
+    """The folder of tables inside the installed wheel, found without importing the package."""
+    found = importlib.util.find_spec("aiconfigurator_core")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        if (Path(place) / "systems" / "data").is_dir():
+            return Path(place) / "systems" / "data"
+    raise InputError(f"the tables of aiconfigurator-core are not installed: {INSTALL}")
+
+
+def device_of(folder: str) -> str:
+    """The id under which autoplan ships the device that the wheel keeps in `folder`."""
+    return _DEVICES.get(folder, folder.replace("_", "-"))
+
+
+def read_measurements(
+    root: Path | None = None,
+    *,
+    devices: Collection[str] | None = None,
+    operations: Collection[Operation] | None = None,
+    frameworks: Collection[str] | None = None,
+) -> Iterator[Measurement]:
+    """Every timing under `root` (the installed wheel's tables by default), in the order of the files' paths.
+
+    `devices` are autoplan's ids, `frameworks` the serving stacks (trtllm, sglang, vllm, nccl); None takes all of
+    them.  Rows stream in batches of a file, so that memory does not grow with the wheel.  A folder without tables, a
+    file that is no parquet, a column that is missing and a time that is not positive are refused by one line.
+    """
+    root = root or default_root()
+    found = 0
+    for path in sorted(root.glob("*/*/*/*/*_perf.parquet")):
+        table = next((one for one in _TABLES if one.file == path.name), None)
+        folder, _, framework, _ = path.relative_to(root).parts[:4]
+        found += table is not None
+        if table is None or (operations is not None and table.operations.isdisjoint(operations)):
+            continue
+        if (devices is not None and device_of(folder) not in devices) or (
+            frameworks is not None and framework not in frameworks
+        ):
+            continue
+        for measurement in _read_table(path, table, root):
+            if operations is None or measurement.operation in operations:
+                yield measurement
+    if not found:
+        raise InputError(f"{root}: no tables of aiconfigurator-core below it (DEVICE/FAMILY/FRAMEWORK/VERSION)")
+
+
+def _read_table(path: Path, table: _Table, root: Path) -> Iterator[Measurement]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"reading {path.name} needs pyarrow: {INSTALL}") from None
+    device = device_of(path.relative_to(root).parts[0])
+    source = f"aiconfigurator-core {path.parent.relative_to(root)}"
+    named = [*table.shape, table.dtype, "latency", "kernel_source", *filter(None, [table.remark])]
+    if not table.operations <= {"gemm", "attention", "experts"}:
+        named.append("op_name")
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            held = set(file.schema_arrow.names)
+            if missing := [name for name in named if name not in held and name not in _OPTIONAL]:
+                raise InputError(f"{path}: lacks the column {missing[0]!r}: not a version of the table that is known")
+            for batch in file.iter_batches(columns=[name for name in named if name in held]):
+                columns = [
+                    batch.column(name).to_pylist() if name in held else [_OPTIONAL[name]] * batch.num_rows
+                    for name in named
+                ]
+                for cells in zip(*columns, strict=True):
+                    yield _measurement(dict(zip(named, cells, strict=True)), table, device, source)
+    except InputError as error:
+        raise InputError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: a row cannot be read: {error!r}") from None
+
+
+def _measurement(row: dict[str, Any], table: _Table, device: str, source: str) -> Measurement:
+    shape = tuple(row[name] for name in table.shape)
+    dtype = row[table.dtype]
+    operation = next(iter(table.operations))
+    if "op_name" in row:
+        operation = _COLLECTIVES[row["op_name"]]
+        shape = (shape[0], shape[1] * _ELEMENT_BYTES[dtype])
+    return Measurement(
+        operation=operation,
+        shape=shape,
+        dtype=_DTYPES.get(dtype, dtype),
+        device=device,
+        seconds=row["latency"] * _MS,
+        kernel=f"{row['kernel_source']} {row.get(table.remark, '')}".strip(),
+        source=source,
+    )
