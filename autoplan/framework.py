@@ -43,6 +43,7 @@ class Framework:
     in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
     keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
+    keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
     dropout: bool = False
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces

@@ -27,6 +27,11 @@ RISKY_ABOVE, OOM_ABOVE = 0.05, 0.50  # probabilities of running out of memory
 RISKY_Z, OOM_Z = -1.6448536269514722, 0.0  # the same as quantiles of the normal distribution
 
 
+def probability_above(z: float) -> float:
+    """Of a normal variable whose mean lies `z` standard deviations above the bound."""
+    return 0.5 * math.erfc(-z / math.sqrt(2.0))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostEstimate:
     """Predicted cost of every plan of a batch; arrays have one element per plan.
@@ -59,7 +64,7 @@ class CostEstimate:
 
     def oom_probability(self, at: int) -> float:
         """Probability that the plan at an index runs out of memory."""
-        return 0.5 * (1.0 + math.erf(float(self.oom_z[at]) / math.sqrt(2.0)))
+        return probability_above(float(self.oom_z[at]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,7 @@ class StageCost:
     terms_s: dict[str, float]
     memory_bytes: float
     memory_terms_bytes: dict[str, float]
+    oom_probability: float
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "memory_bytes"):

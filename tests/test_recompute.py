@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_args
 
 import numpy as np
@@ -125,6 +126,23 @@ def test_the_last_layer_of_a_chunk_is_alive_again_only_where_it_is_repeated() ->
 
     assert transients("full:3") == transients("none")
     assert transients("full:4") == transients("full") > transients("none")
+
+
+@pytest.mark.parametrize(("precision", "size"), [("fp8", 1.0), ("mxfp8", 33 / 32), ("nvfp4", 9 / 16)])
+def test_narrow_gemms_keep_their_inputs_as_quantised(precision: Any, size: float) -> None:
+    """Norm outputs 2 x 2 h and the MLP's activation 2 f in fewer bytes; a copy of the attention output 4 x 16 more."""
+    problem = dataclasses.replace(problem_of(DENSE), cluster=load_cluster("b200:8x8"))
+    (wide,), (narrow,) = (activations(problem, "none", precision=kind) for kind in ("bf16", precision))
+    per_token = (2.0 - size) * (2 * 64 + 128) - size * 4 * 16
+    assert wide - narrow == pytest.approx(8 * TOKENS * per_token)
+    eager = dataclasses.replace(problem, framework=dataclasses.replace(BARE, keeps_narrow_copies=False))
+    assert activations(eager, "none", precision=precision) == activations(eager, "none")
+
+
+def test_a_busier_rank_of_experts_keeps_the_more_tokens() -> None:
+    even, uneven = problem_of(LATENT), problem_of(LATENT, expert_imbalance=1.5)
+    routed = 3 * TOKENS * 2 * (2 * 64 + 6 * 32)
+    assert activations(uneven, "none")[0] - activations(even, "none")[0] == pytest.approx(0.5 * routed)
 
 
 # -- time -------------------------------------------------------------------------------------------------------------

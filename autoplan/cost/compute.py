@@ -133,10 +133,10 @@ def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
 
 
 def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
-    """Tokens that one local expert receives from its expert-parallel group when routing is balanced."""
+    """Tokens that a local expert of the busiest rank receives from its expert-parallel group."""
     moe = problem.model.moe
     assert moe is not None
-    routed = norm_tokens(problem, batch) * moe.experts_per_token
+    routed = norm_tokens(problem, batch) * moe.experts_per_token * problem.training.expert_imbalance
     return routed * batch.ep * batch.etp / moe.num_experts
 
 

@@ -23,7 +23,7 @@ from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exp
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
-from autoplan.result import CostEstimate, StageCost
+from autoplan.result import CostEstimate, StageCost, probability_above
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -274,6 +274,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     """Time per micro-batch and memory of every pipeline rank of one plan."""
     laid = _lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
     reserved = laid.memory.reserved_bytes
+    risk_z = np.log(reserved[0] / problem.capacity_bytes) / problem.calibration.memory_spread
     layouts = np.array(laid.batch.layouts[0]).reshape(-1, plan.pp).sum(axis=0)
     overall = problem.calibration.overall
     result = []
@@ -298,6 +299,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
                 terms_s=terms,
                 memory_bytes=float(reserved[0, stage]),
                 memory_terms_bytes={name: float(value[0, stage]) for name, value in laid.memory.terms.items()},
+                oom_probability=probability_above(float(risk_z[stage])),
             )
         )
     return tuple(result)

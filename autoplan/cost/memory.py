@@ -18,7 +18,7 @@ from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab
 from autoplan.cost.layer import GATHERED_BYTES, Groups, groups, local_parameters
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.order import chunks_of_ranks, live_chunks
-from autoplan.cost.recompute import activation_parts, kept_bytes, whole_bytes
+from autoplan.cost.recompute import NARROW_BYTES, activation_parts, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch, Schedule
@@ -245,7 +245,7 @@ def _states(
     zero3 = sharding >= SHARDINGS.index("zero3")
     spread = partial(_spread_bytes, parameters, places)
     fp16 = batch.precision == PRECISIONS.index("fp16")
-    weights = spread(framework.bytes_per_weight, zero3)
+    weights = spread(framework.bytes_per_weight, zero3) + _narrow_weight_bytes(problem, batch, parameters)
     gradients = spread(framework.bytes_per_grad, zero2)
     gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
     buckets = (sharding == SHARDINGS.index("none")) & (batch.dp > 1)
@@ -256,6 +256,22 @@ def _states(
     optimizer = spread(framework.bytes_per_optimizer_state, zero1) * on_device[:, None]
     optimizer += spread(framework.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return weights, gradients, optimizer
+
+
+def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
+    """Quantised copies of the weights of narrow GEMMs, kept from the first micro-batch to the last: (plans, stages).
+
+    Hopper multiplies 8-bit matrices in one layout only, and blocks of scales run along one side, so that the data
+    gradient has a copy of its own; Blackwell's 8-bit copies with one scale serve both (Transformer Engine
+    module/base.py get_weight_workspace).  Weights that are gathered for every pass are not kept.
+    """
+    if not problem.framework.keeps_narrow_copies:
+        return np.zeros_like(parameters.dense)
+    one_layout = problem.cluster.device.generation == "blackwell"
+    copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
+    per_weight = np.array([copies.get(precision, 0.0) for precision in PRECISIONS])[batch.precision]
+    per_weight = np.where(batch.sharding >= SHARDINGS.index("zero3"), 0.0, per_weight)
+    return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
 
 
 def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups) -> Floats:

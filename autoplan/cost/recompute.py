@@ -23,7 +23,7 @@ from autoplan.cost.compute import (
     rank_tokens,
 )
 from autoplan.model import Block
-from autoplan.plan import SELECTIVE, PlanBatch, RecomputeModule
+from autoplan.plan import PRECISIONS, SELECTIVE, PlanBatch, RecomputeModule
 from autoplan.problem import Problem
 
 Floats = NDArray[np.float64]
@@ -33,6 +33,9 @@ Floats = NDArray[np.float64]
 SCORE_BYTES = {"unfused": 6.0, "megatron-fused": 2.0}
 SCORE_DROPOUT_BYTES = 3.0
 EAGER_NORM_BYTES = 8.0  # fp32 copies kept by a hand-written norm, per token and hidden element (`modelling` B2)
+
+# Bytes of an element as quantised: 8 bits, or with the scales of blocks of 32 (MXFP8) or 16 (NVFP4) elements.
+NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 
 ATTENTION_BLOCKS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
 
@@ -60,6 +63,16 @@ def stores_scores(problem: Problem) -> bool:
     return problem.training.attention in SCORE_BYTES
 
 
+def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes of an element of a GEMM's input that is kept for the weight gradient: as quantised where GEMMs are narrow.
+
+    Queries, keys, values and residuals stay in 16 bits (Transformer Engine; `modelling` B2).
+    """
+    if not problem.framework.keeps_narrow_copies:
+        return np.full(len(batch), 2.0)
+    return np.array([NARROW_BYTES.get(precision, 2.0) for precision in PRECISIONS])[batch.precision]
+
+
 def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
     """Bytes that a block keeps of one micro-batch, nothing recomputed, by the part of a layer that holds them.
 
@@ -79,14 +92,16 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     elif block is Block.MOE:
         parts = _moe_parts(problem, batch)
     else:
-        parts = {"mlp": _bytes_per_width(problem) * rank_tokens(problem, batch) * model.ffn_size / batch.tp}
+        parts = {"mlp": _bytes_per_width(problem, batch) * rank_tokens(problem, batch) * model.ffn_size / batch.tp}
+    # The norm's output is the input of the first GEMM.
+    output, rest = input_bytes(problem, batch) * sliced, (norm - 2.0) * sliced
     if _has_norm_module(problem, block):
-        parts["layernorm"] = 2.0 * sliced  # the norm's output
-        norm -= 2.0
-    parts[None] = parts.get(None, np.zeros(len(batch))) + norm * sliced
+        parts["layernorm"] = output
+    else:
+        rest = rest + output
     if not framework.regathers_norm_output:
-        whole = rank_tokens(problem, batch) * model.hidden_size
-        parts[None] = parts[None] + 2.0 * model.norms_per_block * (whole - sliced)
+        rest = rest + 2.0 * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
+    parts[None] = parts.get(None, 0.0) + rest
     return parts
 
 
@@ -106,10 +121,10 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
         latents = 4.0 * (mla.q_lora_rank or 0) + 4.0 * mla.kv_lora_rank + 2.0 * mla.qk_rope_head_dim
         expanded = 4.0 * model.qk_head_dim + 2.0 * (mla.qk_nope_head_dim + mla.v_head_dim)
         parts["mla_up_proj"] = tokens * expanded * heads
-        kept = tokens * (latents + 2.0 * mla.v_head_dim * heads)
+        kept = tokens * (latents + _output_bytes(problem, batch) * mla.v_head_dim * heads)
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
-        kept = tokens * 2.0 * model.qk_head_dim * (2 * heads + 2 * kv_heads)
+        kept = tokens * model.qk_head_dim * (2.0 * heads + 4.0 * kv_heads + _output_bytes(problem, batch) * heads)
         if framework.keeps_packed_qkv and model.kv_heads == model.num_heads:
             kept = kept + tokens * 2.0 * model.qk_head_dim * 2 * kv_heads
     if stores_scores(problem):
@@ -122,22 +137,29 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
     return parts
 
 
-def _bytes_per_width(problem: Problem) -> float:
+def _output_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Of an element of the attention's output: the kernel keeps it, and a narrow GEMM behind it keeps a copy."""
+    copy = input_bytes(problem, batch)
+    return 2.0 + np.where(copy < 2.0, copy, 0.0)
+
+
+def _bytes_per_width(problem: Problem, batch: PlanBatch) -> Floats:
     """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well."""
-    return (6.0 if problem.model.gated_mlp else 4.0) + (0.0 if problem.framework.fused_activation else 2.0)
+    wide = (4.0 if problem.model.gated_mlp else 2.0) + (0.0 if problem.framework.fused_activation else 2.0)
+    return wide + input_bytes(problem, batch)
 
 
 def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
     """Router, permuted inputs, the experts' widths and the shared expert."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
-    width = _bytes_per_width(problem)
+    width, narrow = _bytes_per_width(problem, batch), input_bytes(problem, batch)
     routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
-    activation = 2.0 * routed * moe.expert_ffn_size / batch.etp
-    inputs = 2.0 * routed * (moe.latent_size or model.hidden_size)
+    per_width = routed * moe.expert_ffn_size / batch.etp
+    inputs = narrow * routed * (moe.latent_size or model.hidden_size)
     return {
-        "moe": 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + activation * (width - 2.0) / 2.0,
-        "moe_act": activation,
+        "moe": 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + (width - narrow) * per_width,
+        "moe_act": narrow * per_width,
         "shared_experts": width * rank_tokens(problem, batch) * moe.shared_expert_ffn_size / batch.tp,
     }
 
@@ -215,7 +237,7 @@ def _module_s(
     if module == "moe_act" and problem.model.moe:
         moe = problem.model.moe
         routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
-        moved = _bytes_per_width(problem) * routed * moe.expert_ffn_size / batch.etp
+        moved = _bytes_per_width(problem, batch) * routed * moe.expert_ffn_size / batch.etp
         return memory_bound_s(problem, factor * moved)
     rate = gemm_rate(problem, batch)
     linears = (linear for linear in shape.linears if linear.name in LINEARS_OF[module])

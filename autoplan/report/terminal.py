@@ -372,6 +372,7 @@ def _print_waterfall(console: Console, file: PlanFile) -> None:
     ]
     rows.append(("[bold]all[/]", *(f"[bold]{stage.memory_bytes / GIB:,.2f}[/]" for stage in columns)))
     rows.append(("free", *(f"{(capacity - stage.memory_bytes) / GIB:,.2f}" for stage in columns)))
+    rows.append(("risk", *(format_percent(stage.oom_probability) for stage in columns)))
     heads = [_numbers(kinds[tuple(stage.memory_terms_bytes.values())]) for stage in columns]
     _print_table(console, [("stage", False), *((head, True) for head in heads)], rows)
 
