@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 import autoplan
 from autoplan.cost.calibration import (
     RUNS_PER_FACTOR,
+    Linearised,
     MeasuredRun,
     Pricer,
     conformal_spread,
@@ -177,17 +178,40 @@ def by_key(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
     return dict(sorted(groups.items()))
 
 
-def calibrate(cases: Sequence[Case], key: tuple[str, str], near: Calibration | None = None) -> Calibration:
-    """The calibration of a framework on a generation from `cases` of any: its own runs, or all of its generation.
+class Fits:
+    """Calibrations of every framework on every generation, from all cases or without some of them.
 
     Runs that are too few for a factor of their own share one with the others of the generation.
     """
-    own = [case.measured for case in cases if case.key == key]
-    reference = Calibration()
-    if len(own) >= RUNS_PER_FACTOR:
-        return fit(own, reference, near=near)
-    shared = [case.measured for case in cases if case.generation == key[1]]
-    return fit(shared, reference, FACTORS[:1], near=near) if len(shared) >= RUNS_PER_FACTOR else reference
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self._cases = by_key(cases)
+        self._shared: dict[str, list[Case]] = defaultdict(list)
+        for case in cases:
+            self._shared[case.generation].append(case)
+        self._models: dict[object, tuple[Calibration, Linearised]] = {}
+
+    def whole(self, key: tuple[str, str]) -> Calibration:
+        """From all runs."""
+        return self.without(key, frozenset())
+
+    def without(self, key: tuple[str, str], left_out: frozenset[str]) -> Calibration:
+        """From the runs whose ids are not left out."""
+        own = self._cases[key]
+        kept = [at for at, case in enumerate(own) if case.run.id not in left_out]
+        if len(kept) >= RUNS_PER_FACTOR:
+            return self._fit(key, own, factors_for(len(kept)), kept)
+        shared = self._shared[key[1]]
+        kept = [at for at, case in enumerate(shared) if case.run.id not in left_out]
+        return self._fit(key[1], shared, FACTORS[:1], kept) if len(kept) >= RUNS_PER_FACTOR else Calibration()
+
+    def _fit(self, key: object, cases: Sequence[Case], names: tuple[str, ...], kept: Sequence[int]) -> Calibration:
+        if (key, names) not in self._models:
+            runs = [case.measured for case in cases]
+            whole = fit(runs, Calibration(), names)
+            self._models[key, names] = whole, Linearised(runs, names, whole)
+        whole, model = self._models[key, names]
+        return whole if len(kept) == len(cases) else model.fit(Calibration(), kept)
 
 
 def log_errors(cases: Sequence[Case], calibration: Calibration) -> Floats:
@@ -199,18 +223,16 @@ def log_errors(cases: Sequence[Case], calibration: Calibration) -> Floats:
 Steps = dict[str, tuple[float, float]]  # id of a run -> (step, spread of its logarithm)
 
 
-def left_out(cases: Sequence[Case], fold_of: Callable[[Case], str]) -> Steps:
+def left_out(cases: Sequence[Case], fits: Fits, fold_of: Callable[[Case], str]) -> Steps:
     """Steps of all cases by calibrations that have not seen their fold, and spreads from the other folds' errors."""
     errors: dict[str, float] = {}
     folds: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         folds[fold_of(case)].append(case)
-    whole = {key: calibrate(cases, key) for key in by_key(cases)}
-    for name, fold in folds.items():
-        rest = [case for case in cases if fold_of(case) != name]
+    for fold in folds.values():
+        unseen = frozenset(case.run.id for case in fold)
         for key, some in by_key(fold).items():
-            calibration = calibrate(rest, key, near=whole[key])
-            for case, error in zip(some, log_errors(some, calibration), strict=True):
+            for case, error in zip(some, log_errors(some, fits.without(key, unseen)), strict=True):
                 errors[case.run.id] = float(error)
     return _with_spreads(cases, errors, fold_of)
 
@@ -238,11 +260,11 @@ def _with_spreads(cases: Sequence[Case], errors: dict[str, float], fold_of: Call
     return steps
 
 
-def one_calibration(cases: Sequence[Case], make: Callable[[Sequence[Case]], Calibration]) -> Steps:
-    """Steps of all cases by one calibration for every framework and generation, made of its cases."""
+def in_fit(cases: Sequence[Case], make: Callable[[tuple[str, str]], Calibration]) -> Steps:
+    """Steps of all cases by one calibration for every framework and generation."""
     steps: Steps = {}
-    for some in by_key(cases).values():
-        calibration = make(some)
+    for key, some in by_key(cases).items():
+        calibration = make(key)
         errors = log_errors(some, calibration)
         spread = conformal_spread(errors) if len(some) >= LEAST_RUNS else calibration.time_spread
         for case, error in zip(some, errors, strict=True):
@@ -252,11 +274,12 @@ def one_calibration(cases: Sequence[Case], make: Callable[[Sequence[Case]], Cali
 
 def ship(cases: Sequence[Case]) -> None:
     """Write the calibration of every framework and generation, with the spread of runs that it has not seen."""
-    unseen = left_out(cases, lambda case: case.fold)
+    fits = Fits(cases)
+    unseen = left_out(cases, fits, lambda case: case.fold)
     for key, some in by_key(cases).items():
         if len(some) < RUNS_PER_FACTOR:
             continue
-        calibration = calibrate(cases, key)
+        calibration = fits.whole(key)
         errors = np.array([np.log(case.measured.step_s / unseen[case.run.id][0]) for case in some])
         median = 100 * float(np.median(np.abs(np.expm1(errors))))
         sources = ", ".join(sorted({case.source for case in some}))
@@ -310,19 +333,19 @@ def show_folds(cases: Sequence[Case], scoring: Scoring) -> None:
     enough = {key: len(some) for key, some in by_key(cases).items() if len(some) >= RUNS_PER_FACTOR}
     counts = {" on ".join(key): len(factors_for(size)) for key, size in enough.items()}
     print(f"{sum(counts.values())} factors: {', '.join(f'{name} {count}' for name, count in counts.items())}\n")
-    scalar = FACTORS[:1]
+    fits = Fits(cases)
     for title, steps in (
-        ("In fit", one_calibration(cases, lambda some: calibrate(some, some[0].key))),
-        ("A model, or a number of devices, left out", left_out(cases, lambda case: case.fold)),
-        ("A whole source left out", left_out(cases, lambda case: case.source)),
-        ("One factor for a framework on a generation", one_calibration(cases, lambda some: _scalar(some, scalar))),
-        ("No calibration", one_calibration(cases, lambda some: Calibration())),
+        ("In fit", in_fit(cases, fits.whole)),
+        ("A model, or a number of devices, left out", left_out(cases, fits, lambda case: case.fold)),
+        ("A whole source left out", left_out(cases, fits, lambda case: case.source)),
+        ("One factor for a framework on a generation", in_fit(cases, lambda key: _scalar(cases, key))),
+        ("No calibration", in_fit(cases, lambda key: Calibration())),
     ):
-        print(f"{title}\n\n{scoring.with_steps(steps)}")
+        print(f"{title}\n\n{scoring.with_steps(steps)}", flush=True)
 
 
-def _scalar(cases: Sequence[Case], factors: Sequence[str]) -> Calibration:
-    return fit([case.measured for case in cases], Calibration(), factors)
+def _scalar(cases: Sequence[Case], key: tuple[str, str]) -> Calibration:
+    return fit([case.measured for case in cases if case.key == key], Calibration(), FACTORS[:1])
 
 
 def show_ablation(cases: Sequence[Case]) -> None:

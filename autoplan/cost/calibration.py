@@ -26,8 +26,9 @@ RUNS_PER_FACTOR = 15
 RESIDUAL_SPREAD = 0.05
 FACTOR_SPREAD = 0.35
 MOST_FACTOR = 3.3  # e^1.2: beyond it a factor stands for something else than its name (findings, 1)
-SOLVED = 1e-3  # change of a factor's logarithm below which a fit is done
-MOST_TRIALS = 40
+SOLVED = 0.01  # change of a factor's logarithm below which a fit is done
+MOST_ROUNDS = 5
+_NUDGE = 0.02  # of a factor's logarithm, for its slope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,44 +74,54 @@ def factors_for(num_runs: int) -> tuple[str, ...]:
     return FACTORS[: max(1, min(num_runs // RUNS_PER_FACTOR, len(FACTORS)))]
 
 
-def fit(
-    runs: Sequence[MeasuredRun],
-    base: Calibration,
-    factors: Sequence[str] | None = None,
-    *,
-    near: Calibration | None = None,
-) -> Calibration:
+class Linearised:
+    """The model around one calibration, where log steps are close to linear in the logarithms of the factors.
+
+    Priced once for every factor; then it is fitted to any of the runs without pricing them again.
+    """
+
+    def __init__(self, runs: Sequence[MeasuredRun], names: Sequence[str], at: Calibration) -> None:
+        self.names = tuple(names)
+        self._at = np.log([getattr(at, name) for name in self.names])
+        pricer = Pricer(runs)
+        log_steps = np.log(pricer.calibrated_s(at))
+        self._errors = log_steps - np.log([run.step_s for run in runs])
+        moved = [
+            with_factors(at, [name], log + _NUDGE) for name, log in zip(self.names, self._at[:, None], strict=True)
+        ]
+        slopes = [(np.log(pricer.calibrated_s(other)) - log_steps) / _NUDGE for other in moved]
+        self._slopes = np.stack(slopes, axis=1)
+
+    def fit(self, base: Calibration, rows: Sequence[int] | slice = slice(None)) -> Calibration:
+        """`base` with the factors under which the runs at `rows` are likeliest."""
+        from scipy.optimize import least_squares
+
+        errors, slopes = self._errors[rows], self._slopes[rows]
+        prior = np.log([getattr(base, name) for name in self.names])
+
+        def residuals(logs: Floats) -> Floats:
+            # Soft: linear beyond the spread, so that an erratic run pulls no harder than its direction.
+            off = (errors + slopes @ (logs - self._at)) / RESIDUAL_SPREAD
+            return np.concatenate([_softened(off), (logs - prior) / FACTOR_SPREAD])
+
+        most = np.full(len(self.names), np.log(MOST_FACTOR))
+        found = least_squares(residuals, np.clip(self._at, -0.99 * most, 0.99 * most), bounds=(-most, most))
+        return with_factors(base, self.names, found.x)
+
+
+def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] | None = None) -> Calibration:
     """`base` with the factors under which `runs` are likeliest; its spreads are left as they are.
 
-    Robust least squares on the logarithms of the steps, with a ridge towards the factors of `base`; by default as many
-    factors as the number of runs allows.  `near` is a guess to begin with, which changes the time of the fit only.
+    Robust least squares on the logarithms of the steps, with a ridge towards the factors of `base`, by Gauss-Newton
+    steps; by default as many factors as the number of runs allows.
     """
-    from scipy.optimize import least_squares
-
     names = factors_for(len(runs)) if factors is None else tuple(factors)
-    pricer = Pricer(runs)
-    measured = np.log([run.step_s for run in runs])
-    prior = np.log([getattr(base, name) for name in names])
-    guess = np.log([getattr(near or base, name) for name in names])
-
-    def residuals(logs: Floats) -> Floats:
-        calibration = with_factors(base, names, logs)
-        errors = (np.log(pricer.calibrated_s(calibration)) - measured) / RESIDUAL_SPREAD
-        # Soft: linear beyond the spread, so that an erratic run pulls no harder than its direction.
-        return np.concatenate([_softened(errors), (logs - prior) / FACTOR_SPREAD])
-
-    most = np.log(MOST_FACTOR)
-    found = least_squares(
-        residuals,
-        np.clip(guess, -0.99 * most, 0.99 * most),
-        bounds=(np.full(len(names), -most), np.full(len(names), most)),
-        diff_step=np.full(len(names), 0.01),
-        x_scale=np.full(len(names), 0.1),
-        xtol=SOLVED,
-        ftol=1e-4,
-        max_nfev=MOST_TRIALS,
-    )
-    return with_factors(base, names, found.x)
+    found = base
+    for _ in range(MOST_ROUNDS):
+        before, found = found, Linearised(runs, names, found).fit(base)
+        if max(abs(np.log(getattr(found, name) / getattr(before, name))) for name in names) < SOLVED:
+            break
+    return found
 
 
 def _softened(errors: Floats) -> Floats:
@@ -156,9 +167,9 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str) -> Fitted:
     base = runs[0].problem.calibration
     before = _log_errors(runs, base)
     whole = fit(runs, base)
-    left_out = np.array(
-        [_log_errors([run], fit([*runs[:at], *runs[at + 1 :]], base, near=whole))[0] for at, run in enumerate(runs)]
-    )
+    model = Linearised(runs, factors_for(len(runs)), whole)
+    others = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
+    left_out = np.array([_log_errors([run], model.fit(base, rest))[0] for run, rest in zip(runs, others, strict=True)])
     weight = len(runs) / (len(runs) + PRIOR_RUNS)
     spread = np.sqrt(weight * conformal_spread(left_out) ** 2 + (1 - weight) * base.time_spread**2)
     sources = (*base.sources, f"{len(runs)} runs of one's own")
