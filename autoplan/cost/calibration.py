@@ -23,8 +23,8 @@ Floats = NDArray[np.float64]
 RUNS_PER_FACTOR = 15
 # Standard deviations of logarithms: of a measured step around the model with the right factors, beyond which a run
 # counts as an outlier; and of a factor around the one that the fit starts from.
-RESIDUAL_SPREAD = 0.05
-FACTOR_SPREAD = 0.35
+RESIDUAL_SPREAD = 0.10
+FACTOR_SPREAD = 0.20
 MOST_FACTOR = 3.3  # e^1.2: beyond it a factor stands for something else than its name (findings, 1)
 SOLVED = 0.01  # change of a factor's logarithm below which a fit is done
 MOST_ROUNDS = 5
@@ -100,7 +100,7 @@ class Linearised:
         prior = np.log([getattr(base, name) for name in self.names])
 
         def residuals(logs: Floats) -> Floats:
-            # Soft: linear beyond the spread, so that an erratic run pulls no harder than its direction.
+            # An erratic run, far off whatever the factors, pulls hardly at all.
             off = (errors + slopes @ (logs - self._at)) / RESIDUAL_SPREAD
             return np.concatenate([_softened(off), (logs - prior) / FACTOR_SPREAD])
 
@@ -125,8 +125,8 @@ def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] |
 
 
 def _softened(errors: Floats) -> Floats:
-    """Residuals whose squares are the soft absolute value 2 (sqrt(1 + e^2) - 1)."""
-    return np.sign(errors) * np.sqrt(2.0 * (np.sqrt(1.0 + errors**2) - 1.0))
+    """Residuals whose squares are log(1 + e^2), the loss of Cauchy's distribution."""
+    return np.sign(errors) * np.sqrt(np.log1p(errors**2))
 
 
 def with_factors(base: Calibration, names: Sequence[str], logs: Floats) -> Calibration:
