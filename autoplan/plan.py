@@ -104,6 +104,15 @@ class ParallelPlan:
             raise InputError(f"recompute_modules need recompute = 'selective', got {self.recompute!r}")
         if self.vp > 1 and self.schedule == "1f1b":
             raise InputError(f"vp = {self.vp} needs schedule = 'interleaved'")
+        if self.schedule in ("zb-v", "dualpipe-v") and self.vp != 2:
+            raise InputError(
+                f"schedule {self.schedule!r} needs vp 2, vp is {self.vp}: its chunks form a V on the ranks"
+            )
+        if self.schedule == "dualpipe-v" and self.num_microbatches < 2 * self.pp:
+            raise InputError(
+                f"schedule 'dualpipe-v' needs 2 pp = {2 * self.pp} micro-batches, there are {self.num_microbatches}: "
+                "use zb-v or a smaller pp"
+            )
 
     @property
     def dp(self) -> int:
@@ -154,8 +163,6 @@ class ParallelPlan:
 
 def check_priced(plan: ParallelPlan) -> None:
     """Refuse a value that the cost model does not cover yet; nothing is accepted and ignored."""
-    if plan.schedule in ("zb-h1", "zb-v", "dualpipe-v"):
-        raise UnpricedError(f"schedule {plan.schedule!r} is not priced yet: use gpipe, 1f1b or interleaved")
     if plan.schedule == "gpipe" and plan.vp > 1:
         raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
     if plan.offload == "activations":

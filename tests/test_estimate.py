@@ -542,3 +542,40 @@ def test_key_value_heads_that_tensor_parallelism_copies_travel_whole() -> None:
         for heads in (1, 8)
     ]
     assert traffic[0] == traffic[1] > 0
+
+
+# -- schedules that split the backward pass ---------------------------------------------------------------------------
+
+
+def bubbles(schedules: dict[str, int], microbatches: int = 16) -> dict[str, float]:
+    """Bubbles of 8 equal layers on four ranks by schedule and its chunks, of models without a head to speak of."""
+    model = dataclasses.replace(DENSE, num_layers=8, vocab_size=128)
+    problem = dataclasses.replace(problem_of(), model=model)
+    plans = [
+        ParallelPlan(global_batch=microbatches, pp=4, vp=vp, schedule=schedule)  # type: ignore[arg-type]
+        for schedule, vp in schedules.items()
+    ]
+    cost = estimate(problem, PlanBatch.of(plans, 8))
+    total = sum(cost.terms_s.values())
+    np.testing.assert_allclose(total, cost.step_s)
+    return dict(zip(schedules, cost.terms_s["pipeline_bubble"].tolist(), strict=True))
+
+
+def test_putting_off_weight_gradients_shrinks_the_bubble_as_published() -> None:
+    """(p - 1)(F + B) of 1F1B, (p - 1)(F + B - 2 W) of ZB-H1, and less of ZB-V (arXiv:2401.10241, table 2)."""
+    found = bubbles({"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2})
+    assert found["zb-v"] < found["zb-h1"] < found["1f1b"]
+    assert found["interleaved"] < found["1f1b"]
+    assert found["dualpipe-v"] < found["1f1b"]
+
+
+@pytest.mark.parametrize(("schedule", "vp"), [("zb-h1", 1), ("zb-h1", 2), ("zb-v", 2), ("dualpipe-v", 2)])
+def test_a_split_schedule_is_priced_alike_alone_and_among_others(schedule: str, vp: int) -> None:
+    problem = problem_of()
+    layers = problem.model.num_layers
+    split = ParallelPlan(global_batch=32, pp=2, vp=vp, schedule=schedule, dp_shard=2)  # type: ignore[arg-type]
+    others = [ParallelPlan(global_batch=32, pp=2, dp_shard=2), split, ParallelPlan(global_batch=32, tp=4, sp=True)]
+    alone, among = estimate(problem, PlanBatch.of([split], layers)), estimate(problem, PlanBatch.of(others, layers))
+    assert among.step_s[1] == alone.step_s[0]
+    assert among.memory_bytes[1] == alone.memory_bytes[0]
+    assert sum(stage.layers for stage in stage_costs(problem, split)) == layers

@@ -364,6 +364,26 @@ def test_repeated_layers_of_different_chunks_count_by_what_is_alive_together() -
     assert kept == pytest.approx([most_alive(rank, size) for rank in interleaved(2, 2, 8)])
 
 
+def test_schedules_with_split_backwards_keep_what_their_orders_say() -> None:
+    """Of four ranks: ZB-H1 p stages on each until the weight gradients, ZB-V 2 p halves, DualPipe-V one more."""
+    problem = problem_of(dataclasses.replace(SMALL, num_layers=8))
+    plan = {"pp": 4, "global_batch": 16}
+    assert activations(problem=problem, schedule="zb-h1", **plan) == pytest.approx([4 * 2 * KEPT] * 4)
+    assert activations(problem=problem, schedule="zb-v", vp=2, **plan) == pytest.approx([8 * KEPT] * 4)
+    assert max(activations(problem=problem, schedule="dualpipe-v", vp=2, **plan)) == pytest.approx(9 * KEPT)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_rank_that_begins_and_ends_a_v_holds_embedding_and_head(is_tied: bool) -> None:
+    problem = problem_of(dataclasses.replace(SMALL, num_layers=4, tied_embeddings=is_tied))
+    first, last = stages_of(problem, pp=2, vp=2, schedule="zb-v", dp_shard=2, sharding="none")
+    tables = TABLE if is_tied else 2 * TABLE
+    assert states(first) == pytest.approx(18 * (2 * LAYER + tables + 64))
+    assert states(last) == pytest.approx(18 * 2 * LAYER)
+    assert (first.memory_terms_bytes["logits"] > 0, last.memory_terms_bytes["logits"]) == (True, 0)
+    assert (first.layers, last.layers) == (2, 2)
+
+
 def logits(vocab_size: int, framework: Framework = BARE, **plan: Any) -> list[float]:
     problem = problem_of(dataclasses.replace(SMALL, vocab_size=vocab_size), framework)
     return [stage.memory_terms_bytes["logits"] for stage in stages_of(problem, **plan)]

@@ -165,9 +165,6 @@ def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_defa
 @pytest.mark.parametrize(
     "changes",
     [
-        {"schedule": "zb-h1", "pp": 2},
-        {"schedule": "zb-v", "pp": 2, "vp": 2},
-        {"schedule": "dualpipe-v", "pp": 2, "vp": 2},
         {"schedule": "gpipe", "pp": 2, "vp": 2},
         {"offload": "activations"},
         {"ep_overlap": True},
@@ -184,6 +181,20 @@ def test_an_unpriced_value_is_refused_with_the_way_out(changes: dict[str, Any]) 
 @given(plans())
 def test_a_priced_plan_is_accepted(plan: ParallelPlan) -> None:
     check_priced(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"schedule": "zb-v", "pp": 2}, "'zb-v' needs vp 2, vp is 1"),
+        ({"schedule": "dualpipe-v", "pp": 2, "vp": 3}, "'dualpipe-v' needs vp 2, vp is 3"),
+        ({"schedule": "dualpipe-v", "pp": 8, "vp": 2}, "needs 2 pp = 16 micro-batches, there are 8"),
+        ({"vp": 2, "pp": 2}, "needs schedule = 'interleaved'"),
+    ],
+)
+def test_a_schedule_without_an_order_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        ParallelPlan(global_batch=8, **changes)
 
 
 # -- single plans -----------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def estimate(
     micro_batch: Annotated[int, whole_number("--micro-batch", "N", "Sequences in a micro-batch.")] = 1,
     sharding: Annotated[str, typer.Option(help="none, zero1, zero2 or zero3.")] = "zero1",
     recompute: Annotated[str, typer.Option(metavar="WHAT", help=RECOMPUTE_HELP)] = "none",
-    schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved or gpipe.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved, gpipe, zb-h1, zb-v or dualpipe-v.")] = None,
     layers: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Layers of every chunk in model order; evenly spread.")
     ] = None,

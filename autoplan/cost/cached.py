@@ -36,7 +36,7 @@ def cached_bytes(
     if not problem.framework.counts_cached_blocks:
         return np.zeros((len(batch), blocks.num_stages))
     passes = _layers(problem.model, blocks) * _in_flight(batch, blocks.num_stages)
-    kept = _kept_tensors(problem, batch, passes)
+    kept = _kept_tensors(problem, batch, blocks, passes)
     gradients, table = _unfit_gradients(problem, batch, blocks, kept)
     gathered = _unfit_gather(problem, batch, blocks, parameters, group, [*kept, table])
     return gradients + gathered + unreduced_bytes(problem, batch, passes)
@@ -69,7 +69,7 @@ def unreduced_bytes(problem: Problem, batch: PlanBatch, passes: Floats) -> Float
     return (width * batch.sp)[:, None] * ahead
 
 
-def _kept_tensors(problem: Problem, batch: PlanBatch, passes: Floats) -> Kept:
+def _kept_tensors(problem: Problem, batch: PlanBatch, blocks: StageBlocks, passes: Floats) -> Kept:
     """The larger tensors that dense layers and the loss keep for their backward pass, and how many there are."""
     model = problem.model
     tokens = rank_tokens(problem, batch) / batch.tp
@@ -79,9 +79,8 @@ def _kept_tensors(problem: Problem, batch: PlanBatch, passes: Floats) -> Kept:
     if model.gated_mlp:
         per_layer.append((2.0 * activation, 1.0))
     kept = [(np.repeat(size[:, None], passes.shape[1], axis=1), number * passes) for size, number in per_layer]
-    logits = np.zeros_like(passes)
-    logits[:, -1] = FP32_LOGIT_BYTES * tokens * padded_vocab(problem, batch)
-    is_last = (np.arange(passes.shape[1]) == passes.shape[1] - 1) * np.ones_like(passes)
+    logits = blocks.at_last(FP32_LOGIT_BYTES * tokens * padded_vocab(problem, batch))
+    is_last = blocks.is_last.astype(np.float64)
     return [*kept, (logits, 2.0 * is_last), (logits / 2.0, is_last)]
 
 
@@ -93,7 +92,7 @@ def _unfit_gradients(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: Kept
 ) -> tuple[Floats, tuple[Floats, Floats]]:
     """Gradients of weights that fit into no block of a freed activation, and the block that this adds for a table."""
-    ends, table, fc1 = _large_weights(problem, batch, blocks.num_stages)
+    ends, table, fc1 = _large_weights(problem, batch, blocks)
     is_large = GRAD_BYTES * table > _largest(kept)
     tables = np.where(is_large, GRAD_BYTES * ends * table, 0.0)
     layers = _layers(problem.model, blocks)
@@ -102,12 +101,12 @@ def _unfit_gradients(
     return tables + firsts, (held, (ends > 0).astype(np.float64))
 
 
-def _large_weights(problem: Problem, batch: PlanBatch, stages: int) -> tuple[Floats, Floats, Floats]:
+def _large_weights(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> tuple[Floats, Floats, Floats]:
     """(tables of embedding and head on each stage, elements of a table, elements of a layer's first MLP matrix)."""
     model = problem.model
-    ends = np.zeros((len(batch), stages))
+    has_table = blocks.is_last[:, 0]
+    ends = blocks.at_last(np.where(has_table & model.tied_embeddings, 0.0, 1.0))
     ends[:, 0] += 1
-    ends[:, -1] += 0 if model.tied_embeddings and stages == 1 else 1
     table = (padded_vocab(problem, batch) * model.hidden_size / batch.tp)[:, None]
     fc1 = ((2.0 if model.gated_mlp else 1.0) * model.ffn_size * model.hidden_size / batch.tp)[:, None]
     return ends, table, fc1
@@ -131,7 +130,7 @@ def _unfit_gather(
     piece = whole / ranks
     room = np.minimum(add_up(number * (size // np.maximum(piece, 1.0)) for size, number in kept), ranks)
     missing = np.where(_largest(kept) >= whole, 0.0, whole) + (ranks - room) * piece
-    ends, table, fc1 = _large_weights(problem, batch, blocks.num_stages)
+    ends, table, fc1 = _large_weights(problem, batch, blocks)
     slice_bytes = MOMENT_BYTES / 2.0 / ranks
     fitting = parameters - np.where(slice_bytes * table > _largest(kept), ends * table, 0.0)
     fitting = fitting - np.where(slice_bytes * fc1 > _largest(kept), _layers(problem.model, blocks) * fc1, 0.0)

@@ -61,6 +61,7 @@ class KernelTimes:
 
     gemm_forward_s: Floats
     gemm_backward_s: Floats
+    gemm_weight_s: Floats  # what the weight gradients take of it
     attention_forward_s: Floats
     attention_backward_s: Floats
     memory_forward_s: Floats
@@ -140,8 +141,8 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     return routed * batch.ep * batch.etp / moe.num_experts
 
 
-def linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -> tuple[Floats, Floats]:
-    """(forward, backward) of one matrix: data gradient and weight gradient are GEMMs of the same size."""
+def linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -> tuple[Floats, Floats, Floats]:
+    """(forward, data gradient, weight gradient) of one matrix: GEMMs of the same size."""
     inputs, outputs = local_sizes(linear, batch)
     if linear.is_expert:
         tokens = expert_tokens(problem, batch)
@@ -153,12 +154,11 @@ def linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -
         start_s = curve.start_s * problem.calibration.gemm
         forward = np.maximum(operations * shape * (1 + GROUPED_HALF_M / tokens) / (rate * GROUPED_SHARE), weights)
         wgrad = operations * shape * (1 + GROUPED_WGRAD_HALF_M / tokens) / (rate * GROUPED_WGRAD_SHARE)
-        return forward + start_s, forward + np.maximum(wgrad, 4.0 * weights) + 2 * start_s
+        return forward + start_s, forward + start_s, np.maximum(wgrad, 4.0 * weights) + start_s
     tokens = norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
     forward = gemm_s(problem, rate, tokens, outputs, inputs)
     dgrad = gemm_s(problem, rate, tokens, inputs, outputs)
-    wgrad = gemm_s(problem, rate, outputs, inputs, tokens, accumulates=True)
-    return forward, dgrad + wgrad
+    return forward, dgrad, gemm_s(problem, rate, outputs, inputs, tokens, accumulates=True)
 
 
 def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:
@@ -244,10 +244,10 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
     """Time of the kernels of one block for one micro-batch on one rank."""
     rate = gemm_rate(problem, batch)
     zeros = np.zeros(len(batch))
-    forward, backward = zeros, zeros
+    forward, data, weight = zeros, zeros, zeros
     for linear in shape.linears:
-        linear_forward, linear_backward = linear_s(problem, batch, linear, rate)
-        forward, backward = forward + linear_forward, backward + linear_backward
+        times = linear_s(problem, batch, linear, rate)
+        forward, data, weight = forward + times[0], data + times[1], weight + times[2]
     attention = (zeros, zeros)
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         attention = _attention_s(problem, batch, block)
@@ -263,7 +263,8 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
     cast = _cast_bytes(shape, problem, batch)
     return KernelTimes(
         gemm_forward_s=forward,
-        gemm_backward_s=backward,
+        gemm_backward_s=data + weight,
+        gemm_weight_s=weight,
         attention_forward_s=attention[0],
         attention_backward_s=attention[1],
         memory_forward_s=memory_bound_s(problem, traffic[0] + cast) + start_forward,
@@ -275,6 +276,14 @@ def padded_vocab(problem: Problem, batch: PlanBatch) -> Floats:
     """Rows of the vocabulary after padding to a multiple of `pads_vocab_to` x tp."""
     multiple = problem.framework.pads_vocab_to * batch.tp
     return np.ceil(problem.model.vocab_size / multiple) * multiple
+
+
+def head_weight_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """What the weight gradient of the head takes of its backward pass."""
+    wide = gemm_rate(problem, batch.with_precision("bf16"))
+    columns, hidden = padded_vocab(problem, batch) / batch.tp, np.full(len(batch), 1.0 * problem.model.hidden_size)
+    once = gemm_s(problem, wide, columns, hidden, rank_tokens(problem, batch), accumulates=True)
+    return (1 + problem.model.num_mtp_layers) * once
 
 
 def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.communication import CONTENTION_SHARE, all_gather_s, all_reduce_s, send_s
-from autoplan.cost.compute import add_up, head_s, memory_bound_s, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.compute import add_up, head_s, head_weight_s, memory_bound_s, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, calibrated, fsdp_s, groups
-from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
+from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
     MEMORY_TERMS,
     StageMemory,
@@ -19,6 +20,8 @@ from autoplan.cost.memory import (
     stage_memory,
     stage_parameters,
 )
+from autoplan.cost.order import chunks_of_ranks
+from autoplan.cost.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
@@ -53,13 +56,17 @@ class _Stages:
     blocks: StageBlocks
     head: tuple[Floats, Floats]  # forward, backward: shape (plans)
     ends: tuple[Floats, Floats]  # exposed traffic of sharded embedding and head in one micro-batch: shape (plans)
+    first: tuple[Floats, Floats]  # forward, backward of what stands before the first layer and
+    last: tuple[Floats, Floats]  # behind the last one, traffic included: shape (plans)
     forward_s: Floats
     backward_s: Floats
     parameters: StageParameters
     memory: StageMemory
 
 
-def _sharded_ends(problem: Problem, batch: PlanBatch, ends: Floats) -> tuple[tuple[Floats, Floats], ...]:
+def _sharded_ends(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, ends: Floats
+) -> tuple[tuple[Floats, Floats], ...]:
     """((forward, backward) of the embedding, (forward, backward) of the head): exposed traffic of their shards.
 
     `ends` are their parameters by stage.  The embedding is needed first and reduced last, so that nothing is left to
@@ -67,9 +74,10 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, ends: Floats) -> tuple[tup
     """
     topology, places = calibrated(problem), groups(batch)
     none = np.zeros(len(batch))
-    share = 1.0 if ends.shape[1] > 1 else 0.5  # one stage holds both
+    share = np.where(blocks.is_last[:, 0], 0.5, 1.0)  # one stage may hold both
     embedding = fsdp_s(problem, batch, topology, places, share * ends[:, 0], none)
-    forward, backward = fsdp_s(problem, batch, topology, places, share * ends[:, -1], none)
+    head = (ends * blocks.is_last).sum(axis=1)
+    forward, backward = fsdp_s(problem, batch, topology, places, share * head, none)
     unhidden = problem.framework.fsdp_unhidden_share
     return embedding, (unhidden * forward, unhidden * backward)
 
@@ -90,11 +98,11 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         repeated = costs[block].total_repeat_s * repeats_mtp(batch)
         head_backward = head_backward + model.num_mtp_layers * (costs[block].total_backward_s + repeated)
     parameters = stage_parameters(problem, batch, blocks)
-    embedding, head_traffic = _sharded_ends(problem, batch, parameters.ends)
+    embedding, head_traffic = _sharded_ends(problem, batch, blocks, parameters.ends)
     forward[:, 0] += embedding[0]
     backward[:, 0] += embedding[1]
-    forward[:, -1] += head_forward + head_traffic[0]
-    backward[:, -1] += head_backward + head_traffic[1]
+    forward += blocks.at_last(head_forward + head_traffic[0])
+    backward += blocks.at_last(head_backward + head_traffic[1])
     return _Stages(
         batch=batch,
         costs=costs,
@@ -102,6 +110,8 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         parameters=parameters,
         head=(head_forward, head_backward),
         ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
+        first=(embedding[0], embedding[1]),
+        last=(head_forward + head_traffic[0], head_backward + head_traffic[1]),
         forward_s=forward,
         backward_s=backward,
         memory=stage_memory(problem, batch, blocks, parameters),
@@ -118,15 +128,69 @@ def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
         flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
         makespan = np.where(is_gpipe, flow, makespan)
         critical = np.where(is_gpipe, flow_critical, critical)
+    message = _message_s(problem, batch)
+    shortest = laid.forward_s.min(axis=1) / batch.vp
+    sends = send_exposed_s(message, batch.pp, m, batch.vp, shortest, overlaps=problem.framework.p2p_overlap)
+    # All forwards first: messages pipeline behind one another, so that only the fill shows.
+    sends = np.where(is_gpipe, 2.0 * message * (stages - 1), sends)
+    for rows, times in _run_in_order(problem, laid, message):
+        makespan[rows], sends[rows], critical[rows] = times.send_free_s, times.exposed_send_s, times.critical
+    return makespan, sends, critical
+
+
+def _message_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Time of one message between two stages."""
     sliced = norm_tokens(problem, batch)
     if problem.framework.scatter_gather_p2p:
         sliced = rank_tokens(problem, batch) / batch.tp
     stride, size = groups(batch).pp
-    message = send_s(calibrated(problem), stride, size, 2.0 * sliced * problem.model.hidden_size)
-    shortest = laid.forward_s.min(axis=1) / batch.vp
-    sends = send_exposed_s(message, size, m, batch.vp, shortest, overlaps=problem.framework.p2p_overlap)
-    # All forwards first: messages pipeline behind one another, so that only the fill shows.
-    return makespan, np.where(is_gpipe, 2.0 * message * (stages - 1), sends), critical
+    return send_s(calibrated(problem), stride, size, 2.0 * sliced * problem.model.hidden_size)
+
+
+def _run_in_order(problem: Problem, laid: _Stages, message: Floats) -> Iterator[tuple[Ints, PipelineTimes]]:
+    """(plans, times) of those that no closed form prices, pass by pass in the order of their schedule."""
+    batch, blocks, stages = laid.batch, laid.blocks, laid.forward_s.shape[1]
+    some = np.flatnonzero(_needs_order(batch))
+    keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, some]
+    found, inverse = np.unique(keys, axis=1, return_inverse=True)
+    for at, (layout, num_repeated, schedule, microbatches) in enumerate(found.T.tolist()):
+        rows = some[inverse.reshape(-1) == at]
+        forward, backward, weight = _chunk_times(problem, laid, rows, batch.layouts[layout], num_repeated)
+        yield (
+            rows,
+            pipeline_times(
+                SCHEDULES[schedule],
+                stages,
+                len(batch.layouts[layout]) // blocks.num_stages,
+                microbatches,
+                forward_s=forward,
+                input_gradient_s=backward - weight,
+                weight_gradient_s=weight,
+                send_s=message[rows],
+            ),
+        )
+
+
+def _needs_order(batch: PlanBatch) -> NDArray[np.bool_]:
+    """Which plans have a schedule that splits the backward pass: a function of the plan alone."""
+    return batch.schedule >= SCHEDULES.index("zb-h1")
+
+
+def _chunk_times(
+    problem: Problem, laid: _Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int
+) -> tuple[Floats, Floats, Floats]:
+    """(forward, backward, weight gradients in it) of one micro-batch through every chunk: shape (plans, chunks)."""
+    forward, backward, weight = (np.zeros((len(rows), len(layout))) for _ in range(3))
+    for block, (count, again) in chunk_blocks(problem.model, layout, num_repeated).items():
+        cost = laid.costs[block]
+        forward += count * cost.total_forward_s[rows, None]
+        backward += count * cost.total_backward_s[rows, None] + again * cost.total_repeat_s[rows, None]
+        weight += count * cost.weight_s[rows, None]
+    for chunk, ends in ((0, laid.first), (-1, laid.last)):
+        forward[:, chunk] += ends[0][rows]
+        backward[:, chunk] += ends[1][rows]
+    weight[:, -1] += head_weight_s(problem, laid.batch)[rows]
+    return forward, backward, weight
 
 
 def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
@@ -211,7 +275,7 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
             repeated = laid.blocks.repeated[block][rows, critical]
             per_microbatch = per_microbatch + laid.costs[block].term_s(name, count[rows, critical], repeated)
         terms[name] = m * per_microbatch
-    on_last = critical == laid.forward_s.shape[1] - 1
+    on_last = laid.blocks.is_last[rows, critical]
     terms["fsdp_communication"] += m * (
         np.where(critical == 0, laid.ends[0], 0.0) + np.where(on_last, laid.ends[1], 0.0)
     )
@@ -275,7 +339,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     laid = _lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
     reserved = laid.memory.reserved_bytes
     risk_z = np.log(reserved[0] / problem.capacity_bytes) / problem.calibration.memory_spread
-    layouts = np.array(laid.batch.layouts[0]).reshape(-1, plan.pp).sum(axis=0)
+    layers = np.array(laid.batch.layouts[0])[chunks_of_ranks(plan.schedule, plan.pp, plan.vp)].sum(axis=1)
     overall = problem.calibration.overall
     result = []
     for stage in range(plan.pp):
@@ -287,13 +351,14 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
             for name in TERMS
         }
         terms["fsdp_communication"] += float(laid.ends[0][0]) * (stage == 0)
-        terms["fsdp_communication"] += float(laid.ends[1][0]) * (stage == plan.pp - 1)
-        terms["head"] = float(laid.head[0][0] + laid.head[1][0]) if stage == plan.pp - 1 else 0.0
+        has_head = bool(laid.blocks.is_last[0, stage])
+        terms["fsdp_communication"] += float(laid.ends[1][0]) * has_head
+        terms["head"] = float(laid.head[0][0] + laid.head[1][0]) * has_head
         terms = {name: overall * value for name, value in terms.items()}
         result.append(
             StageCost(
                 stage=stage,
-                layers=int(layouts[stage]),
+                layers=int(layers[stage]),
                 forward_s=overall * float(laid.forward_s[0, stage]),
                 backward_s=overall * float(laid.backward_s[0, stage]),
                 terms_s=terms,

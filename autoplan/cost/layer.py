@@ -50,6 +50,7 @@ class BlockCost:
     forward_s: dict[str, Floats]
     backward_s: dict[str, Floats]
     repeat_s: dict[str, Floats]
+    weight_s: Floats  # of the backward pass, what a schedule that splits it may put off: the weight gradients
 
     @property
     def total_forward_s(self) -> Floats:
@@ -267,7 +268,7 @@ def _block_cost(
         again *= framework.host_factor_moe if block is Block.MOE else 1.0
         _finish(framework, repeated, reductions, host_backward + again)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
-    return BlockCost(forward_s=forward, backward_s=backward, repeat_s=repeat)
+    return BlockCost(forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=kernels.gemm_weight_s)
 
 
 def _launch_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:

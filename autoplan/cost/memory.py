@@ -65,15 +65,17 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
     ends = np.zeros((len(batch), stages))
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
-    # A tied head is a second copy unless first and last stage are the same.
-    ends[:, -1] += (0.0 if model.tied_embeddings and stages == 1 else table) + norm_parameters(model)
+    # A tied head is a second copy unless the rank that holds it has the embedding as well.
+    has_table = blocks.is_last[:, 0]
+    head = np.where(has_table & model.tied_embeddings, 0.0, table) + norm_parameters(model)
     if model.num_mtp_layers:
-        # Predictions embed their tokens again, on the last stage (Megatron-LM gpt_model.py).
-        ends[:, -1] += (table if stages > 1 else 0.0) + model.num_mtp_layers * 3 * norm_parameters(model)
-        dense[:, -1] += model.num_mtp_layers * 2 * model.hidden_size**2 / batch.tp
+        # Predictions embed their tokens again, beside the head (Megatron-LM gpt_model.py).
+        head = head + np.where(has_table, 0.0, table) + model.num_mtp_layers * 3 * norm_parameters(model)
+        dense += blocks.at_last(model.num_mtp_layers * 2 * model.hidden_size**2 / batch.tp)
         for block in model.mtp_layer:
-            dense[:, -1] += model.num_mtp_layers * held[block][0]
-            expert[:, -1] += model.num_mtp_layers * held[block][1]
+            dense += blocks.at_last(model.num_mtp_layers * held[block][0])
+            expert += blocks.at_last(model.num_mtp_layers * held[block][1])
+    ends += blocks.at_last(head)
     return StageParameters(dense=dense + ends, expert=expert, ends=ends)
 
 
@@ -95,7 +97,7 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
     transient = np.maximum(transient, problem.framework.transient_layers * repeat_bytes)
     buffers = problem.framework.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
     # The head's hidden states count with the logits.
-    gathers = np.arange(blocks.num_stages) < blocks.num_stages - 1
+    gathers = ~blocks.is_last
     return (transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)) + buffers[
         :, None
     ] * gathers
@@ -155,7 +157,7 @@ def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: 
     depths = np.zeros(len(batch))  # of multi-token prediction, behind the last chunk
     for block in model.mtp_layer if model.num_mtp_layers else ():
         depths += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
-    one[:, -1] += depths
+    one += blocks.at_last(depths)
     gpipe = batch.schedule == SCHEDULES.index("gpipe")
     live = in_flight_chunks(blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=gpipe)
     boundary = _boundary_bytes(problem, batch)
@@ -177,8 +179,9 @@ def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: 
 def _unlike_chunks(
     batch: PlanBatch, blocks: StageBlocks, depths: Floats
 ) -> Iterator[tuple[Ints, int, int, Schedule, int]]:
-    """(plans, their layout, repeated layers, schedule, micro-batches) where the chunks of a rank are not alike."""
-    several = np.flatnonzero((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0)))
+    """(plans, their layout, repeated layers, schedule, micro-batches) where live counts alone do not tell the peak."""
+    split = batch.schedule >= SCHEDULES.index("zb-h1")  # no closed form
+    several = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))))
     # More micro-batches than fill the pipeline three times keep no more alive.
     filled = _FILLED * blocks.num_stages
     count = batch.num_microbatches
@@ -201,14 +204,13 @@ def stored_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return 2.0 * norm_tokens(problem, batch) * problem.model.hidden_size / len(problem.model.layers[0])
 
 
-def _dummy_wgrad_bytes(problem: Problem, batch: PlanBatch, stages: int) -> Floats:
+def _dummy_wgrad_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
     """One persistent bf16 buffer per distinct weight shape (Transformer Engine; `modelling` B6): (plans, stages).
 
     The head's is on the last stage (Megatron-LM core/tensor_parallel/layers.py get_dummy_wgrad).
     """
-    buffers = np.zeros((len(batch), stages))
     if not problem.framework.dummy_wgrad_buffers:
-        return buffers
+        return np.zeros((len(batch), blocks.num_stages))
     total = np.zeros(len(batch))
     seen: set[tuple[int, int, str]] = set()
     for shape in block_shapes(problem.model).values():
@@ -218,9 +220,8 @@ def _dummy_wgrad_bytes(problem: Problem, batch: PlanBatch, stages: int) -> Float
                 seen.add(key)
                 inputs, outputs = local_sizes(linear, batch)
                 total = total + 2.0 * inputs * outputs
-    buffers += total[:, None]
-    buffers[:, -1] += 2.0 * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
-    return buffers
+    head = 2.0 * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
+    return total[:, None] + blocks.at_last(head)
 
 
 def _spread_bytes(
@@ -303,8 +304,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         whole = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
         repeat = np.maximum(repeat, whole)
 
-    logits = np.zeros((len(batch), stages))
-    logits[:, -1] = _head_bytes(problem, batch)
+    logits = blocks.at_last(_head_bytes(problem, batch))
     transients = _transient_bytes(problem, batch, blocks, repeat)
     # The backward pass of the head is over before that of the last layer begins: the larger of the two counts.
     terms = {
@@ -314,7 +314,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "activations": _activations(problem, batch, blocks, kept),
         "logits": logits,
         "transients": transients if framework.keeps_logits else np.maximum(transients - logits, 0.0),
-        "wgrad_buffers": _dummy_wgrad_bytes(problem, batch, stages),
+        "wgrad_buffers": _dummy_wgrad_bytes(problem, batch, blocks),
     }
     freed = terms["activations"] + logits + terms["transients"]
     terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
