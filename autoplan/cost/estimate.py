@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.cost.arithmetic import block_shapes
+from autoplan.cost.cached import GRAD_BYTES
 from autoplan.cost.communication import CONTENTION_SHARE, all_gather_s, all_reduce_s, send_s
 from autoplan.cost.compute import add_up, head_s, memory_bound_s, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, calibrated, fsdp_s, groups
@@ -20,6 +22,7 @@ from autoplan.cost.memory import (
     stage_parameters,
 )
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
+from autoplan.framework import Framework
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
@@ -129,6 +132,31 @@ def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
     return makespan, np.where(is_gpipe, 2.0 * message * (stages - 1), sends), critical
 
 
+def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
+    """How many tensors of weights every stage holds: matrices and norms of its blocks, embedding, final norm, head."""
+    shapes = block_shapes(problem.model)
+    norms = problem.model.norms_per_block
+    tensors = add_up(count * float(len(shapes[block].linears) + norms) for block, count in blocks.count.items())
+    ends = np.zeros(blocks.num_stages)
+    ends[0] += 1
+    ends[-1] += 1 if problem.model.tied_embeddings and blocks.num_stages == 1 else 2
+    return tensors + ends
+
+
+def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
+    """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
+    if not framework.reduce_bucket_bytes:
+        return np.ones_like(parameters)
+    return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.reduce_bucket_bytes), 1.0)
+
+
+def _bucket_host_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """What the hosts add to every bucket: the members of its group are late in pipelines that cross nodes."""
+    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
+    members = np.where(batch.cp * batch.dp > 1, batch.cp * batch.dp, 0)
+    return problem.calibration.host * problem.framework.cross_node_pipeline_s_per_bucket_member * members * crosses
+
+
 def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
     batch, framework, topology = laid.batch, problem.framework, calibrated(problem)
@@ -153,7 +181,9 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     gather = all_gather_s(topology, *shard, GATHERED_BYTES * dense)
     gather = gather + all_gather_s(topology, *expert_shard, GATHERED_BYTES * expert)
     all_ranks = (places.tp[1], batch.cp * batch.dp)
-    unsharded = all_reduce_s(topology, *per_stage(all_ranks), wire * dense)
+    buckets = _reduce_buckets(framework, dense)
+    unsharded = buckets * all_reduce_s(topology, *per_stage(all_ranks), wire * dense / buckets)
+    unsharded = unsharded + buckets * np.repeat(_bucket_host_s(problem, batch), stages)
     expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
     unsharded = unsharded + all_reduce_s(topology, *per_stage(expert_copies), wire * expert)
 
@@ -162,7 +192,9 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     first = shaped(dearer * (whole if framework.zero1_grad_all_reduce else scatter) + across)
     once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
     reduce = np.where(kind == 0, shaped(unsharded), np.where(once, first, shaped(across)))
-    gather_s = np.where((kind == zero1) | (kind == zero2), shaped(dearer * gather), 0.0)
+    pieces = _weight_tensors(problem, laid.blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
+    host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
+    gather_s = np.where((kind == zero1) | (kind == zero2), shaped(dearer * gather) + host_s, 0.0)
 
     # Later stages end their backward passes earlier, by what the stages before them still have to do; the first stage
     # can hide its reduction only under its own last backward pass.
@@ -170,7 +202,7 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     slack = np.cumsum(backward, axis=1) - backward
     can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
     overlapped = batch.grad_reduce_overlap & can_overlap
-    slack[:, 0] = np.where(overlapped, laid.backward_s[:, 0], 0.0)
+    slack[:, 0] = np.where(overlapped, framework.grad_reduce_overlap_share * laid.backward_s[:, 0], 0.0)
     exposed = np.maximum((reduce - slack).max(axis=1), 0.0)
     # The last bucket is ready only when the backward pass is over.
     layers = np.maximum(add_up(count[:, 0].astype(np.float64) for count in laid.blocks.count.values()), 1)
