@@ -104,6 +104,10 @@ class Framework:
     grad_reduce_overlap_share: float = 1.0  # of the first stage's last backward pass that can hide an all-reduce
     # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
     host_s_per_gathered_piece: float = 0.0
+    # A layer takes so much longer, in both passes, where the allocator has to give its cache back to go on: from this
+    # share of the capacity.
+    allocator_retry_s: float = 0.0
+    retries_above_share: float = 1.0
     least_microbatches_per_stage: int = 0  # refuses plans with fewer micro-batches than this times (pp - 1)
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
     # -- rules --------------------------------------------------------------------------------------------------
@@ -156,6 +160,7 @@ class Framework:
             "cross_node_pipeline_host_s_per_tp",
             "sharded_wire_factor",
             "reduce_bucket_bytes",
+            "allocator_retry_s",
             "cross_node_pipeline_s_per_bucket_member",
             "host_s_per_gathered_piece",
         ):
@@ -165,6 +170,7 @@ class Framework:
             "fsdp_unhidden_share",
             "selective_recompute_share",
             "grad_reduce_overlap_share",
+            "retries_above_share",
         ):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")

@@ -36,6 +36,7 @@ Ints = NDArray[np.int64]
 STEP_TERMS = (
     *TERMS,
     "head",
+    "allocator_retries",
     "pipeline_bubble",
     "pipeline_send",
     "data_parallel_reduce",
@@ -59,6 +60,7 @@ class _Stages:
     forward_s: Floats
     backward_s: Floats
     parameters: StageParameters
+    retries_s: Floats  # of the allocator, in both passes of one micro-batch
     memory: StageMemory
 
 
@@ -77,6 +79,18 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, ends: Floats) -> tuple[tup
     return embedding, (unhidden * forward, unhidden * backward)
 
 
+def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
+    """Time in which the allocator gives its cache back and asks for blocks anew, in both passes of a micro-batch.
+
+    Where tensors and the blocks that passes keep beside them do not fit together, every layer meets the limit again.
+    """
+    framework = problem.framework
+    needed = memory.reserved_bytes + memory.pass_spare_bytes
+    short = needed > framework.retries_above_share * problem.capacity_bytes
+    layers = add_up(count.astype(np.float64) for count in blocks.count.values()) / len(problem.model.layers[0])
+    return framework.allocator_retry_s * layers * short
+
+
 def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     model = problem.model
     costs = block_costs(problem, batch)
@@ -93,6 +107,11 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         repeated = costs[block].total_repeat_s * repeats_mtp(batch)
         head_backward = head_backward + model.num_mtp_layers * (costs[block].total_backward_s + repeated)
     parameters = stage_parameters(problem, batch, blocks)
+    memory = stage_memory(problem, batch, blocks, parameters)
+    retries = _retries_s(problem, blocks, memory)
+    # As of launches, a third of them forward.
+    forward += retries / 3
+    backward += retries * 2 / 3
     embedding, head_traffic = _sharded_ends(problem, batch, parameters.ends)
     forward[:, 0] += embedding[0]
     backward[:, 0] += embedding[1]
@@ -107,7 +126,8 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
         forward_s=forward,
         backward_s=backward,
-        memory=stage_memory(problem, batch, blocks, parameters),
+        retries_s=retries,
+        memory=memory,
     )
 
 
@@ -249,6 +269,8 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
     )
     work = add_up(terms.values())
     terms["head"] = np.where(on_last, m * (laid.head[0] + laid.head[1]), 0.0)
+    terms["allocator_retries"] = m * laid.retries_s[rows, critical]
+    work = work + terms["allocator_retries"]
     terms["pipeline_bubble"] = np.maximum(makespan - work - terms["head"], 0.0)  # rounding may leave -0
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
@@ -320,6 +342,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
         terms["fsdp_communication"] += float(laid.ends[0][0]) * (stage == 0)
         terms["fsdp_communication"] += float(laid.ends[1][0]) * (stage == plan.pp - 1)
         terms["head"] = float(laid.head[0][0] + laid.head[1][0]) if stage == plan.pp - 1 else 0.0
+        terms["allocator_retries"] = float(laid.retries_s[0, stage])
         terms = {name: overall * value for name, value in terms.items()}
         result.append(
             StageCost(
