@@ -82,9 +82,12 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, ends: Floats) -> tuple[tup
 def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
     """Time in which the allocator gives its cache back and asks for blocks anew, in both passes of a micro-batch.
 
-    Where tensors and the blocks that passes keep beside them do not fit together, every layer meets the limit again.
+    Where tensors and the blocks that passes keep beside them do not fit together, every layer meets the limit again;
+    in a pipeline the host waits at every message, and by then the blocks are free.
     """
     framework = problem.framework
+    if blocks.num_stages > 1:
+        return np.zeros_like(memory.reserved_bytes)
     needed = memory.reserved_bytes + memory.pass_spare_bytes
     short = needed > framework.retries_above_share * problem.capacity_bytes
     layers = add_up(count.astype(np.float64) for count in blocks.count.values()) / len(problem.model.layers[0])
@@ -156,7 +159,9 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
     """How many tensors of weights every stage holds: matrices and norms of its blocks, embedding, final norm, head."""
     shapes = block_shapes(problem.model)
     norms = problem.model.norms_per_block
-    tensors = add_up(count * float(len(shapes[block].linears) + norms) for block, count in blocks.count.items())
+    tensors = add_up(
+        count.astype(np.float64) * (len(shapes[block].linears) + norms) for block, count in blocks.count.items()
+    )
     ends = np.zeros(blocks.num_stages)
     ends[0] += 1
     ends[-1] += 1 if problem.model.tied_embeddings and blocks.num_stages == 1 else 2
