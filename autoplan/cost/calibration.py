@@ -96,7 +96,7 @@ def fit(
     def residuals(logs: Floats) -> Floats:
         calibration = with_factors(base, names, logs)
         errors = (np.log(pricer.calibrated_s(calibration)) - measured) / RESIDUAL_SPREAD
-        # Soft: linear beyond the spread, so that an erratic run pulls no harder than its direction.
+        # Soft: an erratic run, many spreads away, pulls less than one that is near.
         return np.concatenate([_softened(errors), (logs - prior) / FACTOR_SPREAD])
 
     most = np.log(MOST_FACTOR)
@@ -114,8 +114,8 @@ def fit(
 
 
 def _softened(errors: Floats) -> Floats:
-    """Residuals whose squares are the soft absolute value 2 (sqrt(1 + e^2) - 1)."""
-    return np.sign(errors) * np.sqrt(2.0 * (np.sqrt(1.0 + errors**2) - 1.0))
+    """Residuals whose squares are ln(1 + e^2), the likelihood of a Cauchy distribution."""
+    return np.sign(errors) * np.sqrt(np.log1p(errors**2))
 
 
 def with_factors(base: Calibration, names: Sequence[str], logs: Floats) -> Calibration:
