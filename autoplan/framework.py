@@ -98,6 +98,17 @@ class Framework:
     cross_node_pipeline_host_s_per_tp: float = 0.0
     # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
     sharded_wire_factor: float = 1.0
+    # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
+    reduce_bucket_bytes: float = 0.0
+    # Added to each of them, per member of the data-parallel group, in pipelines that cross nodes.
+    cross_node_pipeline_s_per_bucket_member: float = 0.0
+    grad_reduce_overlap_share: float = 1.0  # of the first stage's last backward pass that can hide an all-reduce
+    # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
+    host_s_per_gathered_piece: float = 0.0
+    # A layer takes so much longer, in both passes, where the allocator has to give its cache back to go on: from this
+    # share of the capacity.
+    allocator_retry_s: float = 0.0
+    retries_above_share: float = 1.0
     least_microbatches_per_stage: int = 0  # refuses plans with fewer micro-batches than this times (pp - 1)
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
     # -- rules --------------------------------------------------------------------------------------------------
@@ -149,9 +160,19 @@ class Framework:
             "cross_node_s_per_member",
             "cross_node_pipeline_host_s_per_tp",
             "sharded_wire_factor",
+            "reduce_bucket_bytes",
+            "allocator_retry_s",
+            "cross_node_pipeline_s_per_bucket_member",
+            "host_s_per_gathered_piece",
         ):
             check_not_negative(name, getattr(self, name))
-        for name in ("tp_overlap_share", "fsdp_unhidden_share", "selective_recompute_share"):
+        for name in (
+            "tp_overlap_share",
+            "fsdp_unhidden_share",
+            "selective_recompute_share",
+            "grad_reduce_overlap_share",
+            "retries_above_share",
+        ):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
         if strange := set(self.fitted) - {field.name for field in fields(self)}:

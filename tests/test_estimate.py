@@ -202,7 +202,7 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
     assert [stage.stage for stage in stages] == list(range(plan.pp))
     assert sum(stage.layers for stage in stages) == problem.model.num_layers
     for stage in stages:
-        assert set(stage.terms_s) == {*TERMS, "head"}
+        assert set(stage.terms_s) == {*TERMS, "head", "allocator_retries"}
         assert sum(stage.terms_s.values()) == pytest.approx(stage.forward_s + stage.backward_s)
         assert set(stage.memory_terms_bytes) == set(MEMORY_TERMS)
     forward, backward = (np.array([[getattr(s, name) for s in stages]]) for name in ("forward_s", "backward_s"))
@@ -211,7 +211,7 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
         makespan, _ = gpipe_s(forward, backward, m)
     else:
         makespan, _ = one_forward_one_backward_s(forward, backward, m, np.array([plan.vp]))
-    work = sum(float(cost.terms_s[name][0]) for name in (*TERMS, "head", "pipeline_bubble"))
+    work = sum(float(cost.terms_s[name][0]) for name in (*TERMS, "head", "allocator_retries", "pipeline_bubble"))
     assert work == pytest.approx(float(makespan[0]))
     assert cost.memory_bytes[0] == max(stage.memory_bytes for stage in stages)
 
@@ -323,7 +323,7 @@ def test_a_faster_device_never_slows_a_pipeline_of_few_micro_batches() -> None:
     plan = ParallelPlan(global_batch=1, pp=8)
     work = sum(stage.forward_s + stage.backward_s for stage in stage_costs(problem, plan))
     terms = terms_of(problem, plan)
-    assert sum(terms[name] for name in (*TERMS, "head", "pipeline_bubble")) == pytest.approx(work)
+    assert sum(terms[name] for name in (*TERMS, "head", "allocator_retries", "pipeline_bubble")) == pytest.approx(work)
 
 
 @settings(max_examples=50)
@@ -579,3 +579,81 @@ def test_a_split_schedule_is_priced_alike_alone_and_among_others(schedule: str, 
     assert among.step_s[1] == alone.step_s[0]
     assert among.memory_bytes[1] == alone.memory_bytes[0]
     assert sum(stage.layers for stage in stage_costs(problem, split)) == layers
+
+
+# -- the end of a step, and a full device ------------------------------------------------------------------------------
+
+TWO_NODES = ParallelPlan(global_batch=32, dp_shard=16, sharding="none")  # 2 micro-batches
+
+
+def priced(plan: ParallelPlan, **traits: Any) -> dict[str, float]:
+    """Terms of a step on two nodes of eight under the plain framework with other traits."""
+    return terms_of(dataclasses.replace(problem_of(), framework=dataclasses.replace(PLAIN, **traits)), plan)
+
+
+def test_a_zero1_that_all_reduces_moves_twice_what_a_reduce_scatter_does() -> None:
+    plan = dataclasses.replace(TWO_NODES, sharding="zero1")
+    scattered = priced(plan)["data_parallel_reduce"]
+    assert priced(plan, zero1_grad_all_reduce=True)["data_parallel_reduce"] == pytest.approx(2 * scattered, rel=0.02)
+
+
+def test_gathering_slice_by_slice_takes_the_host_a_time_per_tensor_and_rank() -> None:
+    plan = dataclasses.replace(TWO_NODES, sharding="zero1")
+    # 8 layers of 2 norms and 4 matrices, embedding, final norm and head: 51 tensors in 16 slices.
+    more = priced(plan, host_s_per_gathered_piece=1e-5)["parameter_gather"] - priced(plan)["parameter_gather"]
+    assert more == pytest.approx(1e-5 * 51 * 16)
+    alone = dataclasses.replace(plan, dp_shard=1, tp=8)
+    assert priced(alone, host_s_per_gathered_piece=1e-5)["parameter_gather"] == 0.0
+
+
+def test_a_bucket_that_holds_all_gradients_changes_nothing_and_smaller_ones_cost_more() -> None:
+    whole = priced(TWO_NODES)["data_parallel_reduce"]
+    assert priced(TWO_NODES, reduce_bucket_bytes=1e12)["data_parallel_reduce"] == whole
+    half, quarter = (priced(TWO_NODES, reduce_bucket_bytes=size)["data_parallel_reduce"] for size in (2e6, 1e6))
+    assert whole < half < quarter
+
+
+def test_members_of_a_group_delay_every_bucket_of_a_pipeline_across_nodes() -> None:
+    plan = ParallelPlan(global_batch=16, pp=2, dp_shard=8, sharding="none")
+    late = {"cross_node_pipeline_s_per_bucket_member": 1e-3}
+    one = {"reduce_bucket_bytes": 1e12}
+    # One bucket, eight members; the slower stage decides, and nothing overlaps on the first.
+    more = priced(plan, **one, **late)["data_parallel_reduce"] - priced(plan, **one)["data_parallel_reduce"]
+    assert more == pytest.approx(8e-3)
+    assert priced(TWO_NODES, **late) == priced(TWO_NODES)
+
+
+def test_half_an_overlap_leaves_half_of_the_backward_pass_uncovered() -> None:
+    plan = dataclasses.replace(TWO_NODES, micro_batch=2)  # one of them
+    traits = {"grad_reduce_overlap": True, "reduce_bucket_bytes": 2e5}
+    whole, half, none = (
+        priced(plan, **traits, grad_reduce_overlap_share=share)["data_parallel_reduce"] for share in (1.0, 0.5, 0.0)
+    )
+    # Contention apart, which costs a tenth of what overlaps.
+    assert (none - half) / 0.9 == pytest.approx((none - whole) / 1.8)
+    assert none > half > whole
+
+
+def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_for_its_cache() -> None:
+    plan = dataclasses.replace(TWO_NODES, global_batch=48)
+    assert priced(plan, allocator_retry_s=0.1)["allocator_retries"] == 0.0
+    full = priced(plan, allocator_retry_s=0.1, retries_above_share=1e-6)
+    assert full["allocator_retries"] == pytest.approx(0.1 * 8 * 3)
+    piped = ParallelPlan(global_batch=24, pp=2, dp_shard=8, sharding="none")
+    assert priced(piped, allocator_retry_s=0.1, retries_above_share=1e-6)["allocator_retries"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "traits",
+    [
+        {"reduce_bucket_bytes": -1.0},
+        {"host_s_per_gathered_piece": -1e-6},
+        {"cross_node_pipeline_s_per_bucket_member": -1e-6},
+        {"allocator_retry_s": -1.0},
+        {"grad_reduce_overlap_share": 1.5},
+        {"retries_above_share": -0.1},
+    ],
+)
+def test_traits_of_a_steps_end_are_refused_outside_their_range(traits: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(traits))):
+        Framework(name="wrong", **traits)  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS
+from autoplan.cost.layout import stage_blocks
+from autoplan.cost.memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory, stage_parameters
 from autoplan.framework import Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
@@ -537,13 +538,21 @@ def test_no_more_outputs_wait_than_the_passes_in_flight_have() -> None:
         assert got == pytest.approx([4 * TOKENS * 64 * passes])
 
 
+def at_step_end(problem: Problem, **plan: Any) -> list[float]:
+    """What is cached when weights are gathered, none of which counts as needed."""
+    batch = PlanBatch.of([ParallelPlan(**({"global_batch": 64} | plan))], problem.model.num_layers)
+    blocks = stage_blocks(problem.model, batch, 1)
+    assert cached(problem, **plan) == [0]
+    return stage_memory(problem, batch, blocks, stage_parameters(problem, batch, blocks)).step_spare_bytes[0].tolist()
+
+
 def test_a_gather_takes_new_blocks_where_activations_left_none_of_its_size() -> None:
     # All 8 pieces fit into freed logits, the whole of them into no block; the moments of Adam had taken as many bytes
     # as they have of the freed blocks, and forward passes take them back from the gather's.
     problem = problem_of(framework=dataclasses.replace(CACHES, whole_gather_copies=2))
-    assert cached(problem, dp_shard=8, sharding="zero1") == pytest.approx([2 * TOTAL - 8 * TOTAL / 8])
-    assert cached(problem, dp_shard=4, sharding="zero1") == [0]
-    assert cached(problem, dp_replicate=8, sharding="none") == [0]
+    assert at_step_end(problem, dp_shard=8, sharding="zero1") == pytest.approx([2 * TOTAL - 8 * TOTAL / 8])
+    assert at_step_end(problem, dp_shard=4, sharding="zero1") == [0]
+    assert at_step_end(problem, dp_replicate=8, sharding="none") == [0]
 
 
 @pytest.mark.parametrize(("width", "fits"), [(4.0, True), (1e8, False)])

@@ -31,15 +31,20 @@ FP32_LOGIT_BYTES = 4.0
 
 def cached_bytes(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: Floats, group: NDArray[np.int64]
-) -> Floats:
-    """Blocks in the allocator's cache when it reserves most; `group` is how many ranks share a copy of the states."""
+) -> tuple[Floats, Floats]:
+    """Blocks in the allocator's cache when it reserves most: (those of the passes, those of the end of a step).
+
+    The latter go back without harm: nothing lives then that another library or a pass would miss.  `group` is how many
+    ranks share a copy of the states.
+    """
     if not problem.framework.counts_cached_blocks:
-        return np.zeros((len(batch), blocks.num_stages))
+        none = np.zeros((len(batch), blocks.num_stages))
+        return none, none
     passes = _layers(problem.model, blocks) * _in_flight(batch, blocks.num_stages)
     kept = _kept_tensors(problem, batch, blocks, passes)
     gradients, table = _unfit_gradients(problem, batch, blocks, kept)
     gathered = _unfit_gather(problem, batch, blocks, parameters, group, [*kept, table])
-    return gradients + gathered + unreduced_bytes(problem, batch, passes)
+    return gradients + unreduced_bytes(problem, batch, passes), gathered
 
 
 def _layers(model: ModelSpec, blocks: StageBlocks) -> Floats:

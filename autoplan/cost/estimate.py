@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.cost.arithmetic import block_shapes
+from autoplan.cost.cached import GRAD_BYTES
 from autoplan.cost.communication import CONTENTION_SHARE, all_gather_s, all_reduce_s, send_s
 from autoplan.cost.compute import add_up, head_s, head_weight_s, memory_bound_s, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, calibrated, fsdp_s, groups
@@ -23,6 +25,7 @@ from autoplan.cost.memory import (
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
+from autoplan.framework import Framework
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
@@ -36,6 +39,7 @@ Ints = NDArray[np.int64]
 STEP_TERMS = (
     *TERMS,
     "head",
+    "allocator_retries",
     "pipeline_bubble",
     "pipeline_send",
     "data_parallel_reduce",
@@ -61,6 +65,7 @@ class _Stages:
     forward_s: Floats
     backward_s: Floats
     parameters: StageParameters
+    retries_s: Floats  # of the allocator, in both passes of one micro-batch
     memory: StageMemory
 
 
@@ -82,6 +87,21 @@ def _sharded_ends(
     return embedding, (unhidden * forward, unhidden * backward)
 
 
+def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
+    """Time in which the allocator gives its cache back and asks for blocks anew, in both passes of a micro-batch.
+
+    Where tensors and the blocks that passes keep beside them do not fit together, every layer meets the limit again;
+    in a pipeline the host waits at every message, and by then the blocks are free.
+    """
+    framework = problem.framework
+    if blocks.num_stages > 1:
+        return np.zeros_like(memory.reserved_bytes)
+    needed = memory.reserved_bytes + memory.pass_spare_bytes
+    short = needed > framework.retries_above_share * problem.capacity_bytes
+    layers = add_up(count.astype(np.float64) for count in blocks.count.values()) / len(problem.model.layers[0])
+    return framework.allocator_retry_s * layers * short
+
+
 def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     model = problem.model
     costs = block_costs(problem, batch)
@@ -98,6 +118,11 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         repeated = costs[block].total_repeat_s * repeats_mtp(batch)
         head_backward = head_backward + model.num_mtp_layers * (costs[block].total_backward_s + repeated)
     parameters = stage_parameters(problem, batch, blocks)
+    memory = stage_memory(problem, batch, blocks, parameters)
+    retries = _retries_s(problem, blocks, memory)
+    # As of launches, a third of them forward.
+    forward += retries / 3
+    backward += retries * 2 / 3
     embedding, head_traffic = _sharded_ends(problem, batch, blocks, parameters.ends)
     forward[:, 0] += embedding[0]
     backward[:, 0] += embedding[1]
@@ -114,7 +139,8 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         last=(head_forward + head_traffic[0], head_backward + head_traffic[1]),
         forward_s=forward,
         backward_s=backward,
-        memory=stage_memory(problem, batch, blocks, parameters),
+        retries_s=retries,
+        memory=memory,
     )
 
 
@@ -193,6 +219,32 @@ def _chunk_times(
     return forward, backward, weight
 
 
+def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
+    """How many tensors of weights every stage holds: matrices and norms of its blocks, embedding, final norm, head."""
+    shapes = block_shapes(problem.model)
+    norms = problem.model.norms_per_block
+    tensors = add_up(
+        count.astype(np.float64) * (len(shapes[block].linears) + norms) for block, count in blocks.count.items()
+    )
+    tensors = tensors + blocks.at_last(np.where(blocks.is_last[:, 0] & problem.model.tied_embeddings, 1.0, 2.0))
+    tensors[:, 0] += 1
+    return tensors
+
+
+def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
+    """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
+    if not framework.reduce_bucket_bytes:
+        return np.ones_like(parameters)
+    return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.reduce_bucket_bytes), 1.0)
+
+
+def _bucket_host_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """What the hosts add to every bucket: the members of its group are late in pipelines that cross nodes."""
+    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
+    members = np.where(batch.cp * batch.dp > 1, batch.cp * batch.dp, 0)
+    return problem.calibration.host * problem.framework.cross_node_pipeline_s_per_bucket_member * members * crosses
+
+
 def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
     batch, framework, topology = laid.batch, problem.framework, calibrated(problem)
@@ -217,7 +269,9 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     gather = all_gather_s(topology, *shard, GATHERED_BYTES * dense)
     gather = gather + all_gather_s(topology, *expert_shard, GATHERED_BYTES * expert)
     all_ranks = (places.tp[1], batch.cp * batch.dp)
-    unsharded = all_reduce_s(topology, *per_stage(all_ranks), wire * dense)
+    buckets = _reduce_buckets(framework, dense)
+    unsharded = buckets * all_reduce_s(topology, *per_stage(all_ranks), wire * dense / buckets)
+    unsharded = unsharded + buckets * np.repeat(_bucket_host_s(problem, batch), stages)
     expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
     unsharded = unsharded + all_reduce_s(topology, *per_stage(expert_copies), wire * expert)
 
@@ -226,7 +280,9 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     first = shaped(dearer * (whole if framework.zero1_grad_all_reduce else scatter) + across)
     once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
     reduce = np.where(kind == 0, shaped(unsharded), np.where(once, first, shaped(across)))
-    gather_s = np.where((kind == zero1) | (kind == zero2), shaped(dearer * gather), 0.0)
+    pieces = _weight_tensors(problem, laid.blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
+    host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
+    gather_s = np.where((kind == zero1) | (kind == zero2), shaped(dearer * gather) + host_s, 0.0)
 
     # Later stages end their backward passes earlier, by what the stages before them still have to do; the first stage
     # can hide its reduction only under its own last backward pass.
@@ -234,7 +290,7 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     slack = np.cumsum(backward, axis=1) - backward
     can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
     overlapped = batch.grad_reduce_overlap & can_overlap
-    slack[:, 0] = np.where(overlapped, laid.backward_s[:, 0], 0.0)
+    slack[:, 0] = np.where(overlapped, framework.grad_reduce_overlap_share * laid.backward_s[:, 0], 0.0)
     exposed = np.maximum((reduce - slack).max(axis=1), 0.0)
     # The last bucket is ready only when the backward pass is over.
     layers = np.maximum(add_up(count[:, 0].astype(np.float64) for count in laid.blocks.count.values()), 1)
@@ -281,6 +337,8 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
     )
     work = add_up(terms.values())
     terms["head"] = np.where(on_last, m * (laid.head[0] + laid.head[1]), 0.0)
+    terms["allocator_retries"] = m * laid.retries_s[rows, critical]
+    work = work + terms["allocator_retries"]
     terms["pipeline_bubble"] = np.maximum(makespan - work - terms["head"], 0.0)  # rounding may leave -0
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
@@ -354,6 +412,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
         has_head = bool(laid.blocks.is_last[0, stage])
         terms["fsdp_communication"] += float(laid.ends[1][0]) * has_head
         terms["head"] = float(laid.head[0][0] + laid.head[1][0]) * has_head
+        terms["allocator_retries"] = float(laid.retries_s[0, stage])
         terms = {name: overall * value for name, value in terms.items()}
         result.append(
             StageCost(

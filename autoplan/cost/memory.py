@@ -327,12 +327,12 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
         communicators += size > 1
     terms["fragmentation"] = (framework.reserved_factor - 1.0) * add_up(terms.values())
-    cached = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, places.shard[1])
+    cached, at_end = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, places.shard[1])
     terms["cached"] = CACHED_SHARE * cached
     terms["communicators"] = np.repeat((framework.communicator_bytes * communicators)[:, None], stages, axis=1)
     terms["context"] = np.full((len(batch), stages), framework.fixed_bytes)
-    spare = (1.0 - CACHED_SHARE) * cached + framework.reserved_factor * np.minimum(update, passes)
-    return StageMemory(terms=terms, spare_bytes=spare)
+    spare = at_end + framework.reserved_factor * np.minimum(update, passes)
+    return StageMemory(terms=terms, pass_spare_bytes=(1.0 - CACHED_SHARE) * cached, step_spare_bytes=spare)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,12 +340,14 @@ class StageMemory:
     """Memory of every pipeline rank: arrays of shape (plans, stages), in bytes.
 
     `terms` are those of `MEMORY_TERMS` at the moment when most is needed; they add up to what the device has to hold.
-    `spare_bytes` is what the allocator keeps beyond that on a device with room: blocks of freed tensors that later ones
-    do not fit into, such as those of activations beside the flat tensors of the optimizer's step.
+    Beyond that the allocator keeps, on a device with room, blocks of freed tensors that later ones do not fit into:
+    `pass_spare_bytes` of tensors of the passes, and `step_spare_bytes`, of activations beside the flat tensors of the
+    optimizer's step.
     """
 
     terms: dict[str, Floats]
-    spare_bytes: Floats
+    pass_spare_bytes: Floats
+    step_spare_bytes: Floats
 
     @property
     def reserved_bytes(self) -> Floats:
@@ -359,7 +361,8 @@ class StageMemory:
             per_stage = add_up(self.terms[name] for name in ALLOCATED_TERMS)
         else:
             # Only a full device makes the allocator give blocks back.
-            per_stage = np.minimum(self.reserved_bytes + self.spare_bytes, problem.capacity_bytes)
+            kept = self.reserved_bytes + self.pass_spare_bytes + self.step_spare_bytes
+            per_stage = np.minimum(kept, problem.capacity_bytes)
             if framework.logs_memory == "reserved":
                 per_stage = per_stage - self.terms["communicators"] - self.terms["context"]
         return per_stage[:, 0] if framework.logs_first_rank else per_stage.max(axis=1)
