@@ -74,6 +74,8 @@ class Framework:
     grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
     sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
+    # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
+    bytes_moved_per_accumulated_grad: float = 0.0
     zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
     zero3_regathers_in_pipeline: bool = False  # else stages of a pipeline gather and reduce once a step
     fsdp_unhidden_share: float = 0.15  # of the shorter of computing and gathering that does not hide behind the longer
@@ -88,6 +90,9 @@ class Framework:
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
     host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
     host_s_per_block_backward: float = 250e-6
+    # Of the shorter of computing a block and launching it that does not hide behind the longer: eager code waits for the
+    # device now and then, and the device for launches after every wait.
+    launch_unhidden_share: float = 0.0
     dispatches_once: bool = False  # a token goes to another node once, however many experts it visits there
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
@@ -142,6 +147,7 @@ class Framework:
             "host_s_per_collective",
             "step_overhead_s",
             "bytes_per_reduced_grad",
+            "bytes_moved_per_accumulated_grad",
             "bytes_per_unfused_score",
             "bytes_moved_per_update",
             "host_factor_moe",
@@ -150,7 +156,12 @@ class Framework:
             "sharded_wire_factor",
         ):
             check_not_negative(name, getattr(self, name))
-        for name in ("tp_overlap_share", "fsdp_unhidden_share", "selective_recompute_share"):
+        for name in (
+            "tp_overlap_share",
+            "fsdp_unhidden_share",
+            "launch_unhidden_share",
+            "selective_recompute_share",
+        ):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
         if strange := set(self.fitted) - {field.name for field in fields(self)}:

@@ -108,6 +108,21 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     )
 
 
+def _message_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Time of one message between neighbouring stages.
+
+    Without sequence parallelism every tensor-parallel rank has the whole hidden state: it sends all of it, or 1 / tp,
+    and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
+    """
+    topology, places = calibrated(problem), groups(batch)
+    tokens = norm_tokens(problem, batch)
+    scatters = problem.framework.scatter_gather_p2p & ~batch.sp
+    sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
+    message = send_s(topology, *places.pp, 2.0 * sent * problem.model.hidden_size)
+    gather = all_gather_s(topology, *places.tp, 2.0 * tokens * problem.model.hidden_size)
+    return message + np.where(scatters, gather, 0.0)
+
+
 def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
     """(makespan without messages, exposed messages, critical stage)."""
     batch, stages = laid.batch, laid.forward_s.shape[1]
@@ -118,11 +133,7 @@ def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
         flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
         makespan = np.where(is_gpipe, flow, makespan)
         critical = np.where(is_gpipe, flow_critical, critical)
-    sliced = norm_tokens(problem, batch)
-    if problem.framework.scatter_gather_p2p:
-        sliced = rank_tokens(problem, batch) / batch.tp
-    stride, size = groups(batch).pp
-    message = send_s(calibrated(problem), stride, size, 2.0 * sliced * problem.model.hidden_size)
+    message, size = _message_s(problem, batch), groups(batch).pp[1]
     shortest = laid.forward_s.min(axis=1) / batch.vp
     sends = send_exposed_s(message, size, m, batch.vp, shortest, overlaps=problem.framework.p2p_overlap)
     # All forwards first: messages pipeline behind one another, so that only the fill shows.
