@@ -42,6 +42,7 @@ class Framework:
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
     in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
+    bytes_per_fused_score: float = 2.0  # kept of an attention score by that kernel: its output
     keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
     dropout: bool = False
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
@@ -90,9 +91,6 @@ class Framework:
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
     host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
     host_s_per_block_backward: float = 250e-6
-    # Of the shorter of computing a block and launching it that does not hide behind the longer: eager code waits for the
-    # device now and then, and the device for launches after every wait.
-    launch_unhidden_share: float = 0.0
     dispatches_once: bool = False  # a token goes to another node once, however many experts it visits there
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
@@ -156,15 +154,12 @@ class Framework:
             "sharded_wire_factor",
         ):
             check_not_negative(name, getattr(self, name))
-        for name in (
-            "tp_overlap_share",
-            "fsdp_unhidden_share",
-            "launch_unhidden_share",
-            "selective_recompute_share",
-        ):
+        for name in ("tp_overlap_share", "fsdp_unhidden_share", "selective_recompute_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
         if strange := set(self.fitted) - {field.name for field in fields(self)}:
             raise InputError(f"fitted names no trait of a framework: {', '.join(sorted(strange))}")
+        if not 2 <= self.bytes_per_fused_score <= 16:
+            raise InputError(f"bytes_per_fused_score must lie in [2, 16], got {self.bytes_per_fused_score:g}")
         if not 1 <= self.reserved_factor <= 10:
             raise InputError(f"reserved_factor must lie in [1, 10], got {self.reserved_factor:g}")

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, block_shapes
 from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
-from autoplan.cost.compute import add_up, expert_tokens, kernel_times, local_sizes, memory_bound_s, norm_tokens, rank_tokens
+from autoplan.cost.compute import (
+    add_up,
+    expert_tokens,
+    kernel_times,
+    local_sizes,
+    memory_bound_s,
+    norm_tokens,
+    rank_tokens,
+)
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.framework import Framework
 from autoplan.model import Block
@@ -290,5 +298,4 @@ def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, lau
         traffic, busy
     )
     # Launches run ahead of the device: only what the device waits for shows (`modelling` C6).
-    busy = busy + terms["fsdp_communication"]
-    terms["launch"] = np.maximum(launch - busy, 0.0) + framework.launch_unhidden_share * np.minimum(launch, busy)
+    terms["launch"] = np.maximum(launch - busy - terms["fsdp_communication"], 0.0)
