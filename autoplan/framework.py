@@ -42,6 +42,7 @@ class Framework:
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
     in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
+    bytes_per_fused_score: float = 2.0  # kept of an attention score by that kernel: its output
     keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
     keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
     dropout: bool = False
@@ -75,6 +76,8 @@ class Framework:
     grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
     sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
+    # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
+    bytes_moved_per_accumulated_grad: float = 0.0
     zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
     zero3_regathers_in_pipeline: bool = False  # else stages of a pipeline gather and reduce once a step
     fsdp_unhidden_share: float = 0.15  # of the shorter of computing and gathering that does not hide behind the longer
@@ -154,6 +157,7 @@ class Framework:
             "host_s_per_collective",
             "step_overhead_s",
             "bytes_per_reduced_grad",
+            "bytes_moved_per_accumulated_grad",
             "bytes_per_unfused_score",
             "bytes_moved_per_update",
             "host_factor_moe",
@@ -177,5 +181,7 @@ class Framework:
                 raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
         if strange := set(self.fitted) - {field.name for field in fields(self)}:
             raise InputError(f"fitted names no trait of a framework: {', '.join(sorted(strange))}")
+        if not 2 <= self.bytes_per_fused_score <= 16:
+            raise InputError(f"bytes_per_fused_score must lie in [2, 16], got {self.bytes_per_fused_score:g}")
         if not 1 <= self.reserved_factor <= 10:
             raise InputError(f"reserved_factor must lie in [1, 10], got {self.reserved_factor:g}")

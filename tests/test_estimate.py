@@ -13,8 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec
+from autoplan.cost.communication import all_gather_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
-from autoplan.cost.layer import TERMS
+from autoplan.cost.layer import TERMS, calibrated
 from autoplan.cost.memory import MEMORY_TERMS
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
 from autoplan.errors import InputError
@@ -214,6 +215,67 @@ def test_stages_agree_with_the_estimate(case: tuple[Problem, ParallelPlan]) -> N
     work = sum(float(cost.terms_s[name][0]) for name in (*TERMS, "head", "allocator_retries", "pipeline_bubble"))
     assert work == pytest.approx(float(makespan[0]))
     assert cost.memory_bytes[0] == max(stage.memory_bytes for stage in stages)
+
+
+# -- traits of frameworks, by hand -------------------------------------------------------------------------------------
+
+
+def single(**changes: Any) -> ParallelPlan:
+    """One micro-batch of one sequence on one device, but for the changes."""
+    return ParallelPlan(**({"global_batch": 1, "micro_batch": 1, "sharding": "none"} | changes))
+
+
+def test_gradients_added_up_outside_the_products_move_bytes_in_every_micro_batch() -> None:
+    fused = problem_of(framework=PLAIN)
+    eager = problem_of(framework=dataclasses.replace(PLAIN, bytes_moved_per_accumulated_grad=6.0))
+    plan = single(tp=2, sp=True, global_batch=4)
+    # A layer: q, k and v of 16 + 2 x 8 heads of 64, the output, the three matrices of the MLP, all halved; two norms.
+    matrices = 1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096
+    parameters = 8 * (matrices / 2 + 2 * 1024)
+    device = fused.cluster.device
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    added = terms_of(eager, plan)["memory_bound"] - terms_of(fused, plan)["memory_bound"]
+    assert added == pytest.approx(4 * 6.0 * parameters / rate)
+
+
+def test_a_scattered_message_is_a_slice_and_its_gather_at_the_receiver() -> None:
+    whole = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=False))
+    scattered = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=True))
+    size = 2.0 * 2048 * 1024
+    links = calibrated(whole)
+    pair = (np.ones(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
+    gather = float(all_gather_s(links, *pair, np.full(1, size))[0])
+    # Two stages exchange m + 1 times; 8 devices lie between neighbours, so that messages take the network.
+    plan = single(tp=2, pp=2, dp_shard=4, global_batch=12)
+    saved = terms_of(whole, plan)["pipeline_send"] - terms_of(scattered, plan)["pipeline_send"]
+    assert saved == pytest.approx(4 * (size / 2 / links.levels[-1].bytes_per_s - gather))
+
+
+@pytest.mark.parametrize("changes", [{"tp": 2, "sp": True}, {"tp": 1}])
+def test_a_message_that_is_a_slice_already_is_not_gathered(changes: dict[str, Any]) -> None:
+    whole = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=False))
+    scattered = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=True))
+    plan = single(pp=2, global_batch=4, **changes)
+    assert terms_of(whole, plan) == terms_of(scattered, plan)
+
+
+def test_a_wide_softmax_output_is_kept_written_cast_and_read_once_more() -> None:
+    narrow = problem_of(framework=PLAIN)
+    narrow = dataclasses.replace(narrow, training=TrainingSpec(seq_len=2048, attention="megatron-fused"))
+    wide = dataclasses.replace(narrow, framework=dataclasses.replace(PLAIN, bytes_per_fused_score=6.0))
+    scores = 2048**2 * 16 * 8  # of all heads and layers
+    device = narrow.cluster.device
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    added = terms_of(wide, single())["attention"] - terms_of(narrow, single())["attention"]
+    assert added == pytest.approx(3 * 4 * scores / rate)
+    kept = [price(problem, single()).memory_terms_bytes["activations"][0] for problem in (narrow, wide)]
+    assert kept[1] - kept[0] == pytest.approx(4 * scores)
+
+
+@pytest.mark.parametrize("width", [1.0, 17.0, float("nan")])
+def test_a_softmax_output_has_a_width(width: float) -> None:
+    with pytest.raises(InputError, match="bytes_per_fused_score"):
+        dataclasses.replace(PLAIN, bytes_per_fused_score=width)
 
 
 # -- what is not there costs nothing ----------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_each_of_two_tables_is_named_by_its_own_key() -> None:
 def test_bytes_per_element_of_a_framework_are_not_offered_in_gib() -> None:
     message = refusal(Framework, {"name": "lab", "nonsense": 1})
     sizes = [key.rstrip(",") for key in message.split() if key.rstrip(",").endswith("gib")]
-    assert sizes == ["bucket_gib", "communicator_gib", "fixed_gib"]
+    assert sizes == ["bucket_gib", "communicator_gib", "fixed_gib", "reduce_bucket_gib"]
     assert "bytes_per_logit" in message
 
 
@@ -510,7 +510,7 @@ def test_the_schema_of_a_framework_offers_human_keys_for_absolute_sizes_only() -
     keys = set(definitions(Framework)["Framework"]["properties"])
     assert {"fixed_gib", "communicator_gib", "step_overhead_ms"} <= keys
     fields_in_gib = {key for key in keys if key.endswith("_gib")}
-    assert fields_in_gib == {"fixed_gib", "communicator_gib", "bucket_gib"}
+    assert fields_in_gib == {"fixed_gib", "communicator_gib", "bucket_gib", "reduce_bucket_gib"}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

@@ -48,8 +48,9 @@ FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT run
 FLASH_BACKWARD_SHARE = 0.80  # rate of the backward kernel over that of the forward kernel
 FLASH_TILE = 128  # queries per thread block
 # Bytes moved per score element forward and backward together (findings 3): a fused softmax reads and writes 2 + 2
-# forward and 2 + 2 + 2 backward.
+# forward and 2 + 2 + 2 backward.  What it keeps beyond 2 bytes (an fp32 output) is written, cast, and read once more.
 FUSED_SOFTMAX_BYTES = 11.0
+FUSED_SOFTMAX_PASSES = 3.0
 UNALIGNED_HEAD_SHARE = 0.1  # batched GEMMs whose head_dim is no multiple of 8 leave the tensor cores (findings 6)
 
 EAGER_NORM_FACTOR = 5.7  # traffic of an eager fp32 RMSNorm over a fused one (findings 3)
@@ -175,7 +176,8 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)
         products = 2.0 * scores * widths * narrow
         fused = training.attention == "megatron-fused"
-        moved = FUSED_SOFTMAX_BYTES if fused else problem.framework.bytes_per_unfused_score
+        wide = FUSED_SOFTMAX_PASSES * (problem.framework.bytes_per_fused_score - 2.0)
+        moved = FUSED_SOFTMAX_BYTES + wide if fused else problem.framework.bytes_per_unfused_score
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward

@@ -144,6 +144,21 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     )
 
 
+def _message_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Time of one message between neighbouring stages.
+
+    Without sequence parallelism every tensor-parallel rank has the whole hidden state: it sends all of it, or 1 / tp,
+    and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
+    """
+    topology, places = calibrated(problem), groups(batch)
+    tokens = norm_tokens(problem, batch)
+    scatters = problem.framework.scatter_gather_p2p & ~batch.sp
+    sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
+    message = send_s(topology, *places.pp, 2.0 * sent * problem.model.hidden_size)
+    gather = all_gather_s(topology, *places.tp, 2.0 * tokens * problem.model.hidden_size)
+    return message + np.where(scatters, gather, 0.0)
+
+
 def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
     """(makespan without messages, exposed messages, critical stage)."""
     batch, stages = laid.batch, laid.forward_s.shape[1]
@@ -162,15 +177,6 @@ def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
     for rows, times in _run_in_order(problem, laid, message):
         makespan[rows], sends[rows], critical[rows] = times.send_free_s, times.exposed_send_s, times.critical
     return makespan, sends, critical
-
-
-def _message_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Time of one message between two stages."""
-    sliced = norm_tokens(problem, batch)
-    if problem.framework.scatter_gather_p2p:
-        sliced = rank_tokens(problem, batch) / batch.tp
-    stride, size = groups(batch).pp
-    return send_s(calibrated(problem), stride, size, 2.0 * sliced * problem.model.hidden_size)
 
 
 def _run_in_order(problem: Problem, laid: _Stages, message: Floats) -> Iterator[tuple[Ints, PipelineTimes]]:

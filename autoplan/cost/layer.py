@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, block_shapes
 from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
-from autoplan.cost.compute import add_up, expert_tokens, kernel_times, local_sizes, norm_tokens, rank_tokens
+from autoplan.cost.compute import (
+    add_up,
+    expert_tokens,
+    kernel_times,
+    local_sizes,
+    memory_bound_s,
+    norm_tokens,
+    rank_tokens,
+)
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.framework import Framework
 from autoplan.model import Block
@@ -229,6 +237,7 @@ def _block_cost(
     kernels = kernel_times(problem, batch, block, shape)
     dense, expert = local_parameters(batch, shape)
     zeros = np.zeros(len(batch))
+    accumulated = framework.bytes_moved_per_accumulated_grad * (dense + expert)
     attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
     tp_forward, tp_backward = _tp_s(problem, batch, topology, places)
     if block is Block.MOE and not any(linear.split == "column" for linear in shape.linears):
@@ -249,7 +258,7 @@ def _block_cost(
     backward = {
         "gemm": kernels.gemm_backward_s,
         "attention": kernels.attention_backward_s,
-        "memory_bound": kernels.memory_backward_s,
+        "memory_bound": kernels.memory_backward_s + memory_bound_s(problem, accumulated),
         "recompute": zeros,
         "tp_communication": tp_backward,
         "cp_communication": cp_backward,

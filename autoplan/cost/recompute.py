@@ -28,9 +28,10 @@ from autoplan.problem import Problem
 
 Floats = NDArray[np.float64]
 
-# What is kept of each attention score where no flash kernel avoids it: softmax output (2 bytes), and in eager code the
-# scores and a masked copy as well; dropout adds a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
-SCORE_BYTES = {"unfused": 6.0, "megatron-fused": 2.0}
+# What eager code keeps of each attention score: softmax output (2 bytes), the scores and a masked copy; a fused kernel
+# what its framework says.  Dropout adds a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
+UNFUSED_SCORE_BYTES = 6.0
+SCORE_KERNELS = ("unfused", "megatron-fused")
 SCORE_DROPOUT_BYTES = 3.0
 EAGER_NORM_BYTES = 8.0  # fp32 copies kept by a hand-written norm, per token and hidden element (`modelling` B2)
 
@@ -60,7 +61,7 @@ Parts = dict[RecomputeModule | None, Floats]
 
 def stores_scores(problem: Problem) -> bool:
     """Whether the attention core keeps its scores, so that repeating it gives memory back."""
-    return problem.training.attention in SCORE_BYTES
+    return problem.training.attention in SCORE_KERNELS
 
 
 def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -128,8 +129,9 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
         if framework.keeps_packed_qkv and model.kv_heads == model.num_heads:
             kept = kept + tokens * 2.0 * model.qk_head_dim * 2 * kv_heads
     if stores_scores(problem):
-        kernel = "megatron-fused" if framework.fuses_softmax else training.attention
-        score = SCORE_BYTES[kernel] + (SCORE_DROPOUT_BYTES if framework.dropout else 0.0)
+        is_fused = framework.fuses_softmax or training.attention == "megatron-fused"
+        score = framework.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES
+        score += SCORE_DROPOUT_BYTES if framework.dropout else 0.0
         parts["core_attn"] = score * tokens * heads * training.seq_len
     else:
         kept = kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
