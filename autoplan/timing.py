@@ -272,6 +272,7 @@ class Calibration:
     # Without calibration: covers nine tenths of the runs of a published source, in the mean over sources
     # (benchmarks/results); and between the .02 of a known framework and the .08 of an unknown one (`modelling` G3).
     time_spread: float = 0.25
+    pipeline_time_spread: float | None = None  # of plans with several stages, where those differ
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
 
@@ -280,3 +281,5 @@ class Calibration:
             check_positive(name, getattr(self, name), most=100.0)
         for name in ("time_spread", "memory_spread"):
             check_positive(name, getattr(self, name), most=5.0)
+        if self.pipeline_time_spread is not None:
+            check_positive("pipeline_time_spread", self.pipeline_time_spread, most=5.0)

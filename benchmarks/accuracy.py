@@ -72,6 +72,11 @@ class Case:
         return self.measured.problem.framework.name, self.generation
 
     @property
+    def kind(self) -> tuple[tuple[str, str], bool]:
+        """Whose errors are alike: of one framework and generation, with or without a pipeline."""
+        return self.key, self.measured.plan.pp > 1
+
+    @property
     def generation(self) -> str:
         """Of the devices."""
         return self.measured.problem.cluster.device.generation
@@ -238,26 +243,29 @@ def left_out(cases: Sequence[Case], fits: Fits, fold_of: Callable[[Case], str]) 
 
 
 def _with_spreads(cases: Sequence[Case], errors: dict[str, float], fold_of: Callable[[Case], str]) -> Steps:
-    """Each run's step, with the conformal spread of the runs of its framework and generation in other folds.
-
-    Too few of them: of its generation, and of all.
-    """
+    """Each run's step, with the conformal spread of the runs of its kind in other folds."""
     steps: Steps = {}
-    cache: dict[tuple[str, tuple[str, str]], float] = {}
+    cache: dict[object, float] = {}
     for case in cases:
-        name = (fold_of(case), case.key)
+        name = (fold_of(case), case.kind)
         if name not in cache:
             others = [other for other in cases if fold_of(other) != name[0]]
-            for alike in (
-                [other for other in others if other.key == case.key],
-                [other for other in others if other.generation == case.generation],
-                others,
-            ):
-                if len(alike) >= LEAST_RUNS:
-                    break
-            cache[name] = conformal_spread(np.array([errors[other.run.id] for other in alike]))
+            cache[name] = spread_of_kind(case, others, errors)
         steps[case.run.id] = (case.measured.step_s / np.exp(errors[case.run.id]), cache[name])
     return steps
+
+
+def spread_of_kind(case: Case, others: Sequence[Case], errors: dict[str, float]) -> float:
+    """The conformal spread of runs like `case`; of its framework, of its generation or of all if those are too few."""
+    for alike in (
+        [other for other in others if other.kind == case.kind],
+        [other for other in others if other.key == case.key],
+        [other for other in others if other.generation == case.generation],
+        others,
+    ):
+        if len(alike) >= LEAST_RUNS:
+            break
+    return conformal_spread(np.array([errors[other.run.id] for other in alike]))
 
 
 def in_fit(cases: Sequence[Case], make: Callable[[tuple[str, str]], Calibration]) -> Steps:
@@ -272,23 +280,39 @@ def in_fit(cases: Sequence[Case], make: Callable[[tuple[str, str]], Calibration]
     return steps
 
 
+def _how(helps: bool) -> str:
+    return "with a model left out" if helps else "with factors of 1, which fitted ones do not improve on"
+
+
+def _errors_of(cases: Sequence[Case], steps: Steps) -> dict[str, float]:
+    """log(measured / predicted) by id."""
+    return {case.run.id: float(np.log(case.measured.step_s / steps[case.run.id][0])) for case in cases}
+
+
 def ship(cases: Sequence[Case]) -> None:
-    """Write the calibration of every framework and generation, with the spread of runs that it has not seen."""
+    """Write the calibration of every framework and generation, with the spread of runs that it has not seen.
+
+    Its factors are 1 where fitted ones bring runs that they have not seen no closer.
+    """
     fits = Fits(cases)
     unseen = left_out(cases, fits, lambda case: case.fold)
+    plain = in_fit(cases, lambda key: Calibration())
     for key, some in by_key(cases).items():
         if len(some) < RUNS_PER_FACTOR:
             continue
-        calibration = fits.whole(key)
-        errors = np.array([np.log(case.measured.step_s / unseen[case.run.id][0]) for case in some])
-        median = 100 * float(np.median(np.abs(np.expm1(errors))))
+        fitted, unfitted = (_errors_of(some, steps) for steps in (unseen, plain))
+        helps = np.median(np.abs(list(fitted.values()))) < np.median(np.abs(list(unfitted.values())))
+        calibration, errors = (fits.whole(key), fitted) if helps else (Calibration(), unfitted)
+        median = 100 * float(np.median(np.abs(np.expm1(list(errors.values())))))
+        spreads = {case.measured.plan.pp > 1: spread_of_kind(case, some, errors) for case in some}
         sources = ", ".join(sorted({case.source for case in some}))
         calibration = replace(
             calibration,
             name=" on ".join(key),
-            time_spread=conformal_spread(errors),
+            time_spread=spreads.get(False) or spreads[True],
+            pipeline_time_spread=spreads.get(True),
             memory_spread=some[0].measured.problem.calibration.memory_spread,
-            sources=(f"{len(some)} runs ({sources}): median error {median:.1f} % with a model left out",),
+            sources=(f"{len(some)} runs ({sources}): median error {median:.1f} % {_how(helps)}",),
         )
         write_text(PRESETS / f"{'-'.join(key)}.toml", calibration_text(calibration), force=True)
         print(f"{calibration.name}: {calibration.sources[0]}")

@@ -377,7 +377,9 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
             memory[name][where] = value
         worst[where] = worst_stage
     step = add_up(time_terms.values())
-    spread = np.exp(NORMAL_90 * problem.calibration.time_spread)
+    calibration = problem.calibration
+    of_pipelines = calibration.pipeline_time_spread or calibration.time_spread
+    spread = np.exp(NORMAL_90 * np.where(batch.pp > 1, of_pipelines, calibration.time_spread))
     host_capacity, spread_of_memory = problem.cluster.host.memory_bytes, problem.calibration.memory_spread
     reserved = add_up(memory.values())
     return CostEstimate(

@@ -36,7 +36,11 @@ def calibration_text(calibration: Calibration) -> str:
     """A calibration as TOML; factors of 1 are left out."""
     lines = [f"name = {_quoted(calibration.name)}"]
     lines += [f"{name} = {value:.4g}" for name in FACTORS if (value := getattr(calibration, name)) != 1.0]
-    lines += [f"time_spread = {calibration.time_spread:.3g}", f"memory_spread = {calibration.memory_spread:.3g}"]
+    lines += [
+        f"{name} = {value:.3g}"
+        for name in ("time_spread", "pipeline_time_spread", "memory_spread")
+        if (value := getattr(calibration, name)) is not None
+    ]
     lines += ["sources = [", *(f"    {_quoted(source)}," for source in calibration.sources), "]"]
     return "\n".join(lines) + "\n"
 
