@@ -253,8 +253,9 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
         attention = _attention_s(problem, batch, block)
     if block is Block.MAMBA:
         scan = mamba_scan_flops_per_token(problem.model) * rank_tokens(problem, batch) / batch.tp
-        # The chunked scan alternates short products with memory-bound steps: a quarter of a GEMM's rate [judged].
-        scan_s = scan / (0.25 * gemm_rate(problem, batch))
+        # The chunked scan alternates short products with memory-bound steps, in 16 bits whatever the precision of the
+        # matrices: a quarter of a GEMM's rate [judged].
+        scan_s = scan / (0.25 * gemm_rate(problem, batch.with_precision("bf16")))
         attention = (scan_s, 2.5 * scan_s)
     starts = ROUTING_S if block is Block.MOE else 0.0
     start_forward = (starts + KERNELS_FORWARD * KERNEL_START_S) * problem.calibration.memory_bound
@@ -290,7 +291,7 @@ def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     backward = gemm_s(problem, wide, tokens, hidden, columns)
     backward = backward + gemm_s(problem, wide, columns, hidden, tokens, accumulates=True)
     # Cross entropy reads and writes the logits about as often as their peak copies weigh (`modelling` C5).
-    loss = memory_bound_s(problem, 1.25 * framework.bytes_per_logit * entries)
+    loss = memory_bound_s(problem, (framework.bytes_moved_per_logit or 1.25 * framework.bytes_per_logit) * entries)
     # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
     wide_hidden = 2.0 * hidden
     joined = gemm_s(problem, wide, tokens, hidden / batch.tp, wide_hidden)
