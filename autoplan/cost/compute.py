@@ -45,7 +45,10 @@ SCAN_S = 700e-6
 NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}
 FP4_GEMM_SHARE = 0.80
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
-CAST_BYTES = 4.0  # read in bf16, written in 8 bits, and the transposed copy, per element of a GEMM's input
+# Per element of a GEMM's input: read in bf16, written in 8 bits, and the transposed copy.  In 4 bits a pass for the
+# tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its own
+# (Transformer Engine, NVFP4BlockScaling).
+CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
 
 # FlashAttention 2 and its kin on Hopper over FlashAttention 3 there: .41 against .53 of the peak at long sequences
 # (`modelling` C3, arXiv:2407.08608).
@@ -250,7 +253,7 @@ def memory_traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> tu
 
 def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes moved to quantise the inputs of narrow GEMMs in one pass; zero for 16-bit plans."""
-    narrow = np.isin(batch.precision, [PRECISIONS.index(name) for name in NARROW_PEAK])
+    moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in PRECISIONS])[batch.precision]
     elements = np.zeros(len(batch))
     for linear in shape.linears:
         inputs, _ = local_sizes(linear, batch)
@@ -258,7 +261,7 @@ def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> Floats
             elements = elements + inputs * expert_tokens(problem, batch) * linear.copies / batch.ep
         else:
             elements = elements + inputs * rank_tokens(problem, batch)
-    return np.where(narrow, CAST_BYTES * elements, 0.0)
+    return moved * elements
 
 
 def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:

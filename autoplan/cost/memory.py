@@ -69,11 +69,12 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     ends[:, -1] += (0.0 if model.tied_embeddings and stages == 1 else table) + norm_parameters(model)
     if model.num_mtp_layers:
         # Predictions embed their tokens again, on the last stage (Megatron-LM gpt_model.py).
-        ends[:, -1] += (table if stages > 1 else 0.0) + model.num_mtp_layers * 3 * norm_parameters(model)
-        dense[:, -1] += model.num_mtp_layers * 2 * model.hidden_size**2 / batch.tp
+        layers = model.num_held_mtp_layers
+        ends[:, -1] += (table if stages > 1 else 0.0) + layers * 3 * norm_parameters(model)
+        dense[:, -1] += layers * 2 * model.hidden_size**2 / batch.tp
         for block in model.mtp_layer:
-            dense[:, -1] += model.num_mtp_layers * held[block][0]
-            expert[:, -1] += model.num_mtp_layers * held[block][1]
+            dense[:, -1] += layers * held[block][0]
+            expert[:, -1] += layers * held[block][1]
     return StageParameters(dense=dense + ends, expert=expert, ends=ends)
 
 
