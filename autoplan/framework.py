@@ -87,12 +87,23 @@ class Framework:
     zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
     # What it runs where a plan says flash; flash stands for the best that the device has.
     flash_kernel: Literal["flash", "flash2", "triton"] = "flash"
+    bytes_moved_per_logit: float = 0.0  # by the cross entropy, both passes; 0: 1.25 times `bytes_per_logit`
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
     host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
     host_s_per_block_backward: float = 250e-6
-    dispatches_once: bool = False  # a token goes to another node once, however many experts it visits there
+    # A token goes to another rank or node once, however many experts it visits there (DeepEP, HybridEP).
+    dispatches_once: bool = False
+    bytes_per_dispatched: float = 2.0  # per element of a token on its way to the experts; on its way back 2
+    expert_compute_units: int = 0  # of the device that the kernels of the expert traffic occupy
+    # Every pass through a MoE block waits for the host: it reads how many tokens each expert got before it can launch
+    # the experts, by when the device has caught up with it.
+    moe_sync_s: float = 0.0
+    s_per_local_expert: float = 0.0  # in every such pass, as products and casts are kernels of each expert
+    syncs_overlapped_experts: bool = True  # else plans with ep_overlap have static shapes, one graph and one kernel
+    # Precisions in which its runs overlap expert traffic where a table of them does not say and the plan admits it.
+    overlaps_experts: tuple[Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"], ...] = ()
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.
@@ -118,14 +129,21 @@ class Framework:
     rules: Literal["megatron-lm", "unknown"] = "megatron-lm"  # which plans it admits
     splits_by_cost: bool = False  # stages get even shares of the matrix products, the head among them
     # -- where the run tables name it ---------------------------------------------------------------------------
+    calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
     aliases: tuple[str, ...] = ()  # beginnings of the names used in tables of measured runs, with "@year" if it matters
     sources: tuple[str, ...] = ()
     fitted: tuple[str, ...] = ()  # traits whose values were fitted to measured runs; all others have a source
+
+    @property
+    def calibration_name(self) -> str:
+        """The framework whose calibrations hold for it."""
+        return self.calibrated_as or self.name
 
     def __post_init__(self) -> None:
         check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
         check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
+        check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)
         check_count("least_microbatches_per_stage", self.least_microbatches_per_stage, least=0, most=1000)
         for name in (
             "bytes_per_weight",
@@ -161,6 +179,10 @@ class Framework:
             "bytes_per_unfused_score",
             "bytes_moved_per_update",
             "host_factor_moe",
+            "bytes_per_dispatched",
+            "bytes_moved_per_logit",
+            "moe_sync_s",
+            "s_per_local_expert",
             "cross_node_s_per_member",
             "cross_node_pipeline_host_s_per_tp",
             "sharded_wire_factor",

@@ -116,6 +116,7 @@ class ModelSpec:
     full_attention_interval: int = 0  # with a window, layer i sees all where (i + 1) % interval == 0; 0: never
     layer_pattern: str | None = None  # one symbol of PATTERN_SYMBOLS a layer, for hybrids
     num_mtp_layers: int = 0  # multi-token prediction
+    shares_mtp_layer: bool = False  # all predictions run one layer, again and again
     mla: LatentAttention | None = None
     moe: Experts | None = None
     mamba: Mamba | None = None
@@ -192,6 +193,11 @@ class ModelSpec:
         if self.layer_pattern is not None:
             return tuple((PATTERN_SYMBOLS[symbol],) for symbol in self.layer_pattern)
         return tuple((self._attention_of(at), self._ffn_of(at)) for at in range(self.num_layers))
+
+    @property
+    def num_held_mtp_layers(self) -> int:
+        """Prediction layers that have parameters of their own."""
+        return min(self.num_mtp_layers, 1) if self.shares_mtp_layer else self.num_mtp_layers
 
     @property
     def mtp_layer(self) -> tuple[Block, ...]:

@@ -139,6 +139,8 @@ class ParallelPlan:
             words.append("no sequence parallelism")
         if self.tp_overlap:
             words.append("overlapped tensor-parallel traffic")
+        if self.ep_overlap:
+            words.append("overlapped expert traffic")
         if self.vp > 1:
             words.append(f"interleave {self.vp}")
         if self.layers_per_chunk and len(set(self.layers_per_chunk)) > 1:
@@ -167,8 +169,6 @@ def check_priced(plan: ParallelPlan) -> None:
         raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
     if plan.offload == "activations":
         raise UnpricedError("offload 'activations' is not priced yet: use none or optimizer")
-    if plan.ep_overlap:
-        raise UnpricedError("ep_overlap is not priced yet: leave it out")
     if plan.placement is not None:
         raise UnpricedError("placement is not priced yet: leave it out")
     if plan.rank_order != DEFAULT_RANK_ORDER:
@@ -184,7 +184,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "offload": OFFLOADS,
 }
-_FLAGS = ("sp", "tp_overlap", "grad_reduce_overlap", "param_gather_overlap")
+_FLAGS = ("sp", "tp_overlap", "grad_reduce_overlap", "param_gather_overlap", "ep_overlap")
 _COUNTS = ("global_batch", "micro_batch", "tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard")
 
 
@@ -209,6 +209,7 @@ class PlanBatch:
     tp_overlap: Bools
     grad_reduce_overlap: Bools
     param_gather_overlap: Bools
+    ep_overlap: Bools
     cp_kind: Ints
     schedule: Ints
     sharding: Ints

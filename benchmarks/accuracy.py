@@ -69,7 +69,7 @@ class Case:
     @property
     def key(self) -> tuple[str, str]:
         """Who shares a calibration: a framework on one generation of devices."""
-        return self.measured.problem.framework.name, self.generation
+        return self.measured.problem.framework.calibration_name, self.generation
 
     @property
     def kind(self) -> tuple[tuple[str, str], bool]:

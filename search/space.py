@@ -224,6 +224,7 @@ class Space:
             grad_reduce_overlap=np.ones(size, dtype=np.bool_),
             # Only sharded optimizers gather parameters.
             param_gather_overlap=column["sharding"] > SHARDINGS.index("none"),
+            ep_overlap=np.zeros(size, dtype=np.bool_),
             cp_kind=column["cp_kind"],
             schedule=np.where(column["vp"] > 1, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")),
             sharding=column["sharding"],

@@ -328,3 +328,13 @@ def test_a_dispatcher_that_knows_its_copies_sends_one_to_every_node_that_a_token
     )
     assert whole == pytest.approx((nodes - 1) / nodes * 8, rel=1e-3)
     assert once == pytest.approx(touched * (nodes - 1) / nodes, rel=3e-3)
+
+
+def test_a_dispatcher_that_knows_its_copies_sends_one_to_every_rank_of_its_node() -> None:
+    """Two experts a token, four ranks: 3/4 of 2 copies, or 3 (1 - (3/4)^2) = 1.3125 of one, of 1e9 bytes each."""
+    topology = Topology(levels=(level(4, 1e9),))
+    whole, once = (
+        float(all_to_all_s(topology, np.array([1]), np.array([4]), np.array([2e9]), copies)[0]) for copies in (1, 2)
+    )
+    assert whole == pytest.approx(1.5, rel=1e-3)
+    assert once == pytest.approx(1.3125, rel=1e-3)

@@ -148,7 +148,6 @@ def test_another_precision_changes_nothing_else(plan: ParallelPlan) -> None:
 
 def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_default() -> None:
     unpriced = {
-        "ep_overlap": True,
         "rank_order": "tp-dp-pp",
         "placement": ("node1", "node0"),
     }
@@ -167,7 +166,6 @@ def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_defa
     [
         {"schedule": "gpipe", "pp": 2, "vp": 2},
         {"offload": "activations"},
-        {"ep_overlap": True},
         {"rank_order": "tp-dp-pp"},
         {"placement": ("node1", "node0")},
     ],

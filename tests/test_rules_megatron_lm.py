@@ -58,6 +58,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "_sp_needs_tp": (DENSE, plan_of(sp=True), 4096),
     "_sp_sequence": (DENSE, plan_of(tp=4, sp=True), 4098),
     "_tp_overlap": (DENSE, plan_of(tp=2, tp_overlap=True), 4096),
+    "_ep_overlap": (MOE, plan_of(pp=2, ep=2, dp_shard=2, ep_overlap=True), 4096),
     "_schedule": (DENSE, plan_of(pp=2, schedule="gpipe"), 4096),
     "_chunks": (DENSE, plan_of(pp=2, schedule="interleaved"), 4096),
     "_interleaving_needs_pp": (DENSE, plan_of(vp=2, schedule="interleaved"), 4096),

@@ -240,7 +240,7 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
     if with_mtp:
         mtp_layer = sum(block_parameters(block) for block in model.mtp_layer)
         extra = 2 * model.hidden_size**2 + 3 * norm_parameters(model)
-        total += model.num_mtp_layers * (mtp_layer + extra)
+        total += model.num_held_mtp_layers * (mtp_layer + extra)
     return total
 
 

@@ -38,7 +38,7 @@ def _levels_s(
 
     `ring` divides the bytes that enter a domain among its members (each has its own links); otherwise, for an
     all-to-all, every member sends its own share of the buffer beyond the domain.  Of a buffer that holds every token
-    `copies` times, for as many random members, another node or rack gets one and spreads it inside.
+    `copies` times, for as many random members, another rank, node or rack gets one and spreads it inside.
     """
     members = topology.members(stride, size)
     slowest = np.zeros(len(size))
@@ -53,7 +53,7 @@ def _levels_s(
             moved = volume * buffer_bytes * (here - inner) / size
             if copies > 1:
                 touched = (domains - 1) * (1 - (1 - inner / size) ** copies)
-                moved = np.where(inner > 1, volume * buffer_bytes / copies * touched, moved)
+                moved = volume * buffer_bytes / copies * touched
         # A ring takes domains - 1 steps one after another; an all-to-all has them in flight together.
         steps = domains - 1 if ring else 2 * np.log2(domains)
         if curve := level.collectives:
@@ -91,8 +91,9 @@ def all_gather_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Flo
 def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
     """Time of an all-to-all in which every rank holds `buffer_bytes` and keeps 1 / n of them.
 
-    With `copies` > 1 the buffer holds each token that often, for different members, and a dispatcher that knows it
-    (DeepEP; DeepSeek-V3, arXiv:2412.19437) sends one copy to every node, which spreads it inside.
+    With `copies` > 1 the buffer holds each token that often, for experts of random members, and a dispatcher that knows
+    it sends one copy to every node, which spreads it inside, and one to every rank, which hands it to its experts
+    (DeepEP's `is_token_in_rank`; DeepSeek-V3, arXiv:2412.19437).
     """
     return _levels_s(topology, stride, size, buffer_bytes, 1.0, ring=False, copies=copies)
 

@@ -34,12 +34,21 @@ KERNELS_FORWARD, KERNELS_BACKWARD = 12, 24
 # (`modelling` C4).
 ROUTING_S = 100e-6
 
-# 8-bit GEMMs reach this share of their peak over that which bf16 ones reach of theirs (MAMF, `modelling` C1: H100
-# .71 / .80, B200 .76 / .78); 4-bit ones have no such measurement [judged].
-NARROW_GEMM_SHARE = {"hopper": 0.88, "blackwell": 0.98}
-FP4_GEMM_SHARE = 0.65
+# A chunked scan is a dozen dependent kernels, one of which passes states from chunk to chunk: on one H100 the forward
+# scan alone takes .3 ms for 1,024 tokens and for 4,096 (vllm pull request 27299).  Convolution, gate and norm with it,
+# a pass; beside the traffic [fitted: hybrids on H100 and B200-class devices].
+SCAN_S = 700e-6
+
+# 8-bit GEMMs reach this share of their peak over that which bf16 ones reach of theirs.  Sustained: ND H100 v5 .65-.70
+# of the fp8 peak for 8,192 cubed, 6 % below the plateau, against .72 in bf16 (devices/h100-sxm.toml); bursts say .88
+# there and .98 on B200 (MAMF, `modelling` C1).  4-bit ones have no such measurement [fitted: 8 dense B200-class runs].
+NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}
+FP4_GEMM_SHARE = 0.80
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
-CAST_BYTES = 4.0  # read in bf16, written in 8 bits, and the transposed copy, per element of a GEMM's input
+# Per element of a GEMM's input: read in bf16, written in 8 bits, and the transposed copy.  In 4 bits a pass for the
+# tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its own
+# (Transformer Engine, NVFP4BlockScaling).
+CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
 
 # FlashAttention 2 and its kin on Hopper over FlashAttention 3 there: .41 against .53 of the peak at long sequences
 # (`modelling` C3, arXiv:2407.08608).
@@ -110,11 +119,25 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
     return np.array(by_precision)[batch.precision] * device.gemm_efficiency / problem.calibration.gemm
 
 
-def gemm_s(problem: Problem, rate: Floats, m: Floats, n: Floats, k: Floats, *, accumulates: bool = False) -> Floats:
+def gemm_pace(problem: Problem, batch: PlanBatch, rate: Floats) -> Floats:
+    """How many times faster large GEMMs run at `rate` than in 16 bits."""
+    return np.maximum(rate / gemm_rate(problem, batch.with_precision("bf16")), 1.0)
+
+
+def gemm_s(
+    problem: Problem,
+    rate: Floats,
+    m: Floats,
+    n: Floats,
+    k: Floats,
+    *,
+    pace: Floats | float = 1.0,
+    accumulates: bool = False,
+) -> Floats:
     """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer."""
     curve = problem.cluster.device.gemm
     moved = 2.0 * (m * k + k * n) + (8.0 if accumulates else 2.0) * m * n
-    computing = 2.0 * m * n * k * curve.slowdown(m, n, k) / rate
+    computing = 2.0 * m * n * k * curve.slowdown(m, n, k, pace) / rate
     return np.maximum(computing, memory_bound_s(problem, moved)) + curve.start_s * problem.calibration.gemm
 
 
@@ -145,21 +168,22 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
 def linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -> tuple[Floats, Floats, Floats]:
     """(forward, data gradient, weight gradient) of one matrix: GEMMs of the same size."""
     inputs, outputs = local_sizes(linear, batch)
+    pace = gemm_pace(problem, batch, rate)
     if linear.is_expert:
         tokens = expert_tokens(problem, batch)
         num_local = linear.copies / batch.ep
         operations = 2.0 * tokens * inputs * outputs * num_local
         curve = problem.cluster.device.gemm
-        shape = (1 + curve.half_n / outputs) * (1 + curve.half_k / inputs)
+        shape = (1 + curve.half_n / outputs) * (1 + curve.half_k * pace / inputs)
         weights = memory_bound_s(problem, 2.0 * num_local * inputs * outputs)
         start_s = curve.start_s * problem.calibration.gemm
         forward = np.maximum(operations * shape * (1 + GROUPED_HALF_M / tokens) / (rate * GROUPED_SHARE), weights)
         wgrad = operations * shape * (1 + GROUPED_WGRAD_HALF_M / tokens) / (rate * GROUPED_WGRAD_SHARE)
         return forward + start_s, forward + start_s, np.maximum(wgrad, 4.0 * weights) + start_s
     tokens = norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
-    forward = gemm_s(problem, rate, tokens, outputs, inputs)
-    dgrad = gemm_s(problem, rate, tokens, inputs, outputs)
-    return forward, dgrad, gemm_s(problem, rate, outputs, inputs, tokens, accumulates=True)
+    forward = gemm_s(problem, rate, tokens, outputs, inputs, pace=pace)
+    dgrad = gemm_s(problem, rate, tokens, inputs, outputs, pace=pace)
+    return forward, dgrad, gemm_s(problem, rate, outputs, inputs, tokens, pace=pace, accumulates=True)
 
 
 def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:
@@ -231,7 +255,7 @@ def memory_traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> tu
 
 def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes moved to quantise the inputs of narrow GEMMs in one pass; zero for 16-bit plans."""
-    narrow = np.isin(batch.precision, [PRECISIONS.index(name) for name in NARROW_PEAK])
+    moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in PRECISIONS])[batch.precision]
     elements = np.zeros(len(batch))
     for linear in shape.linears:
         inputs, _ = local_sizes(linear, batch)
@@ -239,7 +263,7 @@ def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> Floats
             elements = elements + inputs * expert_tokens(problem, batch) * linear.copies / batch.ep
         else:
             elements = elements + inputs * rank_tokens(problem, batch)
-    return np.where(narrow, CAST_BYTES * elements, 0.0)
+    return moved * elements
 
 
 def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:
@@ -255,10 +279,11 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
         attention = _attention_s(problem, batch, block)
     if block is Block.MAMBA:
         scan = mamba_scan_flops_per_token(problem.model) * rank_tokens(problem, batch) / batch.tp
-        # The chunked scan alternates short products with memory-bound steps: a quarter of a GEMM's rate [judged].
-        scan_s = scan / (0.25 * gemm_rate(problem, batch))
+        # The chunked scan alternates short products with memory-bound steps, in 16 bits whatever the precision of the
+        # matrices: a quarter of a GEMM's rate [judged].
+        scan_s = scan / (0.25 * gemm_rate(problem, batch.with_precision("bf16")))
         attention = (scan_s, 2.5 * scan_s)
-    starts = ROUTING_S if block is Block.MOE else 0.0
+    starts = {Block.MOE: ROUTING_S, Block.MAMBA: SCAN_S}.get(block, 0.0)
     start_forward = (starts + KERNELS_FORWARD * KERNEL_START_S) * problem.calibration.memory_bound
     start_backward = (starts + KERNELS_BACKWARD * KERNEL_START_S) * problem.calibration.memory_bound
     traffic = memory_traffic_bytes(problem, batch, block)
@@ -301,7 +326,7 @@ def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     backward = gemm_s(problem, wide, tokens, hidden, columns)
     backward = backward + gemm_s(problem, wide, columns, hidden, tokens, accumulates=True)
     # Cross entropy reads and writes the logits about as often as their peak copies weigh (`modelling` C5).
-    loss = memory_bound_s(problem, 1.25 * framework.bytes_per_logit * entries)
+    loss = memory_bound_s(problem, (framework.bytes_moved_per_logit or 1.25 * framework.bytes_per_logit) * entries)
     # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
     wide_hidden = 2.0 * hidden
     joined = gemm_s(problem, wide, tokens, hidden / batch.tp, wide_hidden)

@@ -71,6 +71,12 @@ class BlockCost:
         return add_up(self.backward_s.values())
 
     @property
+    def work_s(self) -> Floats:
+        """What one micro-batch keeps the device's compute units busy with, in both passes."""
+        passes = (self.forward_s, self.backward_s)
+        return add_up(one[name] for one in passes for name in ("gemm", "attention", "memory_bound", "recompute"))
+
+    @property
     def total_repeat_s(self) -> Floats:
         """What recomputing the whole block adds to its backward pass."""
         return add_up(self.repeat_s.values())
@@ -125,10 +131,12 @@ def block_costs(problem: Problem, batch: PlanBatch) -> dict[Block, BlockCost]:
     """The cost of every kind of block that the model has."""
     topology = calibrated(problem)
     places = groups(batch)
-    return {
-        block: _block_cost(problem, batch, block, shape, topology, places)
-        for block, shape in block_shapes(problem.model).items()
-    }
+    costs: dict[Block, BlockCost] = {}
+    # Experts come last: their traffic may hide under the attention of another micro-batch.
+    for block, shape in sorted(block_shapes(problem.model).items(), key=lambda item: item[0] is Block.MOE):
+        beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
+        costs[block] = _block_cost(problem, batch, block, shape, topology, places, beside_s)
+    return costs
 
 
 def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
@@ -192,19 +200,52 @@ def _cp_s(
 
 
 def _ep_s(problem: Problem, batch: PlanBatch, topology: Topology, places: Groups) -> Floats:
-    """Exposed dispatch and combine of one MoE block in one pass: two all-to-all of the routed tokens."""
+    """Dispatch and combine of one MoE block in one pass: two all-to-all of the routed tokens."""
     moe = problem.model.moe
     assert moe is not None
     width = moe.latent_size or problem.model.hidden_size
-    routed = 2.0 * norm_tokens(problem, batch) * moe.experts_per_token * width
+    routed = norm_tokens(problem, batch) * moe.experts_per_token * width
     copies = moe.experts_per_token if problem.framework.dispatches_once else 1
-    exchange = 2 * all_to_all_s(topology, *places.ep, routed, copies)
+    dispatch = all_to_all_s(topology, *places.ep, problem.framework.bytes_per_dispatched * routed, copies)
+    exchange = dispatch + all_to_all_s(topology, *places.ep, 2.0 * routed, copies)
     # Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
     gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
     ones = np.ones(len(batch), dtype=np.int64)
     spread = 2 * all_gather_s(topology, ones, batch.etp, gathered)
     host = problem.calibration.host * problem.framework.host_s_per_collective
     return exchange + spread + 2 * host * (batch.ep > 1)
+
+
+def _unpaired_share(batch: PlanBatch) -> Floats:
+    """Share of a step's passes that no pass of another micro-batch runs beside, on the first stage.
+
+    Those of the warm-up, and one more: the first forward and the last backward are alone without a pipeline too
+    (`modelling` B4, E5; Megatron-LM core/pipeline_parallel/combined_1f1b.py).
+    """
+    warmup = 2 * (batch.pp - 1) + (batch.vp - 1) * batch.pp
+    return np.minimum((warmup + 1) / (batch.vp * batch.num_microbatches), 1.0)
+
+
+def _overlapped_ep_s(problem: Problem, batch: PlanBatch, ep_s: Floats, work_s: Floats) -> Floats:
+    """What shows in one pass of expert traffic that runs beside another micro-batch's layer.
+
+    Both passes of a layer have `work_s` to hide 2 `ep_s` under.  What hides costs the compute units that its kernels
+    occupy.
+    """
+    device, occupied = problem.cluster.device, problem.framework.expert_compute_units
+    hidden = np.minimum(ep_s, work_s / 2)
+    paired = ep_s - hidden * (1.0 - min(occupied / device.compute_units, 1.0))
+    alone = _unpaired_share(batch)
+    return np.where(batch.ep_overlap, alone * ep_s + (1.0 - alone) * paired, ep_s)
+
+
+def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Time in one pass of a MoE block that the device waits for the host to see the routing and launch the experts."""
+    framework, moe = problem.framework, problem.model.moe
+    assert moe is not None
+    waits = framework.moe_sync_s + framework.s_per_local_expert * moe.num_experts / batch.ep
+    is_static = batch.ep_overlap & (not framework.syncs_overlapped_experts)
+    return np.where(is_static, 0.0, problem.calibration.host * waits)
 
 
 def fsdp_s(
@@ -231,7 +272,13 @@ def fsdp_s(
 
 
 def _block_cost(
-    problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, topology: Topology, places: Groups
+    problem: Problem,
+    batch: PlanBatch,
+    block: Block,
+    shape: BlockShape,
+    topology: Topology,
+    places: Groups,
+    beside_s: Floats,
 ) -> BlockCost:
     framework = problem.framework
     kernels = kernel_times(problem, batch, block, shape)
@@ -245,7 +292,11 @@ def _block_cost(
     cp_forward, cp_backward = zeros, zeros
     if block in ATTENTION_BLOCKS:
         cp_forward, cp_backward = _cp_s(problem, batch, topology, places, attention_s)
-    ep = _ep_s(problem, batch, topology, places) if block is Block.MOE else zeros
+    ep, wait = zeros, zeros
+    if block is Block.MOE:
+        own_s = add_up(getattr(kernels, name) for name in kernels.__slots__)
+        ep = _overlapped_ep_s(problem, batch, _ep_s(problem, batch, topology, places), own_s + beside_s)
+        wait = _experts_wait_s(problem, batch)
     forward = {
         "gemm": kernels.gemm_forward_s,
         "attention": kernels.attention_forward_s,
@@ -268,14 +319,14 @@ def _block_cost(
     backward["recompute"] = selective_s(problem, batch, block, shape, kernels, forward_s)
     gathers, reductions = fsdp_s(problem, batch, topology, places, dense, expert)
     host_forward, host_backward = _launch_s(problem, batch, block)
-    _finish(framework, forward, gathers, host_forward)
+    _finish(framework, forward, gathers, host_forward, wait)
     repeated = backward | {"recompute": forward_s}
-    _finish(framework, backward, reductions, host_backward)
+    _finish(framework, backward, reductions, host_backward, wait)
     repeat = dict.fromkeys(TERMS, zeros)
     if (batch.recompute == FULL).any():
         again = problem.calibration.host * framework.host_s_per_block_forward
         again *= framework.host_factor_moe if block is Block.MOE else 1.0
-        _finish(framework, repeated, reductions, host_backward + again)
+        _finish(framework, repeated, reductions, host_backward + again, 2 * wait)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
     return BlockCost(forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=kernels.gemm_weight_s)
 
@@ -291,12 +342,12 @@ def _launch_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats,
     return forward, np.maximum(host * framework.host_s_per_block_backward, floor * 2 / 3)
 
 
-def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats) -> None:
-    """Add to the terms of one pass what shows of its parameter traffic and of its launches."""
+def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> None:
+    """Add to the terms of one pass what shows of its parameter traffic and of its launches, and what waits for them."""
     busy = add_up(terms.values())
     # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).
     terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.fsdp_unhidden_share * np.minimum(
         traffic, busy
     )
     # Launches run ahead of the device: only what the device waits for shows (`modelling` C6).
-    terms["launch"] = np.maximum(launch - busy - terms["fsdp_communication"], 0.0)
+    terms["launch"] = wait + np.maximum(launch - wait - busy - terms["fsdp_communication"], 0.0)

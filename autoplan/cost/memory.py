@@ -70,11 +70,12 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     head = np.where(has_table & model.tied_embeddings, 0.0, table) + norm_parameters(model)
     if model.num_mtp_layers:
         # Predictions embed their tokens again, beside the head (Megatron-LM gpt_model.py).
-        head = head + np.where(has_table, 0.0, table) + model.num_mtp_layers * 3 * norm_parameters(model)
-        dense += blocks.at_last(model.num_mtp_layers * 2 * model.hidden_size**2 / batch.tp)
+        layers = model.num_held_mtp_layers
+        head = head + np.where(has_table, 0.0, table) + layers * 3 * norm_parameters(model)
+        dense += blocks.at_last(layers * 2 * model.hidden_size**2 / batch.tp)
         for block in model.mtp_layer:
-            dense += blocks.at_last(model.num_mtp_layers * held[block][0])
-            expert += blocks.at_last(model.num_mtp_layers * held[block][1])
+            dense += blocks.at_last(layers * held[block][0])
+            expert += blocks.at_last(layers * held[block][1])
     ends += blocks.at_last(head)
     return StageParameters(dense=dense + ends, expert=expert, ends=ends)
 

@@ -78,6 +78,7 @@ def _check_model(model: ModelSpec) -> None:
         (model.layer_pattern is not None, "a layer_pattern (hybrid models have their own pretrain_hybrid.py)"),
         (model.position_embedding == "alibi", "position_embedding 'alibi'"),
         (model.num_mtp_layers > 0 and model.position_embedding == "learned", "num_mtp_layers with learned positions"),
+        (model.shares_mtp_layer, "shares_mtp_layer"),
         (model.norms_per_block != 1, "norms_per_block 2"),
         (model.embedding_norm, "embedding_norm"),
         (model.norm == "layernorm" and not model.norm_bias, "a layernorm without bias"),
@@ -265,6 +266,8 @@ def _overlap(plan: ParallelPlan) -> list[Line]:
         words.append("--overlap-param-gather")
     if plan.tp_overlap:
         words.append("--tp-comm-overlap")
+    if plan.ep_overlap:
+        words.append("--overlap-moe-expert-parallel-comm")
     return [words] if words else []
 
 

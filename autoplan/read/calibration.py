@@ -24,7 +24,7 @@ def built_in_calibration(framework: Framework, generation: str) -> Calibration:
 
     The reference with its wide spread where neither was measured.
     """
-    return _shipped(f"{framework.name}-{generation}") or _shipped(generation) or Calibration()
+    return _shipped(f"{framework.calibration_name}-{generation}") or _shipped(generation) or Calibration()
 
 
 def load_calibration(path: Path) -> Calibration:

@@ -1,7 +1,8 @@
 """What was run?  A table of measured runs, row by row, as problems and plans.
 
 Only the columns that describe a configuration are read: an id is copied, and a source, a status or a measured value
-is never looked at.  Blank columns take stated defaults, which every run lists.
+is never looked at; of a note only the switches that it lists.  Blank columns take stated defaults, which every run
+lists.
 """
 
 from __future__ import annotations
@@ -330,7 +331,19 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         precision=problem.training.precision,
         offload="optimizer" if offload else "none",
         tp_overlap=problem.framework.tp_overlap_share > 0,
+        ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp),
     )
+
+
+def _overlaps_experts(problem: Problem, pp: int, vp: int) -> bool:
+    """Whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
+
+    Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving
+    (core/transformer/transformer_config.py, overlap_moe_expert_parallel_comm).
+    """
+    framework = problem.framework
+    can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))
+    return can and problem.training.precision in framework.overlaps_experts
 
 
 def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:

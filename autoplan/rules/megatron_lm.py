@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import (
     CP_KINDS,
+    FULL,
     OFFLOADS,
     PRECISIONS,
     RECOMPUTE_MODULES,
@@ -126,6 +127,12 @@ def _sp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _tp_overlap(setting: Setting, batch: PlanBatch) -> Bools:
     return ~batch.tp_overlap | batch.sp
+
+
+def _ep_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    repeats = (batch.recompute == FULL) | batch.repeats("moe")
+    layers = (setting.model.num_mtp_layers <= 1) & (setting.model.mamba is None)
+    return ~batch.ep_overlap | (layers & (batch.ep > 1) & ((batch.pp == 1) | (batch.vp > 1)) & ~repeats)
 
 
 # -- pipeline ---------------------------------------------------------------------------------------------------------
@@ -334,6 +341,14 @@ RULES: tuple[Rule, ...] = (
         f"{_ARGUMENTS}:1441",
         _tp_overlap,
         lambda s, p: "tp_overlap needs sp: add sp or leave tp_overlap out",
+    ),
+    _rule(
+        f"{_CONFIG}:3002",
+        _ep_overlap,
+        lambda s, p: (
+            f"ep_overlap needs ep > 1, vp > 1 in a pipeline, no recompute of the experts and no Mamba layers, got ep "
+            f"{p.ep} pp {p.pp} vp {p.vp} recompute {p.recompute!r}: leave ep_overlap out"
+        ),
     ),
     _rule(
         "core/pipeline_parallel/schedules.py:53",

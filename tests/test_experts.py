@@ -1,0 +1,103 @@
+"""What mixtures of experts wait for: the host, and traffic that other micro-batches hide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoplan.cost.compute import gemm_pace, gemm_rate
+from autoplan.cost.layer import _experts_wait_s, _overlapped_ep_s, _unpaired_share
+from autoplan.curves import GemmCurve
+from autoplan.model import Experts, ModelSpec
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.calibration import built_in_calibration
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import framework_called, load_framework
+from autoplan.timing import Calibration
+from autoplan.training import TrainingSpec
+
+MODEL = ModelSpec(
+    name="moe",
+    num_layers=8,
+    hidden_size=1024,
+    vocab_size=32000,
+    num_heads=8,
+    moe=Experts(num_experts=32, experts_per_token=2, expert_ffn_size=512),
+)
+FRAMEWORK = replace(
+    load_framework("megatron-core"), moe_sync_s=1e-3, s_per_local_expert=1e-5, expert_compute_units=33
+)  # a quarter of the 132 units of an H100
+PROBLEM = Problem(
+    model=MODEL,
+    training=TrainingSpec(seq_len=4096),
+    cluster=load_cluster("h100-sxm:1x8"),
+    framework=FRAMEWORK,
+    calibration=Calibration(host=2.0),
+)
+
+
+def batch_of(**changes: object) -> PlanBatch:
+    values: dict[str, object] = {"global_batch": 32, "ep": 8, "dp_shard": 8, "sharding": "zero1"}
+    return PlanBatch.of([ParallelPlan(**(values | changes))], MODEL.num_layers)  # type: ignore[arg-type]
+
+
+def test_every_pass_waits_for_the_host_and_for_the_kernels_of_each_local_expert() -> None:
+    assert _experts_wait_s(PROBLEM, batch_of())[0] == pytest.approx(2.0 * (1e-3 + 4 * 1e-5))
+
+
+def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
+    graphed = replace(PROBLEM, framework=replace(FRAMEWORK, syncs_overlapped_experts=False))
+    assert _experts_wait_s(graphed, batch_of(ep_overlap=True))[0] == 0.0
+    assert _experts_wait_s(graphed, batch_of())[0] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 1 / 4),  # four micro-batches: the first forward and the last backward are alone
+        ({"pp": 2, "vp": 2, "schedule": "interleaved", "ep": 4, "dp_shard": 4, "global_batch": 32}, 5 / 16),
+    ],
+)
+def test_warm_up_runs_beside_nothing(changes: dict[str, object], share: float) -> None:
+    assert _unpaired_share(batch_of(**changes))[0] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("work_s", "paired_s"), [(4.0, 0.25), (1.0, 0.5 + 0.125)])
+def test_paired_traffic_costs_what_it_cannot_hide_and_the_units_it_takes(work_s: float, paired_s: float) -> None:
+    """1 s of traffic a pass: all of it, or half of it, hides, at a quarter of the device."""
+    traffic, work = np.array([1.0]), np.array([work_s])
+    assert _overlapped_ep_s(PROBLEM, batch_of(), traffic, work)[0] == 1.0
+    shown = _overlapped_ep_s(PROBLEM, batch_of(ep_overlap=True), traffic, work)[0]
+    assert shown == pytest.approx(1 / 4 + 3 / 4 * paired_s)
+
+
+def test_a_short_k_costs_more_the_faster_the_type() -> None:
+    curve = GemmCurve(half_m=0.0, half_n=0.0, half_k=128.0, half_output=0.0)
+    size = np.array([1024.0])
+    assert curve.slowdown(size, size, size)[0] == pytest.approx(1.125)
+    assert curve.slowdown(size, size, size, 2.0)[0] == pytest.approx(1.25)
+
+
+def test_eight_bits_run_at_less_than_twice_the_pace_of_sixteen() -> None:
+    batch = batch_of(precision="fp8")
+    assert gemm_pace(PROBLEM, batch, gemm_rate(PROBLEM, batch))[0] == pytest.approx(0.96 * 1978.9 / 989.4)
+    wide = batch_of()
+    assert gemm_pace(PROBLEM, wide, gemm_rate(PROBLEM, wide))[0] == 1.0
+
+
+def test_a_later_version_shares_the_calibration_of_its_framework() -> None:
+    later, earlier = (framework_called(f"Megatron-Bridge/Megatron-Core {v}", "2026") for v in ("26.08", "26.04"))
+    assert later is not None
+    assert earlier is not None
+    assert (later.name, earlier.name) == ("nemo-26.06", "nemo")
+    assert built_in_calibration(later, "blackwell") == built_in_calibration(earlier, "blackwell")
+
+
+def test_predictions_that_share_a_layer_hold_it_once() -> None:
+    apart = replace(MODEL, num_mtp_layers=2)
+    assert apart.num_held_mtp_layers == 2
+    assert replace(apart, shares_mtp_layer=True).num_held_mtp_layers == 1
+    assert replace(MODEL, shares_mtp_layer=True).num_held_mtp_layers == 0
