@@ -186,7 +186,8 @@ def by_key(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
 class Fits:
     """Calibrations of every framework on every generation, from all cases or without some of them.
 
-    Runs that are too few for a factor of their own share one with the others of the generation.
+    Runs that are too few for a factor of their own share one with the others of the generation.  Factors are 1 where
+    fitted ones bring the runs that they are fitted to no closer once each of their folds is left out in turn.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -195,6 +196,7 @@ class Fits:
         for case in cases:
             self._shared[case.generation].append(case)
         self._models: dict[object, tuple[Calibration, Linearised]] = {}
+        self._plain = {key: log_errors(some, Calibration()) for key, some in self._cases.items()}
 
     def whole(self, key: tuple[str, str]) -> Calibration:
         """From all runs."""
@@ -204,19 +206,38 @@ class Fits:
         """From the runs whose ids are not left out."""
         own = self._cases[key]
         kept = [at for at, case in enumerate(own) if case.run.id not in left_out]
+        plain = np.median(np.abs(self._plain[key][kept])) if kept else np.inf
         if len(kept) >= RUNS_PER_FACTOR:
-            return self._fit(key, own, factors_for(len(kept)), kept)
+            whole, model = self._model(key, own, factors_for(len(kept)))
+            if np.median(np.abs(_inner_errors(model, own, kept))) >= plain:
+                return Calibration()
+            return whole if len(kept) == len(own) else model.fit(Calibration(), kept)
         shared = self._shared[key[1]]
-        kept = [at for at, case in enumerate(shared) if case.run.id not in left_out]
-        return self._fit(key[1], shared, FACTORS[:1], kept) if len(kept) >= RUNS_PER_FACTOR else Calibration()
+        rest = [at for at, case in enumerate(shared) if case.run.id not in left_out]
+        if len(rest) < RUNS_PER_FACTOR:
+            return Calibration()
+        calibration = self._model(key[1], shared, FACTORS[:1])[1].fit(Calibration(), rest)
+        some = [own[at] for at in kept]
+        return calibration if not some or np.median(np.abs(log_errors(some, calibration))) < plain else Calibration()
 
-    def _fit(self, key: object, cases: Sequence[Case], names: tuple[str, ...], kept: Sequence[int]) -> Calibration:
+    def _model(self, key: object, cases: Sequence[Case], names: tuple[str, ...]) -> tuple[Calibration, Linearised]:
         if (key, names) not in self._models:
             runs = [case.measured for case in cases]
             whole = fit(runs, Calibration(), names)
             self._models[key, names] = whole, Linearised(runs, names, whole)
-        whole, model = self._models[key, names]
-        return whole if len(kept) == len(cases) else model.fit(Calibration(), kept)
+        return self._models[key, names]
+
+
+def _inner_errors(model: Linearised, cases: Sequence[Case], kept: Sequence[int]) -> Floats:
+    """Errors of the runs at `kept`, each under a fit to those of the other folds."""
+    folds: dict[str, list[int]] = defaultdict(list)
+    for at in kept:
+        folds[cases[at].fold].append(at)
+    errors = []
+    for fold in folds.values():
+        rest = [at for at in kept if at not in set(fold)]
+        errors.append(model.log_errors(model.fit(Calibration(), rest) if rest else Calibration(), fold))
+    return np.concatenate(errors)
 
 
 def log_errors(cases: Sequence[Case], calibration: Calibration) -> Floats:
@@ -280,29 +301,15 @@ def in_fit(cases: Sequence[Case], make: Callable[[tuple[str, str]], Calibration]
     return steps
 
 
-def _how(helps: bool) -> str:
-    return "with a model left out" if helps else "with factors of 1, which fitted ones do not improve on"
-
-
-def _errors_of(cases: Sequence[Case], steps: Steps) -> dict[str, float]:
-    """log(measured / predicted) by id."""
-    return {case.run.id: float(np.log(case.measured.step_s / steps[case.run.id][0])) for case in cases}
-
-
 def ship(cases: Sequence[Case]) -> None:
-    """Write the calibration of every framework and generation, with the spread of runs that it has not seen.
-
-    Its factors are 1 where fitted ones bring runs that they have not seen no closer.
-    """
+    """Write the calibration of every framework and generation, with the spread of runs that it has not seen."""
     fits = Fits(cases)
     unseen = left_out(cases, fits, lambda case: case.fold)
-    plain = in_fit(cases, lambda key: Calibration())
     for key, some in by_key(cases).items():
         if len(some) < RUNS_PER_FACTOR:
             continue
-        fitted, unfitted = (_errors_of(some, steps) for steps in (unseen, plain))
-        helps = np.median(np.abs(list(fitted.values()))) < np.median(np.abs(list(unfitted.values())))
-        calibration, errors = (fits.whole(key), fitted) if helps else (Calibration(), unfitted)
+        calibration = fits.whole(key)
+        errors = {case.run.id: float(np.log(case.measured.step_s / unseen[case.run.id][0])) for case in some}
         median = 100 * float(np.median(np.abs(np.expm1(list(errors.values())))))
         spreads = {case.measured.plan.pp > 1: spread_of_kind(case, some, errors) for case in some}
         sources = ", ".join(sorted({case.source for case in some}))
@@ -312,7 +319,7 @@ def ship(cases: Sequence[Case]) -> None:
             time_spread=spreads.get(False) or spreads[True],
             pipeline_time_spread=spreads.get(True),
             memory_spread=some[0].measured.problem.calibration.memory_spread,
-            sources=(f"{len(some)} runs ({sources}): median error {median:.1f} % {_how(helps)}",),
+            sources=(f"{len(some)} runs ({sources}): median error {median:.1f} % with a model left out",),
         )
         write_text(PRESETS / f"{'-'.join(key)}.toml", calibration_text(calibration), force=True)
         print(f"{calibration.name}: {calibration.sources[0]}")

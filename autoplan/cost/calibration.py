@@ -92,6 +92,11 @@ class Linearised:
         slopes = [(np.log(pricer.calibrated_s(other)) - log_steps) / _NUDGE for other in moved]
         self._slopes = np.stack(slopes, axis=1)
 
+    def log_errors(self, calibration: Calibration, rows: Sequence[int] | slice = slice(None)) -> Floats:
+        """log(predicted / measured) of the runs at `rows` under a calibration with other values of the factors."""
+        logs = np.log([getattr(calibration, name) for name in self.names])
+        return self._errors[rows] + self._slopes[rows] @ (logs - self._at)
+
     def fit(self, base: Calibration, rows: Sequence[int] | slice = slice(None)) -> Calibration:
         """`base` with the factors under which the runs at `rows` are likeliest."""
         from scipy.optimize import least_squares
