@@ -83,11 +83,16 @@ def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict
     none: dict[str, object] = {"recompute": "none", "recompute_num_layers": None}
     none["recompute_modules"] = ParallelPlan(global_batch=1).recompute_modules
     half = max(max(chunk_layers(plan, problem.model.num_layers)) // 2, plan.recompute_num_layers or 1)
-    named = RECOMPUTE_MODULES if plan.recompute == "none" else ()
+    named = _named(problem) if plan.recompute == "none" else ()
     for text in (*named, f"full:{half}", "full"):
         fields = none | parse_recompute(text)
-        layers = "all layers" if text == "full" else f"{half} layers of a chunk"
-        yield f"recompute {layers if text.startswith('full') else text}", fields
+        words = {"full": "all layers", f"full:{half}": f"{half} layers of a chunk", "selective": "selectively"}
+        yield f"recompute {words.get(text, text)}", fields
+
+
+def _named(problem: Problem) -> tuple[str, ...]:
+    """What selective recomputation may be asked for: parts of a layer by name, or what the framework makes of it."""
+    return RECOMPUTE_MODULES if problem.framework.rules == "megatron-lm" else ("selective",)
 
 
 def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.cost.estimate import estimate
-from autoplan.plan import DEGREES, ParallelPlan, PlanBatch, parse_recompute
+from autoplan.plan import DEGREES, RECOMPUTE_MODULES, ParallelPlan, PlanBatch, parse_recompute
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.rules import Setting, broken
+from autoplan.rules import Setting, broken, universal
 from autoplan.rules.megatron_lm import RULES
 from autoplan.training import TrainingSpec
 from search.knobs import memory_knobs
@@ -95,3 +95,11 @@ def test_a_layer_moves_from_the_stage_that_needs_most_to_the_one_that_needs_leas
     assert moved.plan.plan.layers_per_chunk is not None
     assert sum(moved.plan.plan.layers_per_chunk) == 32
     assert moved.plan.plan == dataclasses.replace(plan, layers_per_chunk=moved.plan.plan.layers_per_chunk)
+
+
+def test_a_framework_without_named_parts_is_offered_what_it_calls_selective() -> None:
+    problem = dataclasses.replace(problem_of("llama3-8b"), framework=load_framework("torchtitan"))
+    plan = ParallelPlan(global_batch=256, micro_batch=4, dp_shard=32, sharding="zero3")
+    changes = {knob.change for knob in memory_knobs(problem, plan, universal.RULES_ALONE)}
+    assert "recompute selectively" in changes
+    assert not any(module in change for change in changes for module in RECOMPUTE_MODULES)
