@@ -55,6 +55,7 @@ MEMORY_TRAITS = (
     "reserved_factor",
     "selective_recompute_share",
 )
+LEAST_OOM = 10  # runs, for a spread of verdicts
 ROWS_PER_TRAIT = 15  # at least, of a framework on one generation of devices
 STEPS = (2.0, 1.4, 1.15, 1.05, 1.02)  # factors by which a trait is moved while it is fitted
 
@@ -311,6 +312,26 @@ def show_spreads(cases: Sequence[Case], said: Predicted) -> None:
             stated = cases[which[0]].problem.calibration.memory_spread
             name = " on ".join(key)
             print(f"  {name:36}{len(which):5d} runs {np.quantile(errors, 0.9) / 1.645:6.3f}, stated {stated:.3f}")
+    print("\nspread under which verdicts are likeliest, where ten runs or more ran out of memory")
+    for key in sorted({case.key for case in cases}):
+        which = [at for at, case in enumerate(cases) if case.key == key]
+        some = [cases[at] for at in which]
+        if sum(case.is_oom for case in some) >= LEAST_OOM:
+            stated = some[0].problem.calibration.memory_spread
+            found = likeliest_spread(some, stated * said.oom_z[which])
+            print(f"  {' on '.join(key):36}{len(some):5d} runs {found:6.3f}, stated {stated:.3f}")
+
+
+def likeliest_spread(cases: Sequence[Case], log_ratio: Floats) -> float:
+    """The spread that gives the verdicts the largest likelihood, for log(predicted / capacity) of every case."""
+
+    def log_likelihood(spread: float) -> float:
+        says_oom = np.array([0.5 * math.erfc(-value / spread / math.sqrt(2)) for value in log_ratio])
+        happened = np.array([case.is_oom for case in cases])
+        # No verdict is surer than one of a thousand.
+        return float(np.log(np.clip(np.where(happened, says_oom, 1.0 - says_oom), 1e-3, None)).sum())
+
+    return max((step / 200 for step in range(2, 61)), key=log_likelihood)
 
 
 def show_source(source: str, cases: Sequence[Case], worst: int) -> None:

@@ -239,3 +239,13 @@ def test_the_command_writes_a_table_and_keeps_to_the_rules_of_outputs(
         command(runs=runs, out=tmp_path, force=True)
     with pytest.raises(InputError, match="cannot be written"):
         command(runs=runs, out=Path("/proc/out.csv"))
+
+
+def test_a_run_under_an_unknown_framework_is_less_sure_to_fit(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(table(LLAMA, {**LLAMA, "id": "mine-2", "framework": "Homegrown"}))
+    known, unknown = read_runs(path)
+    assert known.problem is not None
+    assert unknown.problem is not None
+    assert unknown.problem.calibration.memory_spread > 2 * known.problem.calibration.memory_spread
+    assert any("framework treated as" in note for note in unknown.filled)

@@ -23,7 +23,7 @@ from autoplan.files import read_text
 from autoplan.model import Experts, ModelSpec
 from autoplan.plan import ParallelPlan, Recompute, Sharding
 from autoplan.problem import Problem
-from autoplan.read.calibration import built_in_calibration
+from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.framework import framework_called, load_framework
 from autoplan.read.model import load_model, preset_models
@@ -146,6 +146,7 @@ def _run(cells: dict[str, str]) -> Run:
 
 def _problem(row: _Row) -> Problem:
     framework = framework_called(row.text("framework", "?"), row.text("year", "?"))
+    is_known = framework is not None
     if framework is None:
         framework = load_framework(DEFAULT_FRAMEWORK)
         row.filled.append(f"framework treated as {DEFAULT_FRAMEWORK}")
@@ -166,7 +167,7 @@ def _problem(row: _Row) -> Problem:
         training=training,
         cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework, cluster.device.generation),
+        calibration=built_in_calibration(framework, cluster.device.generation) if is_known else UNKNOWN_FRAMEWORK,
     )
 
 
