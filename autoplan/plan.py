@@ -25,6 +25,8 @@ ContextParallelKind = Literal["ring", "all_to_all"]
 Offload = Literal["none", "optimizer", "activations"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+# Indices of the schedules that put off the weight gradients; they have no closed form.
+SPLIT_SCHEDULES = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe-v"))
 SHARDINGS: tuple[str, ...] = get_args(Sharding)
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
@@ -66,9 +68,8 @@ class ParallelPlan:
     sharding: Sharding = "zero1"
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = DEFAULT_RECOMPUTE_MODULES  # what selective recomputation repeats
-    recompute_num_layers: int | None = (
-        None  # of every chunk, its first ones, that full recomputation repeats; None: all
-    )
+    # Of every chunk, how many of its first layers full recomputation repeats; None: all.
+    recompute_num_layers: int | None = None
     precision: Precision = "bf16"
     offload: Offload = "none"
     tp_overlap: bool = False

@@ -257,8 +257,8 @@ class Calibration:
     """Multiplicative factors on the time of each component, and the residual spread that remains.
 
     A factor of 1 is the reference model.  The spreads are standard deviations of log(measured / predicted); the 90 %
-    interval of a step time is exp(+-1.645 time_spread) around the prediction, and the probability of running out of
-    memory follows from `memory_spread`.
+    interval of a step time is exp(+-1.645 time_spread) around the prediction (`pipeline_time_spread` for plans with
+    several stages), and the probability of running out of memory follows from `memory_spread`.
     """
 
     name: str = "reference"

@@ -363,7 +363,8 @@ def show_folds(cases: Sequence[Case], scoring: Scoring) -> None:
     """Scores of calibrations that have not seen what they are judged on, and of fewer factors."""
     enough = {key: len(some) for key, some in by_key(cases).items() if len(some) >= RUNS_PER_FACTOR}
     counts = {" on ".join(key): len(factors_for(size)) for key, size in enough.items()}
-    print(f"{sum(counts.values())} factors: {', '.join(f'{name} {count}' for name, count in counts.items())}\n")
+    print("Fits are of factors; traits that presets list as fitted stay as they ship, with all runs in view.")
+    print(f"{sum(counts.values())} factors at most: {', '.join(f'{name} {count}' for name, count in counts.items())}\n")
     fits = Fits(cases)
     for title, steps in (
         ("In fit", in_fit(cases, fits.whole)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.cost.estimate import estimate
@@ -62,10 +62,11 @@ def cases(draw: st.DrawFn) -> tuple[Problem, ParallelPlan]:
 def test_every_knob_is_legal_and_frees_what_it_says(case: tuple[Problem, ParallelPlan]) -> None:
     problem, plan = case
     setting = setting_of(problem)
-    if broken(RULES, setting, plan):
-        return
+    assume(not broken(RULES, setting, plan))
     before = estimate(problem, PlanBatch.of([plan], problem.model.num_layers)).memory_bytes[0]
-    for knob in memory_knobs(problem, plan, RULES):
+    knobs = memory_knobs(problem, plan, RULES)
+    assert knobs
+    for knob in knobs:
         assert not broken(RULES, setting, knob.plan.plan), knob.change
         assert knob.plan.plan.num_devices == 32
         assert before - knob.plan.memory_bytes == pytest.approx(knob.freed_bytes)

@@ -27,7 +27,7 @@ from autoplan.cost.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
 from autoplan.framework import Framework
 from autoplan.model import Block
-from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import CostEstimate, StageCost, probability_above
 
@@ -205,7 +205,7 @@ def _run_in_order(problem: Problem, laid: _Stages, message: Floats) -> Iterator[
 
 def _needs_order(batch: PlanBatch) -> NDArray[np.bool_]:
     """Which plans have a schedule that splits the backward pass: a function of the plan alone."""
-    return batch.schedule >= SCHEDULES.index("zb-h1")
+    return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
 def _chunk_times(
@@ -309,7 +309,8 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     if problem.model.tied_embeddings and stages > 1:
         table = wire * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
         ends = (places.pp[0] * (stages - 1), np.full(len(batch), 2, dtype=np.int64))
-        exposed = exposed + all_reduce_s(topology, *ends, table)
+        # The rank that begins and ends a V has one table.
+        exposed = exposed + np.where(laid.blocks.is_last[:, 0], 0.0, all_reduce_s(topology, *ends, table))
 
     is_sharded = batch.sharding >= zero1
     own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]

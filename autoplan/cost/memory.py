@@ -21,7 +21,7 @@ from autoplan.cost.order import chunks_of_ranks, live_chunks
 from autoplan.cost.recompute import NARROW_BYTES, activation_parts, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.model import Block
-from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch, Schedule
+from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, Schedule
 from autoplan.problem import Problem
 
 Floats = NDArray[np.float64]
@@ -181,7 +181,7 @@ def _unlike_chunks(
     batch: PlanBatch, blocks: StageBlocks, depths: Floats
 ) -> Iterator[tuple[Ints, int, int, Schedule, int]]:
     """(plans, their layout, repeated layers, schedule, micro-batches) where live counts alone do not tell the peak."""
-    split = batch.schedule >= SCHEDULES.index("zb-h1")  # no closed form
+    split = np.isin(batch.schedule, SPLIT_SCHEDULES)
     several = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))))
     # More micro-batches than fill the pipeline three times keep no more alive.
     filled = _FILLED * blocks.num_stages
