@@ -18,19 +18,69 @@ from autoplan.units import check_positive
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-Operation = Literal["gemm", "attention", "experts", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Operation = Literal[
+    "gemm",
+    "dgrad",
+    "wgrad",
+    "attention",
+    "attention_backward",
+    "experts",
+    "experts_backward",
+    "norm",
+    "norm_backward",
+    "rope",
+    "swiglu",
+    "swiglu_backward",
+    "cross_entropy",
+    "optimizer",
+    "layer",
+    "layer_backward",
+    "head",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send_recv",
+]
 
-# What the numbers of a shape are, by operation.  A GEMM multiplies m x k by k x n.  `attention` is a causal forward
-# pass over `batch` sequences, with a window of 0 for none.  `experts` is the forward pass of all routed experts of
-# one rank.  The buffer of a collective is the whole one: what an all-gather ends with, a reduce-scatter begins with.
+_PRODUCT = ("m", "n", "k")
+_ATTENTION = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window")
+_EXPERTS = ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep")
+_LAYER = ("batch", "seq_len", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "tp")
+_GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
+
+# What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
+# `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
+# with a window of 0 for none.  `experts` are all routed experts of one rank.  `rope`, `cross_entropy` and `head`
+# (logits and loss) are both ways together, `optimizer` is one Adam step, `layer` is what one rank of `tp` computes for
+# a whole gated transformer layer, without collectives.  A group of a collective has `devices_per_domain` members in
+# each scale-up domain that it touches, and `num_groups` such groups work at once; its buffer is the whole one: what an
+# all-gather ends with, a reduce-scatter begins with.
 SHAPES: dict[Operation, tuple[str, ...]] = {
-    "gemm": ("m", "n", "k"),
-    "attention": ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window"),
-    "experts": ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep"),
-    "all_reduce": ("num_devices", "buffer_bytes"),
-    "all_gather": ("num_devices", "buffer_bytes"),
-    "reduce_scatter": ("num_devices", "buffer_bytes"),
-    "all_to_all": ("num_devices", "buffer_bytes"),
+    "gemm": _PRODUCT,
+    "dgrad": _PRODUCT,
+    "wgrad": _PRODUCT,
+    "attention": _ATTENTION,
+    "attention_backward": _ATTENTION,
+    "experts": _EXPERTS,
+    "experts_backward": _EXPERTS,
+    "norm": ("tokens", "hidden_size"),
+    "norm_backward": ("tokens", "hidden_size"),
+    "rope": ("tokens", "num_heads", "head_dim"),
+    "swiglu": ("tokens", "ffn_size"),
+    "swiglu_backward": ("tokens", "ffn_size"),
+    "cross_entropy": ("tokens", "vocab_size"),
+    "optimizer": ("num_parameters",),
+    "layer": _LAYER,
+    "layer_backward": _LAYER,
+    "head": ("tokens", "hidden_size", "vocab_size"),
+    "all_reduce": _GROUP,
+    "all_gather": _GROUP,
+    "reduce_scatter": _GROUP,
+    "all_to_all": _GROUP,
+    "broadcast": _GROUP,
+    "send_recv": _GROUP,
 }
 
 
@@ -58,22 +108,22 @@ class Measurement:
 Provenance = Literal["measured", "interpolated", "reference", "datasheet"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 
-# Along which of its numbers an operation is interpolated.  `line` is the size that grows with the batch: it may be
-# measured at other points for every combination of the rest, and beyond its largest point the rate stays what it was
-# there (`modelling` C8).  `grid` is interpolated where all neighbours were measured.  The rest must match: kernels and
-# algorithms change with them.
-_LINE: dict[Operation, int] = {
-    "gemm": 0,
-    "attention": 1,
-    "experts": 0,
-    "all_reduce": 1,
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_to_all": 1,
+# Along which of its numbers an operation is interpolated.  Its line, the first of `_LINES` that it has, is the size
+# that grows with the batch: it may be measured at other points for every combination of the rest, and beyond its
+# largest point the rate stays what it was there (`modelling` C8).  The sizes in `_GRIDS` are interpolated where all
+# neighbours were measured.  The rest must match: kernels and algorithms change with them.
+_LINES = ("m", "tokens", "seq_len", "num_parameters", "buffer_bytes")
+_GRIDS = {
+    _PRODUCT: ("n", "k"),
+    _ATTENTION: ("batch", "num_heads"),
+    _EXPERTS: ("hidden_size", "ffn_size"),
+    _LAYER: ("batch",),
+    ("tokens", "hidden_size"): ("hidden_size",),
+    ("tokens", "ffn_size"): ("ffn_size",),
+    ("tokens", "vocab_size"): ("vocab_size",),
 }
-_GRID: dict[Operation, tuple[int, ...]] = {"gemm": (1, 2), "attention": (0, 2), "experts": (1, 2)}
 # Power with which the work of an operation grows along its line: attention computes seq_len squared.
-_WORK_POWER: dict[Operation, float] = {"attention": 2.0}
+_WORK_POWER: dict[Operation, float] = {"attention": 2.0, "attention_backward": 2.0}
 
 _SPAN = 64.0  # between the keys of two lines: above the logarithm of any size
 
@@ -152,12 +202,15 @@ def burst_factors(device: DeviceSpec) -> dict[Operation, float]:
     """How much longer operations take in training than in short benchmarks at burst clocks (`modelling` C2, C9)."""
     gemm = device.gemm.burst_efficiency / device.gemm_efficiency
     attention = device.attention.burst_efficiency / device.attention.efficiency
-    return {"gemm": gemm, "experts": gemm, "attention": attention}
+    products: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad", "experts", "experts_backward")
+    return {**dict.fromkeys(products, gemm), "attention": attention, "attention_backward": attention}
 
 
 def _columns(operation: Operation) -> tuple[int, tuple[int, ...], list[int]]:
     """(line, grid, matched) columns of the shapes of an operation."""
-    line, grid = _LINE[operation], _GRID.get(operation, ())
+    names = SHAPES[operation]
+    line = next(names.index(name) for name in _LINES if name in names)
+    grid = tuple(names.index(name) for name in _GRIDS.get(names, ()))
     return line, grid, [at for at in range(len(SHAPES[operation])) if at != line and at not in grid]
 
 

@@ -74,8 +74,8 @@ def test_a_gemm_is_read_in_seconds_under_the_shipped_device(tmp_path: Path) -> N
 def test_messages_are_counted_in_elements_and_read_in_bytes(tmp_path: Path) -> None:
     write(tmp_path, "h100_sxm/comm/nccl/2.29/nccl_perf.parquet", NCCL)
     reduce, exchange = read_measurements(tmp_path)
-    assert (reduce.operation, reduce.shape, reduce.dtype) == ("all_reduce", (8, 2048), "fp16")
-    assert (exchange.operation, exchange.shape, exchange.seconds) == ("all_to_all", (4, 1024), 2e-3)
+    assert (reduce.operation, reduce.shape, reduce.dtype) == ("all_reduce", (8, 8, 1, 2048), "fp16")
+    assert (exchange.operation, exchange.shape, exchange.seconds) == ("all_to_all", (4, 4, 1, 1024), 2e-3)
 
 
 def test_attention_of_older_tables_has_no_window(tmp_path: Path) -> None:

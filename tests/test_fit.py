@@ -123,7 +123,7 @@ def test_repeats_of_a_shape_are_one_point() -> None:
 
 def test_all_collectives_are_points_of_one_curve() -> None:
     def measured(operation: str, size: int) -> Measurement:
-        return Measurement(operation=operation, shape=(8, size), dtype="fp16", device="lab", seconds=1.0)  # type: ignore[arg-type]
+        return Measurement(operation=operation, shape=(8, 8, 1, size), dtype="fp16", device="lab", seconds=1.0)  # type: ignore[arg-type]
 
     points = fit.collective_points([measured("all_to_all", 64), measured("all_reduce", 32)])
     assert points.shapes.tolist() == [[2, 0, 8, 32], [1, 1, 8, 64]]

@@ -60,8 +60,8 @@ def test_beyond_the_largest_batch_the_rate_stays() -> None:
     assert seconds(GRID, "gemm", 16384, 512, 512) == pytest.approx(4 * power_law(4096, 512, 512))
     table = TimingTable.of([measured("attention", (1, 4096, 32, 8, 128, 0), 1.0)])
     assert seconds(table, "attention", 1, 8192, 32, 8, 128, 0) == pytest.approx(4.0)  # seq_len squared
-    table = TimingTable.of([measured("all_reduce", (8, 2**29), 1.0)])
-    assert seconds(table, "all_reduce", 8, 2**31) == pytest.approx(4.0)
+    table = TimingTable.of([measured("all_reduce", (8, 8, 1, 2**29), 1.0)])
+    assert seconds(table, "all_reduce", 8, 8, 1, 2**31) == pytest.approx(4.0)
 
 
 def test_a_missing_neighbour_refuses_only_what_needs_it() -> None:
@@ -86,14 +86,15 @@ def test_head_sizes_and_windows_must_match(shape: tuple[int, ...]) -> None:
 
 
 def test_group_sizes_of_collectives_must_match() -> None:
-    table = TimingTable.of(measured("all_gather", (size, 2**20), 1.0) for size in (2, 8))
-    assert np.isnan(seconds(table, "all_gather", 4, 2**20))
+    table = TimingTable.of(measured("all_gather", (size, size, 1, 2**20), 1.0) for size in (2, 8))
+    assert np.isnan(seconds(table, "all_gather", 4, 4, 1, 2**20))
+    assert np.isnan(seconds(table, "all_gather", 8, 1, 1, 2**20))
 
 
 def test_other_types_and_operations_are_refused() -> None:
     shapes = np.array([[256, 512, 1024]])
     assert np.isnan(GRID.lookup("gemm", "fp8", shapes).seconds).all()
-    assert np.isnan(seconds(GRID, "all_reduce", 8, 2**20))
+    assert np.isnan(seconds(GRID, "all_reduce", 8, 8, 1, 2**20))
 
 
 def test_the_median_of_repeats_counts() -> None:

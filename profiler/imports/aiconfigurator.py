@@ -38,7 +38,7 @@ _MS = 1e-3  # latencies are in milliseconds
 class _Table:
     """How one kind of file is read: `shape` are the columns that `timing.SHAPES` lists, in its order.
 
-    A table of collectives holds several operations and counts elements (`modelling` D1), not bytes.
+    A table of collectives has devices and elements instead (`modelling` D1: not bytes), for several operations.
     """
 
     file: str
@@ -162,7 +162,8 @@ def _measurement(row: dict[str, Any], table: _Table, device: str, source: str) -
     operation = next(iter(table.operations))
     if "op_name" in row:
         operation = _COLLECTIVES[row["op_name"]]
-        shape = (shape[0], shape[1] * _ELEMENT_BYTES[dtype])
+        # Measured inside one scale-up domain, one group at a time.
+        shape = (shape[0], shape[0], 1, shape[1] * _ELEMENT_BYTES[dtype])
     return Measurement(
         operation=operation,
         shape=shape,

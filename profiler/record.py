@@ -1,0 +1,136 @@
+"""What is one measurement, whole: what was run where, every sample of it, and how sure one may be of it?
+
+A record is known by its content: two stores that hold the same measurement agree on its `key`, so that pushing,
+pulling and importing again neither lose nor double anything.  Who measured it, on which host and when, is told beside
+the content and is no part of the key: it can be left out without making another measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from autoplan.errors import InputError
+from autoplan.timing import SHAPES, Measurement, Operation
+
+PROTOCOL = 1  # raised when the way of measuring changes so that older samples mean something else
+
+Mode = Literal["burst", "sustained", "imported"]
+# `unstable`: the samples did not settle; `contaminated`: other load took part; `failed`: `reason` says how.
+Status = Literal["ok", "unstable", "contaminated", "failed"]
+
+MOST_SAMPLES = 10_000
+MOST_TEXT = 1_000
+_NOT_CONTENT = ("measured_by", "host", "measured_at")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """The machine of a measurement, as far as it decides times; the same after a reboot.  Blank is unknown."""
+
+    device: str  # autoplan's id of the device where it ships one, else the name that the driver reports
+    memory_bytes: int = 0  # visible
+    devices_per_node: int = 0
+    num_hosts: int = 1
+    driver: str = ""
+    runtime: str = ""  # cuda 13.0, rocm 7.1, cpu
+    torch: str = ""
+    collectives: str = ""  # nccl 2.28.3, rccl 2.26.6, gloo
+    cpu: str = ""
+    nics: tuple[str, ...] = ()  # kind and rate of each, sorted
+    topology: str = ""  # hash of the links between devices, sockets and NICs of a node
+    clock_mhz: int = 0  # highest that the device may run at
+    power_cap_w: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.device:
+            raise InputError("a fingerprint needs the name of a device")
+        for name in ("memory_bytes", "devices_per_node", "num_hosts", "clock_mhz", "power_cap_w"):
+            if not 0 <= getattr(self, name) < 2**63:
+                raise InputError(f"{name} must not be negative, got {getattr(self, name)}")
+        for text in (self.device, self.driver, self.runtime, self.torch, self.collectives, self.cpu, self.topology):
+            _check_text("a fingerprint", text)
+        for text in self.nics:
+            _check_text("a fingerprint", text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One operation of one shape, measured on one machine; times in seconds, `shape` as `timing.SHAPES` names it."""
+
+    fingerprint: Fingerprint
+    operation: Operation
+    shape: tuple[int, ...]
+    dtype: str
+    samples_s: tuple[float, ...] = ()
+    kernel: str = ""
+    mode: Mode = "sustained"
+    status: Status = "ok"
+    reason: str = ""  # why a record is not ok
+    # What else was seen: clocks, power, algorithm and protocol of a collective, foreign load, a GEMM running beside.
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""  # of an imported record
+    protocol: int = PROTOCOL
+    measured_by: str = ""
+    host: str = ""
+    measured_at: str = ""  # ISO 8601, UTC
+
+    def __post_init__(self) -> None:
+        names = SHAPES.get(self.operation)
+        if names is None:
+            raise InputError(f"operation {self.operation!r} is unknown: known are {', '.join(SHAPES)}")
+        if len(self.shape) != len(names) or not all(0 <= size < 2**63 for size in self.shape):
+            raise InputError(f"{self.operation} needs {', '.join(names)}, none negative, got {self.shape}")
+        for name, kinds in (("mode", get_args(Mode)), ("status", get_args(Status))):
+            if getattr(self, name) not in kinds:
+                raise InputError(f"{name} {getattr(self, name)!r} is unknown: known are {', '.join(kinds)}")
+        if not (self.samples_s or self.status == "failed"):
+            raise InputError(f"{self.operation} {self.shape} has no samples, and is not marked as failed")
+        if len(self.samples_s) > MOST_SAMPLES:
+            raise InputError(f"{self.operation} {self.shape} has {len(self.samples_s)} samples, at most {MOST_SAMPLES}")
+        if not all(math.isfinite(sample) and 0 < sample < 1e6 for sample in self.samples_s):
+            raise InputError(f"{self.operation} {self.shape} has a sample that is no time in seconds")
+        texts = (self.dtype, self.kernel, self.reason, self.source, self.measured_by, self.host, self.measured_at)
+        for text in (*texts, *self.conditions, *self.conditions.values()):
+            _check_text(f"{self.operation} {self.shape}", text)
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of the content, in hexadecimal."""
+        content = {name: value for name, value in asdict(self).items() if name not in _NOT_CONTENT}
+        content["samples_s"] = [float(sample) for sample in self.samples_s]
+        return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+    @property
+    def seconds(self) -> float:
+        """The time that counts: the median of the samples; NaN for a failed one."""
+        return float(np.median(self.samples_s)) if self.samples_s else math.nan
+
+    def as_measurement(self) -> Measurement:
+        """The record as the cost model takes it."""
+        return Measurement(
+            operation=self.operation,
+            shape=self.shape,
+            dtype=self.dtype,
+            device=self.fingerprint.device,
+            seconds=self.seconds,
+            kernel=self.kernel,
+            source=self.source or self.key[:12],
+        )
+
+
+def cleaned(text: str) -> str:
+    """`text` without control characters, cut to what a record may hold: for what comes from outside."""
+    return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MOST_TEXT]
+
+
+def _check_text(where: str, text: str) -> None:
+    if len(text) > MOST_TEXT or any(unicodedata.category(letter)[0] == "C" for letter in text):
+        raise InputError(f"{where} holds text that is longer than {MOST_TEXT} characters or has control characters")
