@@ -86,7 +86,7 @@ class Framework:
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
     zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
     # What it runs where a plan says flash; flash stands for the best that the device has.
-    flash_kernel: Literal["flash", "flash2", "triton"] = "flash"
+    flash_kernel: Literal["flash", "flash2", "triton", "cudnn"] = "flash"
     bytes_moved_per_logit: float = 0.0  # by the cross entropy, both passes; 0: 1.25 times `bytes_per_logit`
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels

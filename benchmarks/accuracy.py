@@ -55,6 +55,7 @@ Floats = NDArray[np.float64]
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"
 LEAST_RUNS = 20  # of a source or pair, for a spread of its own
+LEAST_GAIN = 0.10  # part of the median error that factors must take away, or they stay 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ class Fits:
     """Calibrations of every framework on every generation, from all cases or without some of them.
 
     Runs that are too few for a factor of their own share one with the others of the generation.  Factors are 1 where
-    fitted ones bring the runs that they are fitted to no closer once each of their folds is left out in turn.
+    fitted ones bring the runs that they are fitted to hardly closer once each of their folds is left out in turn.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -209,7 +210,7 @@ class Fits:
         plain = np.median(np.abs(self._plain[key][kept])) if kept else np.inf
         if len(kept) >= RUNS_PER_FACTOR:
             whole, model = self._model(key, own, factors_for(len(kept)))
-            if np.median(np.abs(_inner_errors(model, own, kept))) >= plain:
+            if np.median(np.abs(_inner_errors(model, own, kept))) > (1 - LEAST_GAIN) * plain:
                 return Calibration()
             return whole if len(kept) == len(own) else model.fit(Calibration(), kept)
         shared = self._shared[key[1]]
@@ -218,7 +219,8 @@ class Fits:
             return Calibration()
         calibration = self._model(key[1], shared, FACTORS[:1])[1].fit(Calibration(), rest)
         some = [own[at] for at in kept]
-        return calibration if not some or np.median(np.abs(log_errors(some, calibration))) < plain else Calibration()
+        gains = not some or np.median(np.abs(log_errors(some, calibration))) <= (1 - LEAST_GAIN) * plain
+        return calibration if gains else Calibration()
 
     def _model(self, key: object, cases: Sequence[Case], names: tuple[str, ...]) -> tuple[Calibration, Linearised]:
         if (key, names) not in self._models:

@@ -259,6 +259,22 @@ def test_a_message_that_is_a_slice_already_is_not_gathered(changes: dict[str, An
     assert terms_of(whole, plan) == terms_of(scattered, plan)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "kernel", "rate"),
+    [("h100-sxm:1x8", "cudnn", 1.3), ("h100-sxm:1x8", "flash2", 0.77), ("b200:1x8", "cudnn", 1.0)],
+)
+def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any, rate: float) -> None:
+    # Without what a kernel takes to start: a long sequence of few heads.
+    times = [
+        terms_of(
+            problem_of(framework=dataclasses.replace(PLAIN, flash_kernel=one), cluster=cluster, seq_len=65536),
+            single(),
+        )["attention"]
+        for one in (kernel, "flash")
+    ]
+    assert times[1] / times[0] == pytest.approx(rate, rel=0.01)
+
+
 def test_a_wide_softmax_output_is_kept_written_cast_and_read_once_more() -> None:
     narrow = problem_of(framework=PLAIN)
     narrow = dataclasses.replace(narrow, training=TrainingSpec(seq_len=2048, attention="megatron-fused"))

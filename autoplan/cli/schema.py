@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -16,22 +17,20 @@ def schema(kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="Th
     import json
 
     from autoplan import files
-    from autoplan.cluster import ClusterSpec
-    from autoplan.framework import Framework
     from autoplan.model import ModelSpec
     from autoplan.read.cluster import cluster_schema
+    from autoplan.read.framework import framework_schema
     from autoplan.result import PlanFile
     from autoplan.training import TrainingSpec
 
-    types: dict[str, type] = {
-        "model": ModelSpec,
-        "cluster": ClusterSpec,
-        "framework": Framework,
-        "training": TrainingSpec,
-        "plan": PlanFile,
-    }
-    if kind not in types:
-        raise InputError(f"no schema {kind!r}: known are {', '.join(KINDS)}")
     # People write all of them in human units but plan.json, which autoplan writes in SI.
-    described = cluster_schema() if kind == "cluster" else files.schema(types[kind], human_units=kind != "plan")
-    typer.echo(json.dumps(described, indent=2))
+    schemas: dict[str, Callable[[], dict[str, Any]]] = {
+        "model": lambda: files.schema(ModelSpec, human_units=True),
+        "cluster": cluster_schema,
+        "framework": framework_schema,
+        "training": lambda: files.schema(TrainingSpec, human_units=True),
+        "plan": lambda: files.schema(PlanFile, human_units=False),
+    }
+    if kind not in schemas:
+        raise InputError(f"no schema {kind!r}: known are {', '.join(KINDS)}")
+    typer.echo(json.dumps(schemas[kind](), indent=2))

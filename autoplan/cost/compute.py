@@ -50,9 +50,12 @@ NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 # (Transformer Engine, NVFP4BlockScaling).
 CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
 
-# FlashAttention 2 and its kin on Hopper over FlashAttention 3 there: .41 against .53 of the peak at long sequences
-# (`modelling` C3, arXiv:2407.08608).
+# Rates on Hopper over FlashAttention 3 there, which the device's curve describes.  FlashAttention 2 and its kin: .41
+# against .53 of the peak at long sequences (`modelling` C3, arXiv:2407.08608).  cuDNN from 9.4 on is 1.7 times or more
+# as fast as FlashAttention 2 in shapes of training (huggingface/transformers pull request 48163); it was 5-30 % slower
+# before (release notes of cuDNN 9.4).
 FLASH2_ON_HOPPER = 0.77
+CUDNN_ON_HOPPER = 1.3
 FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
 FLASH_BACKWARD_SHARE = 0.80  # rate of the backward kernel over that of the forward kernel
 FLASH_TILE = 128  # queries per thread block
@@ -209,7 +212,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
-        efficiency *= FLASH2_ON_HOPPER
+        efficiency *= CUDNN_ON_HOPPER if kernel == "cudnn" else FLASH2_ON_HOPPER
     # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     operations = 2.0 * tokens * heads * attention_context(model, block, training.seq_len) * widths

@@ -6,17 +6,35 @@ import difflib
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from autoplan.errors import InputError
-from autoplan.files import decode, read_table
+from autoplan.files import decode, read_table, schema
 from autoplan.framework import Framework
 
 
 @lru_cache(maxsize=1)
-def _presets() -> dict[str, Framework]:
+def _tables() -> dict[str, dict[str, Any]]:
     folder = resources.files("autoplan.presets") / "frameworks"
     paths = sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return {path.stem: decode(Framework, read_table(path), f"framework {path.stem}") for path in paths}
+    return {path.stem: read_table(path) for path in paths}
+
+
+@lru_cache(maxsize=1)
+def _presets() -> dict[str, Framework]:
+    return {name: _decoded(table, f"framework {name}") for name, table in _tables().items()}
+
+
+def _decoded(table: dict[str, Any], where: str) -> Framework:
+    """The framework in `table`; what it leaves out is as in the preset that it `extends`, calibrations too."""
+    if "extends" in table:
+        whole = {name: preset for name, preset in _tables().items() if "extends" not in preset}
+        table = dict(table)
+        name = table.pop("extends")
+        if name not in tuple(whole):  # which may hold anything
+            raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(whole)}")
+        table = {"calibrated_as": name, **whole[name], "aliases": [], **table}
+    return decode(Framework, table, where)
 
 
 def preset_frameworks() -> tuple[str, ...]:
@@ -30,7 +48,7 @@ def load_framework(text: str) -> Framework:
         return presets[text]
     path = Path(text)
     if path.suffix == ".toml":
-        return decode(Framework, read_table(path), str(path))
+        return _decoded(read_table(path), str(path))
     close = difflib.get_close_matches(text, presets, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(presets)}, or give a TOML file"
     raise InputError(f"unknown framework {text!r}: {hint}")
@@ -50,3 +68,11 @@ def framework_called(name: str, year: str) -> Framework | None:
                 if best is None or length > best[0]:
                     best = (length, framework)
     return best[1] if best else None
+
+
+def framework_schema() -> dict[str, Any]:
+    """JSON Schema of a framework file: it may extend a shipped one."""
+    described = schema(Framework, human_units=True)
+    whole = [name for name, table in _tables().items() if "extends" not in table]
+    described["$defs"]["Framework"]["properties"]["extends"] = {"enum": whole}
+    return described

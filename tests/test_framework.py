@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from autoplan.errors import InputError
+from autoplan.read.framework import framework_called, framework_schema, load_framework
+
+
+def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:
+    base, later = load_framework("nemo"), load_framework("nemo-26.06")
+    differ = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(later, f.name)}
+    own = {"overlaps_experts", "syncs_overlapped_experts", "sources"}
+    assert differ == own | {"name", "aliases", "calibrated_as"}
+    assert later.calibration_name == "nemo"
+
+
+def test_a_file_may_extend_a_shipped_framework(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nextends = "torchtitan"\nflash_kernel = "cudnn"\n')
+    base, mine = load_framework("torchtitan"), load_framework(str(path))
+    expected = dataclasses.replace(base, name="mine", flash_kernel="cudnn", aliases=(), calibrated_as="torchtitan")
+    assert mine == expected
+
+
+@pytest.mark.parametrize("name", ["nothing", "nemo-24.07"])
+def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'name = "mine"\nextends = "{name}"\n')
+    with pytest.raises(InputError, match=rf"mine.toml: extends '{name}', which must be one of .*nemo, "):
+        load_framework(str(path))
+
+
+@pytest.mark.parametrize(
+    ("called", "year", "name"),
+    [
+        ("NeMo 24.07/Megatron-Core", "2024", "nemo-24.07"),
+        ("NeMo/Megatron-Core", "2025", "nemo"),
+        ("Megatron-Core r0.8.0", "2024", "nemo-24.07"),
+        ("Megatron-Bridge/Megatron-Core 26.08", "2026", "nemo-26.06"),
+        ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
+    ],
+)
+def test_versions_are_told_apart_by_their_names(called: str, year: str, name: str) -> None:
+    found = framework_called(called, year)
+    assert found is not None
+    assert found.name == name
+
+
+def test_the_schema_of_a_framework_lets_it_extend_another() -> None:
+    described = framework_schema()["$defs"]["Framework"]["properties"]["extends"]
+    assert "nemo" in described["enum"]
+    assert "nemo-26.06" not in described["enum"]
