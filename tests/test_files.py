@@ -21,6 +21,7 @@ from autoplan.files import MOST_BYTES, check_target, decode, read_table, read_te
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
 from autoplan.read.cluster import cluster_schema
+from autoplan.read.framework import framework_schema
 from autoplan.units import FILE_UNITS
 
 DEVICE: dict[str, Any] = {
@@ -459,7 +460,7 @@ def shipped(folder: str) -> list[Path]:
 SCHEMAS = {
     "clusters": cluster_schema(),
     "devices": schema(DeviceSpec, human_units=True),
-    "frameworks": schema(Framework, human_units=True),
+    "frameworks": framework_schema(),
     "models": schema(ModelSpec, human_units=True),
 }
 

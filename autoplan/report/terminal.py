@@ -23,7 +23,7 @@ MOST_STAGES = 16  # rows of the table of stages; the first and last ones stay
 LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers are left out
 LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
 END_OF_STEP = ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead")
-PIPELINE = ("pipeline_bubble", "pipeline_send")
+WAITS = ("pipeline_bubble", "pipeline_send", "stragglers")
 SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is not worth a line unless the plan offloads
 MOST_MEMORY_COLUMNS = 8
 MEMORY_NAMES = {
@@ -67,6 +67,7 @@ TERM_NAMES = {
     "optimizer": "optimizer",
     "parameter_gather": "parameter gather",
     "overhead": "fixed overhead",
+    "stragglers": "waiting for the slowest rank",
     # sums
     "work": "work of the busiest stage",
     "end_of_step": "time after the last backward pass",
@@ -212,9 +213,9 @@ def _print_ranking(console: Console, plans: Sequence[RankedPlan]) -> None:
 
 def _summed(terms_s: dict[str, float]) -> dict[str, float]:
     """Work of the busiest stage in one term, and what ends the step in one."""
-    work = sum(value for name, value in terms_s.items() if name not in (*PIPELINE, *END_OF_STEP))
-    pipeline = {name: terms_s.get(name, 0.0) for name in PIPELINE}
-    return {"work": work, **pipeline, "end_of_step": sum(terms_s.get(name, 0.0) for name in END_OF_STEP)}
+    work = sum(value for name, value in terms_s.items() if name not in (*WAITS, *END_OF_STEP))
+    waits = {name: terms_s.get(name, 0.0) for name in WAITS}
+    return {"work": work, **waits, "end_of_step": sum(terms_s.get(name, 0.0) for name in END_OF_STEP)}
 
 
 def why_first(best: RankedPlan, second: RankedPlan) -> str:
