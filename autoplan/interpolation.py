@@ -123,8 +123,8 @@ def _fitted(products: Floats, seconds: Floats) -> Floats:
 
 
 def _coordinates(sizes: Floats) -> Floats:
-    """Where shapes lie: the logarithm of each size, and how much of their last tiles stays empty."""
-    return np.column_stack([np.log(sizes), PADDING * np.sum(-sizes % TILE / TILE, axis=1)])
+    """Where shapes lie: the logarithm of each size, and how empty the emptiest of their last tiles is."""
+    return np.column_stack([np.log(sizes), PADDING * np.max(-sizes % TILE / TILE, axis=1)])
 
 
 def _leaves(points: Floats, members: Ints) -> list[Ints]:
