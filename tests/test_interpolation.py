@@ -79,6 +79,15 @@ def test_no_answer_leads_beyond_what_was_measured_nearby() -> None:
         assert known.max() <= table.residuals.max() + 1e-9
 
 
+def test_what_the_fit_misses_everywhere_alike_is_missed_between_too() -> None:
+    random = np.random.default_rng(0)
+    sizes = scattered(random, 100)
+    table = Scattered.of(sizes, product_s(sizes) * random.lognormal(sigma=0.1, size=len(sizes)), (1, 1, 1))
+    twice = replace(table, residuals=table.residuals + np.log(2))
+    places = scattered(random, 100)
+    np.testing.assert_allclose(twice.at(places), 2 * table.at(places), rtol=1e-9)
+
+
 def test_another_unit_of_time_changes_nothing_else() -> None:
     random = np.random.default_rng(0)
     sizes = scattered(random, 200)
