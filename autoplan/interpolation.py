@@ -2,9 +2,9 @@
 
 Two steps.  A sum of products of the sizes, with weights that are not negative, is fitted to all points: of a matrix
 product it holds the start, the bytes of the matrices and the operations, and with them what half-filled tiles and short
-loops cost.  It follows the sizes far, and misses single kernels by several percent.  What it misses is ordinary kriging
-with a linear variogram (Matheron, Economic Geology 1963) among the nearest points: one small system of equations for
-each shape.  Along a line of points that is linear interpolation.
+loops cost.  It follows the sizes far, and misses single kernels by several percent.  What it misses is interpolated
+among the nearest points, by ordinary kriging with a linear variogram (Matheron, Economic Geology 1963): one small
+system of equations for each shape, and linear interpolation along a line of points.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# benchmarks/results has what each of these four is worth.
+# What other values are worth stands in benchmarks/results.
 NEIGHBOURS = 12
-FAR = math.log(4)  # of the nearest point: beyond, a fitted curve is as good
+FAR = math.log(4)  # of the nearest point: of what is farther, a twentieth would be off by 40 % and more
 TILE = 128  # rows or columns that a kernel computes at once
 # Full tiles and a last one with a single row lie as far apart as sizes of ratio 1.35: other kernels serve them.
 PADDING = 0.3
+UNSEEN = 0.01  # first weight of a product beside that of the work: what a single point tells is its rate
 
-_UNSEEN = 0.01  # first weight of a product beside that of the work: what a single point tells is its rate
 _STEPS = 300  # of the fit
 _LEAF = 16  # most points of a cell
 _NEAREST_CELLS = 6  # whose points are looked through
@@ -69,7 +69,7 @@ class Scattered:
     def at(self, sizes: Floats) -> Floats:
         """Seconds at (shapes, sizes): NaN outside the range of a size, and farther than `FAR` from every point.
 
-        Beyond the greatest first size the fitted sum grows on, as far from the measured times as it is there.
+        Beyond the greatest first size the fitted sum goes on, with what it misses there.
         """
         nearer = np.column_stack([np.minimum(sizes[:, 0], self.high[0]), sizes[:, 1:]])
         inside = np.all((nearer >= self.low) & (nearer <= self.high), axis=1)
@@ -116,7 +116,7 @@ def _fitted(products: Floats, seconds: Floats) -> Floats:
     scale = relative.mean(axis=0)
     relative = relative / scale
     normal, target = relative.T @ relative, relative.sum(axis=0)
-    weights = np.append(np.full(len(scale) - 1, _UNSEEN), 1.0)
+    weights = np.append(np.full(len(scale) - 1, UNSEEN), 1.0)
     for _ in range(_STEPS):
         weights = weights * target / (normal @ weights)
     return weights / scale

@@ -111,8 +111,8 @@ class Measurement:
 Provenance = Literal["measured", "interpolated", "reference", "datasheet"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 
-# The sizes between which times are interpolated; the first is the one that grows with the batch.  The other numbers of a
-# shape must match: kernels and algorithms change with them.
+# The sizes between which times are interpolated, first the one that grows with the batch; where none are listed, all.
+# The other numbers of a shape must match: kernels and algorithms change with them.
 _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
     _PRODUCT: _PRODUCT,
     _ATTENTION: ("seq_len", "batch", "num_heads"),
@@ -142,8 +142,8 @@ class Lookup:
 class _Times:
     """What was measured of one operation in one type."""
 
-    exact: Mapping[tuple[float, ...], float]  # seconds of each shape
-    between: Mapping[tuple[float, ...], Scattered]  # by the numbers that must match
+    exact: Mapping[tuple[int, ...], float]  # seconds of each shape
+    between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -216,7 +216,7 @@ def _times(operation: Operation, repeats: Mapping[tuple[int, ...], list[float]])
     exact = {shape: float(np.median(repeats[shape])) for shape in sorted(repeats)}
     between, matched = _columns(operation)
     powers = [1 + (SHAPES[operation][at] in _SQUARED) for at in between]
-    alike: dict[tuple[float, ...], list[tuple[float, ...]]] = defaultdict(list)
+    alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
     for shape, seconds in exact.items():
         alike[tuple(shape[at] for at in matched)].append((*(shape[at] for at in between), seconds))
     scattered = {}

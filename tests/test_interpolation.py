@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.interpolation import FAR, Floats, Scattered
+from autoplan.interpolation import Floats, Scattered
 
 # Multiples of a tile: padding plays no part.
 LINE = np.array([[512.0], [1024.0], [4096.0], [8192.0]])
