@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from autoplan.cluster import DeviceSpec
 from autoplan.errors import InputError
+from autoplan.interpolation import Scattered
 from autoplan.units import check_positive
 
 Floats = NDArray[np.float64]
@@ -98,8 +98,11 @@ class Measurement:
 
     def __post_init__(self) -> None:
         names = SHAPES[self.operation]
-        if len(self.shape) != len(names) or any(size < 0 for size in self.shape):
-            raise InputError(f"{self.operation} needs {', '.join(names)}, none negative, got {self.shape}")
+        # A window of 0 is none.
+        if len(self.shape) != len(names) or any(
+            size < (name != "window") for name, size in zip(names, self.shape, strict=True)
+        ):
+            raise InputError(f"{self.operation} needs {', '.join(names)}, all positive, got {self.shape}")
         check_positive("seconds", self.seconds, most=1e6)
 
 
@@ -108,24 +111,17 @@ class Measurement:
 Provenance = Literal["measured", "interpolated", "reference", "datasheet"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 
-# Along which of its numbers an operation is interpolated.  Its line, the first of `_LINES` that it has, is the size
-# that grows with the batch: it may be measured at other points for every combination of the rest, and beyond its
-# largest point the rate stays what it was there (`modelling` C8).  The sizes in `_GRIDS` are interpolated where all
-# neighbours were measured.  The rest must match: kernels and algorithms change with them.
-_LINES = ("m", "tokens", "seq_len", "num_parameters", "buffer_bytes")
-_GRIDS = {
-    _PRODUCT: ("n", "k"),
-    _ATTENTION: ("batch", "num_heads"),
-    _EXPERTS: ("hidden_size", "ffn_size"),
-    _LAYER: ("batch",),
-    ("tokens", "hidden_size"): ("hidden_size",),
-    ("tokens", "ffn_size"): ("ffn_size",),
-    ("tokens", "vocab_size"): ("vocab_size",),
+# The sizes between which times are interpolated, first the one that grows with the batch; where none are listed, all.
+# The other numbers of a shape must match: kernels and algorithms change with them.
+_BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
+    _PRODUCT: _PRODUCT,
+    _ATTENTION: ("seq_len", "batch", "num_heads"),
+    _EXPERTS: ("tokens", "hidden_size", "ffn_size"),
+    _LAYER: ("seq_len", "batch"),
+    _GROUP: ("buffer_bytes",),
+    ("tokens", "num_heads", "head_dim"): ("tokens", "num_heads"),
 }
-# Power with which the work of an operation grows along its line: attention computes seq_len squared.
-_WORK_POWER: dict[Operation, float] = {"attention": 2.0, "attention_backward": 2.0}
-
-_SPAN = 64.0  # between the keys of two lines: above the logarithm of any size
+_SQUARED = ("seq_len",)  # the work of attention grows with its square
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,30 +139,23 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Lines:
-    """The measured shapes of one operation and type: points along lines, one line for each cell of a grid."""
+class _Times:
+    """What was measured of one operation in one type."""
 
-    operation: Operation
-    matched: dict[tuple[float, ...], int]  # numbers that must match: index of their grid
-    axes: tuple[Floats, ...]  # measured sizes along each side of the grid
-    line_of: Ints  # (matched, *axes): which line, -1 where nothing was measured
-    keys: Floats  # of every point: line x _SPAN + log size, ascending
-    sizes: Floats
-    log_seconds: Floats
-    ends: Ints  # of every line: the index after its last point
+    exact: Mapping[tuple[int, ...], float]  # seconds of each shape
+    between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TimingTable:
     """Measured times of one device or link, looked up by shape; immutable, and the same answer in any batch.
 
-    A shape that was measured gives its time.  Between measured shapes the logarithm of the time (equally: of the time
-    per operation or byte) is interpolated in the logarithms of the sizes; beyond the largest size along the line of an
-    operation (m, seq_len, tokens, buffer_bytes) the rate of the last point is kept; any other shape is refused, and
-    the caller takes its reference.
+    A shape that was measured gives its time.  Near measured shapes, and beyond the greatest size that grows with the
+    batch (m, seq_len, tokens, buffer_bytes), it is interpolated (`autoplan.interpolation`); any other shape is refused,
+    and the caller takes its reference.
     """
 
-    lines: Mapping[tuple[Operation, str], _Lines] = field(default_factory=dict)
+    times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
 
     @classmethod
     def of(cls, measurements: Iterable[Measurement], *, slower: Mapping[Operation, float] | None = None) -> TimingTable:
@@ -185,17 +174,26 @@ class TimingTable:
             samples[one.operation, one.dtype][one.shape].append(one.seconds * factor)
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
-        return cls(lines={kind: _lines(kind[0], points) for kind, points in samples.items()})
+        return cls(times={kind: _times(kind[0], repeats) for kind, repeats in samples.items()})
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
         """Times of `shapes`, one row each with the numbers that `SHAPES` names."""
         shapes = np.asarray(shapes, dtype=np.float64)
         if shapes.ndim != 2 or shapes.shape[1] != len(SHAPES[operation]):
             raise InputError(f"{operation} needs rows of {', '.join(SHAPES[operation])}, got shape {shapes.shape}")
-        lines = self.lines.get((operation, dtype))
-        if lines is None:
+        times = self.times.get((operation, dtype))
+        if times is None:
             return Lookup(seconds=np.full(len(shapes), np.nan), is_exact=np.zeros(len(shapes), dtype=bool))
-        return _look_up(lines, shapes)
+        rows, inverse = np.unique(shapes, axis=0, return_inverse=True)
+        seconds = np.array([times.exact.get(tuple(row), np.nan) for row in rows.tolist()])
+        is_exact = ~np.isnan(seconds)
+        between, matched = _columns(operation)
+        kinds, kind_of = np.unique(rows[:, matched], axis=0, return_inverse=True)
+        for at, kind in enumerate(kinds.tolist()):
+            if tuple(kind) in times.between:
+                own = ~is_exact & (kind_of.ravel() == at)
+                seconds[own] = times.between[tuple(kind)].at(rows[own][:, between])
+        return Lookup(seconds=seconds[inverse.ravel()], is_exact=is_exact[inverse.ravel()])
 
 
 def burst_factors(device: DeviceSpec) -> dict[Operation, float]:
@@ -206,99 +204,26 @@ def burst_factors(device: DeviceSpec) -> dict[Operation, float]:
     return {**dict.fromkeys(products, gemm), "attention": attention, "attention_backward": attention}
 
 
-def _columns(operation: Operation) -> tuple[int, tuple[int, ...], list[int]]:
-    """(line, grid, matched) columns of the shapes of an operation."""
+def _columns(operation: Operation) -> tuple[list[int], list[int]]:
+    """(interpolated, matched) columns of the shapes of an operation."""
     names = SHAPES[operation]
-    line = next(names.index(name) for name in _LINES if name in names)
-    grid = tuple(names.index(name) for name in _GRIDS.get(names, ()))
-    return line, grid, [at for at in range(len(SHAPES[operation])) if at != line and at not in grid]
+    between = [names.index(name) for name in _BETWEEN.get(names, names)]
+    return between, [at for at in range(len(names)) if at not in between]
 
 
-def _lines(operation: Operation, points: Mapping[tuple[int, ...], list[float]]) -> _Lines:
-    line, grid, matched = _columns(operation)
-    shapes = np.array(list(points), dtype=np.float64)
-    seconds = np.array([float(np.median(repeats)) for repeats in points.values()])
-    keys_of: dict[tuple[float, ...], int] = {}
-    cells = [[keys_of.setdefault(tuple(row), len(keys_of)) for row in shapes[:, matched].tolist()]]
-    axes: list[Floats] = []
-    for column in grid:
-        axis, at = np.unique(shapes[:, column], return_inverse=True)
-        axes.append(axis)
-        cells.append(at.tolist())
-    # Lines are numbered as they appear; a cell without one keeps -1.
-    line_of = np.full((len(keys_of), *map(len, axes)), -1, dtype=np.int64)
-    used, line_at = np.unique(np.array(cells).T, axis=0, return_inverse=True)
-    line_of[tuple(used.T)] = np.arange(len(used))
-    keys = np.asarray(line_at.ravel() * _SPAN + np.log(shapes[:, line]), dtype=np.float64)
-    order = np.argsort(keys)
-    return _Lines(
-        operation=operation,
-        matched=keys_of,
-        axes=tuple(axes),
-        line_of=line_of,
-        keys=keys[order],
-        sizes=shapes[order, line],
-        log_seconds=np.log(seconds[order]),
-        ends=np.cumsum(np.bincount(line_at.ravel())),
-    )
-
-
-def _look_up(lines: _Lines, shapes: Floats) -> Lookup:
-    line, grid, matched = _columns(lines.operation)
-    rows, inverse = np.unique(shapes[:, matched], axis=0, return_inverse=True)
-    which = np.array([lines.matched.get(tuple(row), -1) for row in rows.tolist()], dtype=np.int64)[inverse.ravel()]
-    sides = [_neighbours(axis, shapes[:, column]) for axis, column in zip(lines.axes, grid, strict=True)]
-    log_seconds = np.zeros(len(shapes))
-    refused = which < 0
-    is_exact = ~refused
-    for corner in itertools.product((0, 1), repeat=len(sides)):
-        weight = np.ones(len(shapes))
-        cell = [which]
-        for (low, high, share), upper in zip(sides, corner, strict=True):
-            cell.append(high if upper else low)
-            weight = weight * (share if upper else 1 - share)
-        number = lines.line_of[tuple(cell)]
-        number = np.where(refused | np.any(np.array(cell) < 0, axis=0), -1, number)
-        at_corner, hit = _along(lines, number, shapes[:, line])
-        counts = weight > 0
-        refused = refused | (counts & np.isnan(at_corner))
-        is_exact = is_exact & (hit | ~counts) & ((weight == 1) | ~counts)
-        log_seconds = log_seconds + np.where(counts, weight * np.nan_to_num(at_corner), 0.0)
-    return Lookup(seconds=np.where(refused, np.nan, np.exp(log_seconds)), is_exact=is_exact & ~refused)
-
-
-def _neighbours(axis: Floats, sizes: Floats) -> tuple[Ints, Ints, Floats]:
-    """(index below, index above, share of the one above) on an axis; -1 beyond its ends."""
-    high = np.searchsorted(axis, sizes)
-    inside = np.minimum(high, len(axis) - 1)
-    hit = axis[inside] == sizes
-    outside = (high == len(axis)) | ((high == 0) & ~hit)
-    low = np.where(hit, inside, inside - 1)
-    below = axis[np.maximum(low, 0)]
-    width = np.where(hit | outside, 1.0, np.log(axis[inside] / below))
-    share = np.where(hit | outside, 0.0, np.log(np.maximum(sizes, 1e-300) / below) / width)
-    return np.where(outside, -1, low), np.where(outside, -1, inside), share
-
-
-def _along(lines: _Lines, number: Ints, sizes: Floats) -> tuple[Floats, NDArray[np.bool_]]:
-    """(log seconds, whether measured) of sizes on lines; NaN on no line and below its first point."""
-    known = (number >= 0) & (sizes > 0)
-    own = np.maximum(number, 0)
-    first, last = np.where(own > 0, lines.ends[own - 1], 0), lines.ends[own] - 1
-    log_sizes = np.log(np.where(known, sizes, 1.0))
-    at = np.clip(np.searchsorted(lines.keys, own * _SPAN + log_sizes), first, last)
-    # Rounding may put a measured size just beside its own key.
-    at = np.where((at > first) & (lines.sizes[at - 1] == sizes), at - 1, at)
-    hit = known & (lines.sizes[at] == sizes)
-    beyond = sizes > lines.sizes[last]
-    below = np.maximum(at - 1, first)
-    log_low, log_high = np.log(lines.sizes[below]), np.log(lines.sizes[at])
-    share = np.where(log_high > log_low, (log_sizes - log_low) / np.where(log_high > log_low, log_high - log_low, 1), 1)
-    between = lines.log_seconds[below] + share * (lines.log_seconds[at] - lines.log_seconds[below])
-    power = _WORK_POWER.get(lines.operation, 1.0)
-    after = lines.log_seconds[last] + power * (log_sizes - np.log(lines.sizes[last]))
-    result = np.where(hit, lines.log_seconds[at], np.where(beyond, after, between))
-    return np.where(known & (hit | beyond | (sizes > lines.sizes[first])), result, np.nan), hit
+def _times(operation: Operation, repeats: Mapping[tuple[int, ...], list[float]]) -> _Times:
+    # In order of shape: the same table in whatever order its measurements come.
+    exact = {shape: float(np.median(repeats[shape])) for shape in sorted(repeats)}
+    between, matched = _columns(operation)
+    powers = [1 + (SHAPES[operation][at] in _SQUARED) for at in between]
+    alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
+    for shape, seconds in exact.items():
+        alike[tuple(shape[at] for at in matched)].append((*(shape[at] for at in between), seconds))
+    scattered = {}
+    for kind, points in alike.items():
+        table = np.array(points, dtype=np.float64)
+        scattered[kind] = Scattered.of(table[:, :-1], table[:, -1], powers)
+    return _Times(exact=exact, between=scattered)
 
 
 # What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.

@@ -4,14 +4,20 @@ usage: python benchmarks/interpolation.py [--tables FOLDER] [--devices NAME ...]
 
 Reads the tables of aiconfigurator-core (extra `reference`), fits the curves of every device, and prints them as the
 presets hold them, with the errors on held-out shapes: of the fitted curve, of one efficiency and one launch, and of the
-curve by eye that came before.  The table's own interpolation is judged on the shapes off its powers of two.
+curve by eye that came before.  Then hides measured shapes from a table of times, and compares what it answers for them
+with radial basis functions and with the curves.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
+import math
 import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -19,21 +25,24 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.interpolate import RBFInterpolator
 
-from autoplan.cluster import DeviceSpec, LinkLevel
+from autoplan import interpolation
+from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
 from autoplan.cost.compute import GROUPED_HALF_M, GROUPED_SHARE
 from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.errors import AutoplanError
 from autoplan.files import write_text
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import Measurement, TimingTable
+from autoplan.timing import Measurement, Operation, TimingTable
 from autoplan.topology import Topology, compile_topology
 from autoplan.units import file_units
 from profiler import fit
 from profiler.imports.aiconfigurator import read_measurements
 
 Floats = NDArray[np.float64]
+Chosen = NDArray[np.bool_]
 
 CLUSTERS = {
     "a100-sxm": "a100-sxm",
@@ -56,6 +65,18 @@ FLASH_KERNELS = {
 EXPERTS_KERNEL = "moe_torch_flow_cutlass balanced"
 BY_EYE = GemmCurve(half_m=64, half_n=64, half_k=110, half_output=0, start_s=0, source="")
 OCCUPANCY_ALONE = AttentionCurve(half_seq_len=0, half_blocks=1, half_head_dim=0, start_s=0, source="")
+SEED, HIDDEN_SHARE = 0, 0.8  # TABLE_LEGEND tells them
+VARIANTS: dict[str, dict[str, float]] = {
+    "as it is": {},
+    "no sum of products, time per operation alone": {"UNSEEN": 0},
+    "6 neighbours": {"NEIGHBOURS": 6},
+    "24 neighbours": {"NEIGHBOURS": 24},
+    "no regard to tiles": {"PADDING": 0},
+    "tiles, three times the distance": {"PADDING": 1},
+    "tiles of 64": {"TILE": 64},
+    "tiles of 256": {"TILE": 256},
+}
+RATIOS = (1, 1.5, 2, 3, 4, 6, 10)
 CONSTANT = GemmCurve(half_m=0, half_n=0, half_k=0, half_output=0, start_s=4e-6, source="")
 
 
@@ -90,38 +111,30 @@ def _gemms(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, st
     for curve in (CONSTANT, BY_EYE):
         row.append(_error(fit.gemm_s(device, curve, found.plateau, unseen.shapes), unseen.seconds))
     row.append(_error(fit.gemm_s(device, found.curve, found.plateau, large.shapes), large.seconds))
-    row.append(_interpolation(measurements))
     return _row(row), _toml("gemm", found.curve)
 
 
-def _interpolation(measurements: list[Measurement]) -> float:
-    """Error of a table that holds the powers of two alone, on the other shapes that training has."""
-    known = [one for one in measurements if all(size & (size - 1) == 0 for size in one.shape)]
-    points = fit.training_gemms(fit.points_of(measurements))
-    others = points.where(np.any(np.log2(points.shapes) % 1 != 0, axis=1))
-    found = TimingTable.of(known).lookup("gemm", "bf16", others.shapes).seconds
-    inside = ~np.isnan(found)
-    return fit.mean_error(found[inside], others.seconds[inside])
+def _flash(device: DeviceSpec, measurements: list[Measurement]) -> fit.Points:
+    usable = [one for one in measurements if one.kernel in FLASH_KERNELS[device.generation]]
+    return fit.training_attention(fit.points_of(usable, reduce=min))
 
 
 def _attention(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
-    usable = [one for one in measurements if one.kernel in FLASH_KERNELS[device.generation]]
-    points = fit.training_attention(fit.points_of(usable, reduce=min))
+    points = _flash(device, measurements)
     found: fit.Fit[AttentionCurve] = fit.fit_attention(device, points)
     unseen = points.where(fit.held_out_attention(points))
     long = unseen.where(unseen.shapes[:, 1] >= 2048)
     flat = fit.attention_s(device, OCCUPANCY_ALONE, found.plateau, unseen.shapes)
     at_long = fit.attention_s(device, found.curve, found.plateau, long.shapes)
     row = [device.name, "attention", found.num_points, found.num_held_out, found.error, None]
-    return _row([*row, _error(flat, unseen.seconds), _error(at_long, long.seconds), None]), _toml(
-        "attention", found.curve
-    )
+    row += [_error(flat, unseen.seconds), _error(at_long, long.seconds)]
+    return _row(row), _toml("attention", found.curve)
 
 
 def _experts(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
     usable = [one for one in measurements if one.kernel == EXPERTS_KERNEL]
     if not usable:
-        return _row([device.name, "experts", *[None] * 7]), "# experts: not measured with balanced routing"
+        return _row([device.name, "experts", *[None] * 6]), "# experts: not measured with balanced routing"
     points = fit.training_experts(fit.points_of(usable))
     found = fit.fit_experts(device, points)
     unseen = points.where(fit.held_out_experts(points))
@@ -132,19 +145,17 @@ def _experts(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, 
     row.append(fit.mean_error(fit.experts_s(device, found.curve, 1.0, many.shapes), many.seconds))
     bias = fit.experts_s(device, by_eye, GROUPED_SHARE, many.shapes) / many.seconds
     shown = [f"# experts, {name}: {value:.3g}" for name, value in asdict(found.curve).items()]
-    return _row([*row, None]), "\n".join(
-        [*shown, f"# experts, time of the cost model: {np.median(bias):.2f} x measured"]
-    )
+    return _row(row), "\n".join([*shown, f"# experts, time of the cost model: {np.median(bias):.2f} x measured"])
 
 
 def _collectives(name: str, link: LinkLevel, measurements: list[Measurement]) -> tuple[str, str]:
-    points = fit.collective_points(one for one in measurements if one.kernel == "NCCL" and one.dtype == "fp16")
+    points = fit.collective_points(measurements)
     found: fit.Fit[CollectiveCurve] = fit.fit_collectives(link, points)
     large = points.where(points.shapes[:, 3] >= 2**20)
     at_large = fit.mean_error(fit.collective_s(link, found.curve, found.plateau, large.shapes), large.seconds)
     unseen = points.where(fit.held_out_collectives(points))
     by_eye = fit.mean_error(_without_curve(link, unseen.shapes), unseen.seconds)
-    row = [name, "collectives", found.num_points, found.num_held_out, found.error, None, by_eye, at_large, None]
+    row = [name, "collectives", found.num_points, found.num_held_out, found.error, None, by_eye, at_large]
     return _row(row), _toml("levels.collectives", found.curve, efficiency=found.plateau)
 
 
@@ -159,21 +170,188 @@ def _without_curve(link: LinkLevel, rows: Floats) -> Floats:
     return result
 
 
+def _by_operation(measurements: Iterable[Measurement]) -> dict[Operation, list[Measurement]]:
+    """What is looked at here: bf16 kernels, and NCCL in fp16; in ascending order of shape."""
+    result: dict[Operation, list[Measurement]] = defaultdict(list)
+    for one in sorted(measurements, key=lambda one: one.shape):
+        nccl = one.kernel == "NCCL" and one.dtype == "fp16"
+        if nccl if one.operation in fit.VOLUMES else one.dtype == "bf16":
+            result[one.operation].append(one)
+    return result
+
+
+def _products(measurements: list[Measurement]) -> fit.Points:
+    points = fit.points_of(measurements)
+    return points.where(points.shapes[:, 0] >= 256)
+
+
+def _hidden_rows(points: fit.Points, share: float = HIDDEN_SHARE) -> Chosen:
+    return np.random.default_rng(SEED).random(len(points.seconds)) < share
+
+
+def _hidden_matrices(points: fit.Points) -> Chosen:
+    """All rows of some (n, k)."""
+    matrices, matrix_of = np.unique(points.shapes[:, 1:], axis=0, return_inverse=True)
+    return (np.random.default_rng(SEED).random(len(matrices)) < HIDDEN_SHARE)[matrix_of.ravel()]
+
+
+def _hidden_sizes(points: fit.Points) -> Chosen:
+    """Every second buffer, of powers of two."""
+    return np.log2(points.shapes[:, -1]) % 2 == 0
+
+
+def _table_s(operation: Operation, known: fit.Points, shapes: Floats) -> Floats:
+    table = TimingTable.of(
+        Measurement(operation=operation, shape=tuple(shape), dtype="bf16", device="", seconds=seconds)
+        for shape, seconds in zip(known.shapes.astype(int).tolist(), known.seconds.tolist(), strict=True)
+    )
+    return table.lookup(operation, "bf16", shapes).seconds
+
+
+def _radial_s(operation: Operation, known: fit.Points, shapes: Floats) -> Floats:
+    """By linear radial basis functions of the 50 nearest points: log of time per product of sizes, over their logs.
+
+    Of collectives those of as many devices.
+    """
+    seconds = np.empty(len(shapes))
+    group, groups = (at[:, 0] * (operation in fit.VOLUMES) for at in (shapes, known.shapes))
+    for one in np.unique(group):
+        points, asked = known.where(groups == one), shapes[group == one]
+        varied = np.ptp(points.shapes, axis=0) > 0
+        places = points.shapes[:, varied]
+        values = np.log(points.seconds / places.prod(axis=1))
+        found = RBFInterpolator(np.log(places), values, kernel="linear", degree=0, neighbors=50)
+        seconds[group == one] = np.exp(found(np.log(asked[:, varied]))) * asked[:, varied].prod(axis=1)
+    return seconds
+
+
+def _curve_s(cluster: ClusterSpec, operation: Operation, shapes: Floats) -> Floats:
+    """By the curves that the device and its innermost link ship with; NaN where they have none."""
+    device, link = cluster.device, cluster.levels[-1]
+    if operation == "gemm":
+        return fit.gemm_s(device, device.gemm, device.gemm.burst_efficiency, shapes)
+    if operation == "attention":
+        return fit.attention_s(device, device.attention, device.attention.burst_efficiency, shapes)
+    if link.collectives is None:
+        return np.full(len(shapes), np.nan)
+    kind = np.tile((fit.VOLUMES[operation], float(operation == "all_to_all")), (len(shapes), 1))
+    return fit.collective_s(link, link.collectives, link.efficiency, np.hstack([kind, shapes[:, [0, -1]]]))
+
+
+def _spread(predicted_s: Floats, measured_s: Floats) -> list[float | None]:
+    """Median and 95th percentile of |predicted / measured - 1|, of what was not refused."""
+    errors = np.abs(predicted_s / measured_s - 1)
+    errors = errors[~np.isnan(errors)]
+    return np.quantile(errors, (0.5, 0.95)).tolist() if len(errors) else [None, None]
+
+
+def _left_out(cluster: ClusterSpec, operation: Operation, what: str, points: fit.Points, hidden: Chosen) -> str:
+    known, unseen = points.where(~hidden), points.where(hidden)
+    found = _table_s(operation, known, unseen.shapes)
+    others = (_radial_s(operation, known, unseen.shapes), _curve_s(cluster, operation, unseen.shapes))
+    cells = [cell for way in (found, *others) for cell in _spread(way, unseen.seconds)]
+    head = [cluster.device.name, operation, what, len(known.seconds), len(unseen.seconds)]
+    return _row([*head, *cells, float(np.isnan(found).mean())])
+
+
+def _left_out_rows(cluster: ClusterSpec, of: dict[Operation, list[Measurement]]) -> list[str]:
+    """Rows of all leave-out tests of one device."""
+    gemms, attention = _products(of["gemm"]), _flash(cluster.device, of["attention"])
+    rows = [
+        _left_out(cluster, "gemm", "rows", gemms, _hidden_rows(gemms)),
+        _left_out(cluster, "gemm", "(n, k) pairs", gemms, _hidden_matrices(gemms)),
+        _left_out(cluster, "attention", "rows", attention, _hidden_rows(attention)),
+    ]
+    for operation in fit.VOLUMES:
+        points = fit.points_of(of[operation])
+        rows.append(_left_out(cluster, operation, "every second size", points, _hidden_sizes(points)))
+    return rows
+
+
+@contextmanager
+def _set(constants: dict[str, float]) -> Iterator[None]:
+    """The table's interpolation with other constants."""
+    before = {name: getattr(interpolation, name) for name in constants}
+    vars(interpolation).update(constants)
+    try:
+        yield
+    finally:
+        vars(interpolation).update(before)
+
+
+def _variant(constants: dict[str, float], gemms: list[fit.Points]) -> list[float | None]:
+    """Errors of the leave-out tests of products, of all devices together."""
+    cells = []
+    for hide in (_hidden_rows, _hidden_matrices):
+        ratios = []
+        for points in gemms:
+            hidden = hide(points)
+            unseen = points.where(hidden)
+            with _set(constants):
+                ratios.append(_table_s("gemm", points.where(~hidden), unseen.shapes) / unseen.seconds)
+        cells += _spread(np.concatenate(ratios), np.ones(1))
+    return cells
+
+
+def _by_distance(gemms: dict[str, fit.Points]) -> list[str]:
+    """Rows of the errors of table and curve by the distance of the nearest point, of tables of few points."""
+    found, ratio = [], []
+    for name, points in gemms.items():
+        hidden = _hidden_rows(points, share=0.99)
+        known, unseen = points.where(~hidden), points.where(hidden)
+        with _set({"FAR": math.inf}):
+            table_s = _table_s("gemm", known, unseen.shapes)
+        curve_s = _curve_s(load_cluster(CLUSTERS[name]), "gemm", unseen.shapes)
+        found.append(np.stack([table_s, curve_s]) / unseen.seconds)
+        steps = np.log(unseen.shapes)[:, None] - np.log(known.shapes)
+        ratio.append(np.exp(np.sqrt(np.sum(steps**2, axis=-1)).min(axis=1)))
+    errors, ratios, rows = np.concatenate(found, axis=1), np.concatenate(ratio), []
+    for low, high in itertools.pairwise(RATIOS):
+        own = (ratios >= low) & (ratios < high)
+        cells = [cell for way in errors[:, own] for cell in _spread(way, np.ones(1))]
+        rows.append(_row([f"{low:g} to {high:g}", int(own.sum()), *cells]))
+    return rows
+
+
 def _row(cells: list[Any]) -> str:
     shown = ["-" if cell is None else f"{100 * cell:.1f} %" if isinstance(cell, float) else str(cell) for cell in cells]
     return f"| {' | '.join(shown)} |"
 
 
-HEAD = """| device | operation | shapes | held out | fitted | one rate and launch | by eye | fitted, large | table |
-|---|---|--:|--:|--:|--:|--:|--:|--:|"""
+HEAD = """| device | operation | shapes | held out | fitted | one rate and launch | by eye | fitted, large |
+|---|---|--:|--:|--:|--:|--:|--:|"""
+TABLE_HEAD = """| device | operation | hidden | known | hidden | table | p95 | radial | p95 | curve | p95 | refused |
+|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
+VARIANT_HEAD = """| table | rows | p95 | (n, k) pairs | p95 |
+|---|--:|--:|--:|--:|"""
+DISTANCE_HEAD = """| ratio | shapes | table | p95 | curve | p95 |
+|---|--:|--:|--:|--:|--:|"""
 
 
 LEGEND = """Fitted to the tables of aiconfigurator-core {} (bf16; GEMM: median of its libraries, attention: the fastest
 flash kernel, collectives: NCCL, experts: balanced, with CUTLASS, at the dense plateau).  Errors are mean
 |predicted / measured - 1| on shapes held out; those of GEMMs, attention and experts that were not fitted have their
 median bias taken out.  By eye: the cost model before this fit, for experts also now.  Large: GEMMs of 512 and more in
-every direction, sequences of 2,048, messages of 1 MiB, 128 tokens for each expert.  Table: interpolated between the
-powers of two.  l40s: its two kinds of links fit no one curve, none is shipped.
+every direction, sequences of 2,048, messages of 1 MiB, 128 tokens for each expert.  l40s: its two kinds of links fit no
+one curve, none is shipped.
+"""
+
+TABLE_LEGEND = """## Times between measured shapes
+
+A `TimingTable` of the known shapes is asked for the hidden ones.  Errors are the median and the 95th percentile of
+|predicted / measured - 1|.  Products are those of m >= 256, of each shape the median over all libraries and versions of
+the wheel; attention is the fastest flash kernel, collectives are the median over the versions of NCCL, in fp16.  Hidden
+are 80 % of the rows, 80 % of the pairs (n, k) with all their m (in ascending order, numpy's default_rng(0)), or every
+second buffer size.  Radial: linear radial basis functions, scipy's RBFInterpolator with 50 neighbours, on the logarithm
+of time per product of the sizes.  Curve: as shipped, fitted to training shapes, many of which are hidden here.
+Refused: share of the hidden shapes for which the table gives no answer; no error of the table counts them.
+"""
+
+VARIANT_LEGEND = """What the parts of the table are worth, over all products above together:
+"""
+
+DISTANCE_LEGEND = """Products by the distance of the nearest known point, where 99 % of the rows are hidden and none is
+refused for its distance.  A ratio of 4 is one size four times as large, or two sizes 2.7 times:
 """
 
 
@@ -184,29 +362,37 @@ def main() -> int:
     parser.add_argument("--devices", nargs="+", choices=tuple(CLUSTERS), default=list(CLUSTERS))
     parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
     options = parser.parse_args()
-    rows, tables = [], []
+    rows, tables, left_out, gemms = [], [], [], {}
     try:
         for name in options.devices:
             cluster = load_cluster(CLUSTERS[name])
-            held = [one for one in read_measurements(options.tables, devices=[name]) if one.dtype in ("bf16", "fp16")]
-            of = {kind: [one for one in held if one.operation == kind] for kind in ("gemm", "attention", "experts")}
+            of = _by_operation(read_measurements(options.tables, devices=[name]))
             parts = [
                 _gemms(cluster.device, of["gemm"]),
                 _attention(cluster.device, of["attention"]),
                 _experts(cluster.device, of["experts"]),
-                _collectives(name, cluster.levels[-1], held),
+                _collectives(name, cluster.levels[-1], [one for kind in fit.VOLUMES for one in of[kind]]),
             ]
             rows += [row for row, _ in parts]
             tables.append("\n\n".join([f"# {name}", *(table for _, table in parts)]))
+            left_out += _left_out_rows(cluster, of)
+            gemms[name] = _products(of["gemm"])
             print("\n".join(row for row, _ in parts), tables[-1], sep="\n\n", flush=True)
     except AutoplanError as error:
         print(error, file=sys.stderr)
         return 1
+    variants = [_row([name, *_variant(constants, list(gemms.values()))]) for name, constants in VARIANTS.items()]
+    sections = [
+        "\n".join([TABLE_LEGEND, TABLE_HEAD, *left_out]),
+        "\n".join([VARIANT_LEGEND, VARIANT_HEAD, *variants]),
+        "\n".join([DISTANCE_LEGEND, DISTANCE_HEAD, *_by_distance(gemms)]),
+    ]
+    print("\n\n".join(sections))
     if options.report:
         version = metadata.version("aiconfigurator-core")
         head = f"# Curves of kernels and collectives, {datetime.date.today().isoformat()}\n\n{LEGEND.format(version)}"
-        body = "\n".join([head, HEAD, *rows, "", "```toml", "\n\n".join(tables), "```", ""])
-        write_text(options.report, body, force=True)
+        curves = "\n".join([head, HEAD, *rows, "", "```toml", "\n\n".join(tables), "```"])
+        write_text(options.report, "\n\n".join([curves, *sections]) + "\n", force=True)
     return 0
 
 

@@ -18,14 +18,13 @@ def measured(operation: Operation, shape: tuple[int, ...], seconds: float, dtype
     return Measurement(operation=operation, shape=shape, dtype=dtype, device="lab", seconds=seconds)
 
 
-def power_law(m: float, n: float, k: float) -> float:
-    return 1e-12 * m**0.9 * n**0.95 * k**1.05
+def product_s(m: float, n: float, k: float) -> float:
+    """A start of 4 us, operations at 600 TFLOP/s and bytes at 3 TB/s."""
+    return 4e-6 + 2 * m * n * k / 600e12 + 2 * (m * k + k * n + m * n) / 3e12
 
 
 SIZES = (256, 512, 1024, 4096)
-GRID = TimingTable.of(
-    measured("gemm", (m, n, k), power_law(m, n, k)) for m in SIZES for n in SIZES for k in SIZES if m != n or n != k
-)
+GRID = TimingTable.of(measured("gemm", (m, n, k), product_s(m, n, k)) for m in SIZES for n in SIZES for k in SIZES)
 
 
 def seconds(table: TimingTable, operation: Operation, *shape: float) -> float:
@@ -34,20 +33,20 @@ def seconds(table: TimingTable, operation: Operation, *shape: float) -> float:
 
 def test_a_measured_shape_gives_its_time_back() -> None:
     found = GRID.lookup("gemm", "bf16", np.array([[256, 512, 4096]]))
-    assert found.seconds[0] == pytest.approx(power_law(256, 512, 4096), rel=1e-12)
+    assert found.seconds[0] == product_s(256, 512, 4096)
     assert found.is_exact[0]
 
 
-@given(st.integers(513, 4095), st.integers(257, 511), st.integers(1025, 4095))
-def test_times_that_follow_a_power_law_are_interpolated_exactly(m: int, n: int, k: int) -> None:
+@given(st.integers(257, 4095), st.integers(257, 4095), st.integers(1025, 4095))
+def test_times_of_a_start_bytes_and_operations_are_found_between(m: int, n: int, k: int) -> None:
     found = GRID.lookup("gemm", "bf16", np.array([[m, n, k]]))
-    assert found.seconds[0] == pytest.approx(power_law(m, n, k), rel=1e-9)
+    assert found.seconds[0] == pytest.approx(product_s(m, n, k), rel=0.02)
     assert not found.is_exact[0]
 
 
 def test_an_interpolated_time_lies_between_its_neighbours() -> None:
     table = TimingTable.of([measured("gemm", (256, 512, 512), 1.0), measured("gemm", (1024, 512, 512), 2.0)])
-    assert seconds(table, "gemm", 512, 512, 512) == pytest.approx(2**0.5)
+    assert seconds(table, "gemm", 512, 512, 512) == pytest.approx(4 / 3, rel=1e-6)  # a start, and a time for each row
     assert 1 < seconds(table, "gemm", 300, 512, 512) < seconds(table, "gemm", 900, 512, 512) < 2
 
 
@@ -56,32 +55,18 @@ def test_a_shape_outside_what_was_measured_is_refused(shape: tuple[int, ...]) ->
     assert np.isnan(seconds(GRID, "gemm", *shape))
 
 
-def test_beyond_the_largest_batch_the_rate_stays() -> None:
-    assert seconds(GRID, "gemm", 16384, 512, 512) == pytest.approx(4 * power_law(4096, 512, 512))
+def test_beyond_the_largest_batch_time_grows_with_the_work() -> None:
+    assert seconds(GRID, "gemm", 16384, 512, 512) == pytest.approx(product_s(16384, 512, 512), rel=0.02)
     table = TimingTable.of([measured("attention", (1, 4096, 32, 8, 128, 0), 1.0)])
-    assert seconds(table, "attention", 1, 8192, 32, 8, 128, 0) == pytest.approx(4.0)  # seq_len squared
-    table = TimingTable.of([measured("all_reduce", (8, 8, 1, 2**29), 1.0)])
-    assert seconds(table, "all_reduce", 8, 8, 1, 2**31) == pytest.approx(4.0)
-
-
-def test_a_missing_neighbour_refuses_only_what_needs_it() -> None:
-    corners = [(256, 256), (256, 512), (512, 256)]
-    table = TimingTable.of(measured("gemm", (m, n, k), power_law(m, n, k)) for n, k in corners for m in (128, 256))
-    assert np.isnan(seconds(table, "gemm", 200, 300, 300))
-    assert seconds(table, "gemm", 200, 300, 256) == pytest.approx(power_law(200, 300, 256))
-
-
-def test_lines_may_be_measured_at_different_batches() -> None:
-    points = [(64, 256), (1024, 256), (128, 512), (2048, 512)]
-    table = TimingTable.of(measured("gemm", (m, n, 512), power_law(m, n, 512)) for m, n in points)
-    assert seconds(table, "gemm", 500, 400, 512) == pytest.approx(power_law(500, 400, 512))
-    assert np.isnan(seconds(table, "gemm", 100, 400, 512))  # below the first point of one of the two lines
+    assert seconds(table, "attention", 1, 8192, 32, 8, 128, 0) == pytest.approx(4.0, rel=0.05)  # seq_len squared
+    table = TimingTable.of(measured("all_reduce", (8, 8, 1, 2**power), 2.0**power / 2**20) for power in (20, 29))
+    assert seconds(table, "all_reduce", 8, 8, 1, 2**31) == pytest.approx(2.0**11, rel=0.01)
 
 
 @pytest.mark.parametrize("shape", [(1, 4096, 32, 8, 64, 0), (1, 4096, 32, 4, 128, 0), (1, 4096, 32, 8, 128, 1024)])
 def test_head_sizes_and_windows_must_match(shape: tuple[int, ...]) -> None:
     table = TimingTable.of(measured("attention", (1, length, 32, 8, 128, 0), 1.0) for length in (2048, 8192))
-    assert seconds(table, "attention", 1, 4096, 32, 8, 128, 0) == pytest.approx(1.0)
+    assert seconds(table, "attention", 1, 4096, 32, 8, 128, 0) == pytest.approx(1.0, rel=0.01)
     assert np.isnan(seconds(table, "attention", *shape))
 
 
@@ -119,25 +104,45 @@ def test_burst_benchmarks_are_slowed_down_to_what_training_sustains() -> None:
     assert factors["gemm"] > 1.3  # `modelling` C2: ratio about .70
 
 
-def test_a_shape_costs_the_same_in_any_batch() -> None:
+def noisy_table(count: int) -> TimingTable:
+    """Products at `count` scattered shapes, as uneven as kernels are."""
     random = np.random.default_rng(0)
-    shapes = random.integers(100, 6000, size=(500, 3))
-    together = GRID.lookup("gemm", "bf16", shapes).seconds
-    alone = [GRID.lookup("gemm", "bf16", row[None]).seconds[0] for row in shapes]
-    np.testing.assert_array_equal(together, alone)
+    shapes = np.unique(np.exp(random.uniform(np.log(64), np.log(32768), (count, 3))).astype(int), axis=0).tolist()
+    noise = random.lognormal(sigma=0.1, size=len(shapes)).tolist()
+    return TimingTable.of(
+        measured("gemm", (m, n, k), product_s(m, n, k) * factor)
+        for (m, n, k), factor in zip(shapes, noise, strict=True)
+    )
 
 
-def test_a_hundred_thousand_shapes_take_well_under_a_second() -> None:
-    sizes = [2**power for power in range(6, 17)]
-    many = [*range(64, 20_000, 397)]
-    table = TimingTable.of(measured("gemm", (m, n, k), power_law(m, n, k)) for n in sizes for k in sizes for m in many)
-    shapes = np.random.default_rng(0).integers(64, 30_000, size=(100_000, 3))
+def test_a_shape_costs_the_same_in_any_batch() -> None:
+    table = noisy_table(2000)
+    shapes = np.random.default_rng(1).integers(100, 20_000, size=(500, 3))
+    together = table.lookup("gemm", "bf16", shapes).seconds
+    assert not np.isnan(together).all()
+    again = table.lookup("gemm", "bf16", np.tile(shapes[::-1], (200, 1))).seconds
+    np.testing.assert_array_equal(again[:500][::-1], together)
+    alone = [table.lookup("gemm", "bf16", row[None]).seconds[0] for row in shapes]
+    np.testing.assert_array_equal(alone, together)
+
+
+def test_a_table_is_the_same_whatever_the_order_of_its_measurements() -> None:
+    measurements = [measured("gemm", (m, n, 512), product_s(m, n, 512) * (1 + m % 7 / 9)) for m in SIZES for n in SIZES]
+    shapes = np.random.default_rng(0).integers(256, 4096, size=(100, 3)) * (1, 1, 0) + (0, 0, 512)
+    found = [TimingTable.of(some).lookup("gemm", "bf16", shapes).seconds for some in (measurements, measurements[::-1])]
+    assert not np.isnan(found[0]).any()
+    np.testing.assert_array_equal(*found)
+
+
+def test_two_thousand_shapes_of_a_hundred_thousand_plans_take_a_fraction_of_a_second() -> None:
+    table = noisy_table(10_000)
+    shapes = np.random.default_rng(0).integers(64, 30_000, size=(2_000, 3))
     start = time.process_time()
-    table.lookup("gemm", "bf16", shapes)
-    assert time.process_time() - start < 1.0
+    table.lookup("gemm", "bf16", np.tile(shapes, (50, 1)))
+    assert time.process_time() - start < 1.0  # .2 s on a core of a laptop
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (1, 2, -3)])
+@pytest.mark.parametrize("shape", [(1, 2), (1, 2, -3), (0, 2, 3)])
 def test_a_measurement_must_have_the_numbers_of_its_operation(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="gemm needs m, n, k"):
         measured("gemm", shape, 1.0)
