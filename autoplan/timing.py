@@ -84,6 +84,18 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
 }
 
 
+def check_shape(operation: str, shape: tuple[int, ...]) -> None:
+    """Refuse an operation or a shape that `SHAPES` does not know."""
+    names = SHAPES.get(operation)  # type: ignore[call-overload]
+    if names is None:
+        raise InputError(f"operation {operation!r} is unknown: known are {', '.join(SHAPES)}")
+    # A window of 0 is none.
+    if len(shape) != len(names) or not all(
+        (name != "window") <= size < 2**63 for name, size in zip(names, shape, strict=True)
+    ):
+        raise InputError(f"{operation} needs {', '.join(names)}, all positive, got {shape}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """How long one operation of one shape took on one device: the numbers of `shape` are those that `SHAPES` names."""
@@ -97,12 +109,7 @@ class Measurement:
     source: str = ""
 
     def __post_init__(self) -> None:
-        names = SHAPES[self.operation]
-        # A window of 0 is none.
-        if len(self.shape) != len(names) or any(
-            size < (name != "window") for name, size in zip(names, self.shape, strict=True)
-        ):
-            raise InputError(f"{self.operation} needs {', '.join(names)}, all positive, got {self.shape}")
+        check_shape(self.operation, self.shape)
         check_positive("seconds", self.seconds, most=1e6)
 
 

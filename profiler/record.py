@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from autoplan.errors import InputError
-from autoplan.timing import SHAPES, Measurement, Operation
+from autoplan.timing import Measurement, Operation, check_shape
 
 PROTOCOL = 1  # raised when the way of measuring changes so that older samples mean something else
 
@@ -83,11 +83,7 @@ class Record:
     measured_at: str = ""  # ISO 8601, UTC
 
     def __post_init__(self) -> None:
-        names = SHAPES.get(self.operation)
-        if names is None:
-            raise InputError(f"operation {self.operation!r} is unknown: known are {', '.join(SHAPES)}")
-        if len(self.shape) != len(names) or not all(0 <= size < 2**63 for size in self.shape):
-            raise InputError(f"{self.operation} needs {', '.join(names)}, none negative, got {self.shape}")
+        check_shape(self.operation, self.shape)
         for name, kinds in (("mode", get_args(Mode)), ("status", get_args(Status))):
             if getattr(self, name) not in kinds:
                 raise InputError(f"{name} {getattr(self, name)!r} is unknown: known are {', '.join(kinds)}")

@@ -52,7 +52,7 @@ def test_a_record_read_back_has_the_same_key() -> None:
     ("change", "message"),
     [
         ({"shape": (1, 2)}, "gemm needs m, n, k"),
-        ({"shape": (1, 2, -3)}, "none negative"),
+        ({"shape": (1, 2, -3)}, "all positive"),
         ({"operation": "sort"}, "operation 'sort' is unknown"),
         ({"samples_s": ()}, "has no samples"),
         ({"samples_s": (float("nan"),)}, "no time in seconds"),
