@@ -296,7 +296,9 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     slack = np.cumsum(backward, axis=1) - backward
     can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
     overlapped = batch.grad_reduce_overlap & can_overlap
-    slack[:, 0] = np.where(overlapped, framework.grad_reduce_overlap_share * laid.backward_s[:, 0], 0.0)
+    # Where tensor parallelism leaves the scale-up domain its collectives need the network all through that pass.
+    is_free = batch.tp <= problem.cluster.levels[-1].num_devices
+    slack[:, 0] = np.where(overlapped & is_free, framework.grad_reduce_overlap_share * laid.backward_s[:, 0], 0.0)
     exposed = np.maximum((reduce - slack).max(axis=1), 0.0)
     # The last bucket is ready only when the backward pass is over.
     layers = np.maximum(add_up(count[:, 0].astype(np.float64) for count in laid.blocks.count.values()), 1)
