@@ -536,6 +536,26 @@ def test_the_interval_is_that_of_a_lognormal_residual() -> None:
     assert cost.step_s[0] / cost.low_s[0] == pytest.approx(math.exp(NORMAL_90 * 0.1))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "plan", "spread"),
+    [
+        ("h100-sxm:2x8", ParallelPlan(global_batch=16, dp_shard=16), 0.1),
+        ("h100-sxm:2x8", ParallelPlan(global_batch=1, tp=16), 0.2),
+        ("h100-sxm:2x8", ParallelPlan(global_batch=2, tp=8, cp=2), 0.2),
+        ("h100-sxm:2x8", ParallelPlan(global_batch=2, tp=8, pp=2), 0.3),
+        ("h100-sxm:32x8", ParallelPlan(global_batch=256, dp_shard=256), 0.1),  # one leaf switch
+        ("h100-sxm:33x8", ParallelPlan(global_batch=264, dp_shard=264), 0.4),
+        ("h100-sxm:64x8", ParallelPlan(global_batch=2, tp=256, pp=2), 0.4),
+    ],
+)
+def test_the_interval_is_that_of_the_plans_kind(cluster: str, plan: ParallelPlan, spread: float) -> None:
+    kinds = Calibration(time_spread=0.1, tensor_time_spread=0.2, pipeline_time_spread=0.3, spine_time_spread=0.4)
+    cost = price(problem_of(cluster=cluster, calibration=kinds), plan)
+    assert cost.high_s[0] / cost.step_s[0] == pytest.approx(math.exp(NORMAL_90 * spread))
+    plain = price(problem_of(cluster=cluster, calibration=Calibration(time_spread=0.15)), plan)
+    assert plain.high_s[0] / plain.step_s[0] == pytest.approx(math.exp(NORMAL_90 * 0.15))
+
+
 # -- memory verdict ---------------------------------------------------------------------------------------------------
 
 
