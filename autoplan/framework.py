@@ -87,7 +87,7 @@ class Framework:
     zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
     # What it runs where a plan says flash; flash stands for the best that the device has.
     flash_kernel: Literal["flash", "flash2", "triton", "cudnn"] = "flash"
-    bytes_moved_per_logit: float = 0.0  # by the cross entropy, both passes; 0: 1.25 times `bytes_per_logit`
+    bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
@@ -108,7 +108,8 @@ class Framework:
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.
     cross_node_s_per_member: float = 0.0
-    # Launch floor of a block, forward and backward together, per tensor-parallel rank, in pipelines that cross nodes.
+    # Added to the launches of a block, forward and backward together, per rank of a tensor-parallel group, in pipelines
+    # that cross nodes: its collectives wait for the host that comes last.
     cross_node_pipeline_host_s_per_tp: float = 0.0
     # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
     sharded_wire_factor: float = 1.0

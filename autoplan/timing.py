@@ -236,14 +236,17 @@ def _times(operation: Operation, repeats: Mapping[tuple[int, ...], list[float]])
 # What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.
 FACTORS = ("overall", "memory_bound", "host", "scale_out", "scale_up", "attention", "gemm")
 
+# The spreads of step times, one for every kind of plans: those below have the first unless they have their own.
+TIME_SPREADS = ("time_spread", "tensor_time_spread", "pipeline_time_spread", "spine_time_spread")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Multiplicative factors on the time of each component, and the residual spread that remains.
 
     A factor of 1 is the reference model.  The spreads are standard deviations of log(measured / predicted); the 90 %
-    interval of a step time is exp(+-1.645 time_spread) around the prediction (`pipeline_time_spread` for plans with
-    several stages), and the probability of running out of memory follows from `memory_spread`.
+    interval of a step time is exp(+-1.645 spread) around the prediction, with the spread of the plan's kind, and the
+    probability of running out of memory follows from `memory_spread`.
     """
 
     name: str = "reference"
@@ -257,14 +260,20 @@ class Calibration:
     # Without calibration: covers nine tenths of the runs of a published source, in the mean over sources
     # (benchmarks/results); and between the .02 of a known framework and the .08 of an unknown one (`modelling` G3).
     time_spread: float = 0.25
-    pipeline_time_spread: float | None = None  # of plans with several stages, where those differ
+    tensor_time_spread: float | None = None  # of plans whose tensor or context parallelism leaves the scale-up domain
+    pipeline_time_spread: float | None = None  # of plans with several stages
+    spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in FACTORS:
             check_positive(name, getattr(self, name), most=100.0)
-        for name in ("time_spread", "memory_spread"):
-            check_positive(name, getattr(self, name), most=5.0)
-        if self.pipeline_time_spread is not None:
-            check_positive("pipeline_time_spread", self.pipeline_time_spread, most=5.0)
+        for name in (*TIME_SPREADS, "memory_spread"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name), most=5.0)
+
+    @property
+    def time_spreads(self) -> Floats:
+        """The spread of every kind in `TIME_SPREADS`."""
+        return np.array([getattr(self, name) or self.time_spread for name in TIME_SPREADS])

@@ -41,14 +41,14 @@ from autoplan.cost.calibration import (
     factors_for,
     fit,
 )
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate
+from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, spread_kinds
 from autoplan.files import write_text
 from autoplan.plan import PlanBatch
 from autoplan.read.calibration import calibration_text
 from autoplan.read.predictions import predict, prediction_table
 from autoplan.read.runs import Run, read_runs
 from autoplan.result import CostEstimate, Prediction
-from autoplan.timing import FACTORS, Calibration
+from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
 
 Floats = NDArray[np.float64]
 
@@ -65,6 +65,7 @@ class Case:
     run: Run
     source: str
     measured: MeasuredRun
+    spread: str  # of `TIME_SPREADS`, the one that holds for it
     fold: str
 
     @property
@@ -73,9 +74,9 @@ class Case:
         return self.measured.problem.framework.calibration_name, self.generation
 
     @property
-    def kind(self) -> tuple[tuple[str, str], bool]:
-        """Whose errors are alike: of one framework and generation, with or without a pipeline."""
-        return self.key, self.measured.plan.pp > 1
+    def kind(self) -> tuple[tuple[str, str], str]:
+        """Whose errors are alike: of one framework and generation, and waiting for the same things."""
+        return self.key, self.spread
 
     @property
     def generation(self) -> str:
@@ -148,7 +149,11 @@ def read_cases(path: Path, runs: Sequence[Run]) -> list[Case]:
         row = answers[run.id]
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             measured = MeasuredRun(problem=run.problem, plan=run.plan, step_s=float(row["step_time_s"]))
-            finished.append(Case(run=run, source=re.sub(r"-\d+$", "", run.id), measured=measured, fold=""))
+            batch = PlanBatch.of([run.plan], run.problem.model.num_layers)
+            spread = TIME_SPREADS[int(spread_kinds(run.problem, batch)[0])]
+            finished.append(
+                Case(run=run, source=re.sub(r"-\d+$", "", run.id), measured=measured, spread=spread, fold="")
+            )
     by_source: dict[str, list[Case]] = defaultdict(list)
     for case in finished:
         by_source[case.source].append(case)
@@ -313,13 +318,14 @@ def ship(cases: Sequence[Case]) -> None:
         calibration = fits.whole(key)
         errors = {case.run.id: float(np.log(case.measured.step_s / unseen[case.run.id][0])) for case in some}
         median = 100 * float(np.median(np.abs(np.expm1(list(errors.values())))))
-        spreads = {case.measured.plan.pp > 1: spread_of_kind(case, some, errors) for case in some}
+        one_of_kind = {case.spread: case for case in some}
+        spreads = {name: spread_of_kind(case, some, errors) for name, case in one_of_kind.items()}
+        spreads.setdefault("time_spread", max(spreads.values()))
         sources = ", ".join(sorted({case.source for case in some}))
         calibration = replace(
             calibration,
             name=" on ".join(key),
-            time_spread=spreads.get(False) or spreads[True],
-            pipeline_time_spread=spreads.get(True),
+            **spreads,
             memory_spread=some[0].measured.problem.calibration.memory_spread,
             sources=(f"{len(some)} runs ({sources}): median error {median:.1f} % with a model left out",),
         )

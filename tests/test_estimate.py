@@ -556,6 +556,26 @@ def test_the_interval_is_that_of_a_lognormal_residual() -> None:
     assert cost.step_s[0] / cost.low_s[0] == pytest.approx(math.exp(NORMAL_90 * 0.1))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "plan", "spread"),
+    [
+        ("h100-sxm:2x8", ParallelPlan(global_batch=16, dp_shard=16), 0.1),
+        ("h100-sxm:2x8", ParallelPlan(global_batch=1, tp=16), 0.2),
+        ("h100-sxm:2x8", ParallelPlan(global_batch=2, tp=8, cp=2), 0.2),
+        ("h100-sxm:2x8", ParallelPlan(global_batch=2, tp=8, pp=2), 0.3),
+        ("h100-sxm:32x8", ParallelPlan(global_batch=256, dp_shard=256), 0.1),  # one leaf switch
+        ("h100-sxm:33x8", ParallelPlan(global_batch=264, dp_shard=264), 0.4),
+        ("h100-sxm:64x8", ParallelPlan(global_batch=2, tp=256, pp=2), 0.4),
+    ],
+)
+def test_the_interval_is_that_of_the_plans_kind(cluster: str, plan: ParallelPlan, spread: float) -> None:
+    kinds = Calibration(time_spread=0.1, tensor_time_spread=0.2, pipeline_time_spread=0.3, spine_time_spread=0.4)
+    cost = price(problem_of(cluster=cluster, calibration=kinds), plan)
+    assert cost.high_s[0] / cost.step_s[0] == pytest.approx(math.exp(NORMAL_90 * spread))
+    plain = price(problem_of(cluster=cluster, calibration=Calibration(time_spread=0.15)), plan)
+    assert plain.high_s[0] / plain.step_s[0] == pytest.approx(math.exp(NORMAL_90 * 0.15))
+
+
 # -- memory verdict ---------------------------------------------------------------------------------------------------
 
 
@@ -661,6 +681,43 @@ def test_a_split_schedule_is_priced_alike_alone_and_among_others(schedule: str, 
     assert among.step_s[1] == alone.step_s[0]
     assert among.memory_bytes[1] == alone.memory_bytes[0]
     assert sum(stage.layers for stage in stage_costs(problem, split)) == layers
+
+
+# -- what tensor-parallel ranks wait for, and what hides ---------------------------------------------------------------
+
+
+def test_a_share_of_the_collectives_hides_under_the_same_share_of_the_products_at_most() -> None:
+    plan = ParallelPlan(global_batch=8, tp=8, sp=True, tp_overlap=True)
+    plain = priced(plan)
+    # Without recomputation the term holds all products but the head's.
+    bare, quarter = (priced(plan, tp_overlap_share=share)["tp_communication"] for share in (0.0, 0.25))
+    assert bare == plain["tp_communication"]
+    assert bare - quarter == pytest.approx(0.25 * min(bare, plain["gemm"]), rel=0.2)
+    assert bare - quarter <= 0.25 * min(bare, plain["gemm"])
+    assert priced(dataclasses.replace(plan, tp_overlap=False), tp_overlap_share=0.25)["tp_communication"] == bare
+
+
+def test_every_rank_of_a_tensor_group_delays_the_launches_of_a_pipeline_across_nodes() -> None:
+    late = {"cross_node_pipeline_host_s_per_tp": 1.0}
+    # 16 blocks on two stages, a micro-batch, and a second for each of two ranks; the device works meanwhile.
+    plan = ParallelPlan(global_batch=8, tp=2, sp=True, pp=2, dp_shard=8)
+    assert priced(plan, **late)["launch"] == pytest.approx(8 * 2.0, rel=0.01)
+    slow = {"host_s_per_block_forward": 0.5, "host_s_per_block_backward": 1.0}
+    assert priced(plan, **late, **slow)["launch"] == pytest.approx(8 * 3.5, rel=0.01)
+    inside = dataclasses.replace(plan, dp_shard=2, global_batch=2)
+    without_group = dataclasses.replace(plan, tp=1, sp=False)
+    flat = dataclasses.replace(plan, pp=1)
+    for other in (inside, without_group, flat):
+        assert priced(other, **late) == priced(other)
+
+
+def test_an_all_reduce_hides_only_where_the_network_is_free_of_tensor_parallelism() -> None:
+    traits = {"grad_reduce_overlap": True}
+    inside = ParallelPlan(global_batch=16, micro_batch=4, tp=8, dp_shard=4, sharding="none")
+    across = dataclasses.replace(inside, tp=16)
+    for plan, hides in ((inside, True), (across, False)):
+        shown, hidden = priced(plan)["data_parallel_reduce"], priced(plan, **traits)["data_parallel_reduce"]
+        assert (hidden < 0.9 * shown) == hides
 
 
 # -- the end of a step, and a full device ------------------------------------------------------------------------------

@@ -179,7 +179,15 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str) -> Fitted:
     spread = np.sqrt(weight * conformal_spread(left_out) ** 2 + (1 - weight) * base.time_spread**2)
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
-        calibration=replace(whole, name=name, time_spread=float(spread), pipeline_time_spread=None, sources=sources),
+        calibration=replace(
+            whole,
+            name=name,
+            time_spread=float(spread),
+            tensor_time_spread=None,
+            pipeline_time_spread=None,
+            spine_time_spread=None,
+            sources=sources,
+        ),
         median_error_before=float(np.median(np.abs(np.expm1(before)))),
         median_error=float(np.median(np.abs(np.expm1(left_out)))),
     )

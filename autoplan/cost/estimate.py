@@ -31,6 +31,7 @@ from autoplan.model import Block
 from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import CostEstimate, StageCost, probability_above
+from autoplan.timing import TIME_SPREADS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -304,7 +305,9 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     slack = np.cumsum(backward, axis=1) - backward
     can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
     overlapped = batch.grad_reduce_overlap & can_overlap
-    slack[:, 0] = np.where(overlapped, framework.grad_reduce_overlap_share * laid.backward_s[:, 0], 0.0)
+    # Where tensor parallelism leaves the scale-up domain its collectives need the network all through that pass.
+    is_free = batch.tp <= problem.cluster.levels[-1].num_devices
+    slack[:, 0] = np.where(overlapped & is_free, framework.grad_reduce_overlap_share * laid.backward_s[:, 0], 0.0)
     exposed = np.maximum((reduce - slack).max(axis=1), 0.0)
     # The last bucket is ready only when the backward pass is over.
     layers = np.maximum(add_up(count[:, 0].astype(np.float64) for count in laid.blocks.count.values()), 1)
@@ -376,6 +379,19 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
     return terms, at_worst, worst
 
 
+def spread_kinds(problem: Problem, batch: PlanBatch) -> Ints:
+    """Which of `TIME_SPREADS` holds for every plan: errors are alike where plans wait for the same things.
+
+    Beyond one leaf switch everything varies most; then come pipelines, which wait at every message, and layers that
+    wait for the network.
+    """
+    cluster = problem.cluster
+    beyond_leaf = batch.num_devices > cluster.network.nodes_per_leaf * cluster.devices_per_node
+    leaves_domain = batch.tp * batch.cp > cluster.levels[-1].num_devices
+    names = ("spine_time_spread", "pipeline_time_spread", "tensor_time_spread")
+    return np.select([beyond_leaf, batch.pp > 1, leaves_domain], [TIME_SPREADS.index(name) for name in names], 0)
+
+
 def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     """Step time and memory of every plan of `batch`.
 
@@ -399,8 +415,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         worst[where] = worst_stage
     step = add_up(time_terms.values())
     calibration = problem.calibration
-    of_pipelines = calibration.pipeline_time_spread or calibration.time_spread
-    spread = np.exp(NORMAL_90 * np.where(batch.pp > 1, of_pipelines, calibration.time_spread))
+    spread = np.exp(NORMAL_90 * calibration.time_spreads[spread_kinds(problem, batch)])
     host_capacity, spread_of_memory = problem.cluster.host.memory_bytes, problem.calibration.memory_spread
     reserved = add_up(memory.values())
     return CostEstimate(

@@ -153,7 +153,9 @@ def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Float
     return dense, expert
 
 
-def _tp_s(problem: Problem, batch: PlanBatch, topology: Topology, places: Groups) -> tuple[Floats, Floats]:
+def _tp_s(
+    problem: Problem, batch: PlanBatch, topology: Topology, places: Groups, gemm_s: tuple[Floats, Floats]
+) -> tuple[Floats, Floats]:
     """(forward, backward) exposed tensor-parallel collectives of one block.
 
     With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes;
@@ -167,9 +169,12 @@ def _tp_s(problem: Problem, batch: PlanBatch, topology: Topology, places: Groups
     host = problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
     gather = all_gather_s(topology, *places.tp, buffer)
     reduce = all_reduce_s(topology, *places.tp, buffer)
-    exposed = np.where(batch.tp_overlap, 1.0 - framework.tp_overlap_share, 1.0)
-    time = np.where(batch.sp, 2 * gather, reduce) * exposed + host * np.where(batch.sp, 2, 1)
-    return time, time
+    time = np.where(batch.sp, 2 * gather, reduce)
+    meeting = host * np.where(batch.sp, 2, 1)
+    # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
+    share = np.where(batch.tp_overlap, framework.tp_overlap_share, 0.0)
+    forward, backward = (time - share * np.minimum(time, products) + meeting for products in gemm_s)
+    return forward, backward
 
 
 def _cp_s(
@@ -286,7 +291,8 @@ def _block_cost(
     zeros = np.zeros(len(batch))
     accumulated = framework.bytes_moved_per_accumulated_grad * (dense + expert)
     attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
-    tp_forward, tp_backward = _tp_s(problem, batch, topology, places)
+    gemm_s = (kernels.gemm_forward_s, kernels.gemm_backward_s)
+    tp_forward, tp_backward = _tp_s(problem, batch, topology, places, gemm_s)
     if block is Block.MOE and not any(linear.split == "column" for linear in shape.linears):
         tp_forward, tp_backward = zeros, zeros  # routed experts take their tokens from the ranks that hold them
     cp_forward, cp_backward = zeros, zeros
@@ -336,10 +342,10 @@ def _launch_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats,
     framework = problem.framework
     host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0)
     crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
-    floor = host * framework.cross_node_pipeline_host_s_per_tp * batch.tp * crosses
+    waits = framework.cross_node_pipeline_host_s_per_tp * batch.tp * (crosses & (batch.tp > 1))
     # As elsewhere, half as many launches forward as backward.
-    forward = np.maximum(host * framework.host_s_per_block_forward, floor / 3)
-    return forward, np.maximum(host * framework.host_s_per_block_backward, floor * 2 / 3)
+    forward = host * (framework.host_s_per_block_forward + waits / 3)
+    return forward, host * (framework.host_s_per_block_backward + waits * 2 / 3)
 
 
 def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autoplan.files import decode, read_table
 from autoplan.framework import Framework
-from autoplan.timing import FACTORS, Calibration
+from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
 
 # Of runs under a framework that no preset describes: known ones priced with the traits of Megatron-Core are off by
 # .2 to .36 where they fill more than half of a device.
@@ -42,7 +42,7 @@ def calibration_text(calibration: Calibration) -> str:
     lines += [f"{name} = {value:.4g}" for name in FACTORS if (value := getattr(calibration, name)) != 1.0]
     lines += [
         f"{name} = {value:.3g}"
-        for name in ("time_spread", "pipeline_time_spread", "memory_spread")
+        for name in (*TIME_SPREADS, "memory_spread")
         if (value := getattr(calibration, name)) is not None
     ]
     lines += ["sources = [", *(f"    {_quoted(source)}," for source in calibration.sources), "]"]
