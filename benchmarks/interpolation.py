@@ -31,6 +31,7 @@ from autoplan.timing import Measurement, TimingTable
 from autoplan.topology import Topology, compile_topology
 from autoplan.units import file_units
 from profiler import fit
+from profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from profiler.imports.aiconfigurator import read_measurements
 
 Floats = NDArray[np.float64]
@@ -45,15 +46,6 @@ CLUSTERS = {
     "gb300": "gb300-nvl72",
     "l40s": "l40s",
 }
-# FlashAttention as training runs it, by generation; on Blackwell, where its kernels are cuDNN's and not in the tables,
-# the fastest of those written for it.
-FLASH_KERNELS = {
-    "ampere": ("flash_attention", "vllm_flash_attn"),
-    "hopper": ("fa3",),
-    "ada": ("vllm_flash_attn_fa2",),
-    "blackwell": ("trtllm_mha", "flashinfer", "vllm_flashinfer", "torch_flow", "vllm_flashinfer_trtllmprefill"),
-}
-EXPERTS_KERNEL = "moe_torch_flow_cutlass balanced"
 BY_EYE = GemmCurve(half_m=64, half_n=64, half_k=110, half_output=0, start_s=0, source="")
 OCCUPANCY_ALONE = AttentionCurve(half_seq_len=0, half_blocks=1, half_head_dim=0, start_s=0, source="")
 CONSTANT = GemmCurve(half_m=0, half_n=0, half_k=0, half_output=0, start_s=4e-6, source="")
@@ -105,8 +97,7 @@ def _interpolation(measurements: list[Measurement]) -> float:
 
 
 def _attention(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
-    usable = [one for one in measurements if one.kernel in FLASH_KERNELS[device.generation]]
-    points = fit.training_attention(fit.points_of(usable, reduce=min))
+    points = fit.training_attention(fit.points_of(for_training(measurements, device)))
     found: fit.Fit[AttentionCurve] = fit.fit_attention(device, points)
     unseen = points.where(fit.held_out_attention(points))
     long = unseen.where(unseen.shapes[:, 1] >= 2048)
@@ -138,7 +129,9 @@ def _experts(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, 
 
 
 def _collectives(name: str, link: LinkLevel, measurements: list[Measurement]) -> tuple[str, str]:
-    points = fit.collective_points(one for one in measurements if one.kernel == "NCCL" and one.dtype == "fp16")
+    points = fit.collective_points(
+        one for one in measurements if one.kernel == COLLECTIVES_KERNEL and one.dtype == "fp16"
+    )
     found: fit.Fit[CollectiveCurve] = fit.fit_collectives(link, points)
     large = points.where(points.shapes[:, 3] >= 2**20)
     at_large = fit.mean_error(fit.collective_s(link, found.curve, found.plateau, large.shapes), large.seconds)
