@@ -2,7 +2,8 @@
 
 The shapes are fitted to public measurements by `profiler.fit` (tables of aiconfigurator-core, see
 `benchmarks/results`); a device or a link that was not measured takes those of its nearest relative.  The level is
-kept apart from the shape: short benchmarks run at clocks that training does not sustain (`modelling` C2).
+kept apart from the shape: short benchmarks run at clocks that training does not sustain (`modelling` C2).  Where
+neither the device nor a relative was measured, the source of a curve begins with "not measured".
 """
 
 from __future__ import annotations
@@ -27,8 +28,20 @@ def _check(curve: Any, *, fractions: tuple[str, ...] = (), others: tuple[str, ..
         check_not_negative(name, getattr(curve, name))
 
 
+class _Sourced:
+    """What has a source."""
+
+    __slots__ = ()
+    source: str
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a measurement of the device or of a relative stands behind the curve."""
+        return not self.source.startswith("not measured")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GemmCurve:
+class GemmCurve(_Sourced):
     """Rate of an m x n x k product against that of an unlimited one, and the start of its kernel.
 
     The rate is divided by (1 + half_m / m) (1 + half_n / n) (1 + half_k / k) (1 + half_output / (m n)): too few rows or
@@ -46,7 +59,7 @@ class GemmCurve:
     start_s: float = 3.0e-6
     burst_efficiency: float = 0.84
     fit_error: float = 0.07
-    source: str = "H100 values"
+    source: str = "not measured: H100 values"
 
     def __post_init__(self) -> None:
         halves = ("half_m", "half_n", "half_k", "half_output", "start_s")
@@ -63,7 +76,7 @@ class GemmCurve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCurve:
+class AttentionCurve(_Sourced):
     """Rate of causal flash attention, forward, as a share of the device's bf16 peak, and the start of its kernel.
 
     `efficiency` is that of long sequences with heads of at least 128, as training sustains it.  It is halved at
@@ -79,7 +92,7 @@ class AttentionCurve:
     start_s: float = 13e-6
     burst_efficiency: float = 0.64
     fit_error: float = 0.10
-    source: str = "H100 values"
+    source: str = "not measured: H100 values"
 
     def __post_init__(self) -> None:
         _check(

@@ -269,6 +269,10 @@ class PlanBatch:
         arrays = {field.name: getattr(self, field.name)[which] for field in fields(self) if field.name != "layouts"}
         return replace(self, **arrays)
 
+    def distinct(self, *names: str) -> tuple[Ints, Ints]:
+        """(indices of plans that differ in these axes, for every plan which of them is like it)."""
+        return distinct_rows(*(getattr(self, name) for name in names))
+
     def plan(self, at: int) -> ParallelPlan:
         """The plan at an index, as one object."""
         values: dict[str, object] = {name: int(getattr(self, name)[at]) for name in _COUNTS}
@@ -301,6 +305,18 @@ class PlanBatch:
             if field.name not in ("layouts", "layout")
         }
         return PlanBatch(**arrays, layout=np.concatenate(moved), layouts=tuple(layouts))
+
+
+def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:
+    """(indices of rows that differ, for every row which of them is like it), of columns without negative numbers."""
+    code, num_codes = columns[0].astype(np.int64), int(columns[0].max(initial=0)) + 1
+    for column in columns[1:]:
+        span = int(column.max(initial=0)) + 1
+        if num_codes * span >= 2**63:  # number anew what there is
+            code, num_codes = np.unique(code, return_inverse=True)[1], len(code)
+        code, num_codes = code * span + column, num_codes * span
+    _, first, like = np.unique(code, return_index=True, return_inverse=True)
+    return first, like
 
 
 def parse_recompute(text: str) -> dict[str, object]:

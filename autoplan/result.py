@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
@@ -14,7 +14,7 @@ from autoplan.errors import InputError
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.timing import Calibration
+from autoplan.timing import Calibration, Provenance
 from autoplan.training import Precision, TrainingSpec
 from autoplan.units import check_not_negative, check_positive
 
@@ -228,6 +228,8 @@ class PlanFile:
     alternatives: tuple[RankedPlan, ...]  # of other degrees, best first
     certificate: Certificate | None  # None where one plan was priced, not searched
     memory_knobs: tuple[MemoryKnob, ...] = ()  # most freed first, where they were asked for
+    timings: str = ""  # whose measured times were taken before the reference curves
+    rests_on: dict[Provenance, float] = field(default_factory=dict)  # share of the best plan's step
 
     def __post_init__(self) -> None:
         if self.schema_version != PLAN_FILE_VERSION:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -52,11 +52,12 @@ _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
 # What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
 # `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
-# with a window of 0 for none.  `experts` are all routed experts of one rank.  `rope`, `cross_entropy` and `head`
-# (logits and loss) are both ways together, `optimizer` is one Adam step, `layer` is what one rank of `tp` computes for
-# a whole gated transformer layer, without collectives.  A group of a collective has `devices_per_domain` members in
-# each scale-up domain that it touches, and `num_groups` such groups work at once; its buffer is the whole one: what an
-# all-gather ends with, a reduce-scatter begins with.
+# with a window of 0 for none.  `experts` are all routed experts of one rank, both products and the activation between,
+# for the `tokens` of all ranks that share them.  `rope` (of queries and keys), `cross_entropy` and `head` (logits and
+# loss) are both ways together, `optimizer` is one Adam step, `layer` is what one rank of `tp` computes for a whole
+# gated transformer layer, without collectives.  A group of a collective has `devices_per_domain` members in each
+# scale-up domain that it touches, and `num_groups` such groups work at once in these domains; its buffer is the whole
+# one: what an all-gather ends with, a reduce-scatter begins with.
 SHAPES: dict[Operation, tuple[str, ...]] = {
     "gemm": _PRODUCT,
     "dgrad": _PRODUCT,
@@ -137,12 +138,34 @@ class Lookup:
 
     seconds: Floats
     is_exact: NDArray[np.bool_]
+    nudge: tuple[float, float] = (1.0, 1.0)
 
-    def otherwise(self, seconds: Floats, provenance: Provenance) -> tuple[Floats, Ints]:
-        """(times, indices into `PROVENANCES`) with `seconds`, which come from `provenance`, where the table refused."""
+    @classmethod
+    def refused(cls, size: int | tuple[int, ...]) -> Lookup:
+        """That of a table which holds none of so many shapes."""
+        return cls(seconds=np.full(size, np.nan), is_exact=np.zeros(size, dtype=np.bool_))
+
+    def take(self, which: Ints) -> Lookup:
+        """Those of the shapes at the given indices."""
+        return replace(self, seconds=self.seconds[which], is_exact=self.is_exact[which])
+
+    def scaled(self, factor: Floats | float) -> Lookup:
+        """Times of kin that take `factor` times as long; none of them was measured itself, unless they take as long."""
+        return replace(self, seconds=self.seconds * factor, is_exact=self.is_exact & (factor == 1.0))
+
+    def before(self, other: Lookup) -> Lookup:
+        """These times, and those of `other` where the table refused these."""
         known = ~np.isnan(self.seconds)
-        own = np.where(self.is_exact, PROVENANCES.index("measured"), PROVENANCES.index("interpolated"))
-        return np.where(known, self.seconds, seconds), np.where(known, own, PROVENANCES.index(provenance))
+        return replace(
+            other,
+            seconds=np.where(known, self.seconds, other.seconds),
+            is_exact=np.where(known, self.is_exact, other.is_exact),
+        )
+
+    def otherwise(self, seconds: Floats) -> Floats:
+        """The times, and `seconds` where the table refused."""
+        own = self.seconds * np.where(self.is_exact, *self.nudge)
+        return np.where(np.isnan(own), seconds, own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,6 +186,17 @@ class TimingTable:
     """
 
     times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
+    # What measured and interpolated times are multiplied by: how much a step grows with them says what rests on them.
+    nudge: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured."""
+        return not self.times
+
+    def holds(self, operation: Operation, *dtypes: str) -> bool:
+        """Whether the operation was measured in one of these types at all."""
+        return any((operation, dtype) in self.times for dtype in dtypes)
 
     @classmethod
     def of(cls, measurements: Iterable[Measurement], *, slower: Mapping[Operation, float] | None = None) -> TimingTable:
@@ -190,7 +224,7 @@ class TimingTable:
             raise InputError(f"{operation} needs rows of {', '.join(SHAPES[operation])}, got shape {shapes.shape}")
         times = self.times.get((operation, dtype))
         if times is None:
-            return Lookup(seconds=np.full(len(shapes), np.nan), is_exact=np.zeros(len(shapes), dtype=bool))
+            return Lookup.refused(len(shapes))
         rows, inverse = np.unique(shapes, axis=0, return_inverse=True)
         seconds = np.array([times.exact.get(tuple(row), np.nan) for row in rows.tolist()])
         is_exact = ~np.isnan(seconds)
@@ -200,15 +234,24 @@ class TimingTable:
             if tuple(kind) in times.between:
                 own = ~is_exact & (kind_of.ravel() == at)
                 seconds[own] = times.between[tuple(kind)].at(rows[own][:, between])
-        return Lookup(seconds=seconds[inverse.ravel()], is_exact=is_exact[inverse.ravel()])
+        return Lookup(seconds=seconds[inverse.ravel()], is_exact=is_exact[inverse.ravel()], nudge=self.nudge)
 
 
-def burst_factors(device: DeviceSpec) -> dict[Operation, float]:
-    """How much longer operations take in training than in short benchmarks at burst clocks (`modelling` C2, C9)."""
-    gemm = device.gemm.burst_efficiency / device.gemm_efficiency
-    attention = device.attention.burst_efficiency / device.attention.efficiency
+def burst_factors(device: DeviceSpec, calibration: Calibration | None = None) -> dict[Operation, float]:
+    """How much longer operations take in training than in short benchmarks at burst clocks (`modelling` C2, C9).
+
+    Bursts tell the shape, not the level: that stays the one of the reference, whose `calibration` thus holds for them.
+    """
+    calibration = calibration or Calibration()
+    gemm = device.gemm.burst_efficiency / device.gemm_efficiency * calibration.gemm
+    attention = device.attention.burst_efficiency / device.attention.efficiency * calibration.attention
     products: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad", "experts", "experts_backward")
-    return {**dict.fromkeys(products, gemm), "attention": attention, "attention_backward": attention}
+    collectives: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    return {
+        **dict.fromkeys(products, gemm),
+        **dict.fromkeys(("attention", "attention_backward"), attention),
+        **dict.fromkeys(collectives, calibration.scale_up),
+    }
 
 
 def _columns(operation: Operation) -> tuple[list[int], list[int]]:

@@ -39,6 +39,7 @@ from autoplan.timing import Measurement, Operation, TimingTable
 from autoplan.topology import Topology, compile_topology
 from autoplan.units import file_units
 from profiler import fit
+from profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from profiler.imports.aiconfigurator import read_measurements
 
 Floats = NDArray[np.float64]
@@ -54,15 +55,6 @@ CLUSTERS = {
     "gb300": "gb300-nvl72",
     "l40s": "l40s",
 }
-# FlashAttention as training runs it, by generation; on Blackwell, where its kernels are cuDNN's and not in the tables,
-# the fastest of those written for it.
-FLASH_KERNELS = {
-    "ampere": ("flash_attention", "vllm_flash_attn"),
-    "hopper": ("fa3",),
-    "ada": ("vllm_flash_attn_fa2",),
-    "blackwell": ("trtllm_mha", "flashinfer", "vllm_flashinfer", "torch_flow", "vllm_flashinfer_trtllmprefill"),
-}
-EXPERTS_KERNEL = "moe_torch_flow_cutlass balanced"
 BY_EYE = GemmCurve(half_m=64, half_n=64, half_k=110, half_output=0, start_s=0, source="")
 OCCUPANCY_ALONE = AttentionCurve(half_seq_len=0, half_blocks=1, half_head_dim=0, start_s=0, source="")
 SEED, HIDDEN_SHARE = 0, 0.8  # TABLE_LEGEND tells them
@@ -115,8 +107,7 @@ def _gemms(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, st
 
 
 def _flash(device: DeviceSpec, measurements: list[Measurement]) -> fit.Points:
-    usable = [one for one in measurements if one.kernel in FLASH_KERNELS[device.generation]]
-    return fit.training_attention(fit.points_of(usable, reduce=min))
+    return fit.training_attention(fit.points_of(for_training(measurements, device)))
 
 
 def _attention(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
@@ -174,7 +165,7 @@ def _by_operation(measurements: Iterable[Measurement]) -> dict[Operation, list[M
     """What is looked at here: bf16 kernels, and NCCL in fp16; in ascending order of shape."""
     result: dict[Operation, list[Measurement]] = defaultdict(list)
     for one in sorted(measurements, key=lambda one: one.shape):
-        nccl = one.kernel == "NCCL" and one.dtype == "fp16"
+        nccl = one.kernel == COLLECTIVES_KERNEL and one.dtype == "fp16"
         if nccl if one.operation in fit.VOLUMES else one.dtype == "bf16":
             result[one.operation].append(one)
     return result

@@ -99,6 +99,8 @@ def test_only_what_was_asked_for_is_read(tmp_path: Path) -> None:
     assert {one.operation for one in read_measurements(tmp_path, operations=["gemm"])} == {"gemm"}
     assert [one.operation for one in read_measurements(tmp_path, operations=["all_to_all"])] == ["all_to_all"]
     assert [one.device for one in read_measurements(tmp_path, frameworks=["vllm"])] == ["h100-sxm"]
+    assert [one.operation for one in read_measurements(tmp_path, dtypes=["fp16"])] == ["all_reduce"]
+    assert {one.operation for one in read_measurements(tmp_path, dtypes=["bf16", "int8"])} == {"gemm", "all_to_all"}
 
 
 def test_unknown_tables_are_passed_over(tmp_path: Path) -> None:

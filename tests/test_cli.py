@@ -167,6 +167,36 @@ def test_one_plan_is_priced_from_flags(folder: Path) -> None:
     assert file.certificate is None
 
 
+def test_an_answer_says_what_it_rests_on(searched: Path) -> None:
+    file = decode(PlanFile, read_table(searched / "plan.json"), "plan.json")
+    assert sum(file.rests_on.values()) == pytest.approx(1.0)
+    assert file.rests_on["measured"] == file.rests_on["interpolated"] == 0.0
+    reference = 100 * file.rests_on["reference"]
+    assert f"rests on  {reference:.1f} % reference" in (searched / "stdout").read_text()
+
+
+def test_published_timings_take_the_place_of_fitted_curves(searched: Path, tmp_path: Path) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    pytest.importorskip("pyarrow")
+    flags = ("llama.json", *PLACE, "--tp", "2", "--timings", "aiconfigurator", "--out", str(tmp_path / "timed.json"))
+    shown = run(searched, "estimate", *flags)
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"rests on\s+[0-9.]+ % measured, [0-9.]+ % interpolated, ", shown.stdout)
+    timed = decode(PlanFile, read_table(tmp_path / "timed.json"), "timed.json")
+    assert timed.timings == "aiconfigurator"
+    assert timed.rests_on["measured"] + timed.rests_on["interpolated"] > 0.5
+    # A plan that was priced with a table is priced with it again.
+    again = json.loads(run(tmp_path, "estimate", "timed.json", "--json").stdout)
+    assert again["best"] == json.loads((tmp_path / "timed.json").read_text())["best"]
+    assert again["rests_on"] == timed.rests_on
+
+
+def test_a_device_without_published_timings_is_named(folder: Path) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    place = ("--cluster", "mi300x:1x8", "--global-batch", "16", "--seq-len", "4096")
+    assert_refused(folder, "estimate", "llama.json", *place, "--timings", "aiconfigurator", says="no timings of mi300x")
+
+
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 100, 200])
 def test_output_keeps_to_the_width(searched: Path, width: int) -> None:
     for command in (("search", "llama.json", *PLACE, "--out", f"{width}.json"), ("estimate", "plan.json")):
@@ -316,6 +346,7 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--attention", "slow"), "slow.*flash"),
         (("llama.json", *PLACE, "--framework", "torchtitan"), "not known yet"),
         (("llama.json", *PLACE, "--framework", "tensorfold"), "unknown framework"),
+        (("llama.json", *PLACE, "--timings", "hearsay"), "'hearsay': use aiconfigurator"),
         (("llama.json", *PLACE, "--reserve-memory", "4"), "unit"),
         (("llama.json", *PLACE, "--reserve-memory", "900GiB"), "reserved memory"),
         (("llama3.1-405b", *PLACE), r"no plan fits: .* GiB of 79\.1 GiB; the smallest h100-sxm found .* nodes of 8"),

@@ -13,9 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec
-from autoplan.cost.communication import all_gather_s
+from autoplan.cost.communication import Links, all_gather_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
-from autoplan.cost.layer import TERMS, calibrated
+from autoplan.cost.layer import TERMS
 from autoplan.cost.memory import MEMORY_TERMS
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
 from autoplan.errors import InputError
@@ -242,7 +242,7 @@ def test_a_scattered_message_is_a_slice_and_its_gather_at_the_receiver() -> None
     whole = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=False))
     scattered = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=True))
     size = 2.0 * 2048 * 1024
-    links = calibrated(whole)
+    links = Links.of(whole).topology
     pair = (np.ones(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
     gather = float(all_gather_s(links, *pair, np.full(1, size))[0])
     # Two stages exchange m + 1 times; 8 devices lie between neighbours, so that messages take the network.

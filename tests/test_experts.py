@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoplan.cost.compute import gemm_pace, gemm_rate
-from autoplan.cost.layer import _experts_wait_s, _overlapped_ep_s, _unpaired_share
+from autoplan.cost.arithmetic import block_shapes
+from autoplan.cost.compute import gemm_pace, gemm_rate, kernel_times
+from autoplan.cost.layer import _experts_wait_s, _overlapped_ep_s, _unpaired_share, block_costs
 from autoplan.curves import GemmCurve
-from autoplan.model import Experts, ModelSpec
+from autoplan.model import Block, Experts, ModelSpec
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.calibration import built_in_calibration
@@ -72,6 +73,12 @@ def test_paired_traffic_costs_what_it_cannot_hide_and_the_units_it_takes(work_s:
     assert _overlapped_ep_s(PROBLEM, batch_of(), traffic, work)[0] == 1.0
     shown = _overlapped_ep_s(PROBLEM, batch_of(ep_overlap=True), traffic, work)[0]
     assert shown == pytest.approx(1 / 4 + 3 / 4 * paired_s)
+
+
+def test_traffic_hides_under_every_kernel_of_its_block_once() -> None:
+    batch = batch_of()
+    work_s = block_costs(PROBLEM, batch)[Block.MOE].work_s[0]
+    assert kernel_times(PROBLEM, batch, Block.MOE, block_shapes(MODEL)[Block.MOE]).total_s[0] == pytest.approx(work_s)
 
 
 def test_a_short_k_costs_more_the_faster_the_type() -> None:

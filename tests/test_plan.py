@@ -22,6 +22,7 @@ from autoplan.plan import (
     PlanBatch,
     check_priced,
     chunk_layers,
+    distinct_rows,
     even_chunks,
     parse_recompute,
 )
@@ -290,3 +291,20 @@ def test_a_chunk_may_be_empty_but_not_negative() -> None:
     assert chunk_layers(ParallelPlan(global_batch=8, pp=2, layers_per_chunk=(24, 0)), LAYERS) == (24, 0)
     with pytest.raises(InputError, match="layers_per_chunk"):
         ParallelPlan(global_batch=8, pp=2, layers_per_chunk=(25, -1))
+
+
+@given(st.integers(1, 4), st.data())
+def test_rows_are_like_the_distinct_ones_that_stand_for_them(width: int, data: st.DataObject) -> None:
+    # Sizes whose product passes 64 bits, so that codes are numbered anew on the way.
+    size = st.sampled_from([0, 1, 2, 2**31, 2**40])
+    rows = np.array(data.draw(st.lists(st.tuples(*[size] * width), max_size=20)), dtype=np.int64).reshape(-1, width)
+    first, like = distinct_rows(*rows.T)
+    assert (rows[first][like] == rows).all()
+    assert len(first) == len(set(map(tuple, rows.tolist())))
+
+
+def test_distinct_plans_stand_for_those_that_share_their_axes() -> None:
+    some = [ParallelPlan(global_batch=8, tp=tp, sp=tp > 1, dp_shard=dp) for tp in (1, 2) for dp in (1, 2, 4)]
+    first, like = PlanBatch.of(some, LAYERS).distinct("tp", "sp")
+    assert [some[at].tp for at in first] == [1, 2]
+    assert like.tolist() == [0, 0, 0, 1, 1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import PROVENANCES, Measurement, Operation, TimingTable, burst_factors
+from autoplan.timing import Measurement, Operation, TimingTable, burst_factors
 
 
 def measured(operation: Operation, shape: tuple[int, ...], seconds: float, dtype: str = "bf16") -> Measurement:
@@ -87,12 +88,34 @@ def test_the_median_of_repeats_counts() -> None:
     assert seconds(table, "gemm", 64, 64, 64) == pytest.approx(2.0)
 
 
-def test_a_refused_shape_takes_the_reference_and_says_so() -> None:
+def test_a_refused_shape_takes_the_reference() -> None:
     found = GRID.lookup("gemm", "bf16", np.array([[256, 512, 4096], [300, 512, 4096], [8, 8, 8]]))
-    times, provenance = found.otherwise(np.array([7.0, 7.0, 7.0]), "reference")
-    assert [PROVENANCES[at] for at in provenance] == ["measured", "interpolated", "reference"]
+    times = found.otherwise(np.array([7.0, 7.0, 7.0]))
     assert times[2] == 7.0
     assert (times[:2] < 7.0).all()
+
+
+def test_another_lookup_fills_what_the_first_refused() -> None:
+    shapes = np.array([[256, 512, 4096], [300, 512, 4096], [8, 8, 8]])
+    small = TimingTable.of([measured("gemm", (8, 8, 8), 5.0), measured("gemm", (256, 512, 4096), 6.0)])
+    both = GRID.lookup("gemm", "bf16", shapes).before(small.lookup("gemm", "bf16", shapes))
+    assert both.seconds[0] == pytest.approx(product_s(256, 512, 4096))
+    assert both.seconds[2] == pytest.approx(5.0)
+    assert both.is_exact.tolist() == [True, False, True]
+
+
+def test_kin_that_take_another_time_were_not_measured() -> None:
+    found = GRID.lookup("gemm", "bf16", np.array([[256, 512, 4096], [256, 512, 1024]]))
+    kin = found.scaled(np.array([1.0, 2.0]))
+    assert kin.is_exact.tolist() == [True, False]
+    assert kin.seconds[1] == 2 * found.seconds[1]
+
+
+def test_a_nudge_multiplies_measured_and_interpolated_times_apart() -> None:
+    table = dataclasses.replace(GRID, nudge=(2.0, 3.0))
+    shapes = np.array([[256, 512, 4096], [300, 512, 4096], [8, 8, 8]])
+    plain, nudged = (one.lookup("gemm", "bf16", shapes).otherwise(np.full(3, 7.0)) for one in (GRID, table))
+    assert nudged == pytest.approx(plain * [2.0, 3.0, 1.0])
 
 
 def test_burst_benchmarks_are_slowed_down_to_what_training_sustains() -> None:

@@ -19,6 +19,7 @@ from autoplan.cli.inputs import (
     PrecisionOption,
     QuietOption,
     ReserveOption,
+    TimingsOption,
     whole_number,
 )
 from autoplan.errors import InputError, NoPlanError
@@ -64,6 +65,7 @@ def estimate(
     attention: AttentionOption = "flash",
     framework: FrameworkOption = "megatron-core",
     calibration: CalibrationOption = None,
+    timings: TimingsOption = None,
     reserve_memory: ReserveOption = "0",
     memory: Annotated[
         bool,
@@ -87,7 +89,7 @@ def estimate(
         check_output(out, force=force)
     if (saved := _saved_plan(model)) is not None:
         _check_alone(context)
-        problem, plan = saved
+        problem, plan, timings = saved
     else:
         if cluster is None or global_batch is None or seq_len is None:
             raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
@@ -100,6 +102,7 @@ def estimate(
             framework=framework,
             reserve_memory=reserve_memory,
             calibration=calibration,
+            timings=timings,
         )
         problem = make_problem(flags)
         degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}
@@ -130,7 +133,7 @@ def estimate(
     from search.ranking import ranked
 
     costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
-    file = make_plan_file(problem, ranked(problem, costs, [0]), None)
+    file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings or "")
     if memory:
         from search.knobs import memory_knobs
 
@@ -150,8 +153,9 @@ def estimate(
         print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
 
 
-def _saved_plan(text: str) -> tuple[Problem, ParallelPlan] | None:
-    """The problem and the plan of a plan file, if `text` is the path of one."""
+def _saved_plan(text: str) -> tuple[Problem, ParallelPlan, str] | None:
+    """The problem, the plan and the timings of a plan file, if `text` is the path of one."""
+    from autoplan.cli.inputs import with_timings
     from autoplan.files import decode, read_table
     from autoplan.problem import Problem
     from autoplan.result import PlanFile
@@ -171,7 +175,9 @@ def _saved_plan(text: str) -> tuple[Problem, ParallelPlan] | None:
         calibration=file.calibration,
         reserve_bytes=file.reserve_bytes,
     )
-    return problem, file.best.plan
+    if file.timings:
+        problem = with_timings(problem, file.timings)
+    return problem, file.best.plan, file.timings
 
 
 def _check_alone(context: typer.Context) -> None:

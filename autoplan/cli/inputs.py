@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -14,6 +15,7 @@ from autoplan.errors import AutoplanError, InputError, UnpricedError
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
     from autoplan.framework import Framework
     from autoplan.problem import Problem
+    from autoplan.timing import Measurement, TimingTable
     from search.space import Space
 
 
@@ -47,6 +49,12 @@ ReserveOption = Annotated[
 CalibrationOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Calibration of your own, in place of the shipped one.")
 ]
+TimingsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE", help="Measured times of kernels before fitted curves: aiconfigurator, an installed wheel."
+    ),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
@@ -68,6 +76,7 @@ class TrainingFlags:
     framework: str
     reserve_memory: str
     calibration: Path | None = None
+    timings: str | None = None
 
 
 def parse_size(text: str) -> float:
@@ -114,7 +123,7 @@ def make_problem(flags: TrainingFlags) -> Problem:
     training = decode(TrainingSpec, table, "training")
     cluster = load_cluster(flags.cluster)
     framework = load_framework(flags.framework)
-    return Problem(
+    problem = Problem(
         model=load_model(flags.model),
         training=training,
         cluster=cluster,
@@ -124,6 +133,33 @@ def make_problem(flags: TrainingFlags) -> Problem:
         else built_in_calibration(framework, cluster.device.generation),
         reserve_bytes=reserve_bytes,
     )
+    return problem if flags.timings is None else with_timings(problem, flags.timings)
+
+
+def timing_table(measurements: Iterable[Measurement], problem: Problem, *, are_bursts: bool) -> TimingTable:
+    """The table of `measurements` of the problem's device and links; bursts are brought to the level of training."""
+    from autoplan.timing import TimingTable, burst_factors
+
+    factors = burst_factors(problem.cluster.device, problem.calibration) if are_bursts else None
+    return TimingTable.of(measurements, slower=factors)
+
+
+def with_timings(problem: Problem, source: str) -> Problem:
+    """The problem with the times that `source` holds of its device."""
+    from autoplan.timing import SHAPES
+    from profiler.choice import for_training
+    from profiler.imports.aiconfigurator import read_measurements
+
+    if source != "aiconfigurator":
+        raise InputError(f"no timings are known as {source!r}: use aiconfigurator")
+    device = problem.cluster.device
+    operations = [operation for operation in SHAPES if operation != "experts" or problem.model.moe]
+    # Its 8-bit products are those of serving: with them steps of 8-bit runs on H100 come out 6 to 15 % longer.
+    wide = read_measurements(devices=[device.name], operations=operations, dtypes=["bf16", "fp16"])
+    measurements = for_training(wide, device)
+    if not measurements:
+        raise InputError(f"{source} has no timings of {device.name}: leave --timings out")
+    return replace(problem, timings=timing_table(measurements, problem, are_bursts=True))
 
 
 def check_framework(framework: Framework) -> None:

@@ -15,14 +15,19 @@ if TYPE_CHECKING:
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
 
-def make_plan_file(problem: Problem, plans: Sequence[RankedPlan], certificate: Certificate | None) -> PlanFile:
-    """The plan file of `plans`, best first."""
+def make_plan_file(
+    problem: Problem, plans: Sequence[RankedPlan], certificate: Certificate | None, *, timings: str = ""
+) -> PlanFile:
+    """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
     from importlib.metadata import version
 
     from autoplan import __version__
     from autoplan.cost.estimate import stage_costs
+    from autoplan.cost.provenance import shares
+    from autoplan.plan import PlanBatch
     from autoplan.result import PLAN_FILE_VERSION, PlanFile
 
+    best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
     libraries = ("msgspec", "numpy", *(("optuna",) if certificate else ()))
     return PlanFile(
         schema_version=PLAN_FILE_VERSION,
@@ -42,6 +47,8 @@ def make_plan_file(problem: Problem, plans: Sequence[RankedPlan], certificate: C
         stages=stage_costs(problem, plans[0].plan),
         alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
         certificate=certificate,
+        timings=timings,
+        rests_on={name: float(share[0]) for name, share in shares(problem, best).items()},
     )
 
 

@@ -21,6 +21,7 @@ from autoplan.cli.inputs import (
     QuietOption,
     ReserveOption,
     SeqLenOption,
+    TimingsOption,
     whole_number,
 )
 from autoplan.errors import AutoplanError
@@ -40,6 +41,7 @@ def search(
     attention: AttentionOption = "flash",
     framework: FrameworkOption = "megatron-core",
     calibration: CalibrationOption = None,
+    timings: TimingsOption = None,
     reserve_memory: ReserveOption = "0",
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
@@ -79,6 +81,7 @@ def search(
             framework=framework,
             reserve_memory=reserve_memory,
             calibration=calibration,
+            timings=timings,
         )
     )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
@@ -91,7 +94,7 @@ def search(
     with progress_bar(quiet=quiet) as advance:
         result = run(problem, space, advance)
         check_result(problem, space, result)
-    file = make_plan_file(problem, result.rivals, result.certificate)
+    file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "")
     text = encode(file)
     write_text(out, text, force=force)
     if json:

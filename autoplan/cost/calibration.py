@@ -49,7 +49,7 @@ class Pricer:
         for at, run in enumerate(runs):
             problem = run.problem
             cluster = clusters.setdefault(id(problem.cluster), repr(problem.cluster))
-            groups[(problem.model, problem.training, problem.framework, cluster)].append(at)
+            groups[(problem.model, problem.training, problem.framework, problem.timings, cluster)].append(at)
         self._size = len(runs)
         self._groups = []
         for indices in groups.values():

@@ -1,5 +1,6 @@
 """How long does a collective or a message take on given groups of ranks, all sibling groups at work at once?
 
+The functions are references; `Links` puts what was measured before them.
 Rates are those of one device: siblings on a node each use their own devices' links and NICs, so a group with one
 member per node sees one NIC (`modelling` D4).  Sizes are full buffers in bytes, times are seconds; every array
 argument has one element per plan.
@@ -7,9 +8,15 @@ argument has one element per plan.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.cost.measured import find
+from autoplan.plan import distinct_rows
+from autoplan.problem import Problem
+from autoplan.timing import Operation, TimingTable
 from autoplan.topology import Level, Topology
 
 Floats = NDArray[np.float64]
@@ -109,3 +116,89 @@ def send_s(topology: Topology, stride: Ints, size: Ints, message_bytes: Floats) 
         time = np.where(crosses, np.maximum(time, level.latency_s + message_bytes / _rate(level, pair)), time)
         inner = here
     return np.where(size > 1, time, 0.0)
+
+
+# The bytes decide how long a collective takes, not their type.
+_DTYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The links of a cluster: reference rates with a calibration's factors, and what was measured on them."""
+
+    topology: Topology
+    timings: TimingTable
+    domain: int  # which level is the widest scale-up domain
+
+    @classmethod
+    def of(cls, problem: Problem) -> Links:
+        """Those of a problem.  The network is the last level, if there is one."""
+        calibration, cluster = problem.calibration, problem.cluster
+        levels = []
+        for at, level in enumerate(problem.topology.levels):
+            factor = calibration.scale_out if at >= len(cluster.levels) else calibration.scale_up
+            levels.append(replace(level, bytes_per_s=level.bytes_per_s / factor))
+        domain = min(len(cluster.levels), len(levels)) - 1
+        return cls(topology=Topology(levels=tuple(levels)), timings=problem.timings, domain=domain)
+
+    def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+        """Time of an all-reduce of `buffer_bytes` per rank."""
+        reference = all_reduce_s(self.topology, stride, size, buffer_bytes)
+        return self._or_measured(reference, "all_reduce", stride, size, buffer_bytes)
+
+    def all_gather_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+        """Time of an all-gather that ends with `buffer_bytes` on every rank."""
+        reference = all_gather_s(self.topology, stride, size, buffer_bytes)
+        return self._or_measured(reference, "all_gather", stride, size, buffer_bytes)
+
+    def reduce_scatter_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+        """Time of a reduce-scatter of `buffer_bytes` per rank."""
+        reference = all_gather_s(self.topology, stride, size, buffer_bytes)
+        return self._or_measured(reference, "reduce_scatter", stride, size, buffer_bytes)
+
+    def all_to_all_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
+        """Time of an all-to-all of buffers that hold every token `copies` times.
+
+        Inside one domain a dispatcher that sends one copy to each rank moves as much as an exchange of smaller buffers;
+        what it saves between domains no measured exchange shows.
+        """
+        reference = all_to_all_s(self.topology, stride, size, buffer_bytes, copies)
+        if copies > 1:
+            sent = size * (1 - (1 - 1 / size) ** copies) / copies
+            buffer_bytes = np.where(self._inside(stride, size) == size, sent * buffer_bytes, 0.0)
+        return self._or_measured(reference, "all_to_all", stride, size, buffer_bytes)
+
+    def send_s(self, stride: Ints, size: Ints, message_bytes: Floats) -> Floats:
+        """Time of one message between neighbours `stride` apart in a chain of `size`: over the network, if any is."""
+        reference = send_s(self.topology, stride, size, message_bytes)
+        far = np.where(self._inside(stride, size) == size, stride, self.topology.levels[self.domain].num_devices)
+        return self._or_measured(reference, "send_recv", far, np.minimum(size, 2), message_bytes)
+
+    def _inside(self, stride: Ints, size: Ints) -> Ints:
+        """Members of each group in one scale-up domain."""
+        return self.topology.members(stride, size)[self.domain]
+
+    def _or_measured(
+        self, reference_s: Floats, operation: Operation, stride: Ints, size: Ints, buffer_bytes: Floats
+    ) -> Floats:
+        """The measured times of a collective, and the reference of those that were not; an empty buffer has none.
+
+        As siblings of a group, those that share its domains, work at once in training, they should have done so when
+        it was measured; else the group alone counts, if it lies inside one domain, where links are its own.
+        """
+        if not self.timings.holds(operation, *_DTYPES):
+            return reference_s
+        rows = np.flatnonzero((size > 1) & (buffer_bytes > 0))
+        sizes, of_size = np.unique(buffer_bytes[rows], return_inverse=True)
+        members, inside = size[rows], self._inside(stride, size)[rows]
+        first, like = distinct_rows(members, inside, of_size)
+        members, inside, moved = members[first], inside[first], sizes[of_size[first]]
+        siblings = self.topology.levels[self.domain].num_devices // inside
+        alone = np.where(members == inside, 1, siblings)
+        shapes = [np.stack([members, inside, groups, moved], axis=1) for groups in (siblings, alone)]
+        both = find(self.timings, operation, _DTYPES, np.concatenate(shapes))
+        half = np.arange(len(first))
+        found = both.take(half).before(both.take(half + len(first)))
+        result = reference_s.copy()
+        result[rows] = found.take(like).otherwise(reference_s[rows])
+        return result

@@ -8,17 +8,23 @@ the level comes from the device (`gemm_efficiency`) and from the calibration.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, Linear, attention_context, mamba_scan_flops_per_token
+from autoplan.cost.measured import find_kernels, passes_s
 from autoplan.model import Block
-from autoplan.plan import PRECISIONS, PlanBatch
+from autoplan.plan import CP_KINDS, PRECISIONS, PlanBatch
 from autoplan.problem import Problem
+from autoplan.timing import Operation
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# What decides the shapes of a plan's kernels: many plans share all of them.
+KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "precision")
 
 # Grouped GEMMs against dense ones by tokens per expert (`modelling` C4): .48 M / (M + 180) forward and data gradient,
 # .40 M / (M + 450) weight gradient, where dense GEMMs of the same runs reach about .50.
@@ -79,6 +85,19 @@ class KernelTimes:
     attention_backward_s: Floats
     memory_forward_s: Floats
     memory_backward_s: Floats
+    matrix_forward_s: dict[str, Floats]  # of the forward products, by the names of `arithmetic`
+
+    @property
+    def total_s(self) -> Floats:
+        """Of all kernels, both passes."""
+        forward = self.gemm_forward_s + self.attention_forward_s + self.memory_forward_s
+        return forward + self.gemm_backward_s + self.attention_backward_s + self.memory_backward_s
+
+    def take(self, which: Ints) -> KernelTimes:
+        """Those of the plans at the given indices."""
+        arrays = {one.name: getattr(self, one.name) for one in fields(self)}
+        matrices = {name: value[which] for name, value in arrays.pop("matrix_forward_s").items()}
+        return KernelTimes(matrix_forward_s=matrices, **{name: value[which] for name, value in arrays.items()})
 
 
 def add_up(terms: Iterable[Floats]) -> Floats:
@@ -144,6 +163,21 @@ def gemm_s(
     return np.maximum(computing, memory_bound_s(problem, moved)) + curve.start_s * problem.calibration.gemm
 
 
+def products_s(
+    problem: Problem, batch: PlanBatch, rate: Floats, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0
+) -> tuple[Floats, ...]:
+    """(forward, data gradient, weight gradient) of a matrix of k inputs and n outputs that m tokens meet."""
+    references = (
+        gemm_s(problem, rate, m, n, k, pace=pace),
+        gemm_s(problem, rate, m, k, n, pace=pace),
+        gemm_s(problem, rate, n, k, m, pace=pace, accumulates=True),
+    )
+    if problem.timings.is_empty:
+        return references
+    passes: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
+    return passes_s([find_kernels(problem, batch, one, m, n, k) for one in passes], references)
+
+
 def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
     """(inputs, outputs) of the part of a matrix that one rank holds."""
     ones = np.ones(len(batch))
@@ -168,28 +202,41 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     return routed * batch.ep * batch.etp / moe.num_experts
 
 
-def linear_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats) -> tuple[Floats, Floats, Floats]:
-    """(forward, data gradient, weight gradient) of one matrix: GEMMs of the same size."""
-    inputs, outputs = local_sizes(linear, batch)
+def _matrices_s(
+    problem: Problem, batch: PlanBatch, linears: tuple[Linear, ...], rate: Floats
+) -> dict[str, tuple[Floats, ...]]:
+    """(forward, data gradient, weight gradient) of the matrices of a block by name: GEMMs of the same size.
+
+    Those of experts are references.
+    """
     pace = gemm_pace(problem, batch, rate)
-    if linear.is_expert:
-        tokens = expert_tokens(problem, batch)
-        num_local = linear.copies / batch.ep
-        operations = 2.0 * tokens * inputs * outputs * num_local
-        curve = problem.cluster.device.gemm
-        shape = (1 + curve.half_n / outputs) * (1 + curve.half_k * pace / inputs)
-        weights = memory_bound_s(problem, 2.0 * num_local * inputs * outputs)
-        start_s = curve.start_s * problem.calibration.gemm
-        forward = np.maximum(operations * shape * (1 + GROUPED_HALF_M / tokens) / (rate * GROUPED_SHARE), weights)
-        wgrad = operations * shape * (1 + GROUPED_WGRAD_HALF_M / tokens) / (rate * GROUPED_WGRAD_SHARE)
-        return forward + start_s, forward + start_s, np.maximum(wgrad, 4.0 * weights) + start_s
-    tokens = norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
-    forward = gemm_s(problem, rate, tokens, outputs, inputs, pace=pace)
-    dgrad = gemm_s(problem, rate, tokens, inputs, outputs, pace=pace)
-    return forward, dgrad, gemm_s(problem, rate, outputs, inputs, tokens, pace=pace, accumulates=True)
+    times: dict[str, tuple[Floats, ...]] = {}
+    dense = [linear for linear in linears if not linear.is_expert]
+    if dense:
+        sliced, whole = norm_tokens(problem, batch), rank_tokens(problem, batch)
+        tokens = np.stack([sliced if linear.split == "replicated" else whole for linear in dense])
+        inputs, outputs = (np.stack(sizes) for sizes in zip(*(local_sizes(one, batch) for one in dense), strict=True))
+        passes = products_s(problem, batch, rate, tokens, outputs, inputs, pace)
+        times |= {linear.name: tuple(each) for linear, *each in zip(dense, *passes, strict=True)}
+    return times | {one.name: _experts_s(problem, batch, one, rate, pace) for one in linears if one.is_expert}
 
 
-def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:
+def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats, pace: Floats) -> tuple[Floats, ...]:
+    """(forward, data gradient, weight gradient) of one matrix of all local experts, by the reference."""
+    inputs, outputs = local_sizes(linear, batch)
+    tokens = expert_tokens(problem, batch)
+    num_local = linear.copies / batch.ep
+    operations = 2.0 * tokens * inputs * outputs * num_local
+    curve = problem.cluster.device.gemm
+    shape = (1 + curve.half_n / outputs) * (1 + curve.half_k * pace / inputs)
+    weights = memory_bound_s(problem, 2.0 * num_local * inputs * outputs)
+    start_s = curve.start_s * problem.calibration.gemm
+    forward = np.maximum(operations * shape * (1 + GROUPED_HALF_M / tokens) / (rate * GROUPED_SHARE), weights)
+    wgrad = operations * shape * (1 + GROUPED_WGRAD_HALF_M / tokens) / (rate * GROUPED_WGRAD_SHARE)
+    return forward + start_s, forward + start_s, np.maximum(wgrad, 4.0 * weights) + start_s
+
+
+def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, ...]:
     """(forward, backward) of the attention core on one rank."""
     model, training, device = problem.model, problem.training, problem.cluster.device
     peak = device.peak_flops_per_s.get("bf16", device.peak_flops_per_s.get("fp16", 0.0))
@@ -219,41 +266,131 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     slowdown = curve.slowdown(training.seq_len, blocks_per_unit, model.qk_head_dim)
     forward = factor * operations * slowdown / (peak * efficiency)
     start_s = factor * curve.start_s
-    return forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s
+    references = (forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s)
+    if problem.timings.is_empty or model.qk_head_dim != model.v_head_dim:
+        return references
+    return _measured_attention_s(problem, batch, block, efficiency / curve.efficiency, references)
 
 
-def memory_traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:
+def _measured_attention_s(
+    problem: Problem, batch: PlanBatch, block: Block, share: float, references: tuple[Floats, Floats]
+) -> tuple[Floats, ...]:
+    """(forward, backward) by the table, whose kernel is the device's best: this one reaches `share` of its rate.
+
+    All-to-all context parallelism divides the heads, a ring the queries of a whole sequence.
+    """
+    model, seq_len = problem.model, problem.training.seq_len
+    is_ring = batch.cp_kind == CP_KINDS.index("ring")
+    split = batch.tp * np.where(is_ring, 1, batch.cp)
+    is_windowed = block is Block.WINDOW_ATTENTION and model.window and model.window < seq_len
+    window = model.window if is_windowed else 0
+    heads, kv_heads = model.num_heads / split, np.maximum(model.kv_heads / split, 1.0)
+    shape = (batch.micro_batch, float(seq_len), heads, kv_heads, float(model.qk_head_dim), float(window or 0))
+    part = 1.0 / np.where(is_ring, batch.cp, 1) / share
+    wide = batch.with_precision("bf16")  # it runs in 16 bits whatever the precision of the matrices
+    passes: tuple[Operation, ...] = ("attention", "attention_backward")
+    return passes_s([find_kernels(problem, wide, one, *shape).scaled(part) for one in passes], references)
+
+
+def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, tuple[Floats, Floats]]:
     """(forward, backward) bytes that the memory-bound operations of a block move on one rank (`modelling` C5)."""
     model, framework = problem.model, problem.framework
     hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
-    fused = framework.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
-    norm = sliced * hidden * model.norms_per_block * (1.0 if fused else EAGER_NORM_FACTOR)
-    forward, backward = 4.0 * norm, 8.0 * norm
+    norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
     residual = sliced * hidden * (6.0 + (3.0 if framework.dropout else 0.0))
-    forward, backward = forward + residual, backward + residual
+    moved = {"norm": (4.0 * norm, 8.0 * norm), "residual": (residual, residual)}
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         if model.position_embedding == "rope":
-            heads = model.num_heads / batch.tp + model.kv_heads / np.minimum(batch.tp, model.kv_heads)
-            roped = 4.0 * tokens * heads * model.qk_head_dim
-            forward, backward = forward + roped, backward + roped
+            roped = 4.0 * tokens * _roped_heads(problem, batch) * model.qk_head_dim
+            moved["rope"] = (roped, roped)
     elif block is Block.MAMBA and model.mamba:
         inner = model.mamba.num_heads * model.mamba.head_dim
         wide = inner + model.mamba.num_groups * model.mamba.state_size
         scan = tokens * wide / batch.tp
         # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
-        forward, backward = forward + 32.0 * scan, backward + 80.0 * scan
+        moved["scan"] = (32.0 * scan, 80.0 * scan)
     else:
-        width = tokens * model.ffn_size / batch.tp
+        read, backward_read = (6.0, 10.0) if model.gated_mlp else (4.0, 6.0)
+        width = tokens * _ffn_size(problem, block) / batch.tp
+        moved["activation"] = (read * width, backward_read * width)
         if block is Block.MOE and model.moe:
             moe = model.moe
-            width = tokens * moe.shared_expert_ffn_size / batch.tp
-            width = width + sliced * moe.experts_per_token * moe.expert_ffn_size
+            width = sliced * moe.experts_per_token * moe.expert_ffn_size
+            moved["expert_activation"] = (read * width, backward_read * width)
             permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # in and out, both ways
-            forward, backward = forward + 2 * permute, backward + 2 * permute
-        read = 6.0 if model.gated_mlp else 4.0
-        backward_read = 10.0 if model.gated_mlp else 6.0
-        forward, backward = forward + read * width, backward + backward_read * width
-    return forward * framework.kernel_bytes_factor, backward * framework.kernel_bytes_factor
+            moved["permute"] = (2 * permute, 2 * permute)
+    factor = framework.kernel_bytes_factor
+    return {name: (forward * factor, backward * factor) for name, (forward, backward) in moved.items()}
+
+
+def _norm_traffic(problem: Problem) -> float:
+    """Of a norm, over that of a fused one."""
+    fused = problem.framework.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
+    return 1.0 if fused else EAGER_NORM_FACTOR
+
+
+def _roped_heads(problem: Problem, batch: PlanBatch) -> Floats:
+    """Heads of queries and keys on one rank."""
+    model = problem.model
+    return model.num_heads / batch.tp + model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+
+
+def _ffn_size(problem: Problem, block: Block) -> int:
+    """Width of a block's MLP, of experts the shared one's."""
+    model = problem.model
+    return model.moe.shared_expert_ffn_size if block is Block.MOE and model.moe else model.ffn_size
+
+
+def _measured_beyond_s(
+    problem: Problem, batch: PlanBatch, block: Block, moved: dict[str, tuple[Floats, Floats]]
+) -> tuple[Floats, Floats]:
+    """(forward, backward) time of the memory-bound kernels that were measured beyond that of their references.
+
+    The table's kernels are fused ones; a framework's take longer as they move more.  With its traffic a measured kernel
+    brings its own start, of which there are twice as many backward.
+    """
+    model, factor = problem.model, problem.framework.kernel_bytes_factor
+    start_s = KERNEL_START_S * problem.calibration.memory_bound
+    forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
+
+    def references(name: str, count: int = 1) -> tuple[Floats, Floats]:
+        first, second = (memory_bound_s(problem, num_bytes / count) for num_bytes in moved[name])
+        return first + start_s, second + 2 * start_s
+
+    tokens, wide = rank_tokens(problem, batch), batch.with_precision("bf16")
+    norm = (norm_tokens(problem, batch), float(model.hidden_size))
+    activation = (tokens, _ffn_size(problem, block) / batch.tp)
+    kinds: list[tuple[str, int, float, tuple[Operation, Operation], tuple[Floats, Floats | float]]] = [
+        ("norm", model.norms_per_block, _norm_traffic(problem), ("norm", "norm_backward"), norm)
+    ]
+    if model.gated_mlp and "activation" in moved and _ffn_size(problem, block):
+        kinds.append(("activation", 1, 1.0, ("swiglu", "swiglu_backward"), activation))
+    for name, count, heavier, passes, shape in kinds:
+        known = references(name, count)
+        found = [find_kernels(problem, wide, one, *shape).scaled(factor * heavier) for one in passes]
+        times = passes_s(found, known)
+        forward, backward = forward + count * (times[0] - known[0]), backward + count * (times[1] - known[1])
+    if "rope" in moved and model.mla is None:
+        both = add_up(references("rope"))
+        found_both = find_kernels(problem, wide, "rope", tokens, _roped_heads(problem, batch), float(model.qk_head_dim))
+        half = (found_both.scaled(factor).otherwise(both) - both) / 2
+        forward, backward = forward + half, backward + half
+    return forward, backward
+
+
+def _measured_experts(problem: Problem, batch: PlanBatch, references: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+    """How many times as long as their references routed experts take, forward and backward."""
+    model, moe = problem.model, problem.model.moe
+    assert moe is not None
+    if not model.gated_mlp:
+        return np.ones(len(batch)), np.ones(len(batch))
+    # All ranks of an expert group bring their tokens; the busiest of them decides.
+    tokens = norm_tokens(problem, batch) * batch.ep * batch.etp * problem.training.expert_imbalance
+    width = (float(moe.latent_size or model.hidden_size), float(moe.expert_ffn_size))
+    shape = (tokens, *width, float(moe.experts_per_token), float(moe.num_experts), batch.etp, batch.ep)
+    passes: tuple[Operation, ...] = ("experts", "experts_backward")
+    forward, backward = passes_s([find_kernels(problem, batch, one, *shape) for one in passes], references)
+    return forward / references[0], backward / references[1]
 
 
 def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> Floats:
@@ -270,14 +407,11 @@ def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> Floats
 
 
 def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:
-    """Time of the kernels of one block for one micro-batch on one rank."""
+    """Time of the kernels of one block for one micro-batch on one rank; of a plan, `KERNEL_AXES` decide alone."""
     rate = gemm_rate(problem, batch)
     zeros = np.zeros(len(batch))
-    forward, data, weight = zeros, zeros, zeros
-    for linear in shape.linears:
-        times = linear_s(problem, batch, linear, rate)
-        forward, data, weight = forward + times[0], data + times[1], weight + times[2]
-    attention = (zeros, zeros)
+    matrices = _matrices_s(problem, batch, shape.linears, rate)
+    attention: tuple[Floats, ...] = (zeros, zeros)
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         attention = _attention_s(problem, batch, block)
     if block is Block.MAMBA:
@@ -289,16 +423,35 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
     starts = {Block.MOE: ROUTING_S, Block.MAMBA: SCAN_S}.get(block, 0.0)
     start_forward = (starts + KERNELS_FORWARD * KERNEL_START_S) * problem.calibration.memory_bound
     start_backward = (starts + KERNELS_BACKWARD * KERNEL_START_S) * problem.calibration.memory_bound
-    traffic = memory_traffic_bytes(problem, batch, block)
+    moved = _traffic_bytes(problem, batch, block)
     cast = _cast_bytes(shape, problem, batch)
+    memory_forward = memory_bound_s(problem, add_up(forward for forward, _ in moved.values()) + cast) + start_forward
+    memory_backward = memory_bound_s(problem, add_up(back for _, back in moved.values()) + 2 * cast) + start_backward
+    if not problem.timings.is_empty:
+        beyond = _measured_beyond_s(problem, batch, block, moved)
+        memory_forward, memory_backward = memory_forward + beyond[0], memory_backward + beyond[1]
+        if block is Block.MOE:
+            # Two matrices and the activation between them were measured as one.
+            own = [linear.name for linear in shape.linears if linear.is_expert]
+            activation = [memory_bound_s(problem, num_bytes) for num_bytes in moved["expert_activation"]]
+            sums = [add_up(matrices[name][at] for name in own) for at in range(3)]
+            whole = (sums[0] + activation[0], sums[1] + sums[2] + activation[1])
+            longer = _measured_experts(problem, batch, whole)
+            for name in own:
+                once, data, weight = matrices[name]
+                matrices[name] = (once * longer[0], data * longer[1], weight * longer[1])
+            memory_forward = memory_forward + (longer[0] - 1) * activation[0]
+            memory_backward = memory_backward + (longer[1] - 1) * activation[1]
+    forward, data, weight = (add_up(times[at] for times in matrices.values()) for at in range(3))
     return KernelTimes(
         gemm_forward_s=forward,
         gemm_backward_s=data + weight,
         gemm_weight_s=weight,
         attention_forward_s=attention[0],
         attention_backward_s=attention[1],
-        memory_forward_s=memory_bound_s(problem, traffic[0] + cast) + start_forward,
-        memory_backward_s=memory_bound_s(problem, traffic[1] + 2 * cast) + start_backward,
+        memory_forward_s=memory_forward,
+        memory_backward_s=memory_backward,
+        matrix_forward_s={name: times[0] for name, times in matrices.items()},
     )
 
 
@@ -308,34 +461,26 @@ def padded_vocab(problem: Problem, batch: PlanBatch) -> Floats:
     return np.ceil(problem.model.vocab_size / multiple) * multiple
 
 
-def head_weight_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """What the weight gradient of the head takes of its backward pass."""
-    wide = gemm_rate(problem, batch.with_precision("bf16"))
-    columns, hidden = padded_vocab(problem, batch) / batch.tp, np.full(len(batch), 1.0 * problem.model.hidden_size)
-    once = gemm_s(problem, wide, columns, hidden, rank_tokens(problem, batch), accumulates=True)
-    return (1 + problem.model.num_mtp_layers) * once
+def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
+    """(forward, backward, weight gradients in it) of final norm, logits and cross entropy, on the last stage.
 
-
-def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """(forward, backward) of final norm, logits and cross entropy for one micro-batch, on the last stage."""
+    For one micro-batch; of a plan, `KERNEL_AXES` decide alone.
+    """
     model, framework = problem.model, problem.framework
-    tokens = rank_tokens(problem, batch)
-    columns = padded_vocab(problem, batch) / batch.tp
+    wide = batch.with_precision("bf16")  # frameworks keep the head in 16 bits
+    rate, tokens, depths = gemm_rate(problem, wide), rank_tokens(problem, batch), model.num_mtp_layers
+    hidden, columns = np.full(len(batch), 1.0 * model.hidden_size), padded_vocab(problem, batch) / batch.tp
+    once, data, weight = products_s(problem, wide, rate, tokens, columns, hidden)
     # A loss that is not vocabulary-parallel works on gathered logits.
-    entries = tokens * (columns if framework.shards_logits else padded_vocab(problem, batch))
-    hidden = model.hidden_size * np.ones(len(batch))
-    wide = gemm_rate(problem, batch.with_precision("bf16"))  # frameworks keep the head in 16 bits
-    forward = gemm_s(problem, wide, tokens, columns, hidden)
-    backward = gemm_s(problem, wide, tokens, hidden, columns)
-    backward = backward + gemm_s(problem, wide, columns, hidden, tokens, accumulates=True)
+    logits = columns if framework.shards_logits else padded_vocab(problem, batch)
     # Cross entropy reads and writes the logits about as often as their peak copies weigh (`modelling` C5).
-    loss = memory_bound_s(problem, (framework.bytes_moved_per_logit or 1.25 * framework.bytes_per_logit) * entries)
+    moved = (framework.bytes_moved_per_logit or 1.25 * framework.bytes_per_logit) * (tokens * logits)
+    loss = memory_bound_s(problem, moved)
+    if not problem.timings.is_empty:
+        loss = find_kernels(problem, wide, "cross_entropy", tokens, logits).otherwise(2 * loss) / 2
     # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
-    wide_hidden = 2.0 * hidden
-    joined = gemm_s(problem, wide, tokens, hidden / batch.tp, wide_hidden)
-    joined_backward = gemm_s(problem, wide, tokens, wide_hidden, hidden / batch.tp)
-    joined_backward = joined_backward + gemm_s(problem, wide, hidden / batch.tp, wide_hidden, tokens, accumulates=True)
-    depths = model.num_mtp_layers
-    return (1 + depths) * (forward + loss) + depths * joined, (1 + depths) * (
-        backward + loss
-    ) + depths * joined_backward
+    forward, backward = (1 + depths) * (once + loss), (1 + depths) * (data + weight + loss)
+    if depths:
+        joined = products_s(problem, wide, rate, tokens, hidden / batch.tp, 2.0 * hidden)
+        forward, backward = forward + depths * joined[0], backward + depths * (joined[1] + joined[2])
+    return forward, backward, (1 + depths) * weight

@@ -11,10 +11,19 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.cached import GRAD_BYTES
-from autoplan.cost.communication import CONTENTION_SHARE, all_gather_s, all_reduce_s, send_s
-from autoplan.cost.compute import add_up, head_s, head_weight_s, memory_bound_s, norm_tokens, padded_vocab, rank_tokens
-from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, calibrated, fsdp_s, groups
+from autoplan.cost.communication import CONTENTION_SHARE, Links
+from autoplan.cost.compute import (
+    KERNEL_AXES,
+    add_up,
+    head_s,
+    memory_bound_s,
+    norm_tokens,
+    padded_vocab,
+    rank_tokens,
+)
+from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, fsdp_s, groups
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
+from autoplan.cost.measured import find
 from autoplan.cost.memory import (
     MEMORY_TERMS,
     StageMemory,
@@ -68,6 +77,7 @@ class _Stages:
     costs: dict[Block, BlockCost]
     blocks: StageBlocks
     head: tuple[Floats, Floats]  # forward, backward: shape (plans)
+    head_weight_s: Floats  # weight gradients in it
     ends: tuple[Floats, Floats]  # exposed traffic of sharded embedding and head in one micro-batch: shape (plans)
     first: tuple[Floats, Floats]  # forward, backward of what stands before the first layer and
     last: tuple[Floats, Floats]  # behind the last one, traffic included: shape (plans)
@@ -86,12 +96,12 @@ def _sharded_ends(
     `ends` are their parameters by stage.  The embedding is needed first and reduced last, so that nothing is left to
     hide behind; the head's travel beside the layers.
     """
-    topology, places = calibrated(problem), groups(batch)
+    links, places = Links.of(problem), groups(batch)
     none = np.zeros(len(batch))
     share = np.where(blocks.is_last[:, 0], 0.5, 1.0)  # one stage may hold both
-    embedding = fsdp_s(problem, batch, topology, places, share * ends[:, 0], none)
+    embedding = fsdp_s(problem, batch, links, places, share * ends[:, 0], none)
     head = (ends * blocks.is_last).sum(axis=1)
-    forward, backward = fsdp_s(problem, batch, topology, places, share * head, none)
+    forward, backward = fsdp_s(problem, batch, links, places, share * head, none)
     unhidden = problem.framework.fsdp_unhidden_share
     return embedding, (unhidden * forward, unhidden * backward)
 
@@ -121,7 +131,8 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         forward += count * costs[block].total_forward_s[:, None]
         backward += count * costs[block].total_backward_s[:, None]
         backward += blocks.repeated[block] * costs[block].total_repeat_s[:, None]
-    head_forward, head_backward = head_s(problem, batch)
+    some, like = batch.distinct(*KERNEL_AXES)
+    head_forward, head_backward, head_weight = (times[like] for times in head_s(problem, batch.take(some)))
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head_forward = head_forward + model.num_mtp_layers * costs[block].total_forward_s
         repeated = costs[block].total_repeat_s * repeats_mtp(batch)
@@ -143,6 +154,7 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
         blocks=blocks,
         parameters=parameters,
         head=(head_forward, head_backward),
+        head_weight_s=head_weight,
         ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
         first=(embedding[0], embedding[1]),
         last=(head_forward + head_traffic[0], head_backward + head_traffic[1]),
@@ -159,12 +171,12 @@ def _message_s(problem: Problem, batch: PlanBatch) -> Floats:
     Without sequence parallelism every tensor-parallel rank has the whole hidden state: it sends all of it, or 1 / tp,
     and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
     """
-    topology, places = calibrated(problem), groups(batch)
+    links, places = Links.of(problem), groups(batch)
     tokens = norm_tokens(problem, batch)
     scatters = problem.framework.scatter_gather_p2p & ~batch.sp
     sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
-    message = send_s(topology, *places.pp, 2.0 * sent * problem.model.hidden_size)
-    gather = all_gather_s(topology, *places.tp, 2.0 * tokens * problem.model.hidden_size)
+    message = links.send_s(*places.pp, 2.0 * sent * problem.model.hidden_size)
+    gather = links.all_gather_s(*places.tp, 2.0 * tokens * problem.model.hidden_size)
     return message + np.where(scatters, gather, 0.0)
 
 
@@ -230,7 +242,7 @@ def _chunk_times(
     for chunk, ends in ((0, laid.first), (-1, laid.last)):
         forward[:, chunk] += ends[0][rows]
         backward[:, chunk] += ends[1][rows]
-    weight[:, -1] += head_weight_s(problem, laid.batch)[rows]
+    weight[:, -1] += laid.head_weight_s[rows]
     return forward, backward, weight
 
 
@@ -262,7 +274,7 @@ def _bucket_host_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
-    batch, framework, topology = laid.batch, problem.framework, calibrated(problem)
+    batch, framework, links = laid.batch, problem.framework, Links.of(problem)
     places = groups(batch)
     stages = laid.forward_s.shape[1]
     parameters = laid.parameters
@@ -277,22 +289,22 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     wire = framework.bytes_per_reduced_grad
     dearer = framework.sharded_wire_factor
     shard, expert_shard, replicate = (per_stage(p) for p in (places.shard, places.expert_shard, places.replicate))
-    scatter = all_gather_s(topology, *shard, wire * dense) + all_gather_s(topology, *expert_shard, wire * expert)
+    reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s
+    first = reduce_first(*shard, wire * dense) + reduce_first(*expert_shard, wire * expert)
     # Copies of a shard group reduce the shard that each holds.
-    across = all_reduce_s(topology, *replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
-    whole = all_reduce_s(topology, *shard, wire * dense) + all_reduce_s(topology, *expert_shard, wire * expert)
-    gather = all_gather_s(topology, *shard, GATHERED_BYTES * dense)
-    gather = gather + all_gather_s(topology, *expert_shard, GATHERED_BYTES * expert)
+    across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
+    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense)
+    gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
     all_ranks = (places.tp[1], batch.cp * batch.dp)
     buckets = _reduce_buckets(framework, dense)
-    unsharded = buckets * all_reduce_s(topology, *per_stage(all_ranks), wire * dense / buckets)
+    unsharded = buckets * links.all_reduce_s(*per_stage(all_ranks), wire * dense / buckets)
     unsharded = unsharded + buckets * np.repeat(_bucket_host_s(problem, batch), stages)
     expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
-    unsharded = unsharded + all_reduce_s(topology, *per_stage(expert_copies), wire * expert)
+    unsharded = unsharded + links.all_reduce_s(*per_stage(expert_copies), wire * expert)
 
     kind = batch.sharding[:, None]
     zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
-    first = shaped(dearer * (whole if framework.zero1_grad_all_reduce else scatter) + across)
+    first = shaped(dearer * first + across)
     once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
     reduce = np.where(kind == 0, shaped(unsharded), np.where(once, first, shaped(across)))
     pieces = _weight_tensors(problem, laid.blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
@@ -321,14 +333,16 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
         table = wire * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
         ends = (places.pp[0] * (stages - 1), np.full(len(batch), 2, dtype=np.int64))
         # The rank that begins and ends a V has one table.
-        exposed = exposed + np.where(laid.blocks.is_last[:, 0], 0.0, all_reduce_s(topology, *ends, table))
+        exposed = exposed + np.where(laid.blocks.is_last[:, 0], 0.0, links.all_reduce_s(*ends, table))
 
     is_sharded = batch.sharding >= zero1
     own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]
     own = own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
     own = own.max(axis=1)
     held = (parameters.dense + parameters.expert).max(axis=1)
-    update = memory_bound_s(problem, framework.bytes_moved_per_update * own + framework.bytes_per_grad * held)
+    update = memory_bound_s(problem, framework.bytes_moved_per_update * own)
+    update = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None]).otherwise(update)
+    update = update + memory_bound_s(problem, framework.bytes_per_grad * held)
     # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
     link = problem.cluster.device.host_link_bytes_per_s
     on_host = own * (framework.bytes_moved_per_update + framework.bytes_per_grad + GATHERED_BYTES) / link

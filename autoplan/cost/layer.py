@@ -5,14 +5,16 @@ The exposed parts follow `modelling` D5 and E5.  Every array has one element per
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, block_shapes
-from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
+from autoplan.cost.communication import Links
 from autoplan.cost.compute import (
+    KERNEL_AXES,
+    KernelTimes,
     add_up,
     expert_tokens,
     kernel_times,
@@ -26,7 +28,6 @@ from autoplan.framework import Framework
 from autoplan.model import Block
 from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
-from autoplan.topology import Topology
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -116,27 +117,54 @@ def groups(batch: PlanBatch) -> Groups:
     )
 
 
-def calibrated(problem: Problem) -> Topology:
-    """The topology with the calibration's factors on its rates: the network is the last level, if there is one."""
-    calibration, cluster = problem.calibration, problem.cluster
-    widest = cluster.levels[-1].num_devices
-    levels = []
-    for level in problem.topology.levels:
-        factor = calibration.scale_out if level.num_devices > widest else calibration.scale_up
-        levels.append(replace(level, bytes_per_s=level.bytes_per_s / factor))
-    return Topology(levels=tuple(levels))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Kernels of one block and micro-batch, and exposed traffic in front of what other micro-batches hide.
+
+    All of it depends on `KERNEL_AXES` and tp_overlap alone, so that it is worked out once for many plans.
+    """
+
+    kernels: KernelTimes
+    tp: tuple[Floats, Floats]
+    cp: tuple[Floats, Floats]
+    ep: Floats  # of each pass, where no other micro-batch runs beside
+
+    def take(self, which: Ints) -> _Parts:
+        """Those of the plans at the given indices."""
+        return _Parts(
+            kernels=self.kernels.take(which),
+            tp=(self.tp[0][which], self.tp[1][which]),
+            cp=(self.cp[0][which], self.cp[1][which]),
+            ep=self.ep[which],
+        )
 
 
 def block_costs(problem: Problem, batch: PlanBatch) -> dict[Block, BlockCost]:
     """The cost of every kind of block that the model has."""
-    topology = calibrated(problem)
-    places = groups(batch)
+    links, places = Links.of(problem), groups(batch)
+    some, like = batch.distinct(*KERNEL_AXES, "tp_overlap")
+    few = batch.take(some)
     costs: dict[Block, BlockCost] = {}
     # Experts come last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(block_shapes(problem.model).items(), key=lambda item: item[0] is Block.MOE):
         beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
-        costs[block] = _block_cost(problem, batch, block, shape, topology, places, beside_s)
+        parts = _parts(problem, few, block, shape, links).take(like)
+        costs[block] = _block_cost(problem, batch, block, shape, parts, links, places, beside_s)
     return costs
+
+
+def _parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, links: Links) -> _Parts:
+    places, zeros = groups(batch), np.zeros(len(batch))
+    kernels = kernel_times(problem, batch, block, shape)
+    tp = _tp_s(problem, batch, links, (kernels.gemm_forward_s, kernels.gemm_backward_s))
+    if block is Block.MOE and not any(linear.split == "column" for linear in shape.linears):
+        tp = zeros, zeros  # routed experts take their tokens from the ranks that hold them
+    cp = zeros, zeros
+    if block in ATTENTION_BLOCKS:
+        attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
+        cp = _cp_s(problem, batch, links, places, attention_s)
+    ep = _ep_s(problem, batch, links, places) if block is Block.MOE else zeros
+    return _Parts(kernels=kernels, tp=tp, cp=cp, ep=ep)
 
 
 def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
@@ -153,9 +181,7 @@ def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Float
     return dense, expert
 
 
-def _tp_s(
-    problem: Problem, batch: PlanBatch, topology: Topology, places: Groups, gemm_s: tuple[Floats, Floats]
-) -> tuple[Floats, Floats]:
+def _tp_s(problem: Problem, batch: PlanBatch, links: Links, gemm_s: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
     """(forward, backward) exposed tensor-parallel collectives of one block.
 
     With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes;
@@ -163,13 +189,12 @@ def _tp_s(
     all-reduce a pass.  Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
     """
     buffer = 2.0 * rank_tokens(problem, batch) * problem.model.hidden_size
-    framework = problem.framework
+    framework, places = problem.framework, groups(batch)
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
     host = framework.host_s_per_collective * (batch.tp > 1)
     host = problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
-    gather = all_gather_s(topology, *places.tp, buffer)
-    reduce = all_reduce_s(topology, *places.tp, buffer)
-    time = np.where(batch.sp, 2 * gather, reduce)
+    sharded = links.all_gather_s(*places.tp, buffer) + links.reduce_scatter_s(*places.tp, buffer)
+    time = np.where(batch.sp, sharded, links.all_reduce_s(*places.tp, buffer))
     meeting = host * np.where(batch.sp, 2, 1)
     # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
     share = np.where(batch.tp_overlap, framework.tp_overlap_share, 0.0)
@@ -178,7 +203,7 @@ def _tp_s(
 
 
 def _cp_s(
-    problem: Problem, batch: PlanBatch, topology: Topology, places: Groups, attention_s: tuple[Floats, Floats]
+    problem: Problem, batch: PlanBatch, links: Links, places: Groups, attention_s: tuple[Floats, Floats]
 ) -> tuple[Floats, Floats]:
     """(forward, backward) exposed context-parallel traffic of one attention block.
 
@@ -186,37 +211,39 @@ def _cp_s(
     first block's transfer.  All-to-all (Ulysses, arXiv:2309.14509): q, k, v and the output, all exposed.
     """
     model = problem.model
+    if (batch.cp == 1).all():
+        return np.zeros(len(batch)), np.zeros(len(batch))
     tokens = rank_tokens(problem, batch)
     # Beyond its key/value heads tensor parallelism copies them.
     kv = 2.0 * tokens * model.kv_heads * (model.qk_head_dim + model.v_head_dim) / np.minimum(batch.tp, model.kv_heads)
     whole = kv * batch.cp
-    ring = all_gather_s(topology, *places.cp, whole)
+    ring = links.all_gather_s(*places.cp, whole)
     steps = np.maximum(batch.cp - 1, 1)
     hidden_forward = attention_s[0] * (batch.cp - 1) / batch.cp
     hidden_backward = attention_s[1] * (batch.cp - 1) / batch.cp
     ring_forward = np.maximum(ring - hidden_forward, ring / steps)
     ring_backward = np.maximum(2 * ring - hidden_backward, 2 * ring / steps)
     heads = 2.0 * tokens * model.num_heads * (model.qk_head_dim + model.v_head_dim) / batch.tp
-    exchange = all_to_all_s(topology, *places.cp, heads) + all_to_all_s(topology, *places.cp, kv)
+    exchange = links.all_to_all_s(*places.cp, heads) + links.all_to_all_s(*places.cp, kv)
     is_ring = batch.cp_kind == CP_KINDS.index("ring")
     forward = np.where(is_ring, ring_forward, exchange)
     backward = np.where(is_ring, ring_backward, exchange)
     return np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward, 0.0)
 
 
-def _ep_s(problem: Problem, batch: PlanBatch, topology: Topology, places: Groups) -> Floats:
+def _ep_s(problem: Problem, batch: PlanBatch, links: Links, places: Groups) -> Floats:
     """Dispatch and combine of one MoE block in one pass: two all-to-all of the routed tokens."""
     moe = problem.model.moe
     assert moe is not None
     width = moe.latent_size or problem.model.hidden_size
     routed = norm_tokens(problem, batch) * moe.experts_per_token * width
     copies = moe.experts_per_token if problem.framework.dispatches_once else 1
-    dispatch = all_to_all_s(topology, *places.ep, problem.framework.bytes_per_dispatched * routed, copies)
-    exchange = dispatch + all_to_all_s(topology, *places.ep, 2.0 * routed, copies)
+    dispatch = links.all_to_all_s(*places.ep, problem.framework.bytes_per_dispatched * routed, copies)
+    exchange = dispatch + links.all_to_all_s(*places.ep, 2.0 * routed, copies)
     # Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
     gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
     ones = np.ones(len(batch), dtype=np.int64)
-    spread = 2 * all_gather_s(topology, ones, batch.etp, gathered)
+    spread = links.all_gather_s(ones, batch.etp, gathered) + links.reduce_scatter_s(ones, batch.etp, gathered)
     host = problem.calibration.host * problem.framework.host_s_per_collective
     return exchange + spread + 2 * host * (batch.ep > 1)
 
@@ -254,7 +281,7 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def fsdp_s(
-    problem: Problem, batch: PlanBatch, topology: Topology, places: Groups, dense: Floats, expert: Floats
+    problem: Problem, batch: PlanBatch, links: Links, places: Groups, dense: Floats, expert: Floats
 ) -> tuple[Floats, Floats]:
     """(gathers of the forward pass, gathers and reductions of the backward pass) of a unit's parameters, a micro-batch.
 
@@ -263,17 +290,23 @@ def fsdp_s(
     in every micro-batch.
     """
     framework = problem.framework
-    gather = all_gather_s(topology, *places.shard, GATHERED_BYTES * dense)
-    gather = gather + all_gather_s(topology, *places.expert_shard, GATHERED_BYTES * expert)
-    reduce = all_gather_s(topology, *places.shard, framework.bytes_per_reduced_grad * dense)
-    reduce = reduce + all_gather_s(topology, *places.expert_shard, framework.bytes_per_reduced_grad * expert)
     is_zero3 = batch.sharding == SHARDINGS.index("zero3")
     is_zero2 = (batch.sharding == SHARDINGS.index("zero2")) & framework.zero2_reduces_every_microbatch
-    once = (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
-    times = np.where(once, 1.0 / batch.num_microbatches, 1.0)
-    forward = np.where(is_zero3, gather * times, 0.0)
-    again = np.where(once, 0.0, gather)
-    return forward, np.where(is_zero3, again + reduce * times, np.where(is_zero2, reduce, 0.0))
+    forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
+    rows = np.flatnonzero(is_zero3 | is_zero2)
+    if not len(rows):
+        return forward, backward
+    is_zero3, dense, expert = is_zero3[rows], dense[rows], expert[rows]
+    shard, expert_shard = ((pair[0][rows], pair[1][rows]) for pair in (places.shard, places.expert_shard))
+    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense)
+    gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
+    reduce = links.reduce_scatter_s(*shard, framework.bytes_per_reduced_grad * dense)
+    reduce = reduce + links.reduce_scatter_s(*expert_shard, framework.bytes_per_reduced_grad * expert)
+    once = ((batch.pp > 1) & (not framework.zero3_regathers_in_pipeline))[rows]
+    times = np.where(once, 1.0 / batch.num_microbatches[rows], 1.0)
+    forward[rows] = np.where(is_zero3, gather * times, 0.0)
+    backward[rows] = np.where(is_zero3, np.where(once, 0.0, gather) + reduce * times, reduce)
+    return forward, backward
 
 
 def _block_cost(
@@ -281,35 +314,26 @@ def _block_cost(
     batch: PlanBatch,
     block: Block,
     shape: BlockShape,
-    topology: Topology,
+    parts: _Parts,
+    links: Links,
     places: Groups,
     beside_s: Floats,
 ) -> BlockCost:
-    framework = problem.framework
-    kernels = kernel_times(problem, batch, block, shape)
+    framework, kernels = problem.framework, parts.kernels
     dense, expert = local_parameters(batch, shape)
     zeros = np.zeros(len(batch))
     accumulated = framework.bytes_moved_per_accumulated_grad * (dense + expert)
-    attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
-    gemm_s = (kernels.gemm_forward_s, kernels.gemm_backward_s)
-    tp_forward, tp_backward = _tp_s(problem, batch, topology, places, gemm_s)
-    if block is Block.MOE and not any(linear.split == "column" for linear in shape.linears):
-        tp_forward, tp_backward = zeros, zeros  # routed experts take their tokens from the ranks that hold them
-    cp_forward, cp_backward = zeros, zeros
-    if block in ATTENTION_BLOCKS:
-        cp_forward, cp_backward = _cp_s(problem, batch, topology, places, attention_s)
     ep, wait = zeros, zeros
     if block is Block.MOE:
-        own_s = add_up(getattr(kernels, name) for name in kernels.__slots__)
-        ep = _overlapped_ep_s(problem, batch, _ep_s(problem, batch, topology, places), own_s + beside_s)
+        ep = _overlapped_ep_s(problem, batch, parts.ep, kernels.total_s + beside_s)
         wait = _experts_wait_s(problem, batch)
     forward = {
         "gemm": kernels.gemm_forward_s,
         "attention": kernels.attention_forward_s,
         "memory_bound": kernels.memory_forward_s,
         "recompute": zeros,
-        "tp_communication": tp_forward,
-        "cp_communication": cp_forward,
+        "tp_communication": parts.tp[0],
+        "cp_communication": parts.cp[0],
         "ep_communication": ep,
     }
     backward = {
@@ -317,13 +341,13 @@ def _block_cost(
         "attention": kernels.attention_backward_s,
         "memory_bound": kernels.memory_backward_s + memory_bound_s(problem, accumulated),
         "recompute": zeros,
-        "tp_communication": tp_backward,
-        "cp_communication": cp_backward,
+        "tp_communication": parts.tp[1],
+        "cp_communication": parts.cp[1],
         "ep_communication": ep,
     }
     forward_s = add_up(forward.values())
-    backward["recompute"] = selective_s(problem, batch, block, shape, kernels, forward_s)
-    gathers, reductions = fsdp_s(problem, batch, topology, places, dense, expert)
+    backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s)
+    gathers, reductions = fsdp_s(problem, batch, links, places, dense, expert)
     host_forward, host_backward = _launch_s(problem, batch, block)
     _finish(framework, forward, gathers, host_forward, wait)
     repeated = backward | {"recompute": forward_s}

@@ -16,8 +16,6 @@ from autoplan.cost.compute import (
     KernelTimes,
     add_up,
     expert_tokens,
-    gemm_rate,
-    linear_s,
     memory_bound_s,
     norm_tokens,
     rank_tokens,
@@ -186,7 +184,6 @@ def selective_s(
     problem: Problem,
     batch: PlanBatch,
     block: Block,
-    shape: BlockShape,
     kernels: KernelTimes,
     forward_s: Floats,
 ) -> Floats:
@@ -205,7 +202,7 @@ def selective_s(
     added = zeros
     for module in _parts_of(problem, block):
         if (repeats := batch.repeats(module)).any():
-            added = added + np.where(repeats, _module_s(problem, batch, module, shape, kernels, forward_s), 0.0)
+            added = added + np.where(repeats, _module_s(problem, batch, module, kernels, forward_s), 0.0)
     return np.minimum(added, forward_s)  # the MoE layer and parts of it may both be named
 
 
@@ -223,7 +220,6 @@ def _module_s(
     problem: Problem,
     batch: PlanBatch,
     module: RecomputeModule,
-    shape: BlockShape,
     kernels: KernelTimes,
     forward_s: Floats,
 ) -> Floats:
@@ -241,6 +237,4 @@ def _module_s(
         routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
         moved = _bytes_per_width(problem, batch) * routed * moe.expert_ffn_size / batch.etp
         return memory_bound_s(problem, factor * moved)
-    rate = gemm_rate(problem, batch)
-    linears = (linear for linear in shape.linears if linear.name in LINEARS_OF[module])
-    return add_up(linear_s(problem, batch, linear, rate)[0] for linear in linears)
+    return add_up(time for name, time in kernels.matrix_forward_s.items() if name in LINEARS_OF[module])

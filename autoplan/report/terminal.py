@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TextIO
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from autoplan.plan import chunk_layers
 from autoplan.result import Certificate, PlanFile, RankedPlan, StageCost, datasheet_peak
+from autoplan.timing import Provenance
 from autoplan.units import GIB, format_bytes, format_percent, format_seconds
 
 SHOWN_PLANS = 10
@@ -24,6 +25,7 @@ LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers a
 LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
 END_OF_STEP = ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead")
 WAITS = ("pipeline_bubble", "pipeline_send", "stragglers")
+LEAST_SHOWN_SHARE = 0.0005  # less would read as 0.0 %
 SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is not worth a line unless the plan offloads
 MOST_MEMORY_COLUMNS = 8
 MEMORY_NAMES = {
@@ -188,10 +190,18 @@ def _answer(file: PlanFile) -> Table:
         "memory",
         f"{format_bytes(best.memory_bytes)} of {format_bytes(capacity)}, {room}, {risk} risk of running out",
     )
+    if file.rests_on:
+        grid.add_row("rests on", rests_on(file.rests_on))
     host = file.cluster.host.memory_bytes
     if best.plan.offload != "none" or best.host_memory_bytes > SHOWN_HOST_SHARE * host:
         grid.add_row("host", f"{format_bytes(best.host_memory_bytes)} of {format_bytes(host)} a node")
     return grid
+
+
+def rests_on(shares: Mapping[Provenance, float]) -> str:
+    """On which kinds of times a step rests, in words."""
+    shown = (f"{format_percent(share)} {name}" for name, share in shares.items() if share >= LEAST_SHOWN_SHARE)
+    return ", ".join(shown)
 
 
 def _print_ranking(console: Console, plans: Sequence[RankedPlan]) -> None:

@@ -99,12 +99,14 @@ def read_measurements(
     devices: Collection[str] | None = None,
     operations: Collection[Operation] | None = None,
     frameworks: Collection[str] | None = None,
+    dtypes: Collection[str] | None = None,
 ) -> Iterator[Measurement]:
     """Every timing under `root` (the installed wheel's tables by default), in the order of the files' paths.
 
-    `devices` are autoplan's ids, `frameworks` the serving stacks (trtllm, sglang, vllm, nccl); None takes all of
-    them.  Rows stream in batches of a file, so that memory does not grow with the wheel.  A folder without tables, a
-    file that is no parquet, a column that is missing and a time that is not positive are refused by one line.
+    `devices` are autoplan's ids, `frameworks` the serving stacks (trtllm, sglang, vllm, nccl), `dtypes` autoplan's
+    words for element types; None takes all of them.  Rows stream in batches of a file, so that memory does not grow
+    with the wheel.  A folder without tables, a file that is no parquet, a column that is missing and a time that is
+    not positive are refused by one line.
     """
     root = root or default_root()
     found = 0
@@ -118,19 +120,23 @@ def read_measurements(
             frameworks is not None and framework not in frameworks
         ):
             continue
-        for measurement in _read_table(path, table, root):
+        for measurement in _read_table(path, table, root, dtypes):
             if operations is None or measurement.operation in operations:
                 yield measurement
     if not found:
         raise InputError(f"{root}: no tables of aiconfigurator-core below it (DEVICE/FAMILY/FRAMEWORK/VERSION)")
 
 
-def _read_table(path: Path, table: _Table, root: Path) -> Iterator[Measurement]:
+def _read_table(path: Path, table: _Table, root: Path, dtypes: Collection[str] | None) -> Iterator[Measurement]:
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError:
         raise InputError(f"reading {path.name} needs pyarrow: {INSTALL}") from None
+    words = None
+    if dtypes is not None:
+        words = pyarrow.array([*dtypes, *(word for word, name in _DTYPES.items() if name in dtypes)])
     device = device_of(path.relative_to(root).parts[0])
     source = f"aiconfigurator-core {path.parent.relative_to(root)}"
     named = [*table.shape, table.dtype, "latency", "kernel_source", *filter(None, [table.remark])]
@@ -142,6 +148,8 @@ def _read_table(path: Path, table: _Table, root: Path) -> Iterator[Measurement]:
             if missing := [name for name in named if name not in held and name not in _OPTIONAL]:
                 raise InputError(f"{path}: lacks the column {missing[0]!r}: not a version of the table that is known")
             for batch in file.iter_batches(columns=[name for name in named if name in held]):
+                if words is not None:
+                    batch = batch.filter(pyarrow.compute.is_in(batch.column(table.dtype), words))
                 columns = [
                     batch.column(name).to_pylist() if name in held else [_OPTIONAL[name]] * batch.num_rows
                     for name in named

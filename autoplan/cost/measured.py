@@ -1,0 +1,67 @@
+"""Which kernels were measured, and what stands in for those that were not?
+
+First comes the time of this very shape, then one between measured shapes, then for a backward pass the reference times
+what its forward pass takes over its own reference, then the reference: the device's fitted curve or, where there is
+none, its datasheet.
+
+The factors of a calibration on single components were fitted to what the reference rates leave unexplained, so they
+multiply references alone: a time that was measured as training runs has that in it already.  `overall` and `host`
+stand for what no timing of a kernel shows, and hold for all.  Bursts are brought to the level of the references before
+they become a table (`autoplan.timing.burst_factors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.plan import PRECISIONS, PlanBatch
+from autoplan.problem import Problem
+from autoplan.timing import Lookup, Operation, TimingTable
+
+Floats = NDArray[np.float64]
+Sizes = Floats | NDArray[np.int64] | float
+
+# The types in which a kernel may have been measured, by the precision of a plan: 16-bit kernels run alike in both.
+_MEASURED_IN = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}
+
+
+def find(timings: TimingTable, operation: Operation, dtypes: Iterable[str], shapes: Floats) -> Lookup:
+    """Times of `shapes` in the first of some types in which they were measured."""
+    found = Lookup.refused(len(shapes))
+    for dtype in dtypes:
+        if timings.holds(operation, dtype):
+            found = found.before(timings.lookup(operation, dtype, shapes))
+    return found
+
+
+def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *sizes: Sizes) -> Lookup:
+    """Times of kernels in the precision of each plan.
+
+    `sizes` are the numbers that `timing.SHAPES` names, each with an element for every plan along its last axis or one
+    for all.
+    """
+    columns = np.stack(np.broadcast_arrays(np.zeros(len(batch)), *sizes)[1:], axis=-1)
+    found = Lookup.refused(columns.shape[:-1])
+    for at in np.unique(batch.precision):
+        name = PRECISIONS[at]
+        rows = np.flatnonzero(batch.precision == at)
+        some = columns[..., rows, :]
+        own = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), some.reshape(-1, some.shape[-1]))
+        found.seconds[..., rows] = own.seconds.reshape(some.shape[:-1])
+        found.is_exact[..., rows] = own.is_exact.reshape(some.shape[:-1])
+    return replace(found, nudge=problem.timings.nudge)
+
+
+def passes_s(found: Sequence[Lookup], references: Sequence[Floats]) -> tuple[Floats, ...]:
+    """Seconds of a forward pass and the passes that go with it, from what was found of each and their references."""
+    forward = found[0]
+    times, unmeasured = [forward.otherwise(references[0])], np.zeros_like(forward.is_exact)
+    for own, reference in zip(found[1:], references[1:], strict=True):
+        # A backward pass was not measured itself, even where it takes as long as the forward one.
+        kin = replace(forward, seconds=forward.seconds * reference / references[0], is_exact=unmeasured)
+        times.append(own.before(kin).otherwise(reference))
+    return tuple(times)
