@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal, get_args
 
 import numpy as np
@@ -84,6 +85,14 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
 }
 
 
+class Match(IntEnum):
+    """How near the machine of a measurement is to the one that is planned for, nearest first."""
+
+    EXACT = 0  # device, torch, library of collectives and links
+    RUNTIME = 1  # device and major version of CUDA or ROCm
+    DEVICE = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """How long one operation of one shape took on one device: the numbers of `shape` are those that `SHAPES` names."""
@@ -95,6 +104,7 @@ class Measurement:
     seconds: float
     kernel: str = ""
     source: str = ""
+    match: Match = Match.EXACT  # of its machine; the interval is wider where it is not exact
 
     def __post_init__(self) -> None:
         names = SHAPES[self.operation]

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autoplan.cluster import ClusterSpec, LinkLevel
+from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.errors import InputError
 from autoplan.files import decode, is_file, read_table, schema
 
@@ -31,6 +31,19 @@ def preset_clusters() -> tuple[str, ...]:
 def preset_devices() -> tuple[str, ...]:
     """Ids of the shipped devices."""
     return tuple(sorted(_presets("devices")))
+
+
+@lru_cache(maxsize=64)
+def load_device(name: str) -> DeviceSpec:
+    """The shipped device of that id."""
+    return decode(DeviceSpec, _device_table(name, "device"), f"device {name}")
+
+
+def _device_table(name: str, where: str) -> dict[str, Any]:
+    presets = _presets("devices")
+    if name not in presets:
+        raise InputError(f"{where}: unknown device {name!r}: {_closest(name, tuple(sorted(presets)))}")
+    return read_table(presets[name])
 
 
 def _closest(word: str, known: tuple[str, ...]) -> str:
@@ -106,8 +119,5 @@ def _from_table(table: dict[str, Any], where: str) -> ClusterSpec:
     """Decode a cluster whose `device` is the id of a shipped device or a table of its own."""
     device = table.get("device")
     if isinstance(device, str):
-        presets = _presets("devices")
-        if device not in presets:
-            raise InputError(f"{where}: unknown device {device!r}: {_closest(device, tuple(sorted(presets)))}")
-        table = {**table, "device": read_table(presets[device])}
+        table = {**table, "device": _device_table(device, where)}
     return decode(ClusterSpec, table, where)
