@@ -33,17 +33,10 @@ def preset_devices() -> tuple[str, ...]:
     return tuple(sorted(_presets("devices")))
 
 
-@lru_cache(maxsize=64)
-def load_device(name: str) -> DeviceSpec:
-    """The shipped device of that id."""
-    return decode(DeviceSpec, _device_table(name, "device"), f"device {name}")
-
-
-def _device_table(name: str, where: str) -> dict[str, Any]:
-    presets = _presets("devices")
-    if name not in presets:
-        raise InputError(f"{where}: unknown device {name!r}: {_closest(name, tuple(sorted(presets)))}")
-    return read_table(presets[name])
+def load_device(name: str) -> DeviceSpec | None:
+    """The shipped device of that id; None where there is none."""
+    path = _presets("devices").get(name)
+    return decode(DeviceSpec, read_table(path), f"device {name}") if path else None
 
 
 def _closest(word: str, known: tuple[str, ...]) -> str:
@@ -119,5 +112,8 @@ def _from_table(table: dict[str, Any], where: str) -> ClusterSpec:
     """Decode a cluster whose `device` is the id of a shipped device or a table of its own."""
     device = table.get("device")
     if isinstance(device, str):
-        table = {**table, "device": _device_table(device, where)}
+        presets = _presets("devices")
+        if device not in presets:
+            raise InputError(f"{where}: unknown device {device!r}: {_closest(device, tuple(sorted(presets)))}")
+        table = {**table, "device": read_table(presets[device])}
     return decode(ClusterSpec, table, where)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
 from autoplan.cluster import DeviceSpec
-from autoplan.read.cluster import load_cluster, load_device, preset_clusters, preset_devices
+from autoplan.read.cluster import load_cluster, load_device, preset_clusters
 from autoplan.timing import SHAPES
 from profiler.record import Record
 
@@ -50,7 +50,8 @@ def _spread(samples_s: tuple[float, ...]) -> float:
 
 def _too_fast(record: Record) -> str:
     name = record.fingerprint.device
-    if name not in preset_devices() or (device := load_device(name)).vendor == "cpu":
+    device = _device(name)
+    if device is None or device.vendor == "cpu":
         return ""
     if record.operation in _PRODUCTS:
         m, n, k = record.shape
@@ -72,6 +73,9 @@ def _peak_flops_per_s(device: DeviceSpec, dtype: str) -> float:
     if dtype == "fp32":
         return max(peaks.get("tf32", 0.0), peaks.get("fp32", 0.0)) or max(peaks.values())
     return peaks.get(dtype, max(peaks.values()))
+
+
+_device = lru_cache(maxsize=64)(load_device)
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case, exists, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from autoplan.errors import AutoplanError, InputError
+from autoplan.errors import InputError, StoreError
 from autoplan.timing import Match, Measurement, Operation
 from profiler.record import Fingerprint, Record, Status
 from profiler.store.database import Database
@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
 BY_CHECK = "check"
+BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
 
@@ -140,7 +141,7 @@ class Store:
         include_hidden: bool = False,
     ) -> Iterator[Record]:
         """Records in the order in which they were added; `trust` names those whose measurements count."""
-        query = select(records).order_by(records.c.id)
+        query = select(records)
         if device is not None:
             query = query.where(records.c.fingerprint_id.in_(self._machines(device)))
         for column, wanted in (("operation", operations), ("status", status), ("measured_by", trust)):
@@ -149,7 +150,7 @@ class Store:
         if not include_hidden:
             query = query.where(~_is_hidden())
         machines = self._machines()
-        for row in self._rows(query):
+        for row in self._rows(query, records.c.id):
             if row.fingerprint_id not in machines:  # another process met a new machine since
                 machines = self._machines()
             yield _record(row, machines[row.fingerprint_id])
@@ -192,19 +193,24 @@ class Store:
         )
         with self._database.reading() as connection:
             rows = connection.execute(query).all()
-        return [
-            Measurement(
-                operation=cast(Operation, operation),
-                shape=_shape(shape),
-                dtype=dtype,
-                device=wanted.device,
-                seconds=seconds,
-                kernel=kernel,
-                source=source or key[:12],
-                match=levels[number],
-            )
-            for operation, shape, dtype, seconds, kernel, source, key, number in rows
-        ]
+        try:
+            return [
+                Measurement(
+                    operation=cast(Operation, operation),
+                    shape=_shape(shape),
+                    dtype=dtype,
+                    device=wanted.device,
+                    seconds=seconds,
+                    kernel=kernel,
+                    source=source or key[:12],
+                    match=levels[number],
+                )
+                for operation, shape, dtype, seconds, kernel, source, key, number in rows
+            ]
+        except (ValueError, KeyError) as error:
+            raise StoreError(
+                f"{self.name} holds what cannot be read, `autoplan db check` says where: {error}"
+            ) from None
 
     def find(self, key: str) -> tuple[Record, Mark | None]:
         """The record whose key begins with `key`, and the mark that hides it."""
@@ -240,8 +246,8 @@ class Store:
 
     def marks(self) -> Iterator[Mark]:
         """Every mark that hides a record."""
-        query = select(records.c.key, hidden).join(hidden, hidden.c.record_id == records.c.id)
-        for row in self._rows(query):
+        query = select(hidden.c.record_id.label("id"), records.c.key, hidden).join_from(hidden, records)
+        for row in self._rows(query, hidden.c.record_id):
             yield Mark(key=row.key, by=row.by, reason=row.reason, at=row.at)
 
     def holdings(self) -> list[Holding]:
@@ -273,30 +279,42 @@ class Store:
             if connection.dialect.name == "sqlite":
                 said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
                 if said != "ok":
-                    raise AutoplanError(f"{self.name} is damaged: put it aside, restore a copy, or pull anew ({said})")
+                    raise StoreError(f"{self.name} is damaged: put it aside, restore a copy, or pull anew ({said})")
         machines = self._machines()
-        for row in self._rows(select(records).where(~_is_hidden())):
+        for row in self._rows(select(records).where(~_is_hidden()), records.c.id):
             what = f"{row.operation} {row.shape}"
             try:
                 record = _record(row, machines[row.fingerprint_id])
-            except (InputError, KeyError) as error:
-                yield Finding(key=row.key, what=what, reason=f"unreadable: {error}")
+            except InputError as error:
+                yield Finding(key=row.key, what=what, reason=str(error))
                 continue
             if record.key != row.key:
                 yield Finding(key=row.key, what=what, reason="was changed in the database: its content has another key")
             elif finding := _finding(row.key, record):
                 yield finding
 
-    def _rows(self, query: Select[Any]) -> Iterator[Row[Any]]:
-        with self._database.reading() as connection:
-            yield from connection.execution_options(yield_per=BATCH).execute(query)
+    def _rows(self, query: Select[Any], number: ColumnElement[int]) -> Iterator[Row[Any]]:
+        """Rows by ascending `number`, page by page: no transaction stays open while the caller works."""
+        query = query.order_by(number).limit(BATCH)
+        last = 0
+        while True:
+            with self._database.reading() as connection:
+                rows = connection.execute(query.where(number > last)).all()
+            if not rows:
+                return
+            yield from rows
+            last = rows[-1].id
 
     def _machines(self, device: str | None = None) -> dict[int, Fingerprint]:
         query = select(fingerprints.c.id, fingerprints.c.content)
         if device is not None:
             query = query.where(fingerprints.c.device == device)
         with self._database.reading() as connection:
-            return {number: msgspec.json.decode(text, type=Fingerprint) for number, text in connection.execute(query)}
+            rows = connection.execute(query).all()
+        try:
+            return {number: msgspec.json.decode(text, type=Fingerprint) for number, text in rows}
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"{self.name} holds a fingerprint that cannot be read: {error}") from None
 
     def _ids(self, connection: Connection, machines: Collection[Fingerprint]) -> dict[Fingerprint, int]:
         new = {_hash(one): one for one in machines if one not in self._fingerprint_ids}
@@ -369,7 +387,7 @@ def _row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:
         "key": key,
         "fingerprint_id": fingerprint_id,
         "shape": "x".join(map(str, record.shape)),
-        "is_alone": "beside" not in record.conditions,
+        "is_alone": BESIDE not in record.kernel,
         "seconds": record.seconds if record.samples_s else None,
         "samples": np.asarray(record.samples_s, dtype="<f8").tobytes(),
         "conditions": json.dumps(dict(record.conditions), sort_keys=True, ensure_ascii=False),
@@ -380,23 +398,28 @@ def _row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:
 
 
 def _record(row: Row[Any], fingerprint: Fingerprint) -> Record:
-    return Record(
-        fingerprint=fingerprint,
-        operation=row.operation,
-        shape=_shape(row.shape),
-        dtype=row.dtype,
-        samples_s=tuple(np.frombuffer(row.samples, dtype="<f8").tolist()),
-        kernel=row.kernel,
-        mode=row.mode,
-        status=row.status,
-        reason=row.reason,
-        conditions=json.loads(row.conditions),
-        source=row.source,
-        protocol=row.protocol,
-        measured_by=row.measured_by,
-        host=row.host,
-        measured_at=row.measured_at,
-    )
+    try:
+        return Record(
+            fingerprint=fingerprint,
+            operation=row.operation,
+            shape=_shape(row.shape),
+            dtype=row.dtype,
+            samples_s=tuple(np.frombuffer(row.samples, dtype="<f8").tolist()),
+            kernel=row.kernel,
+            mode=row.mode,
+            status=row.status,
+            reason=row.reason,
+            conditions=json.loads(row.conditions),
+            source=row.source,
+            protocol=row.protocol,
+            measured_by=row.measured_by,
+            host=row.host,
+            measured_at=row.measured_at,
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"record {row.key[:12]} cannot be read, `autoplan db check` lists such ones: {error}"
+        ) from None
 
 
 def _shape(text: str) -> tuple[int, ...]:
