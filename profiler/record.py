@@ -13,7 +13,7 @@ import math
 import statistics
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Literal, get_args
 
@@ -109,7 +109,11 @@ class Record:
     @property
     def key(self) -> str:
         """SHA-256 of the content, in hexadecimal."""
-        content = {name: value for name, value in asdict(self).items() if name not in _NOT_CONTENT}
+        content: dict[str, object] = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in _NOT_CONTENT:
+            del content[name]
+        content["fingerprint"] = asdict(self.fingerprint)
+        content["conditions"] = dict(self.conditions)
         content["samples_s"] = [float(sample) for sample in self.samples_s]
         return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 

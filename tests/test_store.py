@@ -429,4 +429,4 @@ def test_the_index_of_a_search_is_used(tmp_path: Path) -> None:
         "EXPLAIN QUERY PLAN SELECT id, seconds, measured_at, mode FROM records WHERE fingerprint_id IN (1, 2)"
         " AND status = 'ok' AND is_alone = 1"
     )
-    assert any(re.search("COVERING INDEX records_by_shape", row[-1]) for row in plan)
+    assert any(re.search("COVERING INDEX records_by_work", row[-1]) for row in plan)

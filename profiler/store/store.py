@@ -334,7 +334,6 @@ def _choice(
     trust: Collection[str] | None,
 ) -> Select[Any]:
     """(id, place) of the records that may serve: place 1 is the best of its operation, shape and type."""
-    kind = (records.c.operation, records.c.dtype, records.c.shape)
     order: tuple[ColumnElement[Any], ...] = (
         case({number: int(level) for number, level in levels.items()}, value=records.c.fingerprint_id),
         case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
@@ -342,7 +341,7 @@ def _choice(
         records.c.seconds,
         records.c.id,
     )
-    place = func.row_number().over(partition_by=kind, order_by=order).label("place")
+    place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
     query = select(records.c.id, place).where(
         records.c.fingerprint_id.in_(levels), records.c.status == "ok", records.c.is_alone, ~_is_hidden()
     )
@@ -383,10 +382,12 @@ def _finding(key: str, record: Record) -> Finding | None:
 
 def _row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:
     same = ("operation", "dtype", "kernel", "mode", "status", "reason", "source", "protocol", "measured_by", "host")
+    shape = "x".join(map(str, record.shape))
     return {
         "key": key,
         "fingerprint_id": fingerprint_id,
-        "shape": "x".join(map(str, record.shape)),
+        "shape": shape,
+        "work_hash": _work_hash(f"{record.operation} {shape} {record.dtype}"),
         "is_alone": BESIDE not in record.kernel,
         "seconds": record.seconds if record.samples_s else None,
         "samples": np.asarray(record.samples_s, dtype="<f8").tobytes(),
@@ -420,6 +421,11 @@ def _record(row: Row[Any], fingerprint: Fingerprint) -> Record:
         raise InputError(
             f"record {row.key[:12]} cannot be read, `autoplan db check` lists such ones: {error}"
         ) from None
+
+
+def _work_hash(work: str) -> int:
+    """64 bits, signed as the database's integers are; among a million shapes two meet with a chance of 3e-8."""
+    return int.from_bytes(hashlib.sha256(work.encode()).digest()[:8], signed=True)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -24,9 +24,9 @@ def upgrade() -> None:
         sa.Column("id", _ID, primary_key=True),
         sa.Column("key", sa.String(64), nullable=False, unique=True),
         sa.Column("fingerprint_id", _ID, sa.ForeignKey("fingerprints.id"), nullable=False),
-        *(sa.Column(name, sa.Text, nullable=False) for name in ("operation", "shape", "dtype", "kernel", "mode")),
-        sa.Column("status", sa.Text, nullable=False),
-        sa.Column("reason", sa.Text, nullable=False),
+        *(sa.Column(name, sa.Text, nullable=False) for name in ("operation", "shape", "dtype")),
+        sa.Column("work_hash", sa.BigInteger, nullable=False),
+        *(sa.Column(name, sa.Text, nullable=False) for name in ("kernel", "mode", "status", "reason")),
         sa.Column("is_alone", sa.Boolean, nullable=False),
         sa.Column("seconds", sa.Double),
         sa.Column("samples", sa.LargeBinary, nullable=False),
@@ -35,8 +35,8 @@ def upgrade() -> None:
         sa.Column("protocol", sa.Integer, nullable=False),
         *(sa.Column(name, sa.Text, nullable=False) for name in ("measured_by", "host", "measured_at", "added_at")),
     )
-    choice = ("operation", "dtype", "shape", "status", "is_alone", "mode", "measured_at", "seconds")
-    op.create_index("records_by_shape", "records", ["fingerprint_id", *choice])
+    choice = ("operation", "dtype", "status", "is_alone", "work_hash", "mode", "measured_at", "seconds")
+    op.create_index("records_by_work", "records", ["fingerprint_id", *choice])
     op.create_table(
         "hidden",
         sa.Column("record_id", _ID, sa.ForeignKey("records.id"), primary_key=True),
