@@ -102,7 +102,7 @@ def _from_table(text: str, run: _Run, device: str | None) -> list[Record]:
     records: list[Record] = []
     given = run.operation
     for number, whole in enumerate(text.splitlines(), start=1):
-        line = _PREFIX.sub("", whole).strip()
+        line = _PREFIX.sub("", cleaned(whole.expandtabs())).strip()
         if match := _TEST.search(line):
             run.operation = given or _OPERATIONS[match[1]]
         run.is_rccl |= line.startswith(("rccl-tests", "RCCL version"))
@@ -123,7 +123,7 @@ def _from_table(text: str, run: _Run, device: str | None) -> list[Record]:
             try:
                 records += _row(line.split(), run, device)
             except (ValueError, IndexError) as error:
-                raise InputError(f"line {number}: {cleaned(str(error))}") from None
+                raise InputError(f"line {number}: {error}") from None
     return records
 
 
@@ -235,7 +235,7 @@ def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Finger
     if device is None and (len(names) > 1 or not all(names)):
         shown = ", ".join(sorted(cleaned(name) for name in names if name)) or "none"
         raise InputError(f"devices named are {shown}: name the one kind with --device h100-sxm")
-    name = device or device_named(min(names))
+    name = device or device_named(cleaned(min(names)))
     hosts = Counter(one.host for one in run.ranks)
     groups = Counter(one.group for one in run.ranks)
     inside = Counter((one.group, one.host) for one in run.ranks)

@@ -168,11 +168,19 @@ def _sqlite(path: Path, *, writable: bool) -> Database:
         )
 
     def connected() -> sqlite3.Connection:
-        if not writable:
-            return connect("mode=ro")
-        connection = connect("mode=rwc")
-        _use_wal(connection)
-        return connection
+        connection = connect("mode=rwc" if writable else "mode=ro")
+        if writable:
+            _use_wal(connection)
+            return connection
+        try:
+            connection.execute("PRAGMA schema_version")
+            return connection
+        except sqlite3.OperationalError:
+            # Even a reader writes beside a file in WAL mode.  Where it may not, and no writer has left its log there,
+            # the file is read as one that nobody changes.
+            if Path(f"{path}-wal").exists():
+                raise
+            return connect("mode=ro&immutable=1")
 
     engine = create_engine("sqlite://", creator=connected, hide_parameters=True)
     event.listen(engine, "begin", _begin)

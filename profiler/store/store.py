@@ -279,7 +279,8 @@ class Store:
             if connection.dialect.name == "sqlite":
                 said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
                 if said != "ok":
-                    raise StoreError(f"{self.name} is damaged: put it aside, restore a copy, or pull anew ({said})")
+                    found = " ".join(str(said).split())
+                    raise StoreError(f"{self.name} is damaged: put it aside, restore a copy, or pull anew ({found})")
         machines = self._machines()
         for row in self._rows(select(records).where(~_is_hidden()), records.c.id):
             what = f"{row.operation} {row.shape}"
