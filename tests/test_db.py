@@ -117,7 +117,8 @@ def test_export_and_import(folder: Path) -> None:
     assert good(folder, "import", "t.jsonl.gz", "--db", "b.db") == "4 new, 0 held already\n"
     assert good(folder, "import", "t.jsonl.gz", "--db", "b.db") == "0 new, 4 held already\n"
     assert "node7" not in good(folder, "show", GEMM.key, "--db", "b.db")
-    assert "nothing" in bad(folder, "import", "nothing.gz", "--db", "b.db")
+    assert "nothing.gz: cannot be read" in bad(folder, "import", "nothing.gz", "--db", "c.db")
+    assert not (folder / "c.db").exists()
 
 
 def test_a_log_is_imported(folder: Path) -> None:

@@ -92,7 +92,7 @@ SMALL = (
 def read(folder: Path, text: str, **options: str) -> list[Record]:
     path = folder / "log.txt"
     path.write_text(text)
-    return list(read_log(path, **options))  # type: ignore[arg-type]
+    return read_log(path, **options)
 
 
 def refusal(folder: Path, text: str, **options: str) -> str:

@@ -75,7 +75,7 @@ class _Run:
     columns: Sequence[str] = ()
 
 
-def read_log(path: Path, *, device: str | None = None, operation: str | None = None) -> Iterator[Record]:
+def read_log(path: Path, *, device: str | None = None, operation: str | None = None) -> list[Record]:
     """The records of a log or JSON file of one or several tests.
 
     `device` is autoplan's id of the devices, where the log does not name them or names them otherwise; `operation` is
@@ -95,7 +95,7 @@ def read_log(path: Path, *, device: str | None = None, operation: str | None = N
         raise InputError(f"{path}: holds no results of nccl-tests or rccl-tests, and is no export of autoplan")
     if len(records) > MOST_ROWS:
         raise InputError(f"{path}: more than {MOST_ROWS:,} results: split it")
-    yield from records
+    return records
 
 
 def _from_table(text: str, run: _Run, device: str | None) -> list[Record]:
