@@ -27,3 +27,7 @@ class NoPlanError(AutoplanError):
 
 class UnpricedError(AutoplanError):
     """The model of costs does not cover what was asked for."""
+
+
+class StoreError(AutoplanError):
+    """The timing database cannot be read or written: not reachable, not allowed, full, damaged, too new."""

@@ -10,8 +10,10 @@ import tempfile
 import tomllib
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -217,16 +219,17 @@ def check_target(path: Path, *, force: bool) -> None:
         raise InputError(f"{path}: cannot be written: its links form a loop") from None
 
 
-def write_text(path: Path, text: str, *, force: bool = False, executable: bool = False) -> None:
-    """Write a file whole or not at all; an existing one only with `force`, and the one that a link points to."""
+@contextmanager
+def replacing(path: Path, *, force: bool = False, executable: bool = False) -> Iterator[BinaryIO]:
+    """A stream whose bytes become the file when the block ends, or never; as `write_text` does."""
     check_target(path, force=force)
     temporary: Path | None = None
     try:
         target = path.resolve()
         handle, name = tempfile.mkstemp(prefix=".autoplan-", dir=target.parent)
         temporary = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         umask = os.umask(0)
@@ -235,8 +238,16 @@ def write_text(path: Path, text: str, *, force: bool = False, executable: bool =
         temporary.replace(target)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
-    except UnicodeEncodeError:
-        raise InputError(f"{path}: cannot be written: the text is not Unicode") from None
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, *, force: bool = False, executable: bool = False) -> None:
+    """Write a file whole or not at all; an existing one only with `force`, and the one that a link points to."""
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"{path}: cannot be written: the text is not Unicode") from None
+    with replacing(path, force=force, executable=executable) as stream:
+        stream.write(data)

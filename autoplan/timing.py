@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Literal, get_args
 
 import numpy as np
@@ -97,6 +98,14 @@ def check_shape(operation: str, shape: tuple[int, ...]) -> None:
         raise InputError(f"{operation} needs {', '.join(names)}, all positive, got {shape}")
 
 
+class Match(IntEnum):
+    """How near the machine of a measurement is to the one that is planned for, nearest first."""
+
+    EXACT = 0  # device, torch, library of collectives and links
+    RUNTIME = 1  # device and major version of CUDA or ROCm
+    DEVICE = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """How long one operation of one shape took on one device: the numbers of `shape` are those that `SHAPES` names."""
@@ -108,6 +117,7 @@ class Measurement:
     seconds: float
     kernel: str = ""
     source: str = ""
+    match: Match = Match.EXACT  # of its machine; the interval is wider where it is not exact
 
     def __post_init__(self) -> None:
         check_shape(self.operation, self.shape)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timedelta
 from typing import Literal, get_args
-
-import numpy as np
 
 from autoplan.errors import InputError
 from autoplan.timing import Measurement, Operation, check_shape
@@ -28,6 +28,7 @@ Status = Literal["ok", "unstable", "contaminated", "failed"]
 
 MOST_SAMPLES = 10_000
 MOST_TEXT = 1_000
+MOST_DTYPE = 40  # characters; the store keeps types in an index
 _NOT_CONTENT = ("measured_by", "host", "measured_at")
 
 
@@ -96,18 +97,26 @@ class Record:
         texts = (self.dtype, self.kernel, self.reason, self.source, self.measured_by, self.host, self.measured_at)
         for text in (*texts, *self.conditions, *self.conditions.values()):
             _check_text(f"{self.operation} {self.shape}", text)
+        if not 0 < len(self.dtype) <= MOST_DTYPE:
+            raise InputError(f"{self.operation} {self.shape} needs a dtype of at most {MOST_DTYPE} characters")
+        if self.measured_at and not _is_moment(self.measured_at):
+            raise InputError(f"{self.operation} {self.shape} was measured at {self.measured_at!r}: not ISO 8601 in UTC")
 
     @property
     def key(self) -> str:
         """SHA-256 of the content, in hexadecimal."""
-        content = {name: value for name, value in asdict(self).items() if name not in _NOT_CONTENT}
+        content: dict[str, object] = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in _NOT_CONTENT:
+            del content[name]
+        content["fingerprint"] = asdict(self.fingerprint)
+        content["conditions"] = dict(self.conditions)
         content["samples_s"] = [float(sample) for sample in self.samples_s]
         return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
     @property
     def seconds(self) -> float:
         """The time that counts: the median of the samples; NaN for a failed one."""
-        return float(np.median(self.samples_s)) if self.samples_s else math.nan
+        return float(statistics.median(self.samples_s)) if self.samples_s else math.nan
 
     def as_measurement(self) -> Measurement:
         """The record as the cost model takes it."""
@@ -130,3 +139,10 @@ def cleaned(text: str) -> str:
 def _check_text(where: str, text: str) -> None:
     if len(text) > MOST_TEXT or any(unicodedata.category(letter)[0] == "C" for letter in text):
         raise InputError(f"{where} holds text that is longer than {MOST_TEXT} characters or has control characters")
+
+
+def _is_moment(text: str) -> bool:
+    try:
+        return len(text) <= 40 and datetime.fromisoformat(text).utcoffset() == timedelta()
+    except ValueError:
+        return False

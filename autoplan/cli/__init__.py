@@ -9,6 +9,7 @@ import typer
 
 from autoplan import __version__
 from autoplan.cli.calibrate import calibrate
+from autoplan.cli.db import db
 from autoplan.cli.estimate import estimate
 from autoplan.cli.export import export
 from autoplan.cli.predict import predict
@@ -16,6 +17,7 @@ from autoplan.cli.schema import schema
 from autoplan.cli.score import score
 from autoplan.cli.search import search
 from autoplan.errors import AutoplanError
+from autoplan.urls import redact_arguments
 
 app = typer.Typer(
     help="Chooses how to train a large model on a cluster: the fastest parallel configuration that fits.",
@@ -31,6 +33,7 @@ app.command(no_args_is_help=True)(predict)
 app.command(no_args_is_help=True)(score)
 app.command(no_args_is_help=True)(calibrate)
 app.command(no_args_is_help=True)(schema)
+app.add_typer(db, name="db")
 
 
 def _show_version(value: bool) -> None:
@@ -51,7 +54,8 @@ def _options(
 def main() -> None:
     """Run the command line: a user's error is one line on stderr and exit 1, any other is a bug with its traceback."""
     try:
-        app(prog_name="autoplan")
+        arguments, whole_urls = redact_arguments(sys.argv[1:])
+        app(arguments, prog_name="autoplan", obj=whole_urls)
     except AutoplanError as error:
         sys.stdout.flush()
         print(f"autoplan: {' '.join(str(error).split())}", file=sys.stderr)

@@ -58,10 +58,25 @@ TimingsOption = Annotated[
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
+DbOption = Annotated[
+    str | None,
+    typer.Option(
+        "--db",
+        metavar="URL",
+        help="SQLite file, or postgresql://user@host/name (password: PGPASSWORD or ~/.pgpass). Default: AUTOPLAN_DB, "
+        "else a file in the user's data folder.",
+    ),
+]
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?b|b)?", re.IGNORECASE)
 _SIZE_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def whole_url(context: typer.Context, url: str | None) -> str | None:
+    """The database URL as it was typed: `main` lets every argument be parsed without the password in it."""
+    whole: dict[str, str] = context.obj or {}
+    return whole.get(url, url) if url else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

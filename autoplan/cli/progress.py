@@ -8,15 +8,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress_bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A function that takes (done, total), or None where nothing shall be shown."""
+def progress_bar(
+    *, quiet: bool, doing: str = "pricing plans", unit: str = "cells"
+) -> Iterator[Callable[[int, int | None], None] | None]:
+    """A function that takes (done, total if known), or None where nothing shall be shown."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("pricing plans"), BarColumn(), MofNCompleteColumn(), TextColumn("cells"))
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -97,7 +97,7 @@ def term_name(name: str) -> str:
     return TERM_NAMES.get(name, name.replace("_", " "))
 
 
-def _print_table(
+def print_table(
     console: Console,
     columns: Sequence[tuple[str, bool]],
     rows: Iterable[Sequence[str]],
@@ -218,7 +218,7 @@ def _print_ranking(console: Console, plans: Sequence[RankedPlan]) -> None:
             format_bytes(one.memory_bytes),
         ]
         rows.append([*cells, f"{one.plan.global_batch:,}"] if many else cells)
-    _print_table(console, [*columns, ("batch", True)] if many else columns, rows, keep=3)
+    print_table(console, [*columns, ("batch", True)] if many else columns, rows, keep=3)
 
 
 def _summed(terms_s: dict[str, float]) -> dict[str, float]:
@@ -302,7 +302,7 @@ def _print_terms(console: Console, best: RankedPlan) -> None:
         if value >= LEAST_SHOWN_S
     ]
     rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0)))
-    _print_table(console, (("time of a step", False), ("", True), ("share", True)), rows)
+    print_table(console, (("time of a step", False), ("", True), ("share", True)), rows)
 
 
 def _shown(stages: tuple[StageCost, ...]) -> tuple[StageCost | None, ...]:
@@ -327,7 +327,7 @@ def _print_stage_times(console: Console, stages: tuple[StageCost, ...]) -> None:
         else ("...",)
         for stage in _shown(stages)
     ]
-    _print_table(console, columns, rows)
+    print_table(console, columns, rows)
 
 
 def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
@@ -337,7 +337,7 @@ def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
         for stage in _shown(stages)
     ]
     short = [name.replace("_communication", " traffic").replace("_", " ") for name in names]
-    _print_table(console, [("stage", True), *((name, True) for name in short)], rows, fold_headers=True)
+    print_table(console, [("stage", True), *((name, True) for name in short)], rows, fold_headers=True)
 
 
 def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None:
@@ -348,7 +348,7 @@ def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None
         for stage in _shown(stages)
     ]
     columns = [("stage", True), *((name, True) for name in MEMORY_SUMS)]
-    _print_table(console, columns, rows, fold_headers=True)
+    print_table(console, columns, rows, fold_headers=True)
 
 
 def _summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
@@ -385,7 +385,7 @@ def _print_waterfall(console: Console, file: PlanFile) -> None:
     rows.append(("free", *(f"{(capacity - stage.memory_bytes) / GIB:,.2f}" for stage in columns)))
     rows.append(("risk", *(format_percent(stage.oom_probability) for stage in columns)))
     heads = [_numbers(kinds[tuple(stage.memory_terms_bytes.values())]) for stage in columns]
-    _print_table(console, [("stage", False), *((head, True) for head in heads)], rows)
+    print_table(console, [("stage", False), *((head, True) for head in heads)], rows)
 
 
 def _numbers(stages: list[StageCost]) -> str:
@@ -406,4 +406,4 @@ def _print_knobs(console: Console, file: PlanFile) -> None:
         needed = format_bytes(knob.plan.memory_bytes)
         rows.append((escape(knob.change), format_bytes(knob.freed_bytes), needed, step, knob.plan.verdict))
     columns = [("what would free memory", False), ("frees", True), ("leaves", True), ("step", True), ("then", False)]
-    _print_table(console, columns, rows, keep=3)
+    print_table(console, columns, rows, keep=3)

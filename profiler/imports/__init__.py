@@ -1,1 +1,33 @@
-"""What have others measured already?  One reader per collection of timings."""
+"""What do people have already?  Exchange files, logs of nccl-tests and rccl-tests, the tables of aiconfigurator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from autoplan.errors import InputError
+from profiler.record import Record
+
+AICONFIGURATOR = "aiconfigurator"
+
+
+def read_source(source: str, *, device: str | None = None, operation: str | None = None) -> Iterator[Record]:
+    """The records of a file, or of the installed wheel's tables where `source` is the word aiconfigurator.
+
+    A file is read to its end before this returns, so that a bad one adds nothing.  `device` names the device
+    of a log, or chooses one of the tables; `operation` is what a log measured that does not say it.
+    """
+    from profiler.imports.aiconfigurator import read_records
+    from profiler.imports.nccl_tests import read_log
+    from profiler.store.exchange import is_exchange, read_exchange
+
+    path = Path(source)
+    if source == AICONFIGURATOR:
+        return read_records(devices=[device] if device else None)
+    if not is_exchange(path):
+        return iter(read_log(path, device=device, operation=operation))
+    if device or operation:
+        raise InputError(f"{path}: an export says its devices and operations: leave --device and --operation out")
+    for _ in read_exchange(path):
+        pass
+    return read_exchange(path)

@@ -16,6 +16,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.timing import Measurement, Operation
+from profiler.record import Fingerprint, Record, cleaned
 
 INSTALL = "pip install 'autoplan[reference]'"
 
@@ -125,6 +126,21 @@ def read_measurements(
                 yield measurement
     if not found:
         raise InputError(f"{root}: no tables of aiconfigurator-core below it (DEVICE/FAMILY/FRAMEWORK/VERSION)")
+
+
+def read_records(root: Path | None = None, *, devices: Collection[str] | None = None) -> Iterator[Record]:
+    """Every timing as a record of one sample on a machine of which only the device is known."""
+    for one in read_measurements(root, devices=devices):
+        yield Record(
+            fingerprint=Fingerprint(device=one.device),
+            operation=one.operation,
+            shape=one.shape,
+            dtype=cleaned(one.dtype),
+            samples_s=(one.seconds,),
+            kernel=cleaned(one.kernel),
+            mode="imported",
+            source=cleaned(one.source),
+        )
 
 
 def _read_table(path: Path, table: _Table, root: Path, dtypes: Collection[str] | None) -> Iterator[Measurement]:

@@ -1,0 +1,279 @@
+"""`autoplan db`: what is in the timing database, and how does it get in and out?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, whole_url
+from autoplan.errors import InputError
+
+if TYPE_CHECKING:
+    from profiler.record import Record
+    from profiler.store import Added, Store
+
+db = typer.Typer(
+    help="The shared timing database: measure once, plan everywhere.", no_args_is_help=True, rich_markup_mode=None
+)
+
+OtherArgument = Annotated[str, typer.Argument(metavar="URL", help="The other database, as for --db.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TrustOption = Annotated[list[str] | None, typer.Option(metavar="WHO", help="Only what they measured; may be repeated.")]
+DeviceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only of this device, such as h100-sxm.")]
+
+
+@db.command()
+def info(context: typer.Context, url: DbOption = None, json: JsonOption = False) -> None:
+    """Where the database is, and what it holds of which machine."""
+    with _open(context, url, writable=False) as store:
+        holdings = store.holdings()
+        summary = {"database": store.name, "schema": store.schema, "holdings": holdings}
+    if json:
+        _print_json(summary)
+        return
+    from autoplan.report.terminal import make_console, print_table
+
+    typer.echo(f"{summary['database']}, schema {summary['schema']}\n")
+    columns = ("device", "torch", "collectives", "runtime", "hosts", "records", "hidden", "newest")
+    print_table(
+        make_console(),
+        [(name, name in ("hosts", "records", "hidden")) for name in columns],
+        [
+            _cells(
+                one.fingerprint.device,
+                one.fingerprint.torch,
+                one.fingerprint.collectives,
+                one.fingerprint.runtime,
+                one.fingerprint.num_hosts,
+                f"{one.num_records:,}",
+                f"{one.num_hidden:,}",
+                one.newest[:10],
+            )
+            for one in holdings
+        ],
+    )
+
+
+@db.command("list")
+def list_(
+    context: typer.Context,
+    url: DbOption = None,
+    device: DeviceOption = None,
+    operation: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this operation: gemm, layer.")] = None,
+    trust: TrustOption = None,
+    hidden: Annotated[bool, typer.Option("--hidden", help="Hidden ones as well.")] = False,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many.")] = 100,
+    json: JsonOption = False,
+) -> None:
+    """Records, in the order in which they came in."""
+    from itertools import islice
+
+    from autoplan.timing import SHAPES
+    from autoplan.units import format_seconds
+
+    if operation is not None and operation not in SHAPES:
+        raise InputError(f"--operation {operation!r}: known are {', '.join(SHAPES)}")
+    with _open(context, url, writable=False) as store:
+        wanted = [operation] if operation else None
+        found = store.records(device=device, operations=wanted, trust=trust or None, include_hidden=hidden)
+        rows = [(record.key, record) for record in islice(found, limit + 1)]
+    if len(rows) > limit:
+        rows.pop()
+        print(f"autoplan: the first {limit:,} are shown: raise --limit or narrow the choice", file=sys.stderr)
+    if json:
+        _print_json([{"key": key, "seconds": _seconds(one), "record": one} for key, one in rows])
+        return
+    from autoplan.report.terminal import make_console, print_table
+
+    columns = ("key", "operation", "shape", "dtype", "time", "status", "device", "kernel", "mode", "by")
+    print_table(
+        make_console(),
+        [(name, name == "time") for name in columns],
+        [
+            _cells(
+                key[:12],
+                one.operation,
+                "x".join(map(str, one.shape)),
+                one.dtype,
+                format_seconds(one.seconds),
+                one.status,
+                one.fingerprint.device,
+                one.kernel,
+                one.mode,
+                one.measured_by,
+            )
+            for key, one in rows
+        ],
+    )
+
+
+@db.command()
+def show(
+    context: typer.Context,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of a record, or how it begins.")],
+    url: DbOption = None,
+    json: JsonOption = False,
+) -> None:
+    """One record with its samples, its machine and whether it is hidden."""
+    import msgspec
+
+    with _open(context, url, writable=False) as store:
+        record, mark = store.find(key.lower())
+    shown = {"key": record.key, "seconds": _seconds(record), "record": record, "hidden": mark}
+    if json:
+        _print_json(shown)
+    else:
+        typer.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
+
+
+@db.command()
+def push(
+    context: typer.Context,
+    to: OtherArgument,
+    url: DbOption = None,
+    trust: TrustOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Add what this database holds to another one; implausible records are quarantined there."""
+    with _open(context, url, writable=False) as source, _open(context, to) as target:
+        _add(target, source.records(trust=trust or None), json=json, quiet=quiet)
+
+
+@db.command()
+def pull(
+    context: typer.Context,
+    from_: OtherArgument,
+    url: DbOption = None,
+    trust: TrustOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Add what another database holds to this one, and hide here what is hidden there; reading it suffices."""
+    with _open(context, from_, writable=False) as source, _open(context, url) as target:
+        _add(target, source.records(trust=trust or None), json=json, quiet=quiet)
+        target.mark(source.marks())
+
+
+@db.command()
+def export(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The jsonl.gz file to write.")],
+    url: DbOption = None,
+    device: DeviceOption = None,
+    trust: TrustOption = None,
+    anonymous: Annotated[bool, typer.Option("--anonymous", help="Leave hosts and users out.")] = False,
+    force: ForceOption = False,
+) -> None:
+    """Write the records that are not hidden to an exchange file."""
+    from autoplan.files import check_target
+    from profiler.store.exchange import write_exchange
+
+    check_target(file, force=force)
+    with _open(context, url, writable=False) as store:
+        records = store.records(device=device, trust=trust or None)
+        num_records = write_exchange(file, records, anonymous=anonymous, force=force)
+    print(f"{num_records:,} records written to {file}", file=sys.stderr)
+
+
+@db.command("import")
+def import_(
+    context: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="Exchange file, output of nccl-tests or rccl-tests (text or JSON), or `aiconfigurator`.",
+        ),
+    ],
+    url: DbOption = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a log: its device. Of aiconfigurator: only this one.")
+    ] = None,
+    operation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a log that does not say it: all_reduce, all_gather, ...")
+    ] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Add records from a file or from the tables of aiconfigurator; a file is read to its end before any is added."""
+    from profiler.imports import read_source
+
+    records = read_source(source, device=device, operation=operation)
+    with _open(context, url) as store:
+        _add(store, records, json=json, quiet=quiet)
+
+
+@db.command()
+def check(context: typer.Context, url: DbOption = None, json: JsonOption = False) -> None:
+    """Find records that cannot be right: faster than the device, unsettled, changed since they were added."""
+    with _open(context, url, writable=False) as store:
+        findings = list(store.check())
+    if json:
+        _print_json(findings)
+        return
+    for one in findings:
+        typer.echo(f"{one.key[:12]}  {one.what}: {one.reason}")
+    print(f"{len(findings):,} findings; `autoplan db hide KEY --reason WHY` takes one out of use", file=sys.stderr)
+
+
+@db.command()
+def hide(
+    context: typer.Context,
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of records, or how they begin.")],
+    reason: Annotated[str, typer.Option(metavar="WHY", help="Why they shall not be used.")],
+    url: DbOption = None,
+) -> None:
+    """Take records out of use; they stay in the database with your name and reason."""
+    import getpass
+
+    from profiler.record import cleaned
+
+    with _open(context, url) as store:
+        whole = [store.find(key.lower())[0].key for key in keys]
+        num_new = store.hide(whole, by=cleaned(getpass.getuser()), reason=cleaned(reason))
+    print(f"{num_new:,} hidden, {len(whole) - num_new:,} were already", file=sys.stderr)
+
+
+def _open(context: typer.Context, url: str | None, *, writable: bool = True) -> Store:
+    from profiler.store import open_store
+
+    return open_store(whole_url(context, url), writable=writable)
+
+
+def _add(store: Store, records: Iterable[Record], *, json: bool, quiet: bool) -> None:
+    from autoplan.cli.progress import progress_bar
+
+    with progress_bar(quiet=quiet, doing="adding", unit="records") as advance:
+        added = store.add(records, on_batch=(lambda done: advance(done, None)) if advance else None)
+    if json:
+        _print_json(added)
+    else:
+        typer.echo(_sentence(added))
+
+
+def _sentence(added: Added) -> str:
+    text = f"{added.new:,} new, {added.held:,} held already"
+    if added.first:
+        text += f"; {added.quarantined:,} quarantined, the first {added.first.key[:12]}: {added.first.reason}"
+    return text
+
+
+def _seconds(record: Record) -> float | None:
+    return record.seconds if record.samples_s else None
+
+
+def _cells(*values: object) -> list[str]:
+    from rich.markup import escape
+
+    return [escape(str(value)) for value in values]
+
+
+def _print_json(value: Any) -> None:
+    import msgspec
+
+    typer.echo(msgspec.json.encode(value).decode())

@@ -1,0 +1,222 @@
+"""Does the timing database keep every row from many writers at once, and find a search's timings among a million?
+
+usage: python benchmarks/store.py [--server URL] [--writers N] [--rows N] [--lookup-rows N] [--report REPORT.md]
+
+Writers push by `autoplan db push`, each from a file of its own, into one SQLite file and into one PostgreSQL database
+at once with the others; one is killed with SIGKILL as soon as its rows arrive, and every push is repeated.  Then a
+database is filled to a million rows of twenty devices, ten fingerprints each, and timings of one device are looked up.
+PostgreSQL gets a schema of its own, which is dropped afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from autoplan.errors import AutoplanError
+from autoplan.files import write_text
+from autoplan.timing import Operation
+from profiler.record import Fingerprint, Record
+from profiler.store import Store, open_store
+
+SERVER = "postgresql://postgres@127.0.0.1:5432/postgres"
+AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
+NUM_DEVICES, NUM_FINGERPRINTS = 20, 10
+OPERATIONS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad", "norm", "swiglu")
+REPEATS = 7
+
+
+def _records(machine: Fingerprint, count: int, seed: int) -> Iterator[Record]:
+    rng = random.Random(seed)
+    for at in range(count):
+        operation, size = OPERATIONS[at % len(OPERATIONS)], at // len(OPERATIONS)
+        shape = (128 * (size % 25 + 1), 1024 * (size // 25 + 1))
+        yield Record(
+            fingerprint=machine,
+            operation=operation,
+            shape=(*shape, 4096) if operation in ("gemm", "dgrad", "wgrad") else shape,
+            dtype=("bf16", "fp8")[size % 2],
+            samples_s=tuple(0.1 * (1 + 0.01 * rng.random()) for _ in range(10)),
+            kernel="torch",
+            measured_by=f"user{seed % 5}",
+            host=f"node{seed}",
+            measured_at="2026-11-21T12:00:00Z",
+        )
+
+
+def _machine(device: int, version: int) -> Fingerprint:
+    return Fingerprint(
+        device=f"device{device}",
+        runtime=f"cuda {12 + version // 5}.{version % 5}",
+        torch=f"2.{version}.0",
+        collectives=f"nccl 2.{20 + version}.0",
+    )
+
+
+def _count(store: Store) -> int:
+    return sum(one.num_records for one in store.holdings())
+
+
+def _push_all(files: list[Path], url: str, *, kill: bool) -> float:
+    """Push every file at once, and kill the last of them while it works; seconds that took."""
+    start = time.perf_counter()
+    running = [subprocess.Popen([*AUTOPLAN, "db", "push", url, "--db", str(file)], stdout=-3) for file in files]
+    if kill:
+        with open_store(url) as store:
+            victim = files[-1].stem
+            while not any(one.fingerprint.device == victim for one in store.holdings()):
+                time.sleep(0.01)
+        running[-1].kill()
+    codes = [one.wait() for one in running]
+    assert codes[:-1] == [0] * (len(files) - 1), codes
+    assert (codes[-1] < 0) == kill, codes
+    return time.perf_counter() - start
+
+
+def _writers(url: str, folder: Path, num_writers: int, num_rows: int) -> str:
+    files = []
+    expected = set()
+    for number in range(num_writers):
+        files.append(folder / f"writer{number}.db")
+        machine = Fingerprint(device=files[-1].stem, torch="2.13.0")
+        if not files[-1].exists():
+            with open_store(str(files[-1])) as store:
+                store.add(_records(machine, num_rows, number))
+        expected |= {one.key for one in _records(machine, num_rows, number)}
+    first_s = _push_all(files, url, kill=True)
+    with open_store(url) as store:
+        left = _count(store)
+    again_s = _push_all(files, url, kill=False)
+    with open_store(url) as store:
+        held = [one.key for one in store.records(include_hidden=True)]
+        findings = sum(1 for _ in store.check())
+    lost, doubled = len(expected - set(held)), len(held) - len(set(held))
+    assert findings == 0, findings
+    assert set(held) <= expected, len(held)
+    sent = num_writers * num_rows
+    return (
+        f"| {_kind(url)} | {num_writers} x {num_rows:,} | {first_s:.0f} s | {sent - left:,} | {again_s:.0f} s "
+        f"| {lost} | {doubled} | {os.getloadavg()[0]:.1f} |"
+    )
+
+
+def _lookup(url: str, num_rows: int) -> list[str]:
+    each = num_rows // (NUM_DEVICES * NUM_FINGERPRINTS)
+    start = time.perf_counter()
+    with open_store(url) as store:
+        for device in range(NUM_DEVICES):
+            for version in range(NUM_FINGERPRINTS):
+                store.add(_records(_machine(device, version), each, device * NUM_FINGERPRINTS + version))
+    fill_s = time.perf_counter() - start
+    rows = []
+    with open_store(url, writable=False) as store:
+        count = _count(store)
+        for name, dtypes in (("bf16", ["bf16"]), ("all types", None)):
+            times_s, cpu_times_s = [], []
+            for _ in range(REPEATS):
+                start, cpu_start = time.perf_counter(), time.process_time()
+                found = store.timings(_machine(3, 7), dtypes=dtypes)
+                times_s.append(time.perf_counter() - start)
+                cpu_times_s.append(time.process_time() - cpu_start)
+            assert len(found) == each // (2 if dtypes else 1), len(found)
+            rows.append(
+                f"| {_kind(url)} | {count:,} | {fill_s:.0f} s | {name} | {len(found) * NUM_FINGERPRINTS:,} "
+                f"| {len(found):,} | {1e3 * min(times_s):.0f} ms | {1e3 * sorted(times_s)[REPEATS // 2]:.0f} ms "
+                f"| {1e3 * min(cpu_times_s):.0f} ms | {os.getloadavg()[0]:.1f} |"
+            )
+    return rows
+
+
+def _kind(url: str) -> str:
+    return "PostgreSQL" if url.startswith("postgresql") else "SQLite"
+
+
+@contextmanager
+def _schema(server: str) -> Iterator[str]:
+    import psycopg
+
+    name = f"autoplan_benchmark_{uuid.uuid4().hex[:8]}"
+    with psycopg.connect(server, autocommit=True) as admin:
+        admin.execute(f"CREATE SCHEMA {name}".encode())
+        try:
+            yield f"{server}?options={quote(f'-csearch_path={name}', safe='')}"
+        finally:
+            admin.execute(f"DROP SCHEMA {name} CASCADE".encode())
+
+
+LEGEND = """On {cores} CPU cores ({machine}) that other work shared: every row ends with the load average at its end.
+
+## Many writers
+
+Each of the writers pushes its rows at once with the others; one is killed with SIGKILL as soon as its first rows have
+arrived.  Missing: rows that the killed one had not sent yet.  Then every push is repeated.
+
+| database | writers and rows | first push | missing | every push again | lost | doubled | load |
+|---|---|--:|--:|--:|--:|--:|--:|
+{writers}
+
+## A search's timings among a million rows
+
+{devices} devices, {fingerprints} fingerprints each.  Candidates are the rows of the device that is planned for; one row
+for each operation, shape and type comes back, of the best-matching fingerprint.  CPU: of the searching process, whose
+time with SQLite is all that the look-up takes.
+
+| database | rows | filled in | types | candidates | found | fastest of {repeats} | median | CPU | load |
+|---|--:|--:|---|--:|--:|--:|--:|--:|--:|
+{lookups}
+"""
+
+
+def main() -> int:
+    """Measure, print and, if asked, write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--server", default=SERVER, help="URL of a PostgreSQL database in which a schema may be made")
+    parser.add_argument("--writers", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=20_000, help="of each writer")
+    parser.add_argument("--lookup-rows", type=int, default=1_000_000)
+    parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
+    options = parser.parse_args()
+    writers, lookups = [], []
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for place in ("pushed", "large"):
+                with _schema(options.server) as schema:
+                    for url in (str(folder / f"{place}.db"), schema):
+                        if place == "pushed":
+                            writers.append(_writers(url, folder, options.writers, options.rows))
+                            print(writers[-1], flush=True)
+                        else:
+                            lookups += _lookup(url, options.lookup_rows)
+                            print("\n".join(lookups[-2:]), flush=True)
+    except AutoplanError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.report:
+        text = LEGEND.format(
+            cores=os.cpu_count(),
+            machine=platform.machine(),
+            writers="\n".join(writers),
+            devices=NUM_DEVICES,
+            fingerprints=NUM_FINGERPRINTS,
+            repeats=REPEATS,
+            lookups="\n".join(lookups),
+        )
+        write_text(options.report, f"# The timing database, {datetime.date.today().isoformat()}\n\n{text}", force=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""What did nccl-tests or rccl-tests measure, in which groups?  From their tables, or from their JSON files.
+
+Read are `all_reduce_perf`, `all_gather_perf`, `reduce_scatter_perf`, `alltoall_perf`, `broadcast_perf` and
+`sendrecv_perf`.  Their size is that of the whole buffer of a rank (doc/PERFORMANCE.md of nccl-tests: of an all-gather
+what a rank ends with, of a reduce-scatter what it begins with), as `timing.SHAPES` has it; their time is the mean of
+the iterations, in microseconds.  The lines of the ranks tell the groups; hosts are taken for scale-up domains, but for
+devices whose shipped clusters join several hosts by their fabric.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import InputError
+from autoplan.files import read_text
+from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.timing import Operation
+from profiler.devices import device_named
+from profiler.record import MOST_SAMPLES, Fingerprint, Record, cleaned
+
+MOST_BYTES = 64 * 2**20
+MOST_ROWS = 100_000
+
+_OPERATIONS: dict[str, Operation] = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "sendrecv": "send_recv",
+}
+# As rccl-tests' own JSON calls them.
+_RCCL_NAMES = {name.replace("_", ""): operation for name, operation in _OPERATIONS.items()}
+_DTYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "double": "fp64", "f8e4m3": "fp8", "fp8_e4m3": "fp8"}
+
+_PREFIX = re.compile(r"^(?:\[\d+,\d+\]<std\w+>:|\s*\d+:)")  # of mpirun --tag-output, srun --label
+_TEST = re.compile(r"(?<![a-z_])(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|sendrecv)_perf")
+_RANK = re.compile(
+    r"#?\s*Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+(?P<host>\S+)"
+    r"\s+device\s+\d+\s+\[[^\]]*\]\s+(?P<device>.+)"
+)
+_LIBRARY = re.compile(r"nccl-library=(?P<code>\d+)")
+_VERSION = re.compile(
+    r"(?P<name>[NR])CCL version\s*:?\s*(?P<version>\d+\.\d+\.\d+)(?:\+(?P<kind>cuda|hip)(?P<runtime>\d+\.\d+))?"
+)
+_COLUMNS = re.compile(r"#?\s*size\s+count\s+type\b.*")
+_TIMES = ("time", "cputime")
+# Older versions print the largest deviation instead of the number of wrong elements; what they allow for each device.
+_MOST_DEVIATION = {"half": 1e-2, "float": 1e-5, "double": 1e-12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    rank: int
+    group: int
+    host: str
+    device: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One test as far as its output has been read."""
+
+    operation: Operation | None = None
+    ranks: list[_Rank] = field(default_factory=list)
+    collectives: str = ""
+    runtime: str = ""
+    is_rccl: bool = False
+    columns: Sequence[str] = ()
+
+
+def read_log(path: Path, *, device: str | None = None, operation: str | None = None) -> list[Record]:
+    """The records of a log or JSON file of one or several tests.
+
+    `device` is autoplan's id of the devices, where the log does not name them or names them otherwise; `operation` is
+    for logs that do not say what was run.  A test that failed gives records marked as failed; what cannot be told for
+    sure is refused by one line.
+    """
+    given = _OPERATIONS.get((operation or "").removesuffix("_perf"), operation)
+    if given is not None and given not in _OPERATIONS.values():
+        raise InputError(f"--operation {operation!r}: known are {', '.join(_OPERATIONS.values())}")
+    text = read_text(path, most_bytes=MOST_BYTES)
+    run = _Run(operation=given)  # type: ignore[arg-type]  # one of the values above
+    try:
+        records = (_from_json if text.lstrip().startswith("{") else _from_table)(text, run, device)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    if not records:
+        raise InputError(f"{path}: holds no results of nccl-tests or rccl-tests, and is no export of autoplan")
+    if len(records) > MOST_ROWS:
+        raise InputError(f"{path}: more than {MOST_ROWS:,} results: split it")
+    return records
+
+
+def _from_table(text: str, run: _Run, device: str | None) -> list[Record]:
+    records: list[Record] = []
+    given = run.operation
+    for number, whole in enumerate(text.splitlines(), start=1):
+        line = _PREFIX.sub("", cleaned(whole.expandtabs())).strip()
+        if match := _TEST.search(line):
+            run.operation = given or _OPERATIONS[match[1]]
+        run.is_rccl |= line.startswith(("rccl-tests", "RCCL version"))
+        if match := _RANK.match(line):
+            if run.columns:  # the next test of the same log
+                run.columns, run.ranks = (), []
+            group = int(match["group"] or 0)
+            run.ranks.append(_Rank(rank=int(match["rank"]), group=group, host=match["host"], device=match["device"]))
+        elif match := _LIBRARY.search(line):
+            run.collectives = f"nccl {_number(int(match['code']))}"
+        elif match := _VERSION.search(line):
+            run.collectives = f"{match['name'].lower()}ccl {match['version']}"
+            if match["runtime"]:
+                run.runtime = f"{'rocm' if match['kind'] == 'hip' else 'cuda'} {match['runtime']}"
+        elif _COLUMNS.match(line):
+            run.columns = line.removeprefix("#").split()
+        elif run.columns and line[:1].isdigit():
+            try:
+                records += _row(line.split(), run, device)
+            except (ValueError, IndexError) as error:
+                raise InputError(f"line {number}: {error}") from None
+    return records
+
+
+def _row(cells: Sequence[str], run: _Run, device: str | None) -> list[Record]:
+    """The records of one line of a table: out of place and in place, as far as the line has both."""
+    starts = [at for at, name in enumerate(run.columns) if name in _TIMES]
+    if len(cells) < len(run.columns) - ("timestamp" in run.columns):
+        raise InputError(f"{len(cells)} cells under {len(run.columns)} columns: the line is cut or mixed with another")
+    head = dict(zip(run.columns[: starts[0]], cells, strict=False))
+    if run.columns[starts[0]] == "cputime":
+        raise InputError("times are those of the CPU (option -C): run the test without it")
+    places = ("out of place", "in place") if len(starts) == 2 else ("in place",)
+    records = []
+    for place, start in zip(places, starts, strict=True):
+        error = next(at for at in range(start, len(run.columns)) if run.columns[at] in ("#wrong", "error"))
+        wrong = _num_wrong(cells[error])
+        if run.columns[error] == "error":
+            wrong = float(wrong > _MOST_DEVIATION.get(head["type"], 0.0) * (len(run.ranks) - 1))
+        records += _record(run, head, place, (float(cells[start]) * 1e-6,), wrong, device)
+    return records
+
+
+def _from_json(text: str, run: _Run, device: str | None) -> list[Record]:
+    """Of a JSON file of nccl-tests, or of rccl-tests' lines of JSON, one for each result."""
+    try:
+        if "\n{" in text.strip() or '"busBw"' in text:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            return [record for row in rows for record in _from_rccl_json(row, run, device)]
+        return list(_from_nccl_json(json.loads(text), run, device))
+    except json.JSONDecodeError as error:
+        raise InputError(f"not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"not the JSON of nccl-tests or rccl-tests ({cleaned(repr(error))})") from None
+
+
+def _from_nccl_json(table: Mapping[str, Any], run: _Run, device: str | None) -> Iterator[Record]:
+    match = _TEST.search(str(table["args"][0]))
+    ranks = [
+        _Rank(rank=int(one["rank"]), group=int(one["group"]), host=one["hostname"], device=one["device_info"])
+        for one in table["config"]["devices"]
+    ]
+    own = replace(
+        run,
+        operation=run.operation or (_OPERATIONS[match[1]] if match else None),
+        ranks=ranks,
+        collectives=f"nccl {_number(int(table['nccl_version']))}",
+    )
+    for row in table["results"]:
+        for key, place in (("out_of_place", "out of place"), ("in_place", "in place")):
+            if (result := row.get(key)) is None:
+                continue
+            if "cpu_time" in result:
+                raise InputError("times are those of the CPU (option -C): run the test without it")
+            each = row.get(f"{key}_per_iter")
+            times_us = each["times_us"][each["skipped_iterations"] :][:MOST_SAMPLES] if each else [result["time"]]
+            samples_s = tuple(float(time) * 1e-6 for time in times_us)
+            yield from _record(own, row, place, samples_s, _num_wrong(result["nwrong"]), device)
+
+
+def _from_rccl_json(row: Mapping[str, Any], run: _Run, device: str | None) -> list[Record]:
+    # A build without MPI, whose devices are those of one host; one with MPI has other keys, and is refused.
+    ranks = [_Rank(rank=at, group=0, host="", device="") for at in range(int(row["gpus"]))]
+    own = replace(run, operation=run.operation or _RCCL_NAMES[row["name"].lower()], ranks=ranks, is_rccl=True)
+    place = "in place" if int(row["inPlace"]) else "out of place"
+    return _record(own, row, place, (float(row["time"]) * 1e-6,), _num_wrong(row["#wrong"]), device)
+
+
+def _record(
+    run: _Run,
+    row: Mapping[str, Any],
+    place: str,
+    samples_s: tuple[float, ...],
+    num_wrong: float,
+    device: str | None,
+) -> list[Record]:
+    """The record of one result; none of an empty message, as the smallest sizes of some tests are."""
+    if run.operation is None:
+        raise InputError("does not say which collective was run: name it with --operation all_reduce")
+    if (size := int(row["size"])) == 0:
+        return []
+    layout, machine = _layout(run, device)
+    redop = str(row.get("redop", "none"))
+    return [
+        Record(
+            fingerprint=machine,
+            operation=run.operation,
+            shape=(*layout, size),
+            dtype=_DTYPES.get(row["type"], cleaned(row["type"])),
+            samples_s=() if num_wrong else samples_s,
+            kernel=place,
+            mode="imported",
+            status="failed" if num_wrong else "ok",
+            reason="the test found wrong elements" if num_wrong else "",
+            conditions={} if redop in ("none", "sum") else {"reduction": cleaned(redop)},
+            source="rccl-tests" if run.is_rccl else "nccl-tests",
+        )
+    ]
+
+
+def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Fingerprint]:
+    """((devices of a group, of them in a scale-up domain, groups at once), the machine)."""
+    if not run.ranks:
+        raise InputError("lacks the lines that say which rank ran where: give the whole output of the test")
+    if len({one.rank for one in run.ranks}) < len(run.ranks):
+        raise InputError("several ranks have the same number: each process ran alone, as nccl-tests do without MPI=1")
+    names = {one.device for one in run.ranks}
+    if device is None and (len(names) > 1 or not all(names)):
+        shown = ", ".join(sorted(cleaned(name) for name in names if name)) or "none"
+        raise InputError(f"devices named are {shown}: name the one kind with --device h100-sxm")
+    name = device or device_named(cleaned(min(names)))
+    hosts = Counter(one.host for one in run.ranks)
+    groups = Counter(one.group for one in run.ranks)
+    inside = Counter((one.group, one.host) for one in run.ranks)
+    for what, counts in (("groups", groups), ("hosts of a group", inside)):
+        if len(set(counts.values())) > 1:
+            raise InputError(f"{what} have {min(counts.values())} to {max(counts.values())} ranks: they must be equal")
+    if (num_devices := next(iter(groups.values()))) == 1:
+        raise InputError("groups of one device: nothing is sent in them")
+    machine = Fingerprint(
+        device=name,
+        devices_per_node=max(hosts.values()),
+        num_hosts=len(hosts),
+        runtime=run.runtime,
+        collectives=run.collectives,
+    )
+    in_domain = max(next(iter(inside.values())), min(num_devices, _rack_devices(name)))
+    return (num_devices, in_domain, len(groups)), machine
+
+
+def _rack_devices(device: str) -> int:
+    """How many devices a fabric joins across hosts, by the shipped clusters; 0 where it ends at the host."""
+    clusters = [one for one in map(load_cluster, preset_clusters()) if one.device.name == device]
+    sizes = [one.levels[-1].num_devices for one in clusters if one.levels[-1].num_devices > one.devices_per_node]
+    return max(sizes, default=0)
+
+
+def _number(code: int) -> str:
+    """'2.28.9' of NCCL's number 22809."""
+    return f"{code // 10_000}.{code // 100 % 100}.{code % 100}"
+
+
+def _num_wrong(text: Any) -> float:
+    """Wrong elements; 0 where they were not counted."""
+    return 0.0 if text in (None, "N/A") else float(text)

@@ -1,0 +1,19 @@
+"""Where are measurements kept?  In a SQLite file of the user or a PostgreSQL database of the team, alike."""
+
+from __future__ import annotations
+
+from profiler.store.database import default_path, open_database
+from profiler.store.match import match
+from profiler.store.store import Added, Finding, Holding, Mark, Store
+
+__all__ = ["Added", "Finding", "Holding", "Mark", "Store", "default_path", "match", "open_store"]
+
+
+def open_store(url: str | None = None, *, writable: bool = True) -> Store:
+    """The timing database at `url`: the path of a SQLite file, sqlite:///..., or postgresql://user@host/name.
+
+    None takes the environment variable AUTOPLAN_DB, else a file in the user's data folder.  A writable database is
+    created and migrated where needed; one that is not is never changed, so that a role that may only read suffices.
+    What cannot be reached, read or understood is refused by one line that never shows a password.
+    """
+    return Store(open_database(url, writable=writable))

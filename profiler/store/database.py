@@ -1,0 +1,204 @@
+"""How is a timing database reached, and what is said when it cannot be?  SQLite files and PostgreSQL servers."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from autoplan.errors import InputError, StoreError
+from autoplan.urls import is_url, redact_url
+from profiler.store.schema import SCHEMA, check_schema, held_schema, migrate
+
+VARIABLE = "AUTOPLAN_DB"
+BUSY_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 10
+ON_BEGIN = "on_begin"  # execution option: how SQLite begins a transaction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Database:
+    """An open database; `name` may be shown."""
+
+    name: str
+    engine: Engine = field(repr=False)
+    secrets: tuple[str, ...] = field(repr=False)  # never to be shown
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that sees one state of the database and changes nothing."""
+        with self.telling(), self.engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that is kept whole when the block ends, or not at all."""
+        with self.telling(), self.engine.connect() as connection:
+            # SQLite: a transaction that reads first could not wait for its turn to write.
+            connection.execution_options(**{ON_BEGIN: "BEGIN IMMEDIATE"})
+            yield connection
+            connection.commit()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Errors of the database in one line without secrets."""
+        try:
+            yield
+        except SQLAlchemyError as error:
+            raise StoreError(self._explained(error)) from None
+
+    def _explained(self, error: SQLAlchemyError) -> str:
+        cause = error.orig if isinstance(error, DBAPIError) and error.orig else error
+        said = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        for secret in self.secrets:
+            said = said.replace(secret, "***")
+        for part, advice in _ADVICE:
+            if part in str(cause):
+                return f"{self.name}: {advice} ({said})"
+        return f"{self.name}: {said}"
+
+
+# What a driver says, and what it means for the user.  What was committed before is whole in every case.
+_RESUME = "run the command again: what it wrote before is kept, and nothing is doubled"
+_ADVICE = (
+    ("disk is full", f"the disk is full; free some space and {_RESUME}"),
+    ("No space left", f"the disk of the server is full; free some space and {_RESUME}"),
+    ("disk I/O error", f"the disk refuses to write; see to its space and limits and {_RESUME}"),
+    ("readonly database", "may not be written: ask for write permission, or name another one with --db"),
+    ("malformed", "is damaged: put it aside, restore a copy, or pull and profile anew"),
+    ("not a database", "is no SQLite database, or damaged: put it aside or name another one with --db"),
+    ("database is locked", f"other programs kept it busy for {BUSY_TIMEOUT_S:.0f} s; {_RESUME}"),
+    ("unable to open", "cannot be opened: see whether the folder exists and may be read and written"),
+    ("permission denied", "this role may not do that: reading suffices to search and to pull, not to push or hide"),
+    ("read-only transaction", "may only be read"),
+    ("terminating connection", f"the server ended the connection; {_RESUME}"),
+    ("server closed the connection", f"the server went away; {_RESUME}"),
+    ("connection is lost", f"the server went away; {_RESUME}"),
+)
+
+
+def open_database(url: str | None, *, writable: bool) -> Database:
+    """The database that `url` names (see `open_store`), at this program's schema."""
+    text = url or os.environ.get(VARIABLE) or str(default_path())
+    if "://" in text or redact_url(text) != text:
+        database = _server_or_file(text, writable=writable)
+    else:
+        database = _sqlite(Path(text).expanduser(), writable=writable)
+    try:
+        with database.reading() as connection:
+            held = held_schema(connection)
+        if writable and held < SCHEMA:
+            with database.writing() as connection:
+                migrate(connection, database.name)
+        else:
+            check_schema(held, database.name)
+    except BaseException:
+        database.engine.dispose()
+        raise
+    return database
+
+
+def default_path() -> Path:
+    """Where the user's own timings are kept."""
+    from platformdirs import user_data_path
+
+    return user_data_path("autoplan", appauthor=False) / "timings.db"
+
+
+def _server_or_file(text: str, *, writable: bool) -> Database:
+    if not is_url(text):
+        raise InputError(
+            "the database URL cannot be read: write postgresql://user@host:port/name, special characters of a password "
+            "in percent code (@ is %40), or leave the password to PGPASSWORD or ~/.pgpass"
+        )
+    url = make_url(text)
+    kind = url.get_backend_name()
+    if kind == "sqlite":
+        if not url.database or url.query:
+            raise InputError(f"{redact_url(text)}: name the file, sqlite:////folder/timings.db, without options")
+        return _sqlite(Path(url.database), writable=writable)
+    if kind not in ("postgresql", "postgres"):
+        raise InputError(f"{redact_url(text)}: a timing database is a SQLite file or postgresql://...")
+    return _postgresql(text, url, writable=writable)
+
+
+def _postgresql(text: str, url: URL, *, writable: bool) -> Database:
+    try:
+        import psycopg  # noqa: F401
+    except ImportError:
+        raise InputError("PostgreSQL needs psycopg: pip install 'autoplan[postgres]'") from None
+    options: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "autoplan"}
+    engine = create_engine(
+        url.set(drivername="postgresql+psycopg"),
+        connect_args={name: value for name, value in options.items() if name not in url.query},
+        hide_parameters=True,
+        execution_options={} if writable else {"postgresql_readonly": True},
+    )
+    given = [str(url.password or ""), os.environ.get("PGPASSWORD", "")]
+    given += [str(value) for name, value in url.query.items() if "pass" in name.lower()]
+    secrets = {variant for one in given if one for variant in (one, quote(one, safe=""), unquote(one))}
+    return Database(name=redact_url(text), engine=engine, secrets=tuple(sorted(secrets, key=len, reverse=True)))
+
+
+def _sqlite(path: Path, *, writable: bool) -> Database:
+    name = str(path)
+    try:
+        if writable:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif not path.exists():
+            raise StoreError(f"{name}: no such file: `autoplan profile` or `autoplan db import` makes one")
+    except OSError as error:
+        raise StoreError(f"{name}: {error.strerror or error}") from None
+    place = f"file:{quote(str(path.absolute()))}"
+
+    def connect(options: str) -> sqlite3.Connection:
+        # Transactions are begun by `_begin`, not by the driver, which would begin them late.
+        return sqlite3.connect(
+            f"{place}?{options}", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+
+    def connected() -> sqlite3.Connection:
+        connection = connect("mode=rwc" if writable else "mode=ro")
+        if writable:
+            _use_wal(connection)
+            return connection
+        try:
+            connection.execute("PRAGMA schema_version")
+            return connection
+        except sqlite3.OperationalError:
+            # Even a reader writes beside a file in WAL mode.  Where it may not, and no writer has left its log there,
+            # the file is read as one that nobody changes.
+            if Path(f"{path}-wal").exists():
+                raise
+            return connect("mode=ro&immutable=1")
+
+    engine = create_engine("sqlite://", creator=connected, hide_parameters=True)
+    event.listen(engine, "begin", _begin)
+    return Database(name=name, engine=engine, secrets=())
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get(ON_BEGIN, "BEGIN"))
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Let others read while one writes; the switch does not wait for locks, so that waiting is done here."""
+    waited_until = time.monotonic() + BUSY_TIMEOUT_S
+    while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        try:
+            connection.execute("PRAGMA journal_mode = wal")
+            break  # a file system without shared memory keeps its journal: slower, but right
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > waited_until:
+                raise
+            time.sleep(0.05)

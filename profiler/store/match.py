@@ -1,0 +1,27 @@
+"""How near is one machine to another, so that what was measured on it may be used there?"""
+
+from __future__ import annotations
+
+from autoplan.timing import Match
+from profiler.record import Fingerprint
+
+
+def match(held: Fingerprint, wanted: Fingerprint) -> Match | None:
+    """How well measurements of `held` serve `wanted`; None where the device differs.
+
+    Blank is unknown, and what is unknown on either side is no match beyond the device.  Drivers, clocks and hosts do
+    not count: an update must not orphan what was measured before it.
+    """
+    if held.device != wanted.device:
+        return None
+    parts = ("torch", "collectives", "topology")
+    if held.torch and all(getattr(held, part) == getattr(wanted, part) for part in parts):
+        return Match.EXACT
+    if _major(held.runtime) and _major(held.runtime) == _major(wanted.runtime):
+        return Match.RUNTIME
+    return Match.DEVICE
+
+
+def _major(runtime: str) -> str:
+    """'cuda 13' of 'cuda 13.0'."""
+    return runtime.partition(".")[0]

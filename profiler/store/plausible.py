@@ -1,0 +1,82 @@
+"""Can this have been measured?  What no device or link can do, or no protocol would have called settled."""
+
+from __future__ import annotations
+
+import statistics
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+
+from autoplan.cluster import DeviceSpec
+from autoplan.read.cluster import load_cluster, load_device, preset_clusters
+from profiler.record import Record
+
+MOST_OVER_PEAK = 1.1  # devices may boost a little above the clock of their datasheet
+MOST_SPREAD = 0.5  # interquartile range of settled samples over their median
+LEAST_S = 1e-7  # below the launch of any kernel
+
+# Each device must send or take in at least its whole buffer (a network that reduces halves the traffic of a ring), or
+# all of it but its own part.
+_WHOLE = ("all_reduce", "broadcast", "send_recv")
+_SHARED = ("all_gather", "reduce_scatter", "all_to_all")
+_PRODUCTS = ("gemm", "dgrad", "wgrad")
+
+
+def implausible(record: Record) -> str:
+    """Why `record` cannot be right; empty where nothing speaks against it.  Unknown devices are given the benefit."""
+    if record.measured_at and datetime.fromisoformat(record.measured_at) > datetime.now(UTC) + timedelta(days=1):
+        return f"measured at {record.measured_at}, in the future"
+    if record.operation in (*_WHOLE, *_SHARED) and record.shape[1] > record.shape[0]:
+        return f"{record.shape[1]} devices in a domain, in a group of {record.shape[0]}"
+    if not record.samples_s:
+        return ""
+    if record.seconds < LEAST_S:
+        return f"took {record.seconds:.1e} s, less than the launch of a kernel"
+    if record.status == "ok" and (spread := _spread(record.samples_s)) > MOST_SPREAD:
+        return f"marked as settled, but its samples spread by {100 * spread:.0f} %"
+    return _too_fast(record)
+
+
+def _spread(samples_s: tuple[float, ...]) -> float:
+    """Interquartile range over the median."""
+    if len(samples_s) < 5:
+        return 0.0
+    low, middle, high = statistics.quantiles(samples_s, n=4)
+    return (high - low) / middle
+
+
+def _too_fast(record: Record) -> str:
+    name = record.fingerprint.device
+    device = _device(name)
+    if device is None or device.vendor == "cpu":
+        return ""
+    if record.operation in _PRODUCTS:
+        m, n, k = record.shape
+        rate, peak = 2 * m * n * k / record.seconds, _peak_flops_per_s(device, record.dtype)
+        if rate > MOST_OVER_PEAK * peak:
+            return f"{rate / 1e12:,.0f} TFLOP/s, {name} has {peak / 1e12:,.0f}"
+    if record.operation in (*_WHOLE, *_SHARED) and record.shape[0] > 1:
+        num_devices, _, _, buffer_bytes = record.shape
+        share = 1.0 if record.operation in _WHOLE else (num_devices - 1) / num_devices
+        rate, link = share * buffer_bytes / record.seconds, _fastest_link_bytes_per_s(name)
+        if link and rate > MOST_OVER_PEAK * link:
+            return f"{rate / 1e9:,.0f} GB/s through each device, its links carry {link / 1e9:,.0f}"
+    return ""
+
+
+def _peak_flops_per_s(device: DeviceSpec, dtype: str) -> float:
+    """The datasheet's rate of a type; fp32 may run as tf32, and a type without a rate as fast as any."""
+    peaks = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
+    if dtype == "fp32":
+        return max(peaks.get("tf32", 0.0), peaks.get("fp32", 0.0)) or max(peaks.values())
+    return peaks.get(dtype, max(peaks.values()))
+
+
+_device = lru_cache(maxsize=64)(load_device)
+
+
+@lru_cache(maxsize=64)
+def _fastest_link_bytes_per_s(device: str) -> float:
+    """Of all shipped clusters with that device, in one direction; 0 where there is none."""
+    clusters = [load_cluster(name) for name in preset_clusters()]
+    rates = [level.bandwidth_bytes_per_s for one in clusters if one.device.name == device for level in one.levels]
+    return max(rates, default=0.0)

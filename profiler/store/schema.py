@@ -1,0 +1,125 @@
+"""What does the timing database hold?  Its tables, and how an older one becomes a newer one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    inspect,
+    select,
+    text,
+)
+
+from autoplan.errors import StoreError
+
+SCHEMA = 1  # the newest revision in `migrations/versions`
+MIGRATIONS = Path(__file__).parent / "migrations"
+VERSION_TABLE = "autoplan_schema"  # not Alembic's own name: Optuna's studies may share the database
+_MIGRATION_LOCK = 0x6175746F706C616E  # "autoplan"
+
+_ID = BigInteger().with_variant(Integer, "sqlite")  # only an INTEGER counts itself up there
+
+metadata = MetaData()
+
+fingerprints = Table(
+    "fingerprints",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("hash", String(64), nullable=False, unique=True),
+    Column("device", Text, nullable=False, index=True),
+    Column("content", Text, nullable=False),  # the whole of it, as JSON
+)
+
+records = Table(
+    "records",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("key", String(64), nullable=False, unique=True),  # SHA-256 of the content
+    Column("fingerprint_id", _ID, ForeignKey("fingerprints.id"), nullable=False),
+    Column("operation", Text, nullable=False),
+    Column("shape", Text, nullable=False),  # 4096x4096x4096
+    Column("dtype", Text, nullable=False),
+    Column("work_hash", BigInteger, nullable=False),  # of operation, shape and dtype: sorts faster than they do
+    Column("kernel", Text, nullable=False),
+    Column("mode", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("is_alone", Boolean, nullable=False),  # nothing ran beside it on purpose
+    Column("seconds", Double),  # median of the samples
+    Column("samples", LargeBinary, nullable=False),  # seconds, float64, little-endian
+    Column("conditions", Text, nullable=False),  # JSON
+    Column("source", Text, nullable=False),
+    Column("protocol", Integer, nullable=False),
+    Column("measured_by", Text, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("measured_at", Text, nullable=False),
+    Column("added_at", Text, nullable=False),
+    # All that the choice of a search's timings reads, so that it never touches the rows that lose.
+    Index(
+        "records_by_work",
+        "fingerprint_id",
+        "operation",
+        "dtype",
+        "status",
+        "is_alone",
+        "work_hash",
+        "mode",
+        "measured_at",
+        "seconds",
+    ),
+)
+
+# A mark beside a record that it shall not be used: put there by a person, or by `check` when it came in (quarantine).
+hidden = Table(
+    "hidden",
+    metadata,
+    Column("record_id", _ID, ForeignKey("records.id"), primary_key=True),
+    Column("by", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("at", Text, nullable=False),
+)
+
+
+def held_schema(connection: Connection) -> int:
+    """The schema of the database; 0 where there is none."""
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return 0
+    return int(connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar() or 0)
+
+
+def check_schema(held: int, name: str) -> None:
+    """Refuse a database that is newer or older than this program."""
+    if held > SCHEMA:
+        raise StoreError(f"{name} has schema {held}, this autoplan knows {SCHEMA} and older: update autoplan")
+    if held == 0:
+        raise StoreError(f"{name} holds no timings yet: `autoplan profile` or `autoplan db import` writes some")
+    if held < SCHEMA:
+        raise StoreError(f"{name} has schema {held}, this autoplan {SCHEMA}: any command that writes to it migrates it")
+
+
+def migrate(connection: Connection, name: str) -> None:
+    """Bring the database to this program's schema, inside the transaction of `connection`; one process at a time."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(text(f"pg_advisory_xact_lock({_MIGRATION_LOCK})")))
+    if (held := held_schema(connection)) < SCHEMA:
+        from alembic import command
+        from alembic.config import Config
+
+        config = Config(attributes={"connection": connection})
+        config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+        command.upgrade(config, "head")
+    else:
+        check_schema(held, name)

@@ -1,0 +1,451 @@
+"""Which timings does a team hold?  Added once, read everywhere, never overwritten and never deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case, exists, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from autoplan.errors import InputError, StoreError
+from autoplan.timing import Match, Measurement, Operation
+from profiler.record import Fingerprint, Record, Status
+from profiler.store.database import Database
+from profiler.store.match import match
+from profiler.store.plausible import implausible
+from profiler.store.schema import SCHEMA, fingerprints, hidden, records
+
+T = TypeVar("T")
+
+BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
+BY_CHECK = "check"
+BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
+LEAST_PREFIX = 6
+_PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A record that cannot be right, and why."""
+
+    key: str
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """What became of records that were added.  Quarantined ones, new or held, stay in the store, hidden."""
+
+    new: int = 0
+    held: int = 0
+    quarantined: int = 0
+    first: Finding | None = None  # of the quarantined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """By whom, why and when a record was hidden."""
+
+    key: str
+    by: str
+    reason: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What is held of one machine."""
+
+    fingerprint: Fingerprint
+    num_records: int
+    num_hidden: int
+    newest: str  # moment of its last measurement
+
+
+class Store:
+    """A timing database; made by `open_store`, closed by `close` or at the end of a `with` block."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._fingerprint_ids: dict[Fingerprint, int] = {}
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self._database.engine.dispose()
+
+    @property
+    def name(self) -> str:
+        """Where the database is, as it may be shown."""
+        return self._database.name
+
+    @property
+    def schema(self) -> int:
+        """The schema of the database."""
+        return SCHEMA
+
+    def add(self, new: Iterable[Record], *, on_batch: Callable[[int], None] | None = None) -> Added:
+        """Add records that are not held yet; implausible ones are hidden at once, which is their quarantine.
+
+        Every batch is one transaction: after an interrupt the same call adds the rest, and nothing is doubled.
+        `on_batch` hears how many records have been taken in.
+        """
+        total = Added()
+        done = 0
+        for batch in _batches(new, BATCH):
+            by_key = {record.key: record for record in batch}
+            findings = [finding for key in sorted(by_key) if (finding := _finding(key, by_key[key]))]
+            with self._database.writing() as connection:
+                ids = self._ids(connection, {record.fingerprint for record in batch})
+                # In order of their keys, so that two writers of the same records never wait for each other.
+                rows = [_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
+                num_new = _insert(connection, records, rows)
+                marks = [Mark(key=one.key, by=BY_CHECK, reason=one.reason, at=_now()) for one in findings]
+                _mark(connection, marks)
+            self._fingerprint_ids.update(ids)
+            done += len(batch)
+            total = Added(
+                new=total.new + num_new,
+                held=total.held + len(batch) - num_new,
+                quarantined=total.quarantined + len(findings),
+                first=total.first or next(iter(findings), None),
+            )
+            if on_batch:
+                on_batch(done)
+        return total
+
+    def records(
+        self,
+        *,
+        device: str | None = None,
+        operations: Collection[Operation] | None = None,
+        status: Collection[Status] | None = None,
+        trust: Collection[str] | None = None,
+        include_hidden: bool = False,
+    ) -> Iterator[Record]:
+        """Records in the order in which they were added; `trust` names those whose measurements count."""
+        query = select(records)
+        if device is not None:
+            query = query.where(records.c.fingerprint_id.in_(self._machines(device)))
+        for column, wanted in (("operation", operations), ("status", status), ("measured_by", trust)):
+            if wanted is not None:
+                query = query.where(records.c[column].in_(list(wanted)))
+        if not include_hidden:
+            query = query.where(~_is_hidden())
+        machines = self._machines()
+        for row in self._rows(query, records.c.id):
+            if row.fingerprint_id not in machines:  # another process met a new machine since
+                machines = self._machines()
+            yield _record(row, machines[row.fingerprint_id])
+
+    def known(self, fingerprint: Fingerprint) -> set[tuple[str, tuple[int, ...], str, str, str]]:
+        """(operation, shape, dtype, kernel, mode) of what was measured on this very machine, or failed there."""
+        query = (
+            select(*(records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")))
+            .join(fingerprints, fingerprints.c.id == records.c.fingerprint_id)
+            .where(fingerprints.c.hash == _hash(fingerprint), records.c.status.in_(("ok", "failed")), ~_is_hidden())
+            .distinct()
+        )
+        with self._database.reading() as connection:
+            return {(row[0], _shape(row[1]), row[2], row[3], row[4]) for row in connection.execute(query)}
+
+    def timings(
+        self,
+        wanted: Fingerprint,
+        *,
+        operations: Collection[Operation] | None = None,
+        dtypes: Collection[str] | None = None,
+        trust: Collection[str] | None = None,
+    ) -> list[Measurement]:
+        """The measurements that serve a search on `wanted`: one for each operation, shape and type.
+
+        The nearest machine wins (`Match`, told in each measurement), then the steadier way of measuring, then the
+        newest, then the fastest.  Only settled ones count that nothing ran beside; hidden ones do not.
+        """
+        levels = {
+            number: level
+            for number, machine in self._machines(wanted.device).items()
+            if (level := match(machine, wanted)) is not None
+        }
+        if not levels:
+            return []
+        chosen = _choice(levels, operations, dtypes, trust).subquery()
+        columns = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id")
+        query = select(*(records.c[name] for name in columns)).join(
+            chosen, and_(records.c.id == chosen.c.id, chosen.c.place == 1)
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(query).all()
+        try:
+            return [
+                Measurement(
+                    operation=cast(Operation, operation),
+                    shape=_shape(shape),
+                    dtype=dtype,
+                    device=wanted.device,
+                    seconds=seconds,
+                    kernel=kernel,
+                    source=source or key[:12],
+                    match=levels[number],
+                )
+                for operation, shape, dtype, seconds, kernel, source, key, number in rows
+            ]
+        except (ValueError, KeyError) as error:
+            raise StoreError(
+                f"{self.name} holds what cannot be read, `autoplan db check` says where: {error}"
+            ) from None
+
+    def find(self, key: str) -> tuple[Record, Mark | None]:
+        """The record whose key begins with `key`, and the mark that hides it."""
+        if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
+            raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
+        query = (
+            select(records, hidden.c.by, hidden.c.reason.label("hidden_reason"), hidden.c.at)
+            .outerjoin(hidden, hidden.c.record_id == records.c.id)
+            .where(records.c.key >= key, records.c.key <= key + "g")
+            .limit(2)
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(query).all()
+        if len(rows) != 1:
+            raise InputError(
+                f"key {key}: {'several records begin so' if rows else f'{self.name} holds no such record'}"
+            )
+        (row,) = rows
+        mark = Mark(key=row.key, by=row.by, reason=row.hidden_reason, at=row.at) if row.by is not None else None
+        return _record(row, self._machines()[row.fingerprint_id]), mark
+
+    def hide(self, keys: Iterable[str], *, by: str, reason: str) -> int:
+        """Mark the records of these whole keys as not to be used; how many were not hidden before."""
+        return self.mark(Mark(key=key, by=by, reason=reason, at=_now()) for key in keys)
+
+    def mark(self, marks: Iterable[Mark]) -> int:
+        """Hide records as another store does; a record that is not held is passed over.  How many are newly hidden."""
+        num_new = 0
+        for batch in _batches(marks, BATCH):
+            with self._database.writing() as connection:
+                num_new += _mark(connection, batch)
+        return num_new
+
+    def marks(self) -> Iterator[Mark]:
+        """Every mark that hides a record."""
+        query = select(hidden.c.record_id.label("id"), records.c.key, hidden).join_from(hidden, records)
+        for row in self._rows(query, hidden.c.record_id):
+            yield Mark(key=row.key, by=row.by, reason=row.reason, at=row.at)
+
+    def holdings(self) -> list[Holding]:
+        """What is held, machine by machine, the largest first."""
+        query = (
+            select(
+                records.c.fingerprint_id,
+                func.count(),
+                func.count(hidden.c.record_id),
+                func.max(records.c.measured_at),
+            )
+            .outerjoin(hidden, hidden.c.record_id == records.c.id)
+            .group_by(records.c.fingerprint_id)
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(query).all()
+        machines = self._machines()
+        return sorted(
+            (
+                Holding(fingerprint=machines[number], num_records=num, num_hidden=num_hidden, newest=newest)
+                for number, num, num_hidden, newest in rows
+            ),
+            key=lambda one: -one.num_records,
+        )
+
+    def check(self) -> Iterator[Finding]:
+        """Records, of those not hidden, that are implausible, unreadable or not what their key says."""
+        with self._database.reading() as connection:
+            if connection.dialect.name == "sqlite":
+                said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+                if said != "ok":
+                    found = " ".join(str(said).split())
+                    raise StoreError(f"{self.name} is damaged: put it aside, restore a copy, or pull anew ({found})")
+        machines = self._machines()
+        for row in self._rows(select(records).where(~_is_hidden()), records.c.id):
+            what = f"{row.operation} {row.shape}"
+            try:
+                record = _record(row, machines[row.fingerprint_id])
+            except InputError as error:
+                yield Finding(key=row.key, what=what, reason=str(error))
+                continue
+            if record.key != row.key:
+                yield Finding(key=row.key, what=what, reason="was changed in the database: its content has another key")
+            elif finding := _finding(row.key, record):
+                yield finding
+
+    def _rows(self, query: Select[Any], number: ColumnElement[int]) -> Iterator[Row[Any]]:
+        """Rows by ascending `number`, page by page: no transaction stays open while the caller works."""
+        query = query.order_by(number).limit(BATCH)
+        last = 0
+        while True:
+            with self._database.reading() as connection:
+                rows = connection.execute(query.where(number > last)).all()
+            if not rows:
+                return
+            yield from rows
+            last = rows[-1].id
+
+    def _machines(self, device: str | None = None) -> dict[int, Fingerprint]:
+        query = select(fingerprints.c.id, fingerprints.c.content)
+        if device is not None:
+            query = query.where(fingerprints.c.device == device)
+        with self._database.reading() as connection:
+            rows = connection.execute(query).all()
+        try:
+            return {number: msgspec.json.decode(text, type=Fingerprint) for number, text in rows}
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"{self.name} holds a fingerprint that cannot be read: {error}") from None
+
+    def _ids(self, connection: Connection, machines: Collection[Fingerprint]) -> dict[Fingerprint, int]:
+        new = {_hash(one): one for one in machines if one not in self._fingerprint_ids}
+        ids = {one: self._fingerprint_ids[one] for one in machines if one in self._fingerprint_ids}
+        if new:
+            rows = [{"hash": key, "device": new[key].device, "content": _json(new[key])} for key in sorted(new)]
+            _insert(connection, fingerprints, rows)
+            query = select(fingerprints.c.hash, fingerprints.c.id).where(fingerprints.c.hash.in_(new))
+            ids |= {new[key]: number for key, number in connection.execute(query)}
+        return ids
+
+
+def _choice(
+    levels: dict[int, Match],
+    operations: Collection[Operation] | None,
+    dtypes: Collection[str] | None,
+    trust: Collection[str] | None,
+) -> Select[Any]:
+    """(id, place) of the records that may serve: place 1 is the best of its operation, shape and type."""
+    order: tuple[ColumnElement[Any], ...] = (
+        case({number: int(level) for number, level in levels.items()}, value=records.c.fingerprint_id),
+        case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
+        records.c.measured_at.desc(),
+        records.c.seconds,
+        records.c.id,
+    )
+    place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
+    query = select(records.c.id, place).where(
+        records.c.fingerprint_id.in_(levels), records.c.status == "ok", records.c.is_alone, ~_is_hidden()
+    )
+    for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
+        if wanted is not None:
+            query = query.where(records.c[column].in_(list(wanted)))
+    return query
+
+
+def _is_hidden() -> ColumnElement[bool]:
+    return exists().where(hidden.c.record_id == records.c.id)
+
+
+def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> int:
+    """Add rows, leave what is held as it is; how many were new."""
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    new = insert(table).on_conflict_do_nothing().returning(next(iter(table.primary_key)))  # drivers count otherwise
+    return len(connection.execute(new, rows).all())
+
+
+def _mark(connection: Connection, marks: Sequence[Mark]) -> int:
+    if not marks:
+        return 0
+    by_key = {mark.key: mark for mark in marks}
+    query = select(records.c.key, records.c.id).where(records.c.key.in_(by_key)).order_by(records.c.id)
+    rows = [
+        {"record_id": number, "by": by_key[key].by, "reason": by_key[key].reason, "at": by_key[key].at}
+        for key, number in connection.execute(query)
+    ]
+    return _insert(connection, hidden, rows) if rows else 0
+
+
+def _finding(key: str, record: Record) -> Finding | None:
+    reason = implausible(record)
+    what = f"{record.operation} {'x'.join(map(str, record.shape))} {record.dtype}"
+    return Finding(key=key, what=what, reason=reason) if reason else None
+
+
+def _row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:
+    same = ("operation", "dtype", "kernel", "mode", "status", "reason", "source", "protocol", "measured_by", "host")
+    shape = "x".join(map(str, record.shape))
+    return {
+        "key": key,
+        "fingerprint_id": fingerprint_id,
+        "shape": shape,
+        "work_hash": _work_hash(f"{record.operation} {shape} {record.dtype}"),
+        "is_alone": BESIDE not in record.kernel,
+        "seconds": record.seconds if record.samples_s else None,
+        "samples": np.asarray(record.samples_s, dtype="<f8").tobytes(),
+        "conditions": json.dumps(dict(record.conditions), sort_keys=True, ensure_ascii=False),
+        "measured_at": record.measured_at,
+        "added_at": _now(),
+        **{name: getattr(record, name) for name in same},
+    }
+
+
+def _record(row: Row[Any], fingerprint: Fingerprint) -> Record:
+    try:
+        return Record(
+            fingerprint=fingerprint,
+            operation=row.operation,
+            shape=_shape(row.shape),
+            dtype=row.dtype,
+            samples_s=tuple(np.frombuffer(row.samples, dtype="<f8").tolist()),
+            kernel=row.kernel,
+            mode=row.mode,
+            status=row.status,
+            reason=row.reason,
+            conditions=json.loads(row.conditions),
+            source=row.source,
+            protocol=row.protocol,
+            measured_by=row.measured_by,
+            host=row.host,
+            measured_at=row.measured_at,
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"record {row.key[:12]} cannot be read, `autoplan db check` lists such ones: {error}"
+        ) from None
+
+
+def _work_hash(work: str) -> int:
+    """64 bits, signed as the database's integers are; among a million shapes two meet with a chance of 3e-8."""
+    return int.from_bytes(hashlib.sha256(work.encode()).digest()[:8], signed=True)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
+
+
+def _json(fingerprint: Fingerprint) -> str:
+    return json.dumps(asdict(fingerprint), sort_keys=True, ensure_ascii=False)
+
+
+def _hash(fingerprint: Fingerprint) -> str:
+    return hashlib.sha256(_json(fingerprint).encode()).hexdigest()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch

@@ -1,0 +1,73 @@
+"""Databases and records for the tests of the timing database."""
+
+from __future__ import annotations
+
+import os
+import random
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import quote
+
+import pytest
+
+from profiler.record import Fingerprint, Record
+
+LAB = Fingerprint(
+    device="h100-sxm",
+    memory_bytes=80 * 2**30,
+    devices_per_node=8,
+    runtime="cuda 13.0",
+    torch="2.13.0",
+    collectives="nccl 2.28.3",
+    topology="5f2c",
+)
+SERVER = "postgres@127.0.0.1:5432"
+GEMM = Record(
+    fingerprint=LAB,
+    operation="gemm",
+    shape=(4096, 4096, 4096),
+    dtype="bf16",
+    samples_s=(2.0e-4, 2.1e-4, 2.2e-4),
+    kernel="torch",
+    conditions={"clock": "1755 MHz"},
+    measured_by="ada",
+    host="node7",
+    measured_at="2026-11-21T12:00:00Z",
+)
+
+
+def some_records(seed: int, count: int) -> list[Record]:
+    """Plausible records, the same for the same seed."""
+    rng = random.Random(seed)
+    return [
+        Record(
+            fingerprint=LAB,
+            operation="gemm",
+            shape=(128 * (at + 1), 1024, 1024 * (seed + 1)),
+            dtype="bf16",
+            samples_s=tuple(1e-1 * (1 + 0.01 * rng.random()) for _ in range(5)),
+            measured_by=f"user{seed}",
+        )
+        for at in range(count)
+    ]
+
+
+@contextmanager
+def postgres_schema(server: str = SERVER) -> Iterator[str]:
+    """URL of a schema of its own in the server's database, which is dropped afterwards; skips where none answers."""
+    psycopg = pytest.importorskip("psycopg")
+    where = f"postgresql://{server}/postgres"
+    try:
+        admin = psycopg.connect(where, autocommit=True, connect_timeout=5)
+    except psycopg.OperationalError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no PostgreSQL server answers at {server}: {str(error).splitlines()[0]}")
+    name = f"autoplan_test_{uuid.uuid4().hex[:12]}"
+    with admin:
+        admin.execute(f"CREATE SCHEMA {name}")
+        try:
+            yield f"{where}?options={quote(f'-csearch_path={name}', safe='')}"
+        finally:
+            admin.execute(f"DROP SCHEMA {name} CASCADE")

@@ -1,0 +1,271 @@
+"""Do the db commands do what they say, and does no output of theirs ever show a password?"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profiler.store import open_store
+from stores import GEMM, SERVER, postgres_schema, some_records
+
+AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
+BAD = replace(GEMM, operation="wgrad", samples_s=(1e-5,))
+
+
+def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "AUTOPLAN_DB", "PGPASSWORD")}
+    return subprocess.run(
+        [*AUTOPLAN, "db", *arguments],
+        cwd=folder,
+        env={**kept, "COLUMNS": "200", "HOME": str(folder), "XDG_DATA_HOME": str(folder / "share"), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def good(folder: Path, *arguments: str, **variables: str) -> str:
+    done = run(folder, *arguments, **variables)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def bad(folder: Path, *arguments: str, **variables: str) -> str:
+    done = run(folder, *arguments, **variables)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert done.stdout == ""
+    assert re.fullmatch(r"autoplan: [^\n]+\n", done.stderr), done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with open_store(str(tmp_path / "a.db")) as store:
+        store.add([GEMM, *some_records(0, 3)])
+    return tmp_path
+
+
+def test_info_tells_where_and_what(folder: Path) -> None:
+    shown = good(folder, "info", "--db", "a.db")
+    assert shown.startswith("a.db, schema 1\n")
+    assert re.search(r"h100-sxm\s+2.13.0\s+nccl 2.28.3\s+cuda 13.0\s+1\s+4\s+0\s+2026-11-21", shown)
+    told = json.loads(good(folder, "info", "--db", "a.db", "--json"))
+    assert told["database"] == "a.db"
+    assert told["holdings"][0]["num_records"] == 4
+
+
+def test_the_variable_and_the_data_folder_are_defaults(folder: Path) -> None:
+    assert "share/autoplan/timings.db: no such file" in bad(folder, "info")
+    assert good(folder, "info", AUTOPLAN_DB="a.db").startswith("a.db")
+    good(folder, "pull", "a.db")
+    assert (folder / "share/autoplan/timings.db").is_file()
+    assert "h100-sxm" in good(folder, "info")
+
+
+def test_list_and_show(folder: Path) -> None:
+    shown = good(folder, "list", "--db", "a.db", "--operation", "gemm", "--device", "h100-sxm", "--trust", "ada")
+    assert len(shown.splitlines()) == 2
+    assert re.search(rf"{GEMM.key[:12]}\s+gemm\s+4096x4096x4096\s+bf16\s+210.0 us\s+ok\s+h100-sxm", shown)
+    assert len(json.loads(good(folder, "list", "--db", "a.db", "--limit", "2", "--json"))) == 2
+    told = json.loads(good(folder, "show", GEMM.key[:10].upper(), "--db", "a.db", "--json"))
+    assert told["record"]["samples_s"] == list(GEMM.samples_s)
+    assert told["hidden"] is None
+    assert "known are gemm" in bad(folder, "list", "--db", "a.db", "--operation", "sort")
+
+
+def test_push_pull_and_hide_travel(folder: Path) -> None:
+    with open_store(str(folder / "a.db")) as store:
+        store.add([replace(GEMM, shape=(1, 1, 1), measured_by="eve")])
+    assert good(folder, "push", "b.db", "--db", "a.db", "--trust", "ada") == "1 new, 0 held already\n"
+    assert good(folder, "push", "b.db", "--db", "a.db") == "4 new, 1 held already\n"
+    assert json.loads(good(folder, "pull", "b.db", "--db", "c.db", "--json"))["new"] == 5
+    assert "1 hidden, 0 were" in run(folder, "hide", GEMM.key[:8], "--reason", "hot\nGPU", "--db", "b.db").stderr
+    good(folder, "pull", "b.db", "--db", "c.db")
+    assert json.loads(good(folder, "show", GEMM.key, "--db", "c.db", "--json"))["hidden"]["reason"] == "hotGPU"
+    assert GEMM.key[:12] not in good(folder, "list", "--db", "c.db")
+    assert GEMM.key[:12] in good(folder, "list", "--db", "c.db", "--hidden")
+
+
+def test_push_quarantines_what_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, open_store(str(folder / "a.db")) as store:
+        patch.setattr("profiler.store.store.implausible", lambda record: "")  # as an older program would add it
+        store.add([BAD])
+    assert re.match(
+        rf"{BAD.key[:12]}  wgrad 4096x4096x4096 bf16: [\d,]+ TFLOP/s", good(folder, "check", "--db", "a.db")
+    )
+    assert json.loads(good(folder, "check", "--db", "a.db", "--json"))[0]["key"] == BAD.key
+    assert "1 quarantined, the first" in good(folder, "push", "b.db", "--db", "a.db")
+    assert BAD.key[:12] not in good(folder, "list", "--db", "b.db")
+    assert json.loads(good(folder, "show", BAD.key, "--db", "b.db", "--json"))["hidden"]["by"] == "check"
+
+
+def test_export_and_import(folder: Path) -> None:
+    good(folder, "export", "t.jsonl.gz", "--db", "a.db", "--anonymous")
+    assert "exists" in bad(folder, "export", "t.jsonl.gz", "--db", "a.db")
+    assert good(folder, "import", "t.jsonl.gz", "--db", "b.db") == "4 new, 0 held already\n"
+    assert good(folder, "import", "t.jsonl.gz", "--db", "b.db") == "0 new, 4 held already\n"
+    assert "node7" not in good(folder, "show", GEMM.key, "--db", "b.db")
+    assert "nothing.gz: cannot be read" in bad(folder, "import", "nothing.gz", "--db", "c.db")
+    assert not (folder / "c.db").exists()
+
+
+def test_a_log_is_imported(folder: Path) -> None:
+    from test_nccl_tests import ALL_TO_ALL
+
+    (folder / "log.txt").write_text(ALL_TO_ALL)
+    assert good(folder, "import", "log.txt", "--db", "b.db") == "2 new, 0 held already\n"
+    assert "all_to_all" in good(folder, "list", "--db", "b.db")
+
+
+def test_the_tables_of_aiconfigurator_are_imported(folder: Path) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    pytest.importorskip("pyarrow")
+    from profiler.imports.aiconfigurator import read_records
+
+    first = next(read_records(devices=["a100-sxm"]))
+    assert (first.mode, first.fingerprint.device, len(first.samples_s)) == ("imported", "a100-sxm", 1)
+    assert first.source.startswith("aiconfigurator-core a100_sxm")
+
+
+def test_commands_are_described() -> None:
+    shown = subprocess.run([*AUTOPLAN, "db", "--help"], capture_output=True, text=True, check=True).stdout
+    for name in ("info", "list", "show", "push", "pull", "export", "import", "check", "hide"):
+        assert re.search(rf"^  {name}\s+\w", shown, re.MULTILINE)
+
+
+# -- passwords
+
+SECRET = "GEHEIM77"
+
+
+@pytest.fixture(scope="module")
+def picky_server() -> Iterator[int]:
+    """A server that asks in PostgreSQL's protocol for a password, and tells all but bob that the one given is wrong."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            with peer:
+                asked = peer.recv(int.from_bytes(peer.recv(4), "big") - 4)
+                if asked[:4] == (80877103).to_bytes(4, "big"):  # for TLS
+                    peer.sendall(b"N")
+                    asked = peer.recv(int.from_bytes(peer.recv(4), "big") - 4)
+                peer.sendall(b"R" + (8).to_bytes(4, "big") + (3).to_bytes(4, "big"))
+                given = peer.recv(1024)[5:].rstrip(b"\0")
+                shown = b"of %d letters" % len(given) if b"bob" in asked else given
+                text = b"SFATAL\0C28P01\0Mpassword " + shown + b" is wrong\0\0"
+                peer.sendall(b"E" + (len(text) + 4).to_bytes(4, "big") + text)
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listener.getsockname()[1]
+    listener.close()
+
+
+URLS = (
+    "postgresql://ada:{secret}@127.0.0.1:{port}/postgres",
+    "postgresql://ada:{secret}%40%2F%3A@127.0.0.1:{port}/postgres",
+    "postgresql+psycopg://ada@127.0.0.1:{port}/postgres?password={secret}",
+    "postgresql://127.0.0.1:{port}/postgres?user=ada&password={secret}",
+    "postgresql://ada:{secret}@127.0.0.1:1/nowhere",
+    "postgresql://ada:{secret}@no.such.host.invalid/postgres",
+    "postgresql://ada:{secret}@127.0.0.1:{port}/postgres?nonsense=1",
+    "postgresql://ada:{secret}@127.0.0.1:{port}/postgres?connect_timeout=x",
+    "postgresql://ada:{secret}@127.0.0.1:99999/postgres",
+    "postgresql://ada:x@{secret}@127.0.0.1:{port}/postgres",
+    "postgresql://ada:{secret}/x@127.0.0.1:{port}/postgres",
+    "postgresql://ada:{secret}#?@127.0.0.1:{port}/postgres",
+    "postgresql://127.0.0.1:{secret}/postgres",
+    "mysql://ada:{secret}@127.0.0.1/x",
+    "sqlite:///x.db?password={secret}",
+    "host=127.0.0.1 port={port} user=ada password={secret}",
+    "ada:{secret}@127.0.0.1:{port}/postgres",
+)
+
+
+# Several commands in one process, to save its start: arguments of each, as JSON.
+MANY = """
+import json, sys
+from autoplan.cli import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    try:
+        main()
+    except SystemExit as left:
+        print("left with", left.code, flush=True)
+"""
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_no_password_is_shown_whatever_goes_wrong(folder: Path, picky_server: int, url: str) -> None:
+    pytest.importorskip("psycopg")
+    place = url.format(secret=SECRET, port=picky_server)
+    commands = (
+        ("db", "info", "--db", place, "--json"),
+        ("db", "push", place, "--db", "a.db"),
+        ("db", "pull", place, "--db=a.db"),
+        ("db", "info", place),  # the flag was forgotten: the parser of the command line complains
+        ("db", "info"),
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, json.dumps(commands)],
+        cwd=folder,
+        env={**os.environ, "AUTOPLAN_DB": place},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "left with 1\nleft with 1\nleft with 1\nleft with 2\nleft with 1\n", done.stderr
+    assert len(re.findall(r"^autoplan: .+$", done.stderr, re.MULTILINE)) == 4
+    assert SECRET not in done.stderr
+    assert "Traceback" not in done.stderr
+    for file in folder.rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes()
+
+
+def test_a_password_from_the_environment_is_used_and_not_shown(folder: Path, picky_server: int) -> None:
+    pytest.importorskip("psycopg")
+    place = f"postgresql://ada@127.0.0.1:{picky_server}/postgres"
+    assert "password *** is wrong" in bad(folder, "info", "--db", place, PGPASSWORD=SECRET)
+
+
+def test_a_password_from_pgpass_is_used(folder: Path, picky_server: int) -> None:
+    pytest.importorskip("psycopg")
+    passfile = folder / "pgpass"
+    passfile.write_text(f"127.0.0.1:{picky_server}:*:bob:{SECRET}\n")
+    passfile.chmod(0o600)
+    place = f"postgresql://bob@127.0.0.1:{picky_server}/postgres"
+    said = bad(folder, "info", "--db", place, PGPASSFILE=str(passfile))
+    assert f"password of {len(SECRET)} letters is wrong" in said
+
+
+def test_a_real_role_with_a_password_shows_it_nowhere(folder: Path) -> None:
+    """The same on a server that lets it in: in the outputs of commands that work, and in all that they write."""
+    with postgres_schema() as url:
+        place = url.replace(SERVER, SERVER.replace("@", f":{SECRET}@"))
+        outputs = [good(folder, "push", place, "--db", "a.db")]
+        for command in (("info", "--json"), ("list",), ("check",), ("export", "out.jsonl.gz"), ("info",)):
+            done = run(folder, *command, "--db", place)
+            assert done.returncode == 0, done.stderr
+            outputs.append(done.stdout + done.stderr)
+        good(folder, "pull", place, "--db", "c.db")
+        good(folder, "hide", GEMM.key, "--reason", "test", "--db", place)
+    assert SECRET not in "".join(outputs)
+    for file in folder.rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes()

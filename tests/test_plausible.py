@@ -1,0 +1,87 @@
+"""Are impossible timings found, and possible ones left alone?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from profiler.record import Record
+from profiler.store.plausible import implausible
+from stores import GEMM, LAB
+
+REDUCE = replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**30))
+
+
+def test_a_record_as_measured_is_plausible() -> None:
+    assert implausible(GEMM) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "dtype", "expected"),
+    [
+        (2 * 4096**3 / 1.05e15, "bf16", ""),  # 989 TFLOP/s of the datasheet, and a little boost
+        (2 * 4096**3 / 1.2e15, "bf16", "1,200 TFLOP/s, h100-sxm has 989"),
+        (2 * 4096**3 / 1.2e15, "fp8", ""),
+        (2 * 4096**3 / 2.3e15, "fp8", "2,300 TFLOP/s, h100-sxm has 1,979"),
+        (2 * 4096**3 / 2.0e15, "int8_wo", ""),  # no rate of its own: as fast as any
+        (2 * 4096**3 / 0.5e15, "fp32", ""),  # as tf32
+        (2 * 4096**3 / 0.6e15, "fp32", "600 TFLOP/s"),
+    ],
+)
+def test_products_are_no_faster_than_the_device(seconds: float, dtype: str, expected: str) -> None:
+    for operation in ("gemm", "dgrad", "wgrad"):
+        reason = implausible(replace(GEMM, operation=operation, dtype=dtype, samples_s=(seconds,)))  # type: ignore[arg-type]
+        assert reason.startswith(expected)
+        assert bool(reason) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("operation", "bytes_per_s", "is_possible"),
+    [
+        # Through each device of 8: the whole buffer, or 7/8 of it; NVLink carries 450 GB/s each way.
+        ("all_reduce", 480e9, True),  # in-network reduction: bus bandwidth 840 GB/s
+        ("all_reduce", 500e9, False),
+        ("all_gather", 480e9 * 8 / 7, True),
+        ("all_gather", 500e9 * 8 / 7, False),
+        ("reduce_scatter", 500e9 * 8 / 7, False),
+        ("all_to_all", 500e9 * 8 / 7, False),
+        ("broadcast", 500e9, False),
+        ("send_recv", 500e9, False),
+        ("send_recv", 400e9, True),
+    ],
+)
+def test_collectives_are_no_faster_than_the_links(operation: str, bytes_per_s: float, is_possible: bool) -> None:
+    one = replace(REDUCE, operation=operation, samples_s=(2**30 / bytes_per_s,))  # type: ignore[arg-type]
+    assert (implausible(one) == "") == is_possible
+
+
+def test_devices_that_are_not_shipped_and_cpus_have_no_known_limit() -> None:
+    for name in ("NVIDIA H20", "cpu"):
+        assert implausible(replace(GEMM, fingerprint=replace(LAB, device=name), samples_s=(1e-6,))) == ""
+
+
+def test_a_group_of_one_moves_nothing() -> None:
+    assert implausible(replace(REDUCE, shape=(1, 1, 1, 2**30), samples_s=(1e-6,))) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"samples_s": (1e-9,)}, "less than the launch of a kernel"),
+        ({"samples_s": (1e-3, 1e-3, 2e-3, 9e-3, 9e-3)}, "spread by 400 %"),
+        ({"measured_at": (datetime.now(UTC) + timedelta(days=2)).isoformat()}, "in the future"),
+        ({"operation": "all_gather", "shape": (4, 8, 1, 2**20)}, "8 devices in a domain, in a group of 4"),
+    ],
+)
+def test_what_cannot_have_been_measured_is_named(change: dict[str, object], reason: str) -> None:
+    assert reason in implausible(replace(GEMM, **change))  # type: ignore[arg-type]
+
+
+def test_samples_may_spread_where_the_record_says_so_and_windows_may_be_none() -> None:
+    wide: Record = replace(GEMM, samples_s=(1e-3, 1e-3, 2e-3, 9e-3, 9e-3), status="unstable")
+    assert implausible(wide) == ""
+    attention = replace(GEMM, operation="attention", shape=(1, 4096, 32, 8, 128, 0))
+    assert implausible(attention) == ""
+    assert implausible(replace(GEMM, samples_s=(), status="failed")) == ""

@@ -1,0 +1,432 @@
+"""Does the store keep every record once, from any number of writers, and choose for a search by its stated rule?"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import text
+
+from autoplan.errors import InputError, StoreError
+from autoplan.timing import Match
+from profiler.record import Fingerprint, Record
+from profiler.store import Store, match, open_store, schema
+from profiler.store.database import open_database
+from stores import GEMM, LAB, postgres_schema, some_records
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield str(tmp_path / "timings.db")
+        return
+    with postgres_schema() as place:
+        yield place
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with open_store(url) as opened:
+        yield opened
+
+
+def keys(store: Store) -> list[str]:
+    return sorted(record.key for record in store.records())
+
+
+def test_what_is_added_comes_back_whole(store: Store) -> None:
+    failed = replace(GEMM, shape=(1, 2, 3), samples_s=(), status="failed", reason="out of memory: 81 GiB, ∞ wanted")
+    assert store.add([GEMM, failed]).new == 2
+    back = {record.key: record for record in store.records()}
+    assert back == {GEMM.key: GEMM, failed.key: failed}
+
+
+def test_adding_again_adds_nothing(store: Store) -> None:
+    records = some_records(0, 30)
+    assert (store.add(records[:20]).new, store.add(records).new, store.add(records).held) == (20, 10, 30)
+    assert keys(store) == sorted(record.key for record in records)
+
+
+def test_a_record_given_twice_in_one_call_is_held_once(store: Store) -> None:
+    added = store.add([GEMM, GEMM, replace(GEMM, measured_by="eve")])
+    assert (added.new, added.held, len(keys(store))) == (1, 2, 1)
+
+
+def test_batches_are_counted_as_they_come_in(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profiler.store.store.BATCH", 7)
+    heard: list[int] = []
+    assert store.add(some_records(0, 20), on_batch=heard.append).new == 20
+    assert heard == [7, 14, 20]
+    assert len(keys(store)) == 20  # read back page by page
+
+
+def test_records_are_chosen_by_device_operation_status_and_who_measured(store: Store) -> None:
+    other = replace(GEMM, fingerprint=replace(LAB, device="h200-sxm"), measured_by="bob")
+    unstable = replace(GEMM, operation="wgrad", status="unstable")
+    store.add([GEMM, other, unstable])
+    assert list(store.records(device="h200-sxm")) == [other]
+    assert list(store.records(operations=["wgrad"])) == [unstable]
+    assert list(store.records(status=["unstable", "failed"])) == [unstable]
+    assert list(store.records(trust=["bob", "carl"])) == [other]
+    assert list(store.records(device="b200")) == []
+
+
+def test_a_sweep_knows_what_is_measured_or_failed_on_its_machine(store: Store) -> None:
+    failed = replace(GEMM, operation="dgrad", samples_s=(), status="failed")
+    unstable = replace(GEMM, operation="wgrad", status="unstable")
+    elsewhere = replace(GEMM, shape=(1, 1, 1), fingerprint=replace(LAB, driver="580.65"))
+    hidden = replace(GEMM, shape=(2, 2, 2))
+    store.add([GEMM, failed, unstable, elsewhere, hidden])
+    store.hide([hidden.key], by="ada", reason="hot")
+    assert store.known(LAB) == {
+        ("gemm", (4096, 4096, 4096), "bf16", "torch", "sustained"),
+        ("dgrad", (4096, 4096, 4096), "bf16", "torch", "sustained"),
+    }
+
+
+def test_a_hidden_record_is_kept_and_not_used(store: Store) -> None:
+    store.add([GEMM])
+    assert store.hide([GEMM.key, "0" * 64], by="ada", reason="hot GPU") == 1
+    assert store.hide([GEMM.key], by="bob", reason="again") == 0
+    assert list(store.records()) == list(store.timings(LAB)) == []
+    assert list(store.records(include_hidden=True)) == [GEMM]
+    _, mark = store.find(GEMM.key[:10])
+    assert mark is not None
+    assert (mark.by, mark.reason) == ("ada", "hot GPU")
+    assert store.add([GEMM]).held == 1
+    assert list(store.records()) == []
+
+
+def test_an_implausible_record_is_quarantined(store: Store) -> None:
+    impossible = replace(GEMM, samples_s=(1e-5,) * 5)  # 13.7 PFLOP/s
+    added = store.add([GEMM, impossible])
+    assert (added.new, added.quarantined) == (2, 1)
+    assert added.first is not None
+    assert added.first.key == impossible.key
+    assert list(store.records()) == [GEMM]
+    assert [(mark.key, mark.by) for mark in store.marks()] == [(impossible.key, "check")]
+
+
+def test_holdings_count_by_machine(store: Store) -> None:
+    other = replace(LAB, torch="2.14.0")
+    newer = replace(GEMM, shape=(2, 2, 2), measured_at="2026-11-22T00:00:00Z")
+    store.add([GEMM, newer, replace(GEMM, fingerprint=other)])
+    store.hide([newer.key], by="ada", reason="")
+    first, second = store.holdings()
+    assert (first.fingerprint, first.num_records, first.num_hidden) == (LAB, 2, 1)
+    assert first.newest == "2026-11-22T00:00:00Z"
+    assert (second.fingerprint, second.num_records) == (other, 1)
+
+
+@pytest.mark.parametrize("change", ["shape = 'axb'", "operation = 'sort'", "seconds = -1"])
+def test_a_choice_that_cannot_be_read_is_one_line(store: Store, change: str) -> None:
+    store.add([GEMM])
+    with store._database.writing() as connection:
+        connection.execute(text(f"UPDATE records SET {change}"))
+    with pytest.raises(StoreError, match="db check"):
+        store.timings(LAB)
+
+
+@pytest.mark.parametrize("key", ["abc", "xyz12345", "", "0" * 12, "%" * 8])
+def test_a_key_that_names_no_record_is_refused(store: Store, key: str) -> None:
+    store.add([GEMM])
+    with pytest.raises(InputError, match="key"):
+        store.find(key)
+
+
+# -- the choice for a search
+
+
+@pytest.mark.parametrize(
+    ("change", "level"),
+    [
+        ({}, Match.EXACT),
+        ({"driver": "600.1", "clock_mhz": 1, "num_hosts": 9}, Match.EXACT),
+        ({"torch": "2.14.0"}, Match.RUNTIME),
+        ({"collectives": "nccl 2.29.1", "runtime": "cuda 13.4"}, Match.RUNTIME),
+        ({"topology": "other"}, Match.RUNTIME),
+        ({"torch": "2.9.0", "runtime": "cuda 12.8"}, Match.DEVICE),
+        ({"torch": "", "collectives": "", "topology": "", "runtime": ""}, Match.DEVICE),
+        ({"runtime": "rocm 13.0", "torch": "2.14.0"}, Match.DEVICE),
+        ({"device": "h200-sxm"}, None),
+    ],
+)
+def test_how_near_a_machine_is(change: dict[str, str], level: Match | None) -> None:
+    assert match(replace(LAB, **change), LAB) == level  # type: ignore[arg-type]
+
+
+def test_machines_of_which_only_the_device_is_known_match_no_further() -> None:
+    assert match(Fingerprint(device="b200"), Fingerprint(device="b200")) == Match.DEVICE
+
+
+def chosen(store: Store, **options: list[str]) -> dict[tuple[int, ...], tuple[float, Match]]:
+    return {one.shape: (one.seconds, one.match) for one in store.timings(LAB, **options)}  # type: ignore[arg-type]
+
+
+def test_the_nearest_machine_wins_then_the_newest(store: Store) -> None:
+    newer, older = "2026-11-22T00:00:00Z", "2026-11-20T00:00:00Z"
+    near = replace(LAB, torch="2.12.0")
+    far = Fingerprint(device=LAB.device)
+    a, b, c = ((size, size, size) for size in (1024, 2048, 4096))
+    store.add(
+        [
+            replace(GEMM, shape=a, samples_s=(1.0,), measured_at=older),
+            replace(GEMM, shape=a, samples_s=(2.0,), fingerprint=near, measured_at=newer),
+            replace(GEMM, shape=b, samples_s=(3.0,), fingerprint=near, measured_at=older),
+            replace(GEMM, shape=b, samples_s=(4.0,), fingerprint=near, measured_at=newer),
+            replace(GEMM, shape=b, samples_s=(5.0,), fingerprint=far, measured_at=newer),
+            replace(GEMM, shape=c, samples_s=(6.0,), fingerprint=far, mode="imported"),
+            replace(GEMM, shape=c, samples_s=(7.0,), fingerprint=replace(LAB, device="b200")),
+        ]
+    )
+    assert chosen(store) == {a: (1.0, Match.EXACT), b: (4.0, Match.RUNTIME), c: (6.0, Match.DEVICE)}
+
+
+def test_of_one_machine_sustained_beats_burst_beats_imported(store: Store) -> None:
+    times = {"imported": 1.0, "burst": 2.0, "sustained": 3.0}
+    new = "2026-11-22T00:00:00Z"
+    for mode, seconds in times.items():
+        moment = GEMM.measured_at if mode == "sustained" else new
+        store.add([replace(GEMM, mode=mode, samples_s=(seconds,), measured_at=moment)])  # type: ignore[arg-type]
+        assert [one.seconds for one in store.timings(LAB)] == [seconds]
+
+
+def test_only_settled_timings_alone_on_the_device_count(store: Store) -> None:
+    store.add(
+        [
+            replace(GEMM, status="unstable"),
+            replace(GEMM, status="contaminated"),
+            replace(GEMM, samples_s=(), status="failed"),
+            replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**20), kernel="nccl beside gemm"),
+        ]
+    )
+    assert store.timings(LAB) == []
+
+
+def test_a_search_asks_for_operations_types_and_people(store: Store) -> None:
+    store.add([GEMM, replace(GEMM, operation="wgrad"), replace(GEMM, dtype="fp8", measured_by="eve")])
+    assert len(store.timings(LAB)) == 3
+    assert [one.operation for one in store.timings(LAB, operations=["wgrad"])] == ["wgrad"]
+    assert [one.dtype for one in store.timings(LAB, dtypes=["fp8"])] == ["fp8"]
+    assert [one.dtype for one in store.timings(LAB, trust=["eve"])] == ["fp8"]
+    assert store.timings(LAB, trust=[]) == []
+
+
+machines = st.builds(
+    lambda torch, runtime: replace(LAB, torch=torch, runtime=runtime),
+    st.sampled_from(["2.13.0", "2.12.0"]),
+    st.sampled_from(["cuda 13.0", "cuda 12.8"]),
+)
+some = st.builds(
+    lambda machine, m, samples, day: replace(
+        GEMM, fingerprint=machine, shape=(m, 64, 64), samples_s=samples, measured_at=f"2026-11-{day:02}T00:00:00Z"
+    ),
+    machines,
+    st.sampled_from([64, 128]),
+    st.sampled_from([(1.0,), (2.0,), (3.0,)]),
+    st.integers(10, 12),
+)
+
+
+@given(st.lists(some, max_size=12))
+def test_the_choice_is_that_of_sorting_them_all(tmp_path_factory: pytest.TempPathFactory, held: list[Record]) -> None:
+    with open_store(str(tmp_path_factory.mktemp("law") / "timings.db")) as store:
+        store.add(held)
+        best: dict[tuple[int, ...], Record] = {}
+        for one in sorted({one.key: one for one in held}.values(), key=lambda one: one.seconds):
+            order = (match(one.fingerprint, LAB), -int(one.measured_at[8:10]))
+            rival = best.get(one.shape)
+            if rival is None or order < (match(rival.fingerprint, LAB), -int(rival.measured_at[8:10])):
+                best[one.shape] = one
+        assert chosen(store) == {shape: (one.seconds, match(one.fingerprint, LAB)) for shape, one in best.items()}
+
+
+# -- check
+
+
+def test_a_sound_store_has_no_findings(store: Store) -> None:
+    store.add([GEMM, *some_records(0, 5)])
+    assert list(store.check()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("measured_by = 'x', seconds = 1, kernel = 'fast'", "its content has another key"),
+        ("shape = '1x2'", "cannot be read"),
+        ("shape = 'axbxc'", "cannot be read"),
+        ("conditions = '{'", "cannot be read"),
+        ("conditions = '[1]'", "cannot be read"),
+        ("kernel = 'a' || chr(27)", "cannot be read"),
+        ("operation = 'sort'", "cannot be read"),
+    ],
+)
+def test_a_record_changed_by_hand_is_found(store: Store, url: str, change: str, reason: str) -> None:
+    store.add([GEMM, *some_records(0, 3)])
+    if not url.startswith("postgresql"):
+        change = change.replace("chr(", "char(")
+    with store._database.writing() as connection:
+        connection.execute(text(f"UPDATE records SET {change} WHERE key = '{GEMM.key}'"))
+    (finding,) = store.check()
+    assert finding.key == GEMM.key
+    assert reason in finding.reason
+
+
+# -- schema
+
+
+def test_migrations_make_the_tables_that_the_program_uses(url: str) -> None:
+    assert ScriptDirectory(str(schema.MIGRATIONS)).get_heads() == [str(schema.SCHEMA)]
+    database = open_database(url, writable=True)
+    with database.reading() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": schema.VERSION_TABLE})
+        assert compare_metadata(context, schema.metadata) == []
+    database.engine.dispose()
+
+
+def test_a_newer_schema_is_refused(url: str) -> None:
+    with open_store(url) as store, store._database.writing() as connection:
+        connection.execute(text(f"UPDATE {schema.VERSION_TABLE} SET version_num = '{schema.SCHEMA + 1}'"))
+    for writable in (True, False):
+        with pytest.raises(StoreError, match=f"schema {schema.SCHEMA + 1}, .* knows {schema.SCHEMA} and older: update"):
+            open_store(url, writable=writable)
+
+
+def test_an_older_schema_is_migrated_and_keeps_its_records(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(url) as store:
+        store.add([GEMM])
+    later = tmp_path / "migrations"
+    shutil.copytree(schema.MIGRATIONS, later)
+    (later / "versions" / "next.py").write_text(
+        "import sqlalchemy as sa\nfrom alembic import op\n"
+        f"revision = '{schema.SCHEMA + 1}'\ndown_revision = '{schema.SCHEMA}'\n"
+        "def upgrade():\n    op.add_column('fingerprints', sa.Column('site', sa.Text))\n"
+    )
+    monkeypatch.setattr(schema, "MIGRATIONS", later)
+    monkeypatch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
+    monkeypatch.setattr("profiler.store.database.SCHEMA", schema.SCHEMA)
+    with pytest.raises(StoreError, match="any command that writes to it migrates it"):
+        open_store(url, writable=False)
+    with open_store(url) as store:
+        assert list(store.records()) == [GEMM]
+        with store._database.reading() as connection:
+            assert connection.execute(text("SELECT site FROM fingerprints")).scalar() is None
+    with open_store(url, writable=False) as store:
+        assert list(store.records()) == [GEMM]
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(url) as store:
+        store.add([GEMM])
+    later = tmp_path / "migrations"
+    shutil.copytree(schema.MIGRATIONS, later)
+    (later / "versions" / "next.py").write_text(
+        "import sqlalchemy as sa\nfrom alembic import op\n"
+        f"revision = '{schema.SCHEMA + 1}'\ndown_revision = '{schema.SCHEMA}'\n"
+        "def upgrade():\n    op.add_column('fingerprints', sa.Column('site', sa.Text))\n    op.drop_table('nothing')\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", later)
+        patch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
+        patch.setattr("profiler.store.database.SCHEMA", schema.SCHEMA)
+        with pytest.raises(StoreError, match="nothing"):
+            open_store(url)
+    with open_store(url) as store:
+        assert list(store.records()) == [GEMM]
+        with store._database.reading() as connection, pytest.raises(Exception, match="site"):
+            connection.execute(text("SELECT site FROM fingerprints"))
+
+
+def test_a_store_that_may_only_be_read_is_neither_made_nor_changed(url: str) -> None:
+    with pytest.raises(StoreError, match=r"no such file|holds no timings yet"):
+        open_store(url, writable=False)
+    with open_store(url) as store:
+        store.add([GEMM])
+    with open_store(url, writable=False) as store:
+        assert list(store.records()) == [GEMM]
+        assert len(store.timings(LAB)) == 1
+        with pytest.raises(StoreError, match=r"may not be written|may only be read"):
+            store.add(some_records(0, 1))
+
+
+# -- many writers
+
+WRITER = """
+import sys
+from profiler.store import open_store, store
+from stores import some_records
+store.BATCH = 20
+url, seed, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with open_store(url) as opened:
+    print(opened.add(some_records(seed, count), on_batch=lambda done: print(done, flush=True)).new, flush=True)
+"""
+
+
+def writer(url: str, seed: int, count: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, url, str(seed), str(count)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""},
+    )
+
+
+def test_no_row_is_lost_or_doubled_by_four_writers_at_once_one_of_them_killed(url: str) -> None:
+    count = 300
+    # Two of them push the same records; all meet a database that does not exist yet.
+    seeds = (0, 1, 1, 2)
+    running = [writer(url, seed, count) for seed in seeds]
+    victim = running[-1]
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "20\n"
+    victim.send_signal(signal.SIGKILL)
+    results = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0, -signal.SIGKILL], results
+    with open_store(url) as store:
+        held = keys(store)
+        assert len(held) == len(set(held)) >= 2 * count + 20
+        assert list(store.check()) == []
+    again = [writer(url, seed, count) for seed in seeds]
+    results = [process.communicate(timeout=120) for process in again]
+    assert [process.returncode for process in again] == [0] * 4, results
+    with open_store(url) as store:
+        assert keys(store) == sorted(record.key for seed in set(seeds) for record in some_records(seed, count))
+
+
+def test_the_seconds_in_the_table_are_the_median_of_the_samples(store: Store) -> None:
+    store.add([GEMM, replace(GEMM, operation="wgrad", samples_s=(), status="failed")])
+    with store._database.reading() as connection:
+        rows = dict(connection.execute(text("SELECT operation, seconds FROM records")).all())  # type: ignore[arg-type]
+    assert rows == {"gemm": GEMM.seconds, "wgrad": None}
+    assert math.isclose(GEMM.seconds, 2.1e-4)
+
+
+def test_the_index_of_a_search_is_used(tmp_path: Path) -> None:
+    with open_store(str(tmp_path / "timings.db")) as store:
+        store.add(some_records(0, 50))
+    plan = sqlite3.connect(tmp_path / "timings.db").execute(
+        "EXPLAIN QUERY PLAN SELECT id, seconds, measured_at, mode FROM records WHERE fingerprint_id IN (1, 2)"
+        " AND status = 'ok' AND is_alone = 1"
+    )
+    assert any(re.search("COVERING INDEX records_by_work", row[-1]) for row in plan)
