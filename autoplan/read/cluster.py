@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autoplan.cluster import ClusterSpec, LinkLevel
+from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.errors import InputError
 from autoplan.files import decode, is_file, read_table, schema
 
@@ -31,6 +31,12 @@ def preset_clusters() -> tuple[str, ...]:
 def preset_devices() -> tuple[str, ...]:
     """Ids of the shipped devices."""
     return tuple(sorted(_presets("devices")))
+
+
+def load_device(name: str) -> DeviceSpec | None:
+    """The shipped device of that id; None where there is none."""
+    path = _presets("devices").get(name)
+    return decode(DeviceSpec, read_table(path), f"device {name}") if path else None
 
 
 def _closest(word: str, known: tuple[str, ...]) -> str:
