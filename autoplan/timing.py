@@ -35,6 +35,7 @@ Operation = Literal[
     "optimizer",
     "layer",
     "layer_backward",
+    "sharded_layer",
     "head",
     "all_reduce",
     "all_gather",
@@ -48,13 +49,16 @@ _PRODUCT = ("m", "n", "k")
 _ATTENTION = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window")
 _EXPERTS = ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep")
 _LAYER = ("batch", "seq_len", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "tp")
+_SHARDED_LAYER = (*_LAYER[:-1], "num_devices", "devices_per_domain")
 _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
 # What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
 # `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
-# with a window of 0 for none.  `experts` are all routed experts of one rank.  `rope`, `cross_entropy` and `head`
-# (logits and loss) are both ways together, `optimizer` is one Adam step, `layer` is what one rank of `tp` computes for
-# a whole gated transformer layer, without collectives.  A group of a collective has `devices_per_domain` members in
+# with a window of 0 for none.  `experts` are all routed experts of one rank with their activation, where `tokens` are
+# those of the whole expert-parallel group.  `rope`, `cross_entropy` and `head` (logits and loss) are both ways
+# together, `optimizer` is one Adam step, `layer` is what one rank of `tp` computes for a whole gated transformer layer,
+# without collectives, and `sharded_layer` the same both ways at tp 1 with all that sharding its weights over a group
+# brings: gathers, the reduce-scatter, hooks and copies.  A group of a collective has `devices_per_domain` members in
 # each scale-up domain that it touches, and `num_groups` such groups work at once; its buffer is the whole one: what an
 # all-gather ends with, a reduce-scatter begins with.
 SHAPES: dict[Operation, tuple[str, ...]] = {
@@ -74,6 +78,7 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
     "optimizer": ("num_parameters",),
     "layer": _LAYER,
     "layer_backward": _LAYER,
+    "sharded_layer": _SHARDED_LAYER,
     "head": ("tokens", "hidden_size", "vocab_size"),
     "all_reduce": _GROUP,
     "all_gather": _GROUP,
@@ -118,6 +123,7 @@ _GRIDS = {
     _ATTENTION: ("batch", "num_heads"),
     _EXPERTS: ("hidden_size", "ffn_size"),
     _LAYER: ("batch",),
+    _SHARDED_LAYER: ("batch",),
     ("tokens", "hidden_size"): ("hidden_size",),
     ("tokens", "ffn_size"): ("ffn_size",),
     ("tokens", "vocab_size"): ("vocab_size",),
@@ -206,10 +212,15 @@ def burst_factors(device: DeviceSpec) -> dict[Operation, float]:
     return {**dict.fromkeys(products, gemm), "attention": attention, "attention_backward": attention}
 
 
+def line_of(operation: Operation) -> int:
+    """Which number of an operation's shapes grows with the batch."""
+    names = SHAPES[operation]
+    return next(names.index(name) for name in _LINES if name in names)
+
+
 def _columns(operation: Operation) -> tuple[int, tuple[int, ...], list[int]]:
     """(line, grid, matched) columns of the shapes of an operation."""
-    names = SHAPES[operation]
-    line = next(names.index(name) for name in _LINES if name in names)
+    names, line = SHAPES[operation], line_of(operation)
     grid = tuple(names.index(name) for name in _GRIDS.get(names, ()))
     return line, grid, [at for at in range(len(SHAPES[operation])) if at != line and at not in grid]
 
