@@ -31,9 +31,8 @@ MOST_WALL_OVER_CPU = 1.05  # above it a kernel waited for its core (`closed-loop
 class Team(Protocol):
     """The ranks that measure together, as far as the timer needs them."""
 
-    @property
-    def rank(self) -> int:
-        """Of this process."""
+    def meet(self) -> None:
+        """Wait for all ranks."""
 
     def gather(self, mine: object) -> list[Any]:
         """What every rank brought, by rank, on every rank."""
@@ -94,6 +93,7 @@ def measure(
     if rules.rest_s:
         time.sleep(rules.rest_s)
     _repeat(run, rules.warmup_calls, device)
+    team.meet()  # a rank that hangs does so in its first calls
     num_calls = rules.least_calls
     while True:
         began = clock()

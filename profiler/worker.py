@@ -11,6 +11,7 @@ import datetime
 import faulthandler
 import functools
 import gc
+import math
 import os
 import socket
 import time
@@ -51,11 +52,11 @@ class Ranks:
     sensors: Sensors
     groups: collectives.Groups
     control: dist.ProcessGroup  # gloo, on the host
-    limit_s: float
+    until: float = math.inf  # when the present task must be through, by the monotonic clock
 
     def gather(self, mine: object) -> list[Any]:
-        """What every rank brought, by rank, on every rank; an error on rank 0 names those that do not come in time."""
-        self.meet(self.limit_s)
+        """What every rank brought, by rank, on every rank."""
+        self.meet()
         brought: list[Any] = [None] * len(self.hosts)
         dist.all_gather_object(brought, mine, group=self.control)
         return brought
@@ -70,9 +71,13 @@ class Ranks:
         dist.broadcast_object_list(box, 0, group=self.control)
         return box[0]
 
-    def meet(self, limit_s: float) -> None:
-        """Wait for all ranks."""
-        dist.monitored_barrier(self.control, datetime.timedelta(seconds=limit_s), wait_all_ranks=True)
+    def meet(self) -> None:
+        """Wait for all ranks, for as long as the present task has; an error on rank 0 names those that do not come.
+
+        Its end comes before that of the watchdogs, which cannot tell who is missing.
+        """
+        left_s = min(max(self.until - time.monotonic(), 1.0), IDLE_S)
+        dist.monitored_barrier(self.control, datetime.timedelta(seconds=left_s), wait_all_ranks=True)
 
 
 def join(place: Place, job: Job) -> Ranks:
@@ -106,7 +111,6 @@ def join(place: Place, job: Job) -> Ranks:
         sensors=Sensors(device, host),
         groups=collectives.Groups(place.rank, len(nodes), each),
         control=control,
-        limit_s=job.limit_s,
     )
 
 
@@ -266,10 +270,12 @@ def serve(place: Place, job: Job, line: Connection, prepare_task: Prepare | None
         while True:
             faulthandler.cancel_dump_traceback_later()
             task = _received(line) if ranks.rank == 0 else None
-            ranks.meet(job.limit_s if ranks.rank == 0 else IDLE_S)
+            ranks.until = time.monotonic() + job.limit_s if ranks.rank == 0 else math.inf
+            ranks.meet()
             task = ranks.share(task)
             if task is None:
                 break
+            ranks.until = time.monotonic() + job.limit_s
             faulthandler.dump_traceback_later(job.limit_s + GRACE_S, exit=True, file=nowhere)
             outcome = perform(task, ranks, job, prepare_task or prepare)
             if ranks.rank == 0:

@@ -22,7 +22,8 @@ CALM = Rules(num_samples=5, sample_s=1e-4, allowance_s=0.0, most_foreign=1e9, mo
 class Alone:
     """The team of one rank."""
 
-    rank = 0
+    def meet(self) -> None:
+        pass
 
     def gather(self, mine: object) -> list[Any]:
         return [mine]
