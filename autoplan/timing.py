@@ -36,6 +36,7 @@ Operation = Literal[
     "optimizer",
     "layer",
     "layer_backward",
+    "sharded_layer",
     "head",
     "all_reduce",
     "all_gather",
@@ -49,6 +50,7 @@ _PRODUCT = ("m", "n", "k")
 _ATTENTION = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window")
 _EXPERTS = ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep")
 _LAYER = ("batch", "seq_len", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "tp")
+_SHARDED_LAYER = (*_LAYER[:-1], "num_devices", "devices_per_domain")
 _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
 # What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
@@ -56,9 +58,10 @@ _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 # with a window of 0 for none.  `experts` are all routed experts of one rank, both products and the activation between,
 # for the `tokens` of all ranks that share them.  `rope` (of queries and keys), `cross_entropy` and `head` (logits and
 # loss) are both ways together, `optimizer` is one Adam step, `layer` is what one rank of `tp` computes for a whole
-# gated transformer layer, without collectives.  A group of a collective has `devices_per_domain` members in each
-# scale-up domain that it touches, and `num_groups` such groups work at once in these domains; its buffer is the whole
-# one: what an all-gather ends with, a reduce-scatter begins with.
+# gated transformer layer, without collectives, and `sharded_layer` the same both ways at tp 1 with all that sharding
+# its weights over a group brings: gathers, the reduce-scatter, hooks and copies.  A group of a collective has
+# `devices_per_domain` members in each scale-up domain that it touches, and `num_groups` such groups work at once in
+# these domains; its buffer is the whole one: what an all-gather ends with, a reduce-scatter begins with.
 SHAPES: dict[Operation, tuple[str, ...]] = {
     "gemm": _PRODUCT,
     "dgrad": _PRODUCT,
@@ -76,6 +79,7 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
     "optimizer": ("num_parameters",),
     "layer": _LAYER,
     "layer_backward": _LAYER,
+    "sharded_layer": _SHARDED_LAYER,
     "head": ("tokens", "hidden_size", "vocab_size"),
     "all_reduce": _GROUP,
     "all_gather": _GROUP,
@@ -136,6 +140,7 @@ _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
     _ATTENTION: ("seq_len", "batch", "num_heads"),
     _EXPERTS: ("tokens", "hidden_size", "ffn_size"),
     _LAYER: ("seq_len", "batch"),
+    _SHARDED_LAYER: ("seq_len", "batch"),
     _GROUP: ("buffer_bytes",),
     ("tokens", "num_heads", "head_dim"): ("tokens", "num_heads"),
 }
@@ -262,6 +267,11 @@ def burst_factors(device: DeviceSpec, calibration: Calibration | None = None) ->
         **dict.fromkeys(("attention", "attention_backward"), attention),
         **dict.fromkeys(collectives, calibration.scale_up),
     }
+
+
+def line_of(operation: Operation) -> int:
+    """Which number of an operation's shapes grows with the batch."""
+    return _columns(operation)[0][0]
 
 
 def _columns(operation: Operation) -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ from autoplan.cli.db import db
 from autoplan.cli.estimate import estimate
 from autoplan.cli.export import export
 from autoplan.cli.predict import predict
+from autoplan.cli.profile import profile
 from autoplan.cli.schema import schema
 from autoplan.cli.score import score
 from autoplan.cli.search import search
@@ -32,6 +33,7 @@ app.command(no_args_is_help=True)(export)
 app.command(no_args_is_help=True)(predict)
 app.command(no_args_is_help=True)(score)
 app.command(no_args_is_help=True)(calibrate)
+app.command(no_args_is_help=True)(profile)
 app.command(no_args_is_help=True)(schema)
 app.add_typer(db, name="db")
 

@@ -102,6 +102,30 @@ def parse_size(text: str) -> float:
     return float(match["number"]) * _SIZE_UNITS[(match["unit"] or "b").lower()]
 
 
+def parse_duration(text: str) -> float:
+    """Seconds of a time such as '90s', '10m' or '1.5h'."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|m|h)", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise InputError(f"time {text!r}: write a number with a unit, such as 90s, 10m or 1h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def parse_numbers(text: str, flag: str) -> tuple[int, ...]:
+    """The numbers of '1,2,4', each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part) for part in parts):
+        raise InputError(f"{flag} {text!r}: write whole numbers from 1, such as 1,2,4")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def parse_words(text: str, flag: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The words of 'a,b', each once, each of them known."""
+    words = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if unknown := [word for word in words if word not in known]:
+        raise InputError(f"{flag} {unknown[0]!r} is unknown: known are {', '.join(known)}")
+    return words
+
+
 def parse_batches(text: str) -> tuple[int, int]:
     """(least, most) global batch of 'NUMBER' or 'LOW:HIGH'."""
     low, sign, high = text.partition(":")

@@ -8,6 +8,25 @@ from contextlib import contextmanager
 
 
 @contextmanager
+def measuring_bar(*, quiet: bool, total: int) -> Iterator[Callable[[int, str, float], None] | None]:
+    """A function that takes (done, what was done last, seconds left), or None where nothing shall be shown."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(done: int, last: str, left_s: float) -> None:
+            bar.update(task, completed=done, description=f"{left_s // 60:.0f}:{left_s % 60:02.0f} left  {last}")
+
+        yield advance
+
+
+@contextmanager
 def progress_bar(
     *, quiet: bool, doing: str = "pricing plans", unit: str = "cells"
 ) -> Iterator[Callable[[int, int | None], None] | None]:

@@ -1,0 +1,233 @@
+"""`autoplan profile`: how long do the operations of a model take on this machine or allocation?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from autoplan.cli.inputs import FrameworkOption, ModelArgument, QuietOption, whole_number
+from autoplan.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autoplan.cluster import ClusterSpec
+    from profiler.launch import Crew
+    from profiler.sweep import Planned, Progress, Store, Wish
+
+
+def profile(
+    model: ModelArgument,
+    db: Annotated[
+        str | None, typer.Option(metavar="URL", help="Timing database; by default a file in the user's data folder.")
+    ] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")] = "10m",
+    seq_len: Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")] = 4096,
+    tp: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Tensor-parallel degrees; powers of two in a node."),
+    ] = None,
+    micro_batches: Annotated[str, typer.Option(metavar="N,N,...", help="Sequences in a micro-batch.")] = "1,2",
+    ep: Annotated[str, typer.Option(metavar="N,N,...", help="Expert-parallel degrees.")] = "8",
+    dtypes: Annotated[
+        str | None, typer.Option(metavar="TYPE,...", help="bf16, fp16, fp32 or fp8; what the device trains in.")
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(metavar="MODE,...", help="sustained, as training runs, or burst, as short benchmarks do.")
+    ] = "sustained",
+    only: Annotated[
+        str | None, typer.Option(metavar="OPERATION,...", help="Only these, such as gemm,attention,all_reduce.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="What the job will run on: says what is extrapolated.")
+    ] = None,
+    framework: FrameworkOption = "megatron-core",
+    ranks: Annotated[
+        int, whole_number("--ranks", "N", "Ranks to start here; one a device, two on a machine without devices.")
+    ] = 0,
+    allowance: Annotated[str, typer.Option(metavar="TIME", help="How long one measurement may take to settle.")] = "3s",
+    limit: Annotated[str, typer.Option(metavar="TIME", help="After how long a rank is taken to hang.")] = "2m",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be measured.")] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure the kernels and collectives that plans for a model are made of, and store them.
+
+    Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank for each device.  What
+    the database holds is not measured again: after an interrupt, or when the budget is spent, run it once more.
+    """
+    from autoplan.cli.inputs import parse_duration, parse_numbers, parse_words
+    from autoplan.read.cluster import load_cluster
+    from autoplan.read.framework import load_framework
+    from autoplan.read.model import load_model
+    from autoplan.timing import SHAPES
+
+    _check_torch()
+    from profiler.launch import Crew, default_num_ranks, place_from
+    from profiler.protocol import Job
+    from profiler.sweep import Wish
+
+    place = place_from(os.environ)
+    if place and ranks:
+        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
+    job_cluster, budget_s = load_cluster(cluster) if cluster else None, parse_duration(budget)
+    wish = Wish(
+        model=load_model(model),
+        framework=load_framework(framework),
+        seq_len=seq_len,
+        tps=parse_numbers(tp, "--tp") if tp else (),
+        micro_batches=parse_numbers(micro_batches, "--micro-batches"),
+        eps=parse_numbers(ep, "--ep"),
+        modes=parse_words(mode, "--mode", ("sustained", "burst")),  # type: ignore[arg-type]
+        only=parse_words(only, "--only", SHAPES) if only else (),  # type: ignore[arg-type]
+    )
+    job = Job(
+        dtypes=parse_words(dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8")) if dtypes else (),
+        allowance_s=parse_duration(allowance),
+        limit_s=parse_duration(limit),
+    )
+    num_ranks = place.num_ranks if place else ranks or default_num_ranks()
+    if not wish.tps:
+        most = job_cluster.devices_per_node if job_cluster else num_ranks
+        wish = replace(wish, tps=tuple(degree for degree in wish.degrees() if degree <= most))
+    signal.signal(signal.SIGTERM, _on_terminate)
+    with Crew(job, place, num_ranks) as crew:
+        if not crew.leads:
+            crew.start()
+            crew.follow()
+            return
+        # The database first: what is wrong with it shall be known before any rank starts.
+        from profiler.store import open_store
+
+        _lead(crew, open_store(db), wish, budget_s, job_cluster, dry_run=dry_run, quiet=quiet)
+
+
+def _lead(
+    crew: Crew,
+    store: Store,
+    wish: Wish,
+    budget_s: float,
+    cluster: ClusterSpec | None,
+    *,
+    dry_run: bool,
+    quiet: bool,
+) -> None:
+    """What the program beside rank 0 does."""
+    from autoplan.cli.progress import measuring_bar
+    from autoplan.report.terminal import make_console
+    from profiler.sweep import Progress, extrapolations, outliers, plan, run, unmeasured
+
+    hello = crew.start()
+    assert hello is not None
+    known = store.known(hello.fingerprint)
+    planned = plan(wish, hello, known)
+    if not quiet:
+        _say(f"{hello.fingerprint.device}: {len(hello.hosts)} ranks on {hello.num_nodes} nodes")
+        remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
+        for remark in [*remarks, *(f"not measured: {what}" for what in unmeasured(wish))]:
+            _say(f"warning: {remark}")
+    console = make_console()
+    if dry_run:
+        _print_plan(console, planned, len(known), budget_s)
+        return
+    progress = Progress(total=len(planned))
+    try:
+        with measuring_bar(quiet=quiet, total=len(planned)) as show:
+
+            def advance(now: Progress) -> None:
+                task, outcome = now.outcomes[-1]
+                if outcome.status == "failed" and not quiet:
+                    _say(f"{task}: {outcome.reason}")
+                if show:
+                    show(len(now.outcomes), str(task), now.left_s)
+
+            run(
+                crew,
+                hello,
+                store,
+                planned,
+                budget_s=budget_s,
+                progress=progress,
+                advance=advance,
+                measured_by=_user(),
+            )
+    except (KeyboardInterrupt, SystemExit):
+        _say(f"interrupted: {_tally(progress)} stored; the same command measures the rest")
+        raise
+    _print_outcomes(console, progress)
+    if progress.num_left:
+        _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
+
+
+def _user() -> str:
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a number without a name
+        return ""
+
+
+def _say(text: str) -> None:
+    print(f"autoplan: {text}", file=sys.stderr)
+
+
+def _tally(progress: Progress) -> str:
+    return f"{len(progress.outcomes)} of {progress.total} measurements"
+
+
+def _on_terminate(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _check_torch() -> None:
+    import importlib.util
+
+    if missing := [name for name in ("torch", "psutil") if importlib.util.find_spec(name) is None]:
+        raise InputError(f"profiling needs {' and '.join(missing)}: pip install 'autoplan[profile]'")
+
+
+def _print_plan(console: Console, planned: list[Planned], num_known: int, budget_s: float) -> None:
+    """What would be measured: one row for each operation and kernel, in the order in which they begin."""
+    from rich.table import Table
+
+    from autoplan.units import format_seconds
+
+    rows: dict[tuple[str, ...], list[Planned]] = {}
+    for one in planned:
+        task = one.task
+        rows.setdefault((task.operation, task.dtype, task.kernel, task.mode), []).append(one)
+    table = Table(box=None, pad_edge=False)
+    for name in ("operation", "type", "kernel", "mode"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("shapes", justify="right")
+    table.add_column("takes", justify="right", no_wrap=True)
+    table.add_column("first", no_wrap=True)
+    for names, ones in rows.items():
+        shape = "x".join(str(size) for size in ones[0].task.shape)
+        table.add_row(*names, str(len(ones)), format_seconds(sum(one.expected_s for one in ones)), shape)
+    console.print(table)
+    expected_s = sum(one.expected_s for one in planned)
+    console.print(
+        f"{len(planned)} measurements in about {format_seconds(expected_s)} on a quiet machine; "
+        f"the budget is {format_seconds(budget_s)}; {num_known} are in the database"
+    )
+
+
+def _print_outcomes(console: Console, progress: Progress) -> None:
+    """How many measurements of each operation ended how."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("operation")
+    statuses = ("ok", "unstable", "contaminated", "failed")
+    for status in statuses:
+        table.add_column(status, justify="right")
+    for operation, counts in sorted(progress.counts().items()):
+        table.add_row(operation, *(str(counts[status] or "") for status in statuses))
+    console.print(table)
+    console.print(f"{_tally(progress)} in {progress.elapsed_s:.0f} s")

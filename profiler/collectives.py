@@ -1,0 +1,133 @@
+"""What do devices send each other in training, as something that can be run and timed over groups of any layout?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from autoplan.errors import InputError
+from autoplan.timing import Operation
+from profiler.kernels import Maker, Run
+from profiler.layouts import Layout, groups_of
+from profiler.protocol import COLLECTIVES
+
+_GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch and short enough to fill gaps
+
+
+class Groups:
+    """The process groups of this job by their ranks, made once each: libraries keep buffers for every one."""
+
+    def __init__(self, rank: int, num_nodes: int, devices_per_node: int) -> None:
+        self.rank, self._num_nodes, self._devices_per_node = rank, num_nodes, devices_per_node
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def own(self, shape: tuple[int, ...]) -> tuple[dist.ProcessGroup, list[int]] | None:
+        """(the group of `shape` that this rank is in, its ranks); None for one that stands by.  All ranks call it."""
+        num_devices, here, num_groups, _ = shape
+        layout = Layout(num_devices=num_devices, devices_per_node=here, num_groups=num_groups)
+        found = None
+        for ranks in groups_of(layout, self._num_nodes, self._devices_per_node):
+            if tuple(ranks) not in self._made:  # every rank makes every group, in the same order
+                self._made[tuple(ranks)] = dist.new_group(ranks)
+            if self.rank in ranks:
+                found = (self._made[tuple(ranks)], ranks)
+        return found
+
+
+def build(operation: Operation, shape: tuple[int, ...], maker: Maker, groups: Groups) -> Run | None:
+    """A call that runs the collective once and leaves it queued or done; None where this rank stands by."""
+    member = groups.own(shape)
+    if member is None:
+        return None
+    start = _starter(operation, shape, maker, *member)
+    return lambda: start().wait()
+
+
+def build_beside_gemm(
+    operation: Operation, shape: tuple[int, ...], maker: Maker, groups: Groups, decide: Callable[[float], float]
+) -> Run | None:
+    """A call that starts the collective, runs products that take about as long as it alone, and waits for both.
+
+    What it takes beyond the collective alone is what overlapping costs (`modelling` D6).  All ranks call it; `decide`
+    hands them what rank 0 measured.
+    """
+    member = groups.own(shape)
+    size = _GEMM_SIZE[maker.device.type]
+    inputs, weight, out = maker.normal(size, size), maker.normal(size, size), maker.zeros(size, size)
+
+    def product() -> object:
+        return torch.mm(inputs, weight, out=out)
+
+    start = _starter(operation, shape, maker, *member) if member else None
+    alone = decide(_once_s(maker.device, (lambda: start().wait()) if start else None))
+    num_products = max(round(alone / decide(_once_s(maker.device, product))), 1)
+    if start is None:
+        return None
+
+    def run() -> None:
+        work = start()
+        for _ in range(num_products):
+            product()
+        work.wait()
+
+    return run
+
+
+def _once_s(device: torch.device, run: Run | None, *, repeats: int = 5) -> float:
+    """Roughly how long `run` takes, in seconds: the least of a few; all ranks make the same number of calls."""
+    least = math.inf
+    for _ in range(repeats if run else 0):
+        assert run is not None
+        began = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+        least = min(least, time.perf_counter() - began)
+    return least
+
+
+def _starter(
+    operation: Operation, shape: tuple[int, ...], maker: Maker, group: dist.ProcessGroup, ranks: list[int]
+) -> Callable[[], dist.Work]:
+    """A call that starts the collective and returns what can be waited for."""
+    num_devices, *_, buffer_bytes = shape
+    rank = dist.get_rank()
+    # Repeated sums overflow to infinities, which are added as fast.
+    # The whole buffer, cut into equal parts for the ranks: at least a number each.
+    part = max(buffer_bytes // maker.number.itemsize // num_devices, 1)
+    whole, piece = maker.normal(part * num_devices), maker.normal(part)
+    if operation == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group, async_op=True)
+    if operation == "all_gather":
+        gather = _newest("all_gather_single", "all_gather_into_tensor")
+        return lambda: gather(whole, piece, group=group, async_op=True)
+    if operation == "reduce_scatter":
+        scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+        return lambda: scatter(piece, whole, group=group, async_op=True)
+    if operation == "all_to_all":
+        other = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(other, whole, group=group, async_op=True)
+    if operation == "broadcast":
+        return lambda: dist.broadcast(whole, ranks[0], group=group, async_op=True)
+    if operation == "send_recv":
+        if num_devices != 2:
+            raise InputError(f"send_recv is between 2 devices, got {num_devices}")
+        if rank == ranks[0]:
+            return lambda: _posted(dist.isend(whole, ranks[1], group=group))
+        return lambda: _posted(dist.irecv(whole, ranks[0], group=group))
+    raise InputError(f"{operation} is no collective: known are {', '.join(sorted(COLLECTIVES))}")
+
+
+def _newest(*names: str) -> Callable[..., dist.Work]:
+    """torch.distributed's function under the first of its names that this version has: 2.13 renamed some."""
+    found: Callable[..., dist.Work] = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    return found
+
+
+def _posted(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # only for ranks outside the group
+    return work

@@ -1,0 +1,437 @@
+"""What does a device compute in training, kernel by kernel, as something that can be run and timed?
+
+Every operation of `timing.SHAPES` that needs one device only.  Inputs are drawn from N(0, 1), since zeros draw less
+power; sets of them take turns, so that what a kernel reads has left the cache as it has in a model.  Backward passes
+run alone, on a graph that is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its customary name
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autoplan.errors import InputError
+from autoplan.timing import Operation
+
+Run = Callable[[], object]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CPU_CACHE_BYTES = 32 * 2**20  # of a core's share of the last level, roughly
+MOST_SETS = 8
+_FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+_ROPE_BASE = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maker:
+    """Draws inputs on one device in one type of numbers."""
+
+    device: torch.device
+    dtype: str
+    kernel: str = ""  # which of several ways, as `implementation` names them
+
+    @property
+    def number(self) -> torch.dtype:
+        """torch's name of the type in which a kernel that has no fp8 version works."""
+        return DTYPES.get(self.dtype, torch.bfloat16)
+
+    def normal(self, *shape: int, grad: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor from N(0, 1)."""
+        return torch.randn(shape, device=self.device, dtype=dtype or self.number, requires_grad=grad)
+
+    def eighth(self, *shape: int) -> Tensor:
+        """A tensor from N(0, 1) in 8 bits."""
+        return self.normal(*shape, dtype=torch.float32).to(_fp8_type())
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A place for results."""
+        return torch.zeros(shape, device=self.device, dtype=dtype or self.number)
+
+    def weight(self, outputs: int, inputs: int) -> Tensor:
+        """A matrix that keeps the variance of what passes through it."""
+        return (torch.randn(outputs, inputs, device=self.device) / math.sqrt(inputs)).to(self.number).requires_grad_()
+
+
+def implementation(operation: Operation, dtype: str, device: torch.device) -> str:
+    """The name of the way in which `operation` runs here: part of what is measured.  Blank where it cannot run."""
+    if operation in ("gemm", "dgrad"):
+        return _first_working(operation, dtype, device, ["scaled_mm"] if dtype == "fp8" else ["mm"])
+    if operation == "wgrad":
+        ways = ["scaled_mm + add"] if dtype == "fp8" else ["addmm", "addmm fp32", "mm + add"]
+        return _first_working(operation, dtype, device, ways)
+    if dtype == "fp8":
+        return ""  # torch itself has no other kernels in 8 bits
+    if operation in ("experts", "experts_backward"):
+        return _first_working(operation, dtype, device, ["grouped_mm", "mm each"])
+    if operation in ("attention", "attention_backward"):
+        return _first_working(operation, dtype, device, ["sdpa flash", "sdpa"])
+    return _first_working(operation, dtype, device, ["torch"])
+
+
+# The smallest shapes that every way of an operation accepts: 8-bit products need multiples of 16.
+_TINY: dict[Operation, tuple[int, ...]] = {
+    **dict.fromkeys(("gemm", "dgrad", "wgrad"), (32, 32, 32)),
+    **dict.fromkeys(("attention", "attention_backward"), (1, 128, 4, 2, 64, 0)),
+    **dict.fromkeys(("experts", "experts_backward"), (64, 32, 32, 1, 4, 1, 1)),
+    **dict.fromkeys(("layer", "layer_backward"), (1, 64, 128, 64, 2, 1, 64, 1)),
+    **dict.fromkeys(("norm", "norm_backward", "swiglu", "swiglu_backward", "cross_entropy"), (32, 32)),
+    "rope": (32, 2, 64),
+    "optimizer": (64,),
+    "head": (32, 32, 64),
+}
+
+
+def _first_working(operation: Operation, dtype: str, device: torch.device, ways: Iterable[str]) -> str:
+    """The first of `ways` that this device and this torch can run: tried, not looked up."""
+    for way in ways:
+        with suppress(RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
+            build(operation, _TINY[operation], Maker(device=device, dtype=dtype, kernel=way), cache_bytes=0)()
+            if device.type != "cpu":
+                torch.cuda.synchronize(device)
+            return way
+    return ""
+
+
+def build(operation: Operation, shape: tuple[int, ...], maker: Maker, *, cache_bytes: int | None = None) -> Run:
+    """A call that runs `operation` of `shape` once, on the next set of inputs; memory is taken here.
+
+    `cache_bytes` is what the sets together shall exceed twice over; by default the device's last cache.
+    """
+    make = _BUILDERS[operation]
+    if cache_bytes is None:
+        cache_bytes = CPU_CACHE_BYTES
+        if maker.device.type != "cpu":
+            cache_bytes = torch.cuda.get_device_properties(maker.device).L2_cache_size
+    first = make(maker, *shape)
+    # Small sets stay in the cache in a model too: what comes before a small kernel has just written its input.
+    touched = _input_bytes(operation, shape, maker)
+    num_sets = min(MOST_SETS, 1 + math.ceil(2 * cache_bytes / touched)) if touched else 1
+    turns = itertools.cycle([first, *(make(maker, *shape) for _ in range(num_sets - 1))])
+    return lambda: next(turns)()
+
+
+def _input_bytes(operation: Operation, shape: tuple[int, ...], maker: Maker) -> int:
+    """Roughly what one call touches; 0 of a whole layer, whose weights and activations push each other out anyway."""
+    width = 1 if maker.dtype == "fp8" else maker.number.itemsize
+    if operation in ("gemm", "dgrad", "wgrad"):
+        m, n, k = shape
+        return width * (m * n + n * k + m * k)
+    if operation in ("attention", "attention_backward"):
+        batch, seq_len, num_heads, num_kv_heads, head_dim, _ = shape
+        return 2 * width * batch * seq_len * (num_heads + num_kv_heads) * head_dim
+    if operation in ("layer", "layer_backward", "experts", "experts_backward", "head"):
+        return 0
+    return 2 * width * math.prod(shape)
+
+
+def _matrices(m: int, n: int, k: int, maker: Maker) -> Run:
+    """y = x w^T of m tokens, k inputs and n outputs."""
+    if maker.kernel == "scaled_mm":
+        x, w, one = maker.eighth(m, k), maker.eighth(n, k), torch.ones((), device=maker.device)
+        return lambda: torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    inputs, weight, out = maker.normal(m, k), maker.normal(n, k), maker.zeros(m, n)
+    return lambda: torch.mm(inputs, weight.t(), out=out)
+
+
+def _gemm(maker: Maker, m: int, n: int, k: int) -> Run:
+    return _matrices(m, n, k, maker)
+
+
+def _dgrad(maker: Maker, m: int, n: int, k: int) -> Run:
+    """dx = dy w."""
+    if maker.kernel == "scaled_mm":
+        return _matrices(m, k, n, maker)  # 8-bit products want both operands along the summed index: w transposed
+    dy, weight, out = maker.normal(m, n), maker.normal(n, k), maker.zeros(m, k)
+    return lambda: torch.mm(dy, weight, out=out)
+
+
+def _wgrad(maker: Maker, m: int, n: int, k: int) -> Run:
+    """dw += dy^T x, added to an fp32 buffer."""
+    total = maker.zeros(n, k, dtype=torch.float32)
+    if maker.kernel == "scaled_mm + add":
+        dy_t, x_t, one = maker.eighth(n, m), maker.eighth(k, m), torch.ones((), device=maker.device)
+        return lambda: total.add_(torch._scaled_mm(dy_t, x_t.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
+    dy, x = maker.normal(m, n), maker.normal(m, k)
+    if maker.kernel == "addmm":  # everything in one type
+        return lambda: torch.addmm(total, dy.t(), x, out=total)
+    if maker.kernel == "addmm fp32":  # narrow inputs, added in fp32 by the product itself
+        return lambda: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
+    return lambda: total.add_(dy.t() @ x)
+
+
+def _heads(maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
+    """Queries, keys and values as projections leave them: heads behind tokens in memory."""
+    return [
+        maker.normal(batch, seq_len, heads, head_dim).transpose(1, 2).requires_grad_()
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    ]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if kernel != "sdpa flash":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    with sdpa_kernel(_FLASH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _check_window(window: int) -> None:
+    if window:
+        raise InputError("a window of attention is not measured: torch's flash kernels take none")
+
+
+def _attention(
+    maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
+) -> Run:
+    _check_window(window)
+    q, k, v = _heads(maker, batch, seq_len, num_heads, num_kv_heads, head_dim)
+    return lambda: _attend(q, k, v, maker.kernel)  # with gradients wanted: training saves the statistics too
+
+
+def _attention_backward(
+    maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
+) -> Run:
+    _check_window(window)
+    q, k, v = _heads(maker, batch, seq_len, num_heads, num_kv_heads, head_dim)
+    return _backward(_attend(q, k, v, maker.kernel), [q, k, v])
+
+
+def _backward(out: Tensor, inputs: list[Tensor]) -> Run:
+    """The backward pass of a graph that was run once, and is kept."""
+    gradient = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+
+def _expert_inputs(
+    maker: Maker,
+    tokens: int,
+    hidden_size: int,
+    ffn_size: int,
+    experts_per_token: int,
+    num_experts: int,
+    etp: int,
+    ep: int,
+) -> tuple[list[Tensor], list[int]]:
+    """(tokens and weights, tokens of each local expert), balanced: sorted by expert, as after the exchange."""
+    local, width = num_experts // ep, ffn_size // etp
+    each = max(round(tokens * experts_per_token / num_experts), 1)
+    up = torch.stack([maker.weight(hidden_size, 2 * width).detach() for _ in range(local)]).requires_grad_()
+    down = torch.stack([maker.weight(width, hidden_size).detach() for _ in range(local)]).requires_grad_()
+    return [maker.normal(local * each, hidden_size, grad=True), up, down], [each] * local
+
+
+def _run_experts(inputs: list[Tensor], sizes: list[int], ends: Tensor, kernel: str) -> Tensor:
+    x, up, down = inputs
+    if kernel == "grouped_mm":
+        return F.grouped_mm(_gated(F.grouped_mm(x, up, offs=ends)), down, offs=ends)
+    parts = zip(torch.split(x, sizes), up, down, strict=True)
+    return torch.cat([_gated(part @ into) @ back for part, into, back in parts])
+
+
+def _experts(maker: Maker, *shape: int) -> Run:
+    inputs, sizes = _expert_inputs(maker, *shape)
+    ends = torch.tensor(sizes, device=maker.device).cumsum(0).to(torch.int32)
+    return lambda: _run_experts(inputs, sizes, ends, maker.kernel)
+
+
+def _experts_backward(maker: Maker, *shape: int) -> Run:
+    inputs, sizes = _expert_inputs(maker, *shape)
+    ends = torch.tensor(sizes, device=maker.device).cumsum(0).to(torch.int32)
+    return _backward(_run_experts(inputs, sizes, ends, maker.kernel), inputs)
+
+
+def _gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _norm(maker: Maker, tokens: int, hidden_size: int) -> Run:
+    x, weight = maker.normal(tokens, hidden_size, grad=True), maker.normal(hidden_size, grad=True)
+    return lambda: F.rms_norm(x, (hidden_size,), weight)
+
+
+def _norm_backward(maker: Maker, tokens: int, hidden_size: int) -> Run:
+    x, weight = maker.normal(tokens, hidden_size, grad=True), maker.normal(hidden_size, grad=True)
+    return _backward(F.rms_norm(x, (hidden_size,), weight), [x, weight])
+
+
+def _swiglu(maker: Maker, tokens: int, ffn_size: int) -> Run:
+    x = maker.normal(tokens, 2 * ffn_size, grad=True)
+    return lambda: _gated(x)
+
+
+def _swiglu_backward(maker: Maker, tokens: int, ffn_size: int) -> Run:
+    x = maker.normal(tokens, 2 * ffn_size, grad=True)
+    return _backward(_gated(x), [x])
+
+
+def _angles(maker: Maker, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """(cosines, sines) of rotary positions, one row a token."""
+    rates = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=maker.device) / head_dim)
+    angles = torch.outer(torch.arange(tokens, device=maker.device), rates).repeat(1, 2)
+    return angles.cos().to(maker.number)[:, None], angles.sin().to(maker.number)[:, None]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+def _rope(maker: Maker, tokens: int, num_heads: int, head_dim: int) -> Run:
+    x, (cos, sin) = maker.normal(tokens, num_heads, head_dim, grad=True), _angles(maker, tokens, head_dim)
+    gradient = torch.randn_like(x)
+    return lambda: torch.autograd.grad(_rotated(x, cos, sin), x, gradient)
+
+
+def _cross_entropy(maker: Maker, tokens: int, vocab_size: int) -> Run:
+    logits = maker.normal(tokens, vocab_size, grad=True)
+    targets = torch.randint(vocab_size, (tokens,), device=maker.device)
+    return lambda: torch.autograd.grad(F.cross_entropy(logits.float(), targets), logits)
+
+
+def _head(maker: Maker, tokens: int, hidden_size: int, vocab_size: int) -> Run:
+    x, weight = maker.normal(tokens, hidden_size, grad=True), maker.weight(vocab_size, hidden_size)
+    targets = torch.randint(vocab_size, (tokens,), device=maker.device)
+    return lambda: torch.autograd.grad(F.cross_entropy((x @ weight.t()).float(), targets), (x, weight))
+
+
+def _optimizer(maker: Maker, num_parameters: int) -> Run:
+    """One Adam step over fp32 weights, and the copy in the type that computes."""
+    weights = maker.normal(num_parameters, grad=True, dtype=torch.float32)
+    weights.grad = maker.normal(num_parameters, dtype=torch.float32)
+    adam = torch.optim.AdamW([weights], lr=1e-4, fused=True)
+    working = maker.zeros(num_parameters)
+    if working.dtype == torch.float32:
+        return lambda: adam.step()
+
+    def step() -> None:
+        adam.step()
+        with torch.no_grad():
+            working.copy_(weights)
+
+    return step
+
+
+class _StandIn(torch.autograd.Function):
+    """Takes the place of a collective: hands on a tensor and a gradient that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, after: Tensor, before: Tensor) -> Tensor:
+        ctx.before = before
+        return after.view_as(after)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.before, None, None
+
+
+class Layer(torch.nn.Module):
+    """What one rank of `tp` computes for a gated transformer layer: sequence-parallel norms, cut matrices.
+
+    The collectives between them are left out: tensors of the sizes that they would leave stand in.
+    """
+
+    def __init__(
+        self,
+        maker: Maker,
+        batch: int,
+        seq_len: int,
+        hidden_size: int,
+        ffn_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        tp: int,
+    ) -> None:
+        super().__init__()
+        self.batch, self.seq_len, self.head_dim, self.tp = batch, seq_len, head_dim, tp
+        self.heads, self.kv_heads = num_heads // tp, max(num_kv_heads // tp, 1)
+        tokens = batch * seq_len
+        self.cos, self.sin = _angles(maker, seq_len, head_dim)
+        if tp > 1:
+            self.whole, self.part = maker.normal(tokens, hidden_size), maker.normal(tokens // tp, hidden_size)
+        width = (self.heads + 2 * self.kv_heads) * head_dim
+        parameter = torch.nn.Parameter
+        self.qkv = parameter(maker.weight(width, hidden_size).detach())
+        self.out = parameter(maker.weight(hidden_size, self.heads * head_dim).detach())
+        self.fc1 = parameter(maker.weight(2 * ffn_size // tp, hidden_size).detach())
+        self.fc2 = parameter(maker.weight(hidden_size, ffn_size // tp).detach())
+        self.norm1, self.norm2 = (parameter(maker.normal(hidden_size)) for _ in range(2))
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return x if self.tp == 1 else _stand_in(x, self.whole, self.part)
+
+    def _scattered(self, x: Tensor) -> Tensor:
+        return x if self.tp == 1 else _stand_in(x, self.part, self.whole)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for the rank's part of the tokens, (tokens / tp, hidden_size)."""
+        size = (x.shape[-1],)
+        joined = F.linear(self._gathered(F.rms_norm(x, size, self.norm1)), self.qkv)
+        joined = joined.view(self.batch, self.seq_len, self.heads + 2 * self.kv_heads, self.head_dim)
+        q, k, v = torch.split(joined, [self.heads, self.kv_heads, self.kv_heads], dim=2)
+        q, k = _rotated(q, self.cos, self.sin), _rotated(k, self.cos, self.sin)
+        attended = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), "sdpa")
+        attended = attended.transpose(1, 2).reshape(self.batch * self.seq_len, -1)
+        x = x + self._scattered(F.linear(attended, self.out))
+        wide = F.linear(self._gathered(F.rms_norm(x, size, self.norm2)), self.fc1)
+        return x + self._scattered(F.linear(_gated(wide), self.fc2))
+
+
+def _stand_in(x: Tensor, after: Tensor, before: Tensor) -> Tensor:
+    result: Tensor = _StandIn.apply(x, after, before)  # type: ignore[no-untyped-call]
+    return result
+
+
+def layer(maker: Maker, *shape: int) -> tuple[Layer, Tensor]:
+    """(the layer of a `layer` shape, an input of one rank)."""
+    batch, seq_len, hidden_size, *_, tp = shape
+    return Layer(maker, *shape), maker.normal(batch * seq_len // tp, hidden_size, grad=True)
+
+
+def _layer(maker: Maker, *shape: int) -> Run:
+    module, x = layer(maker, *shape)
+    return lambda: module(x)
+
+
+def _layer_backward(maker: Maker, *shape: int) -> Run:
+    module, x = layer(maker, *shape)
+    return _backward(module(x), [x, *module.parameters()])
+
+
+_BUILDERS: dict[Operation, Callable[..., Run]] = {
+    "gemm": _gemm,
+    "dgrad": _dgrad,
+    "wgrad": _wgrad,
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "experts": _experts,
+    "experts_backward": _experts_backward,
+    "norm": _norm,
+    "norm_backward": _norm_backward,
+    "rope": _rope,
+    "swiglu": _swiglu,
+    "swiglu_backward": _swiglu_backward,
+    "cross_entropy": _cross_entropy,
+    "optimizer": _optimizer,
+    "layer": _layer,
+    "layer_backward": _layer_backward,
+    "head": _head,
+}
+KERNELS: frozenset[Operation] = frozenset(_BUILDERS)
+
+
+def _fp8_type() -> torch.dtype:
+    """8-bit numbers of 4 exponent bits, in the version that this device multiplies."""
+    if torch.version.hip and "gfx94" in torch.cuda.get_device_properties().gcnArchName:
+        return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn

@@ -1,0 +1,71 @@
+"""Which devices talk to each other: groups of what layout can a job of some nodes form?
+
+A shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as `timing.SHAPES` has it; here
+a domain is a node.  Groups that work at once are siblings: the same layout on the other devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Groups of `num_devices`, of which `devices_per_node` sit on each node that a group touches."""
+
+    num_devices: int
+    devices_per_node: int
+    num_groups: int
+
+    def shape(self, buffer_bytes: int) -> tuple[int, ...]:
+        """With a buffer, the shape of a collective."""
+        return (self.num_devices, self.devices_per_node, self.num_groups, buffer_bytes)
+
+
+def layouts(num_nodes: int, devices_per_node: int) -> list[Layout]:
+    """Inside a node by 2, 4, 8 ..., one device of each node, and all devices: alone, and with all siblings at once."""
+    found = []
+    sizes = [size for size in (2**power for power in range(1, 11)) if devices_per_node % size == 0]
+    if devices_per_node > 1 and devices_per_node not in sizes:
+        sizes.append(devices_per_node)
+    for size in sizes:
+        groups = num_nodes * devices_per_node // size
+        found += [Layout(num_devices=size, devices_per_node=size, num_groups=at) for at in sorted({1, groups})]
+    if num_nodes > 1:
+        siblings = sorted({1, devices_per_node})
+        found += [Layout(num_devices=num_nodes, devices_per_node=1, num_groups=at) for at in siblings]
+        everyone = num_nodes * devices_per_node
+        if devices_per_node > 1:
+            found.append(Layout(num_devices=everyone, devices_per_node=devices_per_node, num_groups=1))
+    return found
+
+
+def groups_of(layout: Layout, num_nodes: int, devices_per_node: int) -> list[list[int]]:
+    """The ranks of each group of `layout`, where ranks count through one node after the other.
+
+    A group takes the same `devices_per_node` neighbours of each of its nodes, as tensor-parallel neighbours and data-
+    parallel strides do.
+    """
+    here = layout.devices_per_node
+    nodes, rest = divmod(layout.num_devices, here)
+    if rest or devices_per_node % here or num_nodes % nodes:
+        raise InputError(
+            f"groups of {layout.num_devices} with {here} on each node do not fit on {num_nodes} nodes of "
+            f"{devices_per_node}: choose divisors"
+        )
+    groups = [
+        [
+            node * devices_per_node + device
+            for node in range(first, first + nodes)
+            for device in range(neighbour, neighbour + here)
+        ]
+        for first in range(0, num_nodes, nodes)
+        for neighbour in range(0, devices_per_node, here)
+    ]
+    if layout.num_groups > len(groups):
+        raise InputError(
+            f"{layout.num_groups} groups of {layout.num_devices} need more than the {len(groups)} there are"
+        )
+    return groups[: layout.num_groups]

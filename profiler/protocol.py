@@ -1,0 +1,117 @@
+"""What are the ranks asked to measure, by which rules, and what do they answer?
+
+These go between the program that was started and the ranks; torch is not needed to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoplan.timing import Operation
+from profiler.record import Fingerprint, Mode, Status
+
+BESIDE = " beside gemm"  # ending of a collective's kernel where products run at the same time
+COLLECTIVES: frozenset[Operation] = frozenset(
+    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One measurement to make."""
+
+    operation: Operation
+    shape: tuple[int, ...]
+    dtype: str
+    kernel: str
+    mode: Mode = "sustained"
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], str, str, str]:
+        """By what a store knows whether it holds it."""
+        return (self.operation, self.shape, self.dtype, self.kernel, self.mode)
+
+    def __str__(self) -> str:
+        return f"{self.operation} {'x'.join(str(size) for size in self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How measurements are taken; times in seconds."""
+
+    mode: Mode = "sustained"
+    num_samples: int = 20  # in a round
+    sample_s: float = 0.01  # least length of a sample
+    least_calls: int = 1  # in a sample
+    warmup_calls: int = 3
+    rest_s: float = 0.0  # idle before, so that a burst finds a cool device
+    soak_s: float = 0.0  # the operation itself, before the first sample counts
+    allowance_s: float = 3.0  # after which what was seen is taken as it is
+    most_foreign: float = 0.06  # share of other load up to which a round is clean (`closed-loop` 2.2)
+    most_spread: float = 0.05  # half-width of the interval of the median, relative, at which it has settled
+    most_scatter: float = 0.5  # middle half of the samples over their median: beyond it a median says little
+
+    def expected_s(self, call_s: float) -> float:
+        """What one quiet measurement takes of an operation of `call_s`."""
+        sample = max(self.sample_s, call_s * self.least_calls)
+        return self.rest_s + self.soak_s + (self.num_samples + 3) * sample + self.warmup_calls * call_s
+
+
+def rules_for(device_type: str, mode: Mode, *, allowance_s: float = 3.0) -> Rules:
+    """The rules for CPUs, or those for GPUs: sustained as training runs, or a burst as benchmarks do (C8, C9)."""
+    if device_type == "cpu":
+        return Rules(mode=mode, allowance_s=allowance_s)
+    if mode == "burst":
+        return Rules(mode=mode, sample_s=1e-3, least_calls=10, warmup_calls=10, rest_s=0.5, allowance_s=allowance_s)
+    return Rules(mode=mode, sample_s=5e-3, least_calls=10, warmup_calls=10, soak_s=0.5, allowance_s=allowance_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What measuring one operation gave: the content of a record beside its name."""
+
+    samples_s: tuple[float, ...] = ()
+    status: Status = "ok"
+    reason: str = ""
+    conditions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What holds for all measurements of one run."""
+
+    dtypes: tuple[str, ...] = ()  # blank: bf16 on GPUs, fp32 on CPUs
+    allowance_s: float = 3.0
+    limit_s: float = 120.0  # of one measurement, after which a rank is taken to hang
+    compares_devices: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What the ranks found when they had met."""
+
+    fingerprint: Fingerprint
+    device_type: str
+    hosts: tuple[str, ...]  # of every rank
+    dtypes: tuple[str, ...]
+    kernels: Mapping[tuple[Operation, str], str]  # how each operation runs here in each type, where it does
+    gemm_s: tuple[float, ...] = ()  # of each rank, the same product
+    links_s: Mapping[tuple[int, int], float] = field(default_factory=dict)  # the same message between two ranks
+
+    @property
+    def num_nodes(self) -> int:
+        """How many hosts there are."""
+        return len(set(self.hosts))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Equally many on each."""
+        return len(self.hosts) // self.num_nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A rank's last words."""
+
+    text: str

@@ -1,0 +1,127 @@
+"""What else was going on while something was measured: other load on the machine, clocks, power, slowdowns?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from profiler.environment import nvml, nvml_handle
+
+# Reasons for which NVML says that clocks are down and which are no part of sustained work within the power cap.
+_SLOWDOWNS = {0x08: "hardware", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What one rank saw of its host and device during one round of samples."""
+
+    host: str
+    wall_s: float
+    busy_core_s: float = 0.0  # of all cores of the host, whoever used them
+    own_core_s: float = 0.0  # of this process
+    num_cores: int = 1
+    foreign_device: float = 0.0  # share of the device that other processes used
+    slowdown: str = ""
+    clock_mhz: int = 0
+    power_w: int = 0
+
+
+def foreign_load(windows: Sequence[Window], *, on_cpu: bool) -> float:
+    """The share of its devices that others used on the worst host, from the windows of all ranks.
+
+    Where the cores are the devices: (busy - what the ranks of the host used) / (wall x cores), `closed-loop` 2.2.
+    """
+    if not on_cpu:
+        return max(window.foreign_device for window in windows)
+    hosts: dict[str, list[Window]] = defaultdict(list)
+    for window in windows:
+        hosts[window.host].append(window)
+    shares = []
+    for there in hosts.values():
+        busy = max(window.busy_core_s for window in there)
+        longest = max(window.wall_s for window in there)
+        own = sum(window.own_core_s for window in there)
+        shares.append((busy - own) / (longest * there[0].num_cores))
+    return max(0.0, *shares)
+
+
+class Sensors:
+    """Reads the host and one device; sets nothing."""
+
+    def __init__(self, device: torch.device, host: str) -> None:
+        self._device, self._host = device, host
+        self._num_cores = psutil.cpu_count() or 1
+        self._handle = nvml_handle(device)
+        self.start()
+
+    def start(self) -> None:
+        """Begin a window."""
+        self._state = ("", 0, 0)
+        self._began_us = time.time_ns() // 1000
+        self._began = (time.perf_counter(), _busy_core_s(), time.process_time())
+
+    def look(self) -> None:
+        """Note clocks and power: to be called while the device works."""
+        if self._device.type == "cpu":
+            return
+        # Missing libraries, missing rights and products without a sensor leave it unknown.
+        with suppress(Exception):
+            power = torch.cuda.power_draw(self._device)  # milliwatts from NVML, watts from amdsmi
+            self._state = (
+                self._slowdown(),
+                torch.cuda.clock_rate(self._device),
+                power if torch.version.hip else round(power / 1000),
+            )
+
+    def stop(self) -> Window:
+        """The window since `start`."""
+        wall, busy, own = self._began
+        slowdown, clock_mhz, power_w = self._state
+        return Window(
+            host=self._host,
+            wall_s=time.perf_counter() - wall,
+            busy_core_s=_busy_core_s() - busy,
+            own_core_s=time.process_time() - own,
+            num_cores=self._num_cores,
+            foreign_device=self._foreign_device(),
+            slowdown=slowdown,
+            clock_mhz=clock_mhz,
+            power_w=power_w,
+        )
+
+    def _slowdown(self) -> str:
+        library = nvml()
+        if library is None or self._handle is None:
+            return ""
+        bits = library.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
+        return ", ".join(name for bit, name in _SLOWDOWNS.items() if bits & bit)
+
+    def _foreign_device(self) -> float:
+        """Share of the device's time that other processes took since the window began; 0 where NVML does not tell.
+
+        Inside a container the driver's process ids are not ours: then the busiest process counts as this one.
+        """
+        library = nvml()
+        if library is None or self._handle is None:
+            return 0.0
+        used: dict[int, float] = defaultdict(float)
+        with suppress(library.NVMLError):  # it is an error that nothing ran
+            for sample in library.nvmlDeviceGetProcessUtilization(self._handle, self._began_us):
+                used[sample.pid] = max(used[sample.pid], sample.smUtil / 100)
+        own = os.getpid() if os.getpid() in used else max(used, key=lambda pid: used[pid], default=0)
+        return sum(share for pid, share in used.items() if pid != own)
+
+
+def _busy_core_s() -> float:
+    """Seconds that all cores of the host have been busy since it started; stolen ones count, waiting ones do not."""
+    times = psutil.cpu_times()
+    # Linux counts guests as users already.
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)

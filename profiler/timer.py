@@ -1,0 +1,218 @@
+"""How long does an operation take, measured so that the answer can be trusted, and how sure is it?
+
+The protocol of `modelling` C8 and `closed-loop` 2 and 8: all ranks run the operation together; warm-up, an inner loop
+long enough for the clock, a soak that brings the device to the clocks of training, then rounds of samples until one
+is free of other load and its median has settled.  On GPUs events enclose many launches; on CPUs kernels are timed by
+the process's own CPU time, which others cannot lengthen by taking turns, and collectives by the wall clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from profiler.protocol import Outcome, Rules
+from profiler.record import cleaned
+from profiler.sensors import Sensors, Window, foreign_load
+
+MOST_KEPT = 400  # samples of a record
+MOST_CALLS = 100_000  # in one sample
+MOST_WALL_OVER_CPU = 1.05  # above it a kernel waited for its core (`closed-loop` 8)
+
+
+class Team(Protocol):
+    """The ranks that measure together, as far as the timer needs them."""
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+
+    def gather(self, mine: object) -> list[Any]:
+        """What every rank brought, by rank, on every rank."""
+
+    def decide(self, mine: float) -> float:
+        """What rank 0 brought, on every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """One rank's part of a round; `samples_s` is empty for a rank that only stood by."""
+
+    samples_s: tuple[float, ...]
+    wall_over_cpu: float
+    window: Window
+
+
+def median_interval(samples_s: Sequence[float], *, level: float = 0.9, draws: int = 500) -> tuple[float, float]:
+    """The bootstrap interval of the median that holds it with probability `level`."""
+    drawn = np.random.default_rng(0).choice(np.asarray(samples_s), size=(draws, len(samples_s)))
+    low, high = np.quantile(np.median(drawn, axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def spread(samples_s: Sequence[float]) -> float:
+    """Half-width of the interval of the median over the median."""
+    low, high = median_interval(samples_s)
+    return (high - low) / 2 / float(np.median(samples_s))
+
+
+def scatter(samples_s: Sequence[float]) -> float:
+    """Interquartile range over the median."""
+    low, middle, high = np.quantile(samples_s, [0.25, 0.5, 0.75])
+    return float((high - low) / middle)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    run: Callable[[], object] | None,
+    *,
+    team: Team,
+    device: torch.device,
+    sensors: Sensors,
+    rules: Rules,
+    is_collective: bool,
+) -> Outcome:
+    """Time `run` on all ranks at once; None stands by.  Every rank returns the same outcome.
+
+    Of a collective the slowest rank of each sample counts, of a kernel the median rank.
+    """
+    by_cpu_time = device.type == "cpu" and not is_collective
+    clock = time.process_time if by_cpu_time else time.perf_counter
+    if rules.rest_s:
+        time.sleep(rules.rest_s)
+    _repeat(run, rules.warmup_calls, device)
+    team.meet()  # a rank that hangs does so in its first calls
+    num_calls = rules.least_calls
+    while True:
+        began = clock()
+        _repeat(run, num_calls, device)
+        elapsed = max(team.decide(clock() - began), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
+        if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
+            break
+        num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
+    for _ in range(math.ceil(rules.soak_s / elapsed)):
+        _repeat(run, num_calls, device)
+
+    began, rounds = time.perf_counter(), []
+    clean: list[float] = []
+    while True:
+        reports = team.gather(_round(run, num_calls, device=device, sensors=sensors, rules=rules, clock=clock))
+        if fault := _fault(reports, rules.num_samples):
+            return Outcome(status="failed", reason=fault)
+        working = [report for report in reports if report.samples_s]
+        times = np.array([report.samples_s for report in working])
+        samples = (times.max(axis=0) if is_collective else np.median(times, axis=0)).tolist()
+        foreign = foreign_load([report.window for report in reports], on_cpu=device.type == "cpu")
+        slowdown = max(report.window.slowdown for report in reports)
+        rounds.append((foreign + bool(slowdown), foreign, slowdown, samples, working))
+        if foreign <= rules.most_foreign and not slowdown:
+            clean += samples
+        is_settled = bool(clean) and spread(clean) <= rules.most_spread and scatter(clean) <= rules.most_scatter
+        if is_settled or team.decide(time.perf_counter() - began) > rules.allowance_s:
+            break
+
+    _, foreign, slowdown, samples, working = min(rounds, key=lambda one: one[0])
+    conditions = _conditions(working, num_calls, foreign, is_collective=is_collective, by_cpu_time=by_cpu_time)
+    if not clean:
+        why = f"device slowed down: {slowdown}" if slowdown else f"other load took {100 * foreign:.0f} % of the machine"
+        return Outcome(samples_s=tuple(samples), status="contaminated", reason=why, conditions=conditions)
+    kept = tuple(clean[-MOST_KEPT:])
+    if not is_settled:
+        why = (
+            f"after {rules.allowance_s:g} s the median is known to {100 * spread(kept):.0f} %, "
+            f"half of the samples lie within {100 * scatter(kept):.0f} %"
+        )
+        return Outcome(samples_s=kept, status="unstable", reason=why, conditions=conditions)
+    return Outcome(samples_s=kept, conditions=conditions)
+
+
+def _repeat(run: Callable[[], object] | None, num_calls: int, device: torch.device) -> None:
+    if run is not None:
+        for _ in range(num_calls):
+            run()
+        synchronise(device)
+
+
+def _round(
+    run: Callable[[], object] | None,
+    num_calls: int,
+    *,
+    device: torch.device,
+    sensors: Sensors,
+    rules: Rules,
+    clock: Callable[[], float],
+) -> _Report:
+    """One rank's samples, each the mean of `num_calls` calls back to back."""
+    sensors.start()
+    if run is None:
+        return _Report(samples_s=(), wall_over_cpu=1.0, window=sensors.stop())
+    wall, cpu = time.perf_counter(), time.process_time()
+    if device.type == "cpu":
+        marks = [clock()]
+        for _ in range(rules.num_samples):
+            for _ in range(num_calls):
+                run()
+            marks.append(clock())
+        lengths: NDArray[np.float64] = np.diff(marks)
+    else:
+        events: list[Any] = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(rules.num_samples + 1)
+        ]
+        events[0].record()
+        for event in events[1:]:
+            for _ in range(num_calls):
+                run()
+            event.record()
+        sensors.look()
+        events[-1].synchronize()
+        lengths = np.array([1e-3 * one.elapsed_time(other) for one, other in pairwise(events)])
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return _Report(
+        samples_s=tuple((lengths / num_calls).tolist()), wall_over_cpu=wall / max(cpu, 1e-9), window=sensors.stop()
+    )
+
+
+def _fault(reports: Sequence[object], num_samples: int) -> str:
+    """What is wrong with what the ranks returned; empty if nothing is."""
+    for rank, report in enumerate(reports):
+        if not isinstance(report, _Report) or not isinstance(report.samples_s, tuple):
+            return cleaned(f"rank {rank} returned no times but {str(report)[:60]!r}")
+        times = report.samples_s
+        if times and not (len(times) == num_samples and all(math.isfinite(one) and one > 0 for one in times)):
+            return cleaned(f"rank {rank} returned no times but {str(times[:3])[:60]}")
+    return ""
+
+
+def _conditions(
+    working: Sequence[_Report], num_calls: int, foreign: float, *, is_collective: bool, by_cpu_time: bool
+) -> dict[str, str]:
+    found = {"calls": str(num_calls), "other_load": f"{100 * foreign:.1f} %"}
+    if by_cpu_time:
+        found["clock"] = "cpu time"
+        waited = float(np.median([report.wall_over_cpu for report in working]))
+        if waited > MOST_WALL_OVER_CPU:
+            found["wall_over_cpu"] = f"{waited:.2f}"
+    if len(working) > 1 and not is_collective:
+        medians = [float(np.median(report.samples_s)) for report in working]
+        found["slowest_device"] = f"+{100 * (max(medians) / float(np.median(medians)) - 1):.1f} %"
+    windows = [report.window for report in working]
+    for name, values in (
+        ("clock_mhz", [one.clock_mhz for one in windows]),
+        ("power_w", [one.power_w for one in windows]),
+    ):
+        if any(values):
+            found[name] = f"{float(np.median(values)):.0f}"
+    return found

@@ -1,0 +1,294 @@
+"""What does one rank do?  It joins the others, then measures whatever rank 0 is told to, until there is no more.
+
+A rank is a child of the program that was started (`launch`).  Messages between ranks go over gloo on the host, also
+where devices talk NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import functools
+import gc
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoplan.errors import AutoplanError, InputError
+from autoplan.timing import Operation
+from profiler import collectives, kernels, units
+from profiler.environment import fingerprint
+from profiler.launch import GRACE_S, START_S, Place
+from profiler.protocol import BESIDE, COLLECTIVES, Fault, Hello, Job, Outcome, Task, rules_for
+from profiler.record import Fingerprint, cleaned
+from profiler.sensors import Sensors
+from profiler.timer import measure, synchronise
+
+CHECK_SIZE = {"cpu": 512, "cuda": 8192}  # of the product by which devices are compared
+CHECK_BYTES = {"cpu": 2**22, "cuda": 2**28}  # of the message by which links are compared
+CHECK_REPEATS = 10
+IDLE_S = 3600.0  # for which a rank waits for the next task
+# What NCCL and RCCL were told; what they chose themselves they do not say.
+NCCL_SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NVLS_ENABLE")
+
+
+@dataclass(kw_only=True)
+class Ranks:
+    """The ranks of this job, as one of them sees them."""
+
+    rank: int
+    hosts: list[str]  # of every rank
+    device: torch.device
+    sensors: Sensors
+    groups: collectives.Groups
+    control: dist.ProcessGroup  # gloo, on the host
+    until: float = math.inf  # when the present task must be through, by the monotonic clock
+
+    def gather(self, mine: object) -> list[Any]:
+        """What every rank brought, by rank, on every rank."""
+        self.meet()
+        brought: list[Any] = [None] * len(self.hosts)
+        dist.all_gather_object(brought, mine, group=self.control)
+        return brought
+
+    def decide(self, mine: float) -> float:
+        """What rank 0 brought, on every rank."""
+        return float(self.share(mine))
+
+    def share(self, mine: object) -> Any:
+        """As `decide`, of anything."""
+        box = [mine]
+        dist.broadcast_object_list(box, 0, group=self.control)
+        return box[0]
+
+    def meet(self) -> None:
+        """Wait for all ranks, for as long as the present task has; an error on rank 0 names those that do not come.
+
+        Its end comes before that of the watchdogs, which cannot tell who is missing.
+        """
+        left_s = min(max(self.until - time.monotonic(), 1.0), IDLE_S)
+        dist.monitored_barrier(self.control, datetime.timedelta(seconds=left_s), wait_all_ranks=True)
+
+
+def join(place: Place, job: Job) -> Ranks:
+    """Become a rank: take a device and meet the others."""
+    torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
+    has_devices = torch.cuda.is_available()
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count()) if has_devices else torch.device("cpu")
+    if has_devices:
+        torch.cuda.set_device(device)
+    torch.manual_seed(place.rank)
+    dist.init_process_group(
+        "nccl" if has_devices else "gloo",
+        init_method=place.meeting_point,
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=datetime.timedelta(seconds=job.limit_s),
+    )
+    control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=IDLE_S))
+    assert control is not None
+    host = cleaned(socket.gethostname())
+    hosts: list[Any] = [None] * place.num_ranks
+    dist.all_gather_object(hosts, host, group=control)
+    nodes = list(dict.fromkeys(hosts))
+    each = place.num_ranks // len(nodes)
+    if hosts != [node for node in nodes for _ in range(each)]:
+        raise InputError(f"ranks must fill the nodes one after the other, equally many on each, got {hosts}")
+    return Ranks(
+        rank=place.rank,
+        hosts=hosts,
+        device=device,
+        sensors=Sensors(device, host),
+        groups=collectives.Groups(place.rank, len(nodes), each),
+        control=control,
+    )
+
+
+def greet(ranks: Ranks, job: Job) -> Hello:
+    """What there is to measure with: the same on every rank."""
+    device, hosts = ranks.device, ranks.hosts
+    num_nodes = len(set(hosts))
+    own = fingerprint(device, num_hosts=num_nodes, devices_here=len(hosts) // num_nodes)
+    for rank, other in enumerate(ranks.gather(own)):
+        _check_alike(own, other, f"rank 0 on {hosts[0]}", f"rank {rank} on {hosts[rank]}")
+    dtypes = job.dtypes or (_default_dtype(device),)
+    ways: dict[tuple[Operation, str], str] = {}
+    if ranks.rank == 0:
+        for dtype in dtypes:
+            ways |= {
+                (operation, dtype): kernels.implementation(operation, dtype, device) for operation in kernels.KERNELS
+            }
+            if dtype in kernels.DTYPES:
+                ways |= dict.fromkeys([(one, dtype) for one in COLLECTIVES], own.collectives.partition(" ")[0])
+                ways["sharded_layer", dtype] = "fsdp2"
+    gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
+    return Hello(
+        fingerprint=own,
+        device_type=device.type,
+        hosts=tuple(hosts),
+        dtypes=dtypes,
+        kernels=ranks.share({which: way for which, way in ways.items() if way}),
+        gemm_s=tuple(gemm_s),
+        links_s=links_s,
+    )
+
+
+def _check_alike(one: Fingerprint, other: Fingerprint, here: str, there: str) -> None:
+    """Refuse ranks of which one fingerprint cannot speak."""
+    for name in ("device", "driver", "runtime", "torch", "collectives"):
+        if getattr(one, name) != getattr(other, name):
+            raise InputError(
+                f"{name} is {getattr(one, name)!r} for {here} and {getattr(other, name)!r} for {there}: "
+                "profile each kind of node by itself"
+            )
+
+
+def _default_dtype(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def _compared(ranks: Ranks) -> tuple[list[float], dict[tuple[int, int], float]]:
+    """(seconds of one product on every rank, seconds of one message between pairs of ranks), all at once.
+
+    Each rank meets those at a distance of 1, 2, 4 ...: every NIC and every device's links carry something.
+    """
+    device, size = ranks.device, CHECK_SIZE[ranks.device.type]
+    maker = kernels.Maker(device=device, dtype=_default_dtype(device))
+    x, y, out = maker.normal(size, size), maker.normal(size, size), maker.zeros(size, size)
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    gemm_s = ranks.gather(_least_s(lambda: torch.mm(x, y, out=out), device, clock))
+    message = torch.zeros(CHECK_BYTES[device.type], dtype=torch.uint8, device=device)
+    links_s: dict[tuple[int, int], float] = {}
+    distance = 1
+    while distance < len(ranks.hosts):
+        partner = ranks.rank ^ distance
+        mine = 0.0
+        if partner < len(ranks.hosts):
+            move = functools.partial(dist.send if ranks.rank < partner else dist.recv, message, partner)
+            mine = _least_s(move, device, time.perf_counter)
+        for rank, seconds in enumerate(ranks.gather(mine)):
+            if rank < rank ^ distance < len(ranks.hosts):
+                links_s[rank, rank ^ distance] = seconds
+        distance *= 2
+    return gemm_s, links_s
+
+
+def _least_s(run: kernels.Run, device: torch.device, clock: Callable[[], float]) -> float:
+    times = []
+    for _ in range(CHECK_REPEATS):
+        began = clock()
+        run()
+        synchronise(device)
+        times.append(clock() - began)
+    return min(times)  # others only add to it
+
+
+def prepare(task: Task, ranks: Ranks) -> kernels.Run | None:
+    """What to run for `task` on this rank, None for standing by; memory is taken, and kernels run once."""
+    maker = kernels.Maker(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
+    if task.kernel.endswith(BESIDE):
+        return collectives.build_beside_gemm(task.operation, task.shape, maker, ranks.groups, ranks.decide)
+    if task.operation in COLLECTIVES:
+        return collectives.build(task.operation, task.shape, maker, ranks.groups)
+    if task.operation == "sharded_layer":
+        return units.build_sharded_layer(task.shape, maker, ranks.groups)
+    run = kernels.build(task.operation, task.shape, maker)
+    run()
+    synchronise(ranks.device)
+    return run
+
+
+Prepare = Callable[[Task, Ranks], kernels.Run | None]
+
+
+def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
+    """Measure one task together with the other ranks; what fails before they depend on each other is an outcome."""
+    run, trouble = None, ""
+    try:
+        run = prepare(task, ranks)
+    except Exception as error:
+        trouble = describe(error)
+    troubles = ranks.gather(trouble)
+    if any(troubles):
+        del run
+        _free(ranks.device)
+        rank, text = next((rank, text) for rank, text in enumerate(troubles) if text)
+        return Outcome(status="failed", reason=f"rank {rank}: {text}")
+    needs_all = task.operation in COLLECTIVES or task.operation in units.UNITS
+    outcome = measure(
+        run,
+        team=ranks,
+        device=ranks.device,
+        sensors=ranks.sensors,
+        rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
+        is_collective=needs_all,
+    )
+    del run
+    _free(ranks.device)
+    settings = {name: cleaned(os.environ[name]) for name in NCCL_SETTINGS if needs_all and name in os.environ}
+    return replace(outcome, conditions={**outcome.conditions, **settings})
+
+
+def _free(device: torch.device) -> None:
+    """Give memory back, and find out whether the device still works: an error if not."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize(device)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line; running out of memory is called that on every device."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        return cleaned(f"out of memory: {text}")
+    return cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}")
+
+
+def serve(place: Place, job: Job, line: Connection, prepare_task: Prepare | None) -> None:
+    """Be a rank until rank 0's program has no more tasks, or something is wrong with the ranks as a whole."""
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process lives
+    try:
+        # A watchdog in a thread of its own ends this process even where a driver never comes back.
+        faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
+        ranks = join(place, job)
+        hello = greet(ranks, job)
+        if ranks.rank == 0:
+            line.send(hello)
+        while True:
+            faulthandler.cancel_dump_traceback_later()
+            task = _received(line) if ranks.rank == 0 else None
+            ranks.until = time.monotonic() + job.limit_s if ranks.rank == 0 else math.inf
+            ranks.meet()
+            task = ranks.share(task)
+            if task is None:
+                break
+            ranks.until = time.monotonic() + job.limit_s
+            faulthandler.dump_traceback_later(job.limit_s + GRACE_S, exit=True, file=nowhere)
+            outcome = perform(task, ranks, job, prepare_task or prepare)
+            if ranks.rank == 0:
+                line.send(outcome)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            line.send(Fault(text=describe(error)))
+        os._exit(2)  # the ordinary way out waits for groups that no longer answer
+    os._exit(0)
+
+
+def _received(line: Connection) -> object:
+    try:
+        return line.recv()
+    except (EOFError, OSError):  # the program is gone
+        return None

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from autoplan.read.cluster import load_device, preset_devices  # noqa: E402
+from autoplan.units import GIB  # noqa: E402
+from profiler import environment  # noqa: E402
+from profiler.environment import canonical_hash, device_id, fingerprint  # noqa: E402
+
+
+# Names as drivers report them, with the memory that torch shows: pytorch/test-infra #7631, NVIDIA/cosmos-framework
+# #114, and the out-of-memory messages that the presets cite.
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.11, "h100-sxm"),
+        ("NVIDIA H100 PCIe", 79.11, "h100-pcie"),
+        ("NVIDIA H200", 139.81, "h200-sxm"),
+        ("NVIDIA H800", 79.11, "h800"),
+        ("NVIDIA A100-SXM4-80GB", 79.15, "a100-sxm"),
+        ("A100-SXM4-40GB", 39.39, "a100-sxm-40"),
+        ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie"),
+        ("NVIDIA A800-SXM4-80GB", 79.15, "a800-sxm"),
+        ("NVIDIA L40S", 44.40, "l40s"),
+        ("NVIDIA B200", 178.35, "b200"),
+        ("NVIDIA B300 SXM6 AC", 267.69, "b300"),
+        ("NVIDIA GB200", 184.31, "gb200"),
+        ("NVIDIA GB300", 276.50, "gb300"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200"),
+        ("Tesla V100-SXM2-32GB", 31.73, "v100"),
+        ("AMD Instinct MI250X", 63.98, "mi250x-gcd"),
+        ("AMD Instinct MI300X", 191.69, "mi300x"),
+        ("AMD Instinct MI300X VF", 191.98, "mi300x"),
+        ("AMD Instinct MI325X", 255.98, "mi325x"),
+        ("AMD Instinct MI355X", 287.98, "mi355x"),
+    ],
+)
+def test_a_shipped_device_is_known_by_its_drivers_name(name: str, memory_gib: float, expected: str) -> None:
+    assert device_id(name, round(memory_gib * GIB)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib"),
+    [
+        ("NVIDIA H100 NVL", 93.1),
+        ("NVIDIA H20", 95.0),
+        ("NVIDIA H200 NVL", 139.8),
+        ("NVIDIA A100-PCIE-40GB", 39.39),
+        ("NVIDIA GH200 144G HBM3e", 142.0),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 39.5),
+        ("NVIDIA H100 80GB HBM3", 39.5),  # a part of one, under its whole name
+        ("Tesla V100-SXM2-16GB", 15.77),
+        ("NVIDIA GeForce RTX 4090", 23.6),
+        ("AMD Instinct MI308X", 191.98),
+    ],
+)
+def test_any_other_device_keeps_its_own_name(name: str, memory_gib: float) -> None:
+    assert device_id(name, round(memory_gib * GIB)) == name
+
+
+def test_a_device_without_a_name_is_known_by_architecture_memory_and_units() -> None:
+    def named(architecture: str, memory_gib: float, units: int) -> str:
+        return device_id("AMD Radeon Graphics", round(memory_gib * GIB), architecture=architecture, compute_units=units)
+
+    assert named("gfx942:sramecc+:xnack-", 191.69, 304) == "mi300x"
+    assert named("gfx942:sramecc+:xnack-", 255.98, 304) == "mi325x"
+    assert named("gfx942:sramecc+:xnack-", 191.69, 80) == "AMD Radeon Graphics"  # an MI308X
+    assert named("gfx1100", 191.69, 304) == "AMD Radeon Graphics"
+
+
+def test_every_rule_leads_to_a_shipped_device() -> None:
+    ids = {known for _, ids in environment._NAMES for known in ids}
+    ids |= {known for ids in environment._ARCHITECTURES.values() for known in ids}
+    assert ids <= set(preset_devices())
+    # What no name tells: no product, and a variant that its driver calls by the plain product's name.
+    assert set(preset_devices()) - ids == {"cpu", "h100-96g-500w"}
+    assert load_device("no-such-device") is None
+
+
+@given(st.data(), st.lists(st.sampled_from(["gpu", "nic"]), min_size=1, max_size=7))
+def test_a_topology_is_the_same_in_whatever_order_devices_are_counted(data: st.DataObject, labels: list[str]) -> None:
+    size = range(len(labels))
+    kinds = st.sampled_from(["nvlink x4", "pcie"])
+    links = {(one, other): data.draw(kinds) for one in size for other in size if one <= other}
+    order = data.draw(st.permutations(list(size)))
+    place = {old: new for new, old in enumerate(order)}
+    moved = {tuple(sorted((place[one], place[other]))): link for (one, other), link in links.items()}
+    assert canonical_hash([labels[old] for old in order], moved) == canonical_hash(labels, links)
+
+
+def test_topologies_that_differ_in_one_link_differ() -> None:
+    pairs = {(0, 1): "nvlink x4", (2, 3): "nvlink x4", (0, 2): "pcie", (1, 3): "pcie"}
+    labels = ["gpu"] * 4
+    assert canonical_hash(labels, pairs) != canonical_hash(labels, pairs | {(0, 1): "nvlink x2"})
+    assert canonical_hash(labels, pairs) != canonical_hash(labels, {**pairs, (1, 2): "pcie"})
+    assert canonical_hash(labels, {}) != canonical_hash(["gpu"] * 3, {})
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def link(path: Path, target: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def node(sys: Path, *, buses: tuple[str, str], nic: str = "mlx5_0", state: str = "4: ACTIVE") -> Path:
+    """A /sys with two GPUs, an InfiniBand NIC below the first one's switch, its netdev, an Ethernet port, and lo."""
+    gpus = [sys / f"devices/pci0000:{bus}/0000:{bus}:01.0/0000:{bus}:02.0/0000:{bus}:03.0" for bus in buses]
+    for at, gpu in enumerate(gpus):
+        write(gpu / "numa_node", str(at))
+        link(sys / f"bus/pci/devices/{gpu.name}", gpu)
+    infiniband = gpus[0].parents[1] / f"0000:{buses[0]}:04.0"
+    port = infiniband / f"infiniband/{nic}/ports/1"
+    for name, text in (("state", state), ("rate", "400 Gb/sec (4X NDR)"), ("link_layer", "InfiniBand")):
+        write(port / name, text)
+    link(infiniband / f"infiniband/{nic}/device", infiniband)
+    link(sys / f"class/infiniband/{nic}", infiniband / f"infiniband/{nic}")
+    write(infiniband / "net/ib0/operstate", "up")
+    link(infiniband / "net/ib0/device", infiniband)
+    link(sys / "class/net/ib0", infiniband / "net/ib0")
+    ethernet = sys / "devices/pci0000:00/0000:00:19.0"
+    for name, text in (("net/eth0/operstate", "up"), ("net/eth0/speed", "25000"), ("numa_node", "0")):
+        write(ethernet / name, text)
+    link(ethernet / "net/eth0/device", ethernet)
+    link(sys / "class/net/eth0", ethernet / "net/eth0")
+    write(sys / "devices/virtual/net/lo/operstate", "unknown")
+    link(sys / "class/net/lo", sys / "devices/virtual/net/lo")
+    for at in (0, 1):
+        write(sys / f"devices/system/node/node{at}/distance", "10 21" if at == 0 else "21 10")
+    return sys
+
+
+def topology(sys: Path, buses: tuple[str, str], links: dict[tuple[int, int], str]) -> str:
+    return environment._node_topology(sys, [f"0000:{bus}:03.0" for bus in buses], links, environment._nics(sys))
+
+
+def test_nics_are_told_by_kind_and_rate_and_virtual_ones_are_not(tmp_path: Path) -> None:
+    names = [label for label, _ in environment._nics(node(tmp_path, buses=("17", "a3")))]
+    assert sorted(names) == ["ethernet 25 Gb/s", "infiniband 400 Gb/s"]
+
+
+def test_a_link_that_is_down_is_no_nic(tmp_path: Path) -> None:
+    names = [label for label, _ in environment._nics(node(tmp_path, buses=("17", "a3"), state="1: DOWN"))]
+    assert names == ["ethernet 25 Gb/s"]
+
+
+def test_a_node_stays_itself_when_buses_and_nics_are_counted_anew(tmp_path: Path) -> None:
+    links = {(0, 0): "nvlink x18", (1, 1): "nvlink x18"}
+    before = topology(node(tmp_path / "before", buses=("17", "a3")), ("17", "a3"), links)
+    after = topology(node(tmp_path / "after", buses=("c1", "05"), nic="mlx5_3"), ("c1", "05"), links)
+    swapped = topology(tmp_path / "before", ("a3", "17"), links)
+    assert before == after == swapped
+
+
+def test_a_node_with_fewer_links_or_nics_is_another_one(tmp_path: Path) -> None:
+    whole = node(tmp_path / "whole", buses=("17", "a3"))
+    links = {(0, 0): "nvlink x18", (1, 1): "nvlink x18"}
+    cut = node(tmp_path / "cut", buses=("17", "a3"), state="1: DOWN")
+    assert topology(whole, ("17", "a3"), links) != topology(whole, ("17", "a3"), links | {(1, 1): "nvlink x17"})
+    assert topology(whole, ("17", "a3"), links) != topology(cut, ("17", "a3"), links)
+
+
+def test_amd_links_are_read_from_the_kernel(tmp_path: Path) -> None:
+    nodes = tmp_path / "class/kfd/kfd/topology/nodes"
+    write(nodes / "0/properties", "cpu_cores_count 96\nsimd_count 0")
+    for at, place in ((1, 0x0500), (2, 0x2600)):
+        write(nodes / f"{at}/properties", f"simd_count 1216\nlocation_id {place}\ndomain 0")
+        write(nodes / f"{at}/io_links/0/properties", "type 2\nnode_to 0\nweight 20")
+        write(nodes / f"{at}/io_links/1/properties", f"type 11\nnode_to {3 - at}\nweight 15")
+    assert environment._amd_links(tmp_path) == (["0000:05:00.0", "0000:26:00.0"], {(0, 1): "xgmi 15"})
+
+
+def test_a_machine_without_devices_is_known_by_its_cpu() -> None:
+    here = fingerprint(torch.device("cpu"))
+    assert here == fingerprint(torch.device("cpu"))
+    assert (here.device, here.runtime, here.collectives) == ("cpu", "cpu", "gloo")
+    assert here.cpu
+    assert here.memory_bytes % GIB == 0
+    assert here.torch == torch.__version__
+    assert fingerprint(torch.device("cpu"), num_hosts=2).num_hosts == 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_known_by_more_than_its_name() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    here = fingerprint(torch.device("cuda", 0))
+    assert here == fingerprint(torch.device("cuda", 0))
+    assert here.device != "cpu"
+    assert here.memory_bytes > GIB
+    assert here.runtime.split()[0] in ("cuda", "rocm")
+    assert here.collectives.split()[0] in ("nccl", "rccl")
+    assert here.clock_mhz > 100
+    if environment.nvml() is not None or torch.version.hip:
+        assert here.driver
+        assert here.topology
+        assert here.power_cap_w > 0

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from autoplan.errors import InputError  # noqa: E402
+from autoplan.timing import Operation  # noqa: E402
+from profiler.kernels import KERNELS, Layer, Maker, build, implementation, layer  # noqa: E402
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "gemm": (48, 32, 16),
+    "dgrad": (48, 32, 16),
+    "wgrad": (48, 32, 16),
+    "attention": (2, 64, 4, 2, 16, 0),
+    "attention_backward": (2, 64, 4, 2, 16, 0),
+    "experts": (64, 32, 48, 2, 8, 1, 2),
+    "experts_backward": (64, 32, 48, 2, 8, 1, 2),
+    "norm": (48, 32),
+    "norm_backward": (48, 32),
+    "rope": (48, 4, 16),
+    "swiglu": (48, 32),
+    "swiglu_backward": (48, 32),
+    "cross_entropy": (48, 100),
+    "optimizer": (1000,),
+    "layer": (1, 64, 32, 48, 4, 2, 8, 1),
+    "layer_backward": (1, 64, 32, 48, 4, 2, 8, 1),
+    "head": (48, 32, 100),
+}
+
+
+def flops(operation: Operation, dtype: str = "fp32") -> float:
+    """Operations of the products that one call really runs, as torch counts them."""
+    kernel = implementation(operation, dtype, CPU)
+    # torch counts a product that is written to a place as none, and knows no grouped one.
+    if kernel == "addmm":
+        kernel = "mm + add"
+    if kernel == "grouped_mm":
+        kernel = "mm each"
+    run = build(operation, SHAPE[operation], Maker(device=CPU, dtype=dtype, kernel=kernel), cache_bytes=0)
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return float(counter.get_total_flops())
+
+
+def test_every_operation_of_one_device_runs_here() -> None:
+    assert set(SHAPE) == KERNELS
+    for operation in KERNELS:
+        assert implementation(operation, "fp32", CPU)
+        assert implementation(operation, "bf16", CPU)
+
+
+def test_products_compute_what_their_shape_says() -> None:
+    m, n, k = SHAPE["wgrad"]
+    assert flops("wgrad") == 2 * m * n * k
+    assert flops("wgrad", "bf16") == 2 * m * n * k
+    maker = Maker(device=CPU, dtype="fp32", kernel="mm")
+    forward, backward = (build(one, (m, n, k), maker)() for one in ("gemm", "dgrad"))
+    assert forward.shape == (m, n)
+    assert backward.shape == (m, k)
+
+
+def test_experts_compute_the_tokens_that_come_to_one_rank() -> None:
+    tokens, hidden_size, ffn_size, per_token, num_experts, _, ep = SHAPE["experts"]
+    each, local = tokens * per_token // num_experts, num_experts // ep
+    forward = 2 * each * local * hidden_size * 3 * ffn_size
+    assert flops("experts") == forward
+    assert flops("experts_backward") == 2 * forward
+
+
+def test_attention_and_its_backward_pass_run_flash_kernels() -> None:
+    batch, seq_len, heads, kv_heads, head_dim, _ = SHAPE["attention"]
+    kernel = implementation("attention", "fp32", CPU)
+    assert kernel == "sdpa flash"
+    maker = Maker(device=CPU, dtype="fp32", kernel=kernel)
+    out: Any = build("attention", SHAPE["attention"], maker)()
+    assert out.shape == (batch, heads, seq_len, head_dim)
+    assert "Flash" in type(out.grad_fn).__name__
+    gradients: Any = build("attention_backward", SHAPE["attention"], maker)()
+    assert [one.shape[1] for one in gradients] == [heads, kv_heads, kv_heads]
+
+
+def test_a_head_is_one_product_forward_and_two_backward() -> None:
+    tokens, hidden_size, vocab_size = SHAPE["head"]
+    assert flops("head") == 3 * 2 * tokens * hidden_size * vocab_size
+
+
+def test_a_layer_computes_its_matrices() -> None:
+    _, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, _ = SHAPE["layer"]
+    weights = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size)
+    assert flops("layer") == 2 * seq_len * weights  # torch counts no flash attention of a CPU
+    assert flops("layer_backward") == 2 * 2 * seq_len * weights
+
+
+def test_a_rank_of_two_computes_half_a_layer() -> None:
+    shape = (1, 64, 32, 48, 4, 2, 8)
+    whole, half = (build("layer", (*shape, tp), Maker(device=CPU, dtype="fp32", kernel="torch")) for tp in (1, 2))
+    with FlopCounterMode(display=False) as of_whole:
+        whole()
+    with FlopCounterMode(display=False) as of_half:
+        half()
+    assert 2 * of_half.get_total_flops() == of_whole.get_total_flops()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_passes_gradients_to_its_input_and_every_weight(tp: int) -> None:
+    module, x = layer(Maker(device=CPU, dtype="fp32"), 1, 64, 32, 48, 4, 2, 8, tp)
+    assert isinstance(module, Layer)
+    out = module(x)
+    assert out.shape == x.shape == (64 // tp, 32)
+    out.sum().backward()
+    assert all(one.grad is not None and bool(one.grad.any()) for one in (x, *module.parameters()))
+
+
+def test_the_optimizer_moves_its_weights() -> None:
+    steps: list[object] = []
+    for dtype in ("fp32", "bf16"):
+        run = build("optimizer", (1000,), Maker(device=CPU, dtype=dtype, kernel="torch"), cache_bytes=0)
+        steps.append(run())
+    assert steps == [None, None]
+
+
+def test_sets_of_inputs_take_turns() -> None:
+    """A kernel that is called again finds other inputs, so that the cache holds the first no more."""
+    maker = Maker(device=CPU, dtype="fp32", kernel="torch")
+    one_set, sets = (build("norm", (64, 32), maker, cache_bytes=size) for size in (0, 2 * 64 * 32 * 4))
+    torch.manual_seed(0)
+    assert torch.equal(one_set(), one_set())  # type: ignore[arg-type]
+    assert not torch.equal(sets(), sets())  # type: ignore[arg-type]
+
+
+def test_a_window_is_refused() -> None:
+    with pytest.raises(InputError, match="window"):
+        build("attention", (1, 64, 4, 2, 16, 32), Maker(device=CPU, dtype="fp32", kernel="sdpa"))
+
+
+def test_what_no_device_of_this_kind_can_run_has_no_name() -> None:
+    assert implementation("attention", "fp8", CPU) == ""
+    assert implementation("layer", "fp8", CPU) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8"])
+@pytest.mark.parametrize("operation", sorted(KERNELS))
+def test_kernels_run_on_a_gpu(operation: Operation, dtype: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    device = torch.device("cuda", 0)
+    kernel = implementation(operation, dtype, device)
+    if dtype == "bf16" and torch.cuda.get_device_capability() >= (8, 0):
+        assert kernel
+    if operation == "wgrad" and dtype == "bf16":
+        assert kernel == "addmm fp32"
+    if kernel:
+        shapes = {**SHAPE, "attention": (2, 256, 8, 2, 64, 0), "attention_backward": (2, 256, 8, 2, 64, 0)}
+        build(operation, shapes[operation], Maker(device=device, dtype=dtype, kernel=kernel))()
+        torch.cuda.synchronize()

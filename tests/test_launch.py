@@ -1,0 +1,324 @@
+"""Real ranks, on gloo: they measure, and they crash, hang, lie and are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import faulty_ranks
+from jsonl_store import JsonlStore
+
+pytest.importorskip("torch")
+
+from autoplan.errors import InputError
+from autoplan.timing import Operation
+from profiler.launch import Crew, CrewError, Place, place_from
+from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task
+
+# As few samples as there can be: what is asked here is whether, not how long.
+JOB = Job(allowance_s=0.01, limit_s=12.0, compares_devices=False)
+
+
+def gemm(m: int = 32) -> Task:
+    return Task(operation="gemm", shape=(m, 32, 32), dtype="fp32", kernel="mm")
+
+
+def collective(operation: Operation, *shape: int, kernel: str = "gloo") -> Task:
+    return Task(operation=operation, shape=shape, dtype="fp32", kernel=kernel)
+
+
+def is_measured(outcome: Outcome) -> bool:
+    return outcome.status in ("ok", "unstable", "contaminated") and len(outcome.samples_s) > 0
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[tuple[Crew, Hello]]:
+    with Crew(Job(allowance_s=0.01, compares_devices=True), None, 4) as crew:
+        hello = crew.start()
+        assert hello is not None
+        yield crew, hello
+
+
+def test_ranks_say_where_and_what_they_are(four: tuple[Crew, Hello]) -> None:
+    _, hello = four
+    assert (len(hello.hosts), hello.num_nodes, hello.ranks_per_node) == (4, 1, 4)
+    assert (hello.device_type, hello.fingerprint.device, hello.dtypes) == ("cpu", "cpu", ("fp32",))
+    assert hello.kernels["gemm", "fp32"] == "mm"
+    assert hello.kernels["all_reduce", "fp32"] == "gloo"
+    assert len(hello.gemm_s) == 4
+    assert sorted(hello.links_s) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert all(seconds > 0 for seconds in (*hello.gemm_s, *hello.links_s.values()))
+
+
+@pytest.mark.parametrize("operation", sorted(COLLECTIVES))
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_collectives_run_in_one_group_and_in_all_siblings(
+    four: tuple[Crew, Hello], operation: Operation, num_groups: int
+) -> None:
+    crew, _ = four
+    assert is_measured(crew.ask(collective(operation, 2, 2, num_groups, 4096)))
+
+
+def test_a_collective_runs_over_all_ranks_and_beside_products(four: tuple[Crew, Hello]) -> None:
+    crew, _ = four
+    assert is_measured(crew.ask(collective("all_reduce", 4, 4, 1, 1000)))
+    assert is_measured(crew.ask(collective("all_gather", 2, 2, 1, 4096, kernel="gloo" + BESIDE)))
+
+
+def test_a_layer_is_sharded_over_ranks(four: tuple[Crew, Hello]) -> None:
+    crew, _ = four
+    shape = (1, 16, 32, 48, 2, 2, 16, 2, 2)
+    assert is_measured(crew.ask(Task(operation="sharded_layer", shape=shape, dtype="fp32", kernel="fsdp2")))
+
+
+def test_running_out_of_memory_is_an_outcome(four: tuple[Crew, Hello]) -> None:
+    crew, _ = four
+    outcome = crew.ask(Task(operation="gemm", shape=(2**40, 32, 2**10), dtype="fp32", kernel="mm"))
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("rank 0: out of memory")
+    assert is_measured(crew.ask(gemm()))  # nobody is lost
+
+
+def test_groups_that_do_not_fit_fail_and_harm_nobody(four: tuple[Crew, Hello]) -> None:
+    crew, _ = four
+    outcome = crew.ask(collective("all_reduce", 3, 3, 1, 4096))
+    assert outcome.status == "failed"
+    assert "do not fit" in outcome.reason
+    assert is_measured(crew.ask(gemm()))
+
+
+@pytest.fixture(scope="module")
+def faulty_crew() -> Iterator[Crew]:
+    with Crew(JOB, None, 2, faulty_ranks.prepare) as crew:
+        yield crew
+
+
+@pytest.fixture
+def faulty(faulty_crew: Crew) -> Crew:
+    """Two ranks that live when a test begins."""
+    if not faulty_crew.pids:
+        faulty_crew.start()
+    return faulty_crew
+
+
+def assert_lost(crew: Crew, task: Task, says: str) -> None:
+    """All ranks end when one is lost, and `says` is why."""
+    pids = crew.pids
+    try:
+        with pytest.raises(CrewError, match=says):
+            crew.ask(task)
+    finally:
+        crew.stop()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_kernel_that_fails_on_one_rank_is_an_outcome(faulty: Crew) -> None:
+    outcome = faulty.ask(gemm(faulty_ranks.REFUSES))
+    assert (outcome.status, outcome.samples_s) == ("failed", ())
+    assert outcome.reason == "rank 1: RuntimeError: no kernel image is available"
+    assert is_measured(faulty.ask(gemm()))
+
+
+def test_garbage_from_a_rank_is_an_outcome(faulty: Crew) -> None:
+    outcome = faulty.ask(gemm(faulty_ranks.LIES))
+    assert (outcome.status, outcome.reason) == ("failed", "rank 1 returned no times but 'garbage'")
+    assert is_measured(faulty.ask(gemm()))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (faulty_ranks.EXITS, "rank 1 exited with status 7"),
+        (faulty_ranks.DIES, "rank 1 was ended by SIGKILL"),
+        (faulty_ranks.HANGS, r"Rank.*\b1\b.*failed to pass"),
+        (faulty_ranks.HANGS_INSIDE, r"Rank.*\b1\b.*failed to pass"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named_and_the_others_come_again(faulty: Crew, fault: int, says: str) -> None:
+    assert_lost(faulty, gemm(fault), says)
+    faulty.start()
+    assert is_measured(faulty.ask(gemm()))
+
+
+def test_a_rank_that_is_stopped_from_outside_is_named(faulty: Crew) -> None:
+    os.kill(faulty.pids[1], signal.SIGSTOP)
+    assert_lost(faulty, gemm(), r"Rank.*\b1\b.*failed to pass")
+
+
+def test_a_leading_rank_that_is_stopped_is_found_by_its_silence(faulty: Crew) -> None:
+    os.kill(faulty.pids[0], signal.SIGSTOP)
+    assert_lost(faulty, gemm(), "no answer within")
+
+
+PLACES = [
+    (
+        {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"},
+        Place(rank=3, num_ranks=8, local_rank=1, meeting_point="env://", launcher="torchrun"),
+    ),
+    (
+        {
+            "SLURM_PROCID": "9",
+            "SLURM_STEP_NUM_TASKS": "16",
+            "SLURM_LOCALID": "1",
+            "SLURM_STEP_NODELIST": "gpu[007-009,12],login1",
+            "SLURM_JOB_ID": "1234567",
+        },
+        Place(rank=9, num_ranks=16, local_rank=1, meeting_point="tcp://gpu007:34067", launcher="srun"),
+    ),
+    (
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            # Of the daemon that Slurm started for mpirun:
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_LOCALID": "0",
+        },
+        Place(rank=1, num_ranks=2, local_rank=1, meeting_point="tcp://127.0.0.1:29500", launcher="mpirun"),
+    ),
+    (
+        {
+            "PMI_RANK": "5",
+            "PMI_SIZE": "8",
+            "MPI_LOCALRANKID": "1",
+            "MPI_LOCALNRANKS": "4",
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "7000",
+        },
+        Place(rank=5, num_ranks=8, local_rank=1, meeting_point="tcp://10.0.0.1:7000", launcher="mpirun"),
+    ),
+    # A batch script is no rank: Slurm gives it a process id but no step.
+    ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("variables", "expected"), PLACES)
+def test_a_rank_reads_its_place_from_its_launcher(variables: dict[str, str], expected: Place | None) -> None:
+    assert place_from(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node1", "node1"), ("a1,b2", "a1"), ("gpu[03-10]", "gpu03"), ("r[1,5]-c", "r1-c"), ("dgx-[001]", "dgx-001")],
+)
+def test_the_first_host_of_a_step_is_where_ranks_meet(nodes: str, first: str) -> None:
+    variables = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": nodes}
+    place = place_from(variables)
+    assert place is not None
+    assert place.meeting_point == f"tcp://{first}:29500"
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "must be whole numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK is 2, but WORLD_SIZE is 2"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "8", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}, "pass MASTER_ADDR"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, "names no host"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(variables: dict[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        place_from(variables)
+
+
+# What each rank's program does under a launcher: the same file as in `autoplan profile`, without the command line.
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from jsonl_store import JsonlStore
+from profiler.launch import Crew, place_from
+from profiler.protocol import Job, Task
+from profiler.sweep import Planned, Progress, run
+
+if __name__ == "__main__":
+    place = place_from(os.environ)
+    with Crew(Job(allowance_s=0.01, limit_s=30.0, compares_devices=False), place, place.num_ranks) as crew:
+        hello = crew.start()
+        if not crew.leads:
+            crew.follow()
+            sys.exit()
+        tasks = [
+            Task(operation="gemm", shape=(32, 32, 32), dtype="fp32", kernel="mm"),
+            Task(operation="all_reduce", shape=(2, 2, 1, 4096), dtype="fp32", kernel="gloo"),
+        ]
+        planned = [Planned(task=task, effect_s=1.0, expected_s=1.0) for task in tasks]
+        run(crew, hello, JsonlStore(Path(sys.argv[1])), planned, budget_s=1e9, progress=Progress(total=2))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def environment(**variables: str) -> dict[str, str]:
+    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **variables}
+
+
+def test_torchrun_starts_the_program_of_each_rank(program: Path, tmp_path: Path) -> None:
+    store = tmp_path / "times.jsonl"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    subprocess.run([*torchrun, str(program), str(store)], env=environment(), check=True, timeout=300)
+    assert [one.operation for one in JsonlStore(store).records()] == ["gemm", "all_reduce"]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def slurm(rank: int, port: int) -> dict[str, str]:
+    return environment(
+        SLURM_PROCID=str(rank),
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_LOCALID=str(rank),
+        SLURM_STEP_NODELIST="localhost",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
+def test_srun_starts_the_program_of_each_rank(program: Path, tmp_path: Path) -> None:
+    store, port = tmp_path / "times.jsonl", free_port()
+    command = [sys.executable, str(program), str(store)]
+    ranks = [subprocess.Popen(command, env=slurm(rank, port)) for rank in range(2)]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert len(JsonlStore(store).records()) == 2
+
+
+def test_under_a_launcher_a_killed_rank_ends_all_and_is_stored(program: Path, tmp_path: Path) -> None:
+    """Nobody can start the rank again: both programs end with an error, and what was measured is kept."""
+    store, port = tmp_path / "times.jsonl", free_port()
+    program.write_text(PROGRAM.replace("tasks = [", "tasks = 50 * ["))
+    command = [sys.executable, str(program), str(store)]
+    ranks = [subprocess.Popen(command, env=slurm(rank, port), stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    end = time.monotonic() + 240
+    while not JsonlStore(store).records():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    child = Path(f"/proc/{ranks[1].pid}/task/{ranks[1].pid}/children").read_text().split()
+    os.kill(int(child[-1]), signal.SIGKILL)
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "stored as failed: run the same command again for the rest" in errors[0]
+    assert "rank 1 was ended by SIGKILL" in errors[1]
+    records = JsonlStore(store).records()
+    assert records[-1].status == "failed"
+    assert all(one.status != "failed" for one in records[:-1])

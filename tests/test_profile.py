@@ -1,0 +1,116 @@
+"""`autoplan profile` as it is typed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from profiler.environment import fingerprint  # noqa: E402
+
+AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
+MODEL = """
+name = "small"
+num_layers = 4
+hidden_size = 64
+vocab_size = 256
+num_heads = 4
+ffn_size = 128
+"""
+QUICK = ("--seq-len", "32", "--tp", "1", "--micro-batches", "1", "--ranks", "2", "--allowance", "0.05s")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "small.toml").write_text(MODEL)
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def profile(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [*AUTOPLAN, "profile", "small.toml", *arguments]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--budget", "10"), "time '10': write a number with a unit"),
+        (("--tp", "3"), "tp 3 must divide the 4 heads"),
+        (("--tp", "0"), "--tp '0': write whole numbers from 1"),
+        (("--only", "sort"), "--only 'sort' is unknown: known are gemm"),
+        (("--mode", "quick"), "--mode 'quick' is unknown: known are sustained, burst"),
+        (("--dtypes", "int8"), "--dtypes 'int8' is unknown"),
+        (("--ranks", "two"), "--ranks 'two': write a whole number"),
+        (("--cluster", "nowhere:1x1"), "unknown cluster"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_rank_starts(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = profile(folder, *arguments)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_ranks_are_not_started_where_a_launcher_has(folder: Path) -> None:
+    done = profile(folder, "--ranks", "2", RANK="0", WORLD_SIZE="4", LOCAL_RANK="0")
+    assert done.returncode == 1
+    assert "--ranks is for ranks started here: torchrun has started 4" in done.stderr
+
+
+def test_a_dry_run_shows_the_plan_and_stores_nothing(folder: Path) -> None:
+    pytest.importorskip("profiler.store")
+    done = profile(folder, *QUICK, "--db", f"sqlite:///{folder}/times.db", "--dry-run", "--cluster", "h100-sxm:4x8")
+    assert done.returncode == 0
+    assert "all_reduce" in done.stdout
+    assert "measurements in about" in done.stdout
+    assert "groups over 2 to 4 nodes are extrapolated: measured on 1" in done.stderr
+    again = profile(folder, *QUICK, "--db", f"sqlite:///{folder}/times.db", "--dry-run")
+    assert "; 0 are in the database" in " ".join(again.stdout.split())
+
+
+def test_what_was_measured_is_not_measured_again(folder: Path) -> None:
+    store = pytest.importorskip("profiler.store")
+    url = f"sqlite:///{folder}/times.db"
+    arguments = (*QUICK, "--db", url, "--only", "norm,rope,send_recv")
+    first = profile(folder, *arguments)
+    assert first.returncode == 0, first.stderr
+    assert "8 of 8 measurements" in first.stdout
+    # What other load spoilt is worth another try.
+    num_settled = len(store.open_store(url).known(fingerprint(torch.device("cpu"))))
+    again = profile(folder, *arguments)
+    assert f"{8 - num_settled} of {8 - num_settled} measurements" in again.stdout
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_says_what_is_stored(folder: Path, number: signal.Signals, status: int) -> None:
+    pytest.importorskip("profiler.store")
+    command = [*AUTOPLAN, "profile", "small.toml", *QUICK, "--db", f"sqlite:///{folder}/times.db"]
+    process = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "2 ranks on 1 nodes" in process.stderr.readline()
+    time.sleep(3)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "stored; the same command measures the rest" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
+from profiler.sensors import Sensors, Window, foreign_load  # noqa: E402
+from profiler.timer import measure, median_interval, scatter, spread  # noqa: E402
+
+CPU = torch.device("cpu")
+# Nothing here depends on how busy the machine is.
+CALM = Rules(num_samples=5, sample_s=1e-4, allowance_s=0.0, most_foreign=1e9, most_spread=1e9, most_scatter=1e9)
+
+
+class Alone:
+    """The team of one rank."""
+
+    def meet(self) -> None:
+        pass
+
+    def gather(self, mine: object) -> list[Any]:
+        return [mine]
+
+    def decide(self, mine: float) -> float:
+        return mine
+
+
+class WithSlowRank(Alone):
+    """This rank, one that takes three times as long, and one that stands by."""
+
+    def gather(self, mine: Any) -> list[Any]:
+        self.mine = mine.samples_s
+        slow = tuple(3 * sample for sample in mine.samples_s)
+        return [mine, replace(mine, samples_s=slow), replace(mine, samples_s=())]
+
+
+class WithLiar(Alone):
+    def __init__(self, lie: object) -> None:
+        self.lie = lie
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine, self.lie if not isinstance(self.lie, tuple) else replace(mine, samples_s=self.lie)]
+
+
+def work() -> None:
+    sum(range(1000))
+
+
+def measured(team: Alone, rules: Rules, *, is_collective: bool = False) -> Outcome:
+    sensors = Sensors(CPU, "here")
+    return measure(work, team=team, device=CPU, sensors=sensors, rules=rules, is_collective=is_collective)
+
+
+def test_every_sample_of_a_round_is_kept() -> None:
+    outcome = measured(Alone(), CALM)
+    assert (outcome.status, outcome.reason) == ("ok", "")
+    assert len(outcome.samples_s) == 5
+    assert all(sample > 0 for sample in outcome.samples_s)
+    assert int(outcome.conditions["calls"]) > 1  # one call is too short for a sample
+
+
+def test_of_a_collective_the_slowest_rank_counts_and_of_a_kernel_the_median_rank() -> None:
+    team = WithSlowRank()
+    assert measured(team, CALM, is_collective=True).samples_s == tuple(3 * sample for sample in team.mine)
+    kernel = measured(team, CALM)
+    assert kernel.samples_s == pytest.approx([2 * sample for sample in team.mine])
+    assert kernel.conditions["slowest_device"] == "+50.0 %"
+
+
+def test_rounds_under_other_load_are_repeated_then_marked() -> None:
+    outcome = measured(Alone(), replace(CALM, most_foreign=-1.0, allowance_s=0.05))
+    assert outcome.status == "contaminated"
+    assert "other load took" in outcome.reason
+    assert len(outcome.samples_s) == 5  # of the cleanest round
+
+
+def test_a_median_that_does_not_settle_is_marked() -> None:
+    outcome = measured(Alone(), replace(CALM, most_spread=-1.0, allowance_s=0.05))
+    assert outcome.status == "unstable"
+    assert "the median is known to" in outcome.reason
+    assert len(outcome.samples_s) > 5  # it was given its allowance
+    assert measured(Alone(), replace(CALM, most_scatter=-1.0)).status == "unstable"
+
+
+@pytest.mark.parametrize(
+    "lie", ["garbage", None, 3.0, (1.0,), (1.0, 1.0, 1.0, 1.0, float("nan")), (0.0,) * 5, (-1.0,) * 5]
+)
+def test_a_rank_that_returns_no_times_is_named(lie: object) -> None:
+    outcome = measured(WithLiar(lie), CALM)
+    assert (outcome.status, outcome.samples_s) == ("failed", ())
+    assert outcome.reason.startswith("rank 1 returned no times but")
+
+
+def test_kernels_on_a_cpu_are_timed_by_their_own_time_and_collectives_by_the_wall() -> None:
+    rules = replace(CALM, sample_s=1e-3)
+    sensors = Sensors(CPU, "here")
+
+    def sleep() -> None:
+        time.sleep(2e-3)
+
+    waiting = measure(sleep, team=Alone(), device=CPU, sensors=sensors, rules=rules, is_collective=True)
+    assert min(waiting.samples_s) >= 2e-3
+    idle = measure(
+        sleep, team=Alone(), device=CPU, sensors=sensors, rules=replace(rules, sample_s=1e-5), is_collective=False
+    )
+    assert float(idle.conditions["wall_over_cpu"]) > 1.05
+    assert idle.conditions["clock"] == "cpu time"
+
+
+def test_the_interval_of_a_median_narrows_with_agreement() -> None:
+    assert median_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+    assert spread([1.0] * 20) == 0.0
+    assert scatter([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((4 - 2) / 3)
+    assert spread([1.0, 2.0] * 10) > spread([1.0, 1.1] * 10) > 0
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=50))
+def test_the_interval_lies_within_the_samples(samples: list[float]) -> None:
+    low, high = median_interval(samples)
+    assert min(samples) <= low <= high <= max(samples)
+
+
+def test_other_load_is_what_the_ranks_of_a_host_did_not_use() -> None:
+    mine = Window(host="a", wall_s=2.0, busy_core_s=3.0, own_core_s=1.0, num_cores=2)
+    assert foreign_load([mine], on_cpu=True) == pytest.approx((3 - 1) / (2 * 2))
+    assert foreign_load([mine, replace(mine, own_core_s=2.0)], on_cpu=True) == 0.0
+    busy = Window(host="b", wall_s=1.0, busy_core_s=4.0, own_core_s=1.0, num_cores=4)
+    assert foreign_load([mine, replace(mine, own_core_s=2.0), busy], on_cpu=True) == pytest.approx(0.75)
+    assert foreign_load([replace(mine, own_core_s=9.0)], on_cpu=True) == 0.0  # clocks tick apart
+
+
+def test_on_devices_other_load_is_what_others_ran_there() -> None:
+    window = Window(host="a", wall_s=1.0, busy_core_s=64.0, num_cores=64, foreign_device=0.3)
+    assert foreign_load([window, replace(window, foreign_device=0.1)], on_cpu=False) == 0.3
+
+
+def test_sensors_see_the_time_that_this_process_takes() -> None:
+    sensors = Sensors(CPU, "here")
+    sensors.start()
+    began = time.process_time()
+    while time.process_time() - began < 0.05:
+        pass
+    window = sensors.stop()
+    assert window.own_core_s >= 0.05
+    assert window.wall_s >= window.own_core_s * 0.9
+    assert window.busy_core_s >= 0
+    assert window.num_cores >= 1
+
+
+def test_what_a_measurement_takes_is_known_before() -> None:
+    rules = Rules(num_samples=17, sample_s=0.01, warmup_calls=3, soak_s=0.5)
+    assert rules.expected_s(1e-6) == pytest.approx(0.5 + 20 * 0.01, rel=1e-3)
+    assert rules.expected_s(1.0) == pytest.approx(0.5 + 20 + 3)
+    assert rules_for("cuda", "sustained").soak_s > 0
+    assert rules_for("cuda", "burst").soak_s == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["sustained", "burst"])
+def test_a_gpu_is_timed_by_events(mode: Any) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    device = torch.device("cuda", 0)
+    x = torch.randn(4096, 4096, device=device, dtype=torch.float16)
+    rules = rules_for("cuda", mode)
+    sensors = Sensors(device, "here")
+    outcome = measure(lambda: x @ x, team=Alone(), device=device, sensors=sensors, rules=rules, is_collective=False)
+    assert outcome.status in ("ok", "contaminated", "unstable")
+    # No device computes 1e16 products a second.
+    assert 2 * 4096**3 / 1e16 < min(outcome.samples_s) < 1
