@@ -109,6 +109,15 @@ class Match(IntEnum):
     RUNTIME = 1  # device and major version of CUDA or ROCm
     DEVICE = 2
 
+    @property
+    def spread(self) -> float:
+        """What it adds, in quadrature, to the standard deviation of the logarithm of a step."""
+        return _MATCH_SPREADS[self]
+
+
+# The same configuration published again with another release differs by 2 % (dgxc) to 6 % (nvbridge).
+_MATCH_SPREADS = (0.0, 0.02, 0.06)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
@@ -122,6 +131,7 @@ class Measurement:
     kernel: str = ""
     source: str = ""
     match: Match = Match.EXACT  # of its machine; the interval is wider where it is not exact
+    is_burst: bool = False  # measured too shortly to reach the clocks of training
 
     def __post_init__(self) -> None:
         check_shape(self.operation, self.shape)
@@ -203,6 +213,7 @@ class TimingTable:
     times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
     # What measured and interpolated times are multiplied by: how much a step grows with them says what rests on them.
     nudge: tuple[float, float] = (1.0, 1.0)
+    match: Match = Match.EXACT  # the farthest among the machines of the measurements
 
     @property
     def is_empty(self) -> bool:
@@ -217,20 +228,21 @@ class TimingTable:
     def of(cls, measurements: Iterable[Measurement], *, slower: Mapping[Operation, float] | None = None) -> TimingTable:
         """The table of `measurements`, which are of one device; of repeats of a shape the median counts.
 
-        Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the times of an
-        operation, as `burst_factors` does for benchmarks too short to reach the clocks of training.
+        Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the bursts of an
+        operation, so that they reach what training sustains (`burst_factors`).
         """
         samples: dict[tuple[Operation, str], dict[tuple[int, ...], list[float]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        devices = set()
+        devices, match = set(), Match.EXACT
         for one in measurements:
             devices.add(one.device)
-            factor = (slower or {}).get(one.operation, 1.0)
+            match = max(match, one.match)
+            factor = (slower or {}).get(one.operation, 1.0) if one.is_burst else 1.0
             samples[one.operation, one.dtype][one.shape].append(one.seconds * factor)
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
-        return cls(times={kind: _times(kind[0], repeats) for kind, repeats in samples.items()})
+        return cls(times={kind: _times(kind[0], repeats) for kind, repeats in samples.items()}, match=match)
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
         """Times of `shapes`, one row each with the numbers that `SHAPES` names."""

@@ -17,6 +17,8 @@ from autoplan.cli.planfile import encode
 from autoplan.files import decode, read_table
 from autoplan.report.terminal import make_console, print_estimate, why_first
 from autoplan.result import PlanFile, RankedPlan
+from profiler.record import Fingerprint, Record
+from profiler.store import open_store
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
 LLAMA = {
@@ -191,6 +193,36 @@ def test_published_timings_take_the_place_of_fitted_curves(searched: Path, tmp_p
     assert again["rests_on"] == timed.rests_on
 
 
+def test_timings_of_the_database_take_the_place_of_fitted_curves(searched: Path, tmp_path: Path) -> None:
+    machine = Fingerprint(device="h100-sxm", torch="2.13.0")
+    sizes = [2**power for power in range(8, 16)]
+    products = [
+        Record(
+            fingerprint=machine,
+            operation="gemm",
+            shape=(m, n, k),
+            dtype="bf16",
+            samples_s=(5e-6 + 2 * m * n * k / 600e12,),
+        )
+        for m in sizes
+        for n in sizes
+        for k in sizes
+    ]
+    with open_store(str(tmp_path / "lab.db")) as store:
+        assert store.add(products).quarantined == 0
+    flags = ("--tp", "2", "--timings", "db", "--db", str(tmp_path / "lab.db"), "--out", str(tmp_path / "timed.json"))
+    shown = run(searched, "estimate", "llama.json", *PLACE, *flags)
+    assert shown.returncode == 0, shown.stderr
+    timed = decode(PlanFile, read_table(tmp_path / "timed.json"), "timed.json")
+    assert timed.timings == "db"
+    assert timed.rests_on["measured"] + timed.rests_on["interpolated"] > 0.3
+    again = run(tmp_path, "estimate", "timed.json", "--json", "--db", "lab.db")
+    assert json.loads(again.stdout)["rests_on"] == timed.rests_on
+    place = ("--cluster", "mi300x:1x8", "--global-batch", "16", "--seq-len", "4096")
+    there = ("--timings", "db", "--db", str(tmp_path / "lab.db"))
+    assert_refused(searched, "estimate", "llama.json", *place, *there, says="db has no timings of mi300x")
+
+
 def test_a_device_without_published_timings_is_named(folder: Path) -> None:
     pytest.importorskip("aiconfigurator_core")
     place = ("--cluster", "mi300x:1x8", "--global-batch", "16", "--seq-len", "4096")
@@ -346,7 +378,7 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--attention", "slow"), "slow.*flash"),
         (("llama.json", *PLACE, "--framework", "torchtitan"), "not known yet"),
         (("llama.json", *PLACE, "--framework", "tensorfold"), "unknown framework"),
-        (("llama.json", *PLACE, "--timings", "hearsay"), "'hearsay': use aiconfigurator"),
+        (("llama.json", *PLACE, "--timings", "hearsay"), "'hearsay': use aiconfigurator or db"),
         (("llama.json", *PLACE, "--reserve-memory", "4"), "unit"),
         (("llama.json", *PLACE, "--reserve-memory", "900GiB"), "reserved memory"),
         (("llama3.1-405b", *PLACE), r"no plan fits: .* GiB of 79\.1 GiB; the smallest h100-sxm found .* nodes of 8"),

@@ -23,7 +23,7 @@ from sqlalchemy import text
 
 from autoplan.errors import InputError, StoreError
 from autoplan.timing import Match
-from profiler.record import Fingerprint, Record
+from profiler.record import Fingerprint, Mode, Record
 from profiler.store import Store, match, open_store, schema
 from profiler.store.database import open_database
 from stores import GEMM, LAB, postgres_schema, some_records
@@ -205,6 +205,23 @@ def test_of_one_machine_sustained_beats_burst_beats_imported(store: Store) -> No
         moment = GEMM.measured_at if mode == "sustained" else new
         store.add([replace(GEMM, mode=mode, samples_s=(seconds,), measured_at=moment)])  # type: ignore[arg-type]
         assert [one.seconds for one in store.timings(LAB)] == [seconds]
+
+
+def test_the_latest_machine_is_that_of_the_last_measurement_of_our_own(store: Store) -> None:
+    assert store.latest("h100-sxm") is None
+    later = replace(LAB, torch="2.14.0")
+    public = Fingerprint(device="h100-sxm")
+    store.add([GEMM])
+    store.add([replace(GEMM, fingerprint=later)])
+    store.add([replace(GEMM, fingerprint=public, mode="imported")])
+    assert store.latest("h100-sxm") == later
+    assert store.latest("b200") is None
+
+
+@pytest.mark.parametrize(("mode", "is_burst"), [("sustained", False), ("burst", True), ("imported", True)])
+def test_what_was_not_sustained_is_a_burst(store: Store, mode: Mode, is_burst: bool) -> None:
+    store.add([replace(GEMM, mode=mode)])
+    assert [one.is_burst for one in store.timings(LAB)] == [is_burst]
 
 
 def test_only_settled_timings_alone_on_the_device_count(store: Store) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import Measurement, Operation, TimingTable, burst_factors
+from autoplan.timing import Match, Measurement, Operation, TimingTable, burst_factors
 
 
 def measured(operation: Operation, shape: tuple[int, ...], seconds: float, dtype: str = "bf16") -> Measurement:
@@ -122,9 +122,19 @@ def test_burst_benchmarks_are_slowed_down_to_what_training_sustains() -> None:
     device = load_cluster("b200:1x8").device
     factors = burst_factors(device)
     assert factors["gemm"] == pytest.approx(device.gemm.burst_efficiency / device.gemm_efficiency)
-    table = TimingTable.of([measured("gemm", (64, 64, 64), 1.0)], slower=factors)
-    assert seconds(table, "gemm", 64, 64, 64) == pytest.approx(factors["gemm"])
+    burst = dataclasses.replace(measured("gemm", (64, 64, 64), 1.0), is_burst=True)
+    assert seconds(TimingTable.of([burst], slower=factors), "gemm", 64, 64, 64) == pytest.approx(factors["gemm"])
+    sustained = dataclasses.replace(burst, is_burst=False)
+    assert seconds(TimingTable.of([sustained], slower=factors), "gemm", 64, 64, 64) == 1.0
     assert factors["gemm"] > 1.3  # `modelling` C2: ratio about .70
+
+
+def test_a_table_is_as_near_as_its_farthest_machine() -> None:
+    near = measured("gemm", (64, 64, 64), 1.0)
+    far = dataclasses.replace(near, shape=(128, 64, 64), match=Match.DEVICE)
+    assert TimingTable.of([near]).match is Match.EXACT
+    assert TimingTable.of([near, far]).match is Match.DEVICE
+    assert [match.spread for match in Match] == sorted(match.spread for match in Match)
 
 
 def noisy_table(count: int) -> TimingTable:

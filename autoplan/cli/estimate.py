@@ -13,6 +13,7 @@ import typer
 from autoplan.cli.inputs import (
     AttentionOption,
     CalibrationOption,
+    DbOption,
     ForceOption,
     FrameworkOption,
     JsonOption,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 RECOMPUTE_HELP = (
     "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
 )
-BESIDE_A_PLAN_FILE = ("model", "memory", "out", "force", "json", "quiet")
+BESIDE_A_PLAN_FILE = ("model", "memory", "out", "force", "json", "quiet", "url")
 
 
 def estimate(
@@ -66,6 +67,7 @@ def estimate(
     framework: FrameworkOption = "megatron-core",
     calibration: CalibrationOption = None,
     timings: TimingsOption = None,
+    url: DbOption = None,
     reserve_memory: ReserveOption = "0",
     memory: Annotated[
         bool,
@@ -80,14 +82,14 @@ def estimate(
 
     The data-parallel degree is what the other degrees leave of the cluster.
     """
-    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem
+    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, whole_url
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import decode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
 
     if out is not None:
         check_output(out, force=force)
-    if (saved := _saved_plan(model)) is not None:
+    if (saved := _saved_plan(model, whole_url(context, url))) is not None:
         _check_alone(context)
         problem, plan, timings = saved
     else:
@@ -103,6 +105,7 @@ def estimate(
             reserve_memory=reserve_memory,
             calibration=calibration,
             timings=timings,
+            db=whole_url(context, url),
         )
         problem = make_problem(flags)
         degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}
@@ -153,7 +156,7 @@ def estimate(
         print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
 
 
-def _saved_plan(text: str) -> tuple[Problem, ParallelPlan, str] | None:
+def _saved_plan(text: str, url: str | None) -> tuple[Problem, ParallelPlan, str] | None:
     """The problem, the plan and the timings of a plan file, if `text` is the path of one."""
     from autoplan.cli.inputs import with_timings
     from autoplan.files import decode, read_table
@@ -176,7 +179,7 @@ def _saved_plan(text: str) -> tuple[Problem, ParallelPlan, str] | None:
         reserve_bytes=file.reserve_bytes,
     )
     if file.timings:
-        problem = with_timings(problem, file.timings)
+        problem = with_timings(problem, file.timings, url)
     return problem, file.best.plan, file.timings
 
 

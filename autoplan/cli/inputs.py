@@ -15,7 +15,7 @@ from autoplan.errors import AutoplanError, InputError, UnpricedError
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
     from autoplan.framework import Framework
     from autoplan.problem import Problem
-    from autoplan.timing import Measurement, TimingTable
+    from autoplan.timing import Measurement
     from search.space import Space
 
 
@@ -52,7 +52,8 @@ CalibrationOption = Annotated[
 TimingsOption = Annotated[
     str | None,
     typer.Option(
-        metavar="SOURCE", help="Measured times of kernels before fitted curves: aiconfigurator, an installed wheel."
+        metavar="|".join(("aiconfigurator", "db")),
+        help="Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
@@ -92,6 +93,7 @@ class TrainingFlags:
     reserve_memory: str
     calibration: Path | None = None
     timings: str | None = None
+    db: str | None = None
 
 
 def parse_size(text: str) -> float:
@@ -172,33 +174,50 @@ def make_problem(flags: TrainingFlags) -> Problem:
         else built_in_calibration(framework, cluster.device.generation),
         reserve_bytes=reserve_bytes,
     )
-    return problem if flags.timings is None else with_timings(problem, flags.timings)
+    return problem if flags.timings is None else with_timings(problem, flags.timings, flags.db)
 
 
-def timing_table(measurements: Iterable[Measurement], problem: Problem, *, are_bursts: bool) -> TimingTable:
-    """The table of `measurements` of the problem's device and links; bursts are brought to the level of training."""
+TIMINGS = ("aiconfigurator", "db")
+
+# A profile runs them one by one, as torch does: frameworks fuse them, each in its way.
+_FUSED = ("rope", "swiglu", "swiglu_backward", "cross_entropy")
+
+
+def with_timings(problem: Problem, source: str, url: str | None = None) -> Problem:
+    """The problem with the times that `source` holds of its device: one of `TIMINGS`, `url` says which database."""
     from autoplan.timing import TimingTable, burst_factors
 
-    factors = burst_factors(problem.cluster.device, problem.calibration) if are_bursts else None
-    return TimingTable.of(measurements, slower=factors)
+    if source not in TIMINGS:
+        raise InputError(f"no timings are known as {source!r}: use {' or '.join(TIMINGS)}")
+    device = problem.cluster.device
+    measurements = _published(problem) if source == "aiconfigurator" else _stored(device.name, url)
+    if not measurements:
+        raise InputError(f"{source} has no timings of {device.name}: leave --timings out")
+    factors = burst_factors(device, problem.calibration)
+    return replace(problem, timings=TimingTable.of(measurements, slower=factors))
 
 
-def with_timings(problem: Problem, source: str) -> Problem:
-    """The problem with the times that `source` holds of its device."""
+def _published(problem: Problem) -> list[Measurement]:
     from autoplan.timing import SHAPES
     from profiler.choice import for_training
     from profiler.imports.aiconfigurator import read_measurements
 
-    if source != "aiconfigurator":
-        raise InputError(f"no timings are known as {source!r}: use aiconfigurator")
     device = problem.cluster.device
     operations = [operation for operation in SHAPES if operation != "experts" or problem.model.moe]
     # Its 8-bit products are those of serving: with them steps of 8-bit runs on H100 come out 6 to 15 % longer.
     wide = read_measurements(devices=[device.name], operations=operations, dtypes=["bf16", "fp16"])
-    measurements = for_training(wide, device)
-    if not measurements:
-        raise InputError(f"{source} has no timings of {device.name}: leave --timings out")
-    return replace(problem, timings=timing_table(measurements, problem, are_bursts=True))
+    return for_training(wide, device)
+
+
+def _stored(device: str, url: str | None) -> list[Measurement]:
+    """Of the machine with that device that was measured last, and what others have beyond it."""
+    from autoplan.timing import SHAPES
+    from profiler.record import Fingerprint
+    from profiler.store import open_store
+
+    with open_store(url, writable=False) as store:
+        wanted = store.latest(device) or Fingerprint(device=device)
+        return store.timings(wanted, operations=[operation for operation in SHAPES if operation not in _FUSED])
 
 
 def check_framework(framework: Framework) -> None:

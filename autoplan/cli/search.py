@@ -13,6 +13,7 @@ from autoplan.cli.inputs import (
     AttentionOption,
     CalibrationOption,
     ClusterOption,
+    DbOption,
     ForceOption,
     FrameworkOption,
     JsonOption,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 def search(
+    context: typer.Context,
     model: ModelArgument,
     cluster: ClusterOption,
     global_batch: Annotated[
@@ -42,6 +44,7 @@ def search(
     framework: FrameworkOption = "megatron-core",
     calibration: CalibrationOption = None,
     timings: TimingsOption = None,
+    url: DbOption = None,
     reserve_memory: ReserveOption = "0",
     fix: Annotated[
         list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Look only at plans with this value (repeatable).")
@@ -66,7 +69,7 @@ def search(
     (ZeRO-1), layers are recomputed as a whole or not at all, overlap of tensor-parallel traffic is off: --allow widens
     this.
     """
-    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, make_space
+    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, make_space, whole_url
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import write_text
 
@@ -82,6 +85,7 @@ def search(
             reserve_memory=reserve_memory,
             calibration=calibration,
             timings=timings,
+            db=whole_url(context, url),
         )
     )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]

@@ -429,7 +429,8 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         worst[where] = worst_stage
     step = add_up(time_terms.values())
     calibration = problem.calibration
-    spread = np.exp(NORMAL_90 * calibration.time_spreads[spread_kinds(problem, batch)])
+    spreads = np.hypot(calibration.time_spreads, problem.timings.match.spread)
+    spread = np.exp(NORMAL_90 * spreads[spread_kinds(problem, batch)])
     host_capacity, spread_of_memory = problem.cluster.host.memory_bytes, problem.calibration.memory_spread
     reserved = add_up(memory.values())
     return CostEstimate(

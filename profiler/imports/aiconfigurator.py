@@ -196,4 +196,5 @@ def _measurement(row: dict[str, Any], table: _Table, device: str, source: str) -
         seconds=row["latency"] * _MS,
         kernel=f"{row['kernel_source']} {row.get(table.remark, '')}".strip(),
         source=source,
+        is_burst=True,
     )

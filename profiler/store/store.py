@@ -166,6 +166,19 @@ class Store:
         with self._database.reading() as connection:
             return {(row[0], _shape(row[1]), row[2], row[3], row[4]) for row in connection.execute(query)}
 
+    def latest(self, device: str) -> Fingerprint | None:
+        """The machine with that device whose measurements came in last, of those that were not imported."""
+        machines = self._machines(device)
+        query = (
+            select(records.c.fingerprint_id)
+            .where(records.c.fingerprint_id.in_(machines), records.c.mode != "imported")
+            .order_by(records.c.id.desc())
+            .limit(1)
+        )
+        with self._database.reading() as connection:
+            number = connection.execute(query).scalar()
+        return None if number is None else machines[number]
+
     def timings(
         self,
         wanted: Fingerprint,
@@ -187,7 +200,7 @@ class Store:
         if not levels:
             return []
         chosen = _choice(levels, operations, dtypes, trust).subquery()
-        columns = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id")
+        columns = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode")
         query = select(*(records.c[name] for name in columns)).join(
             chosen, and_(records.c.id == chosen.c.id, chosen.c.place == 1)
         )
@@ -204,8 +217,9 @@ class Store:
                     kernel=kernel,
                     source=source or key[:12],
                     match=levels[number],
+                    is_burst=mode != "sustained",
                 )
-                for operation, shape, dtype, seconds, kernel, source, key, number in rows
+                for operation, shape, dtype, seconds, kernel, source, key, number, mode in rows
             ]
         except (ValueError, KeyError) as error:
             raise StoreError(
