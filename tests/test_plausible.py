@@ -25,7 +25,8 @@ def test_a_record_as_measured_is_plausible() -> None:
         (2 * 4096**3 / 1.2e15, "bf16", "1,200 TFLOP/s, h100-sxm has 989"),
         (2 * 4096**3 / 1.2e15, "fp8", ""),
         (2 * 4096**3 / 2.3e15, "fp8", "2,300 TFLOP/s, h100-sxm has 1,979"),
-        (2 * 4096**3 / 2.0e15, "int8_wo", ""),  # no rate of its own: as fast as any
+        (2 * 4096**3 / 2.0e15, "int8_wo", ""),  # no rate of its own: four times that of 16 bits at most
+        (2 * 4096**3 / 4.5e15, "int4", "4,500 TFLOP/s, h100-sxm has 3,958"),
         (2 * 4096**3 / 0.5e15, "fp32", ""),  # as tf32
         (2 * 4096**3 / 0.6e15, "fp32", "600 TFLOP/s"),
     ],

@@ -64,11 +64,12 @@ def _too_fast(record: Record) -> str:
 
 
 def _peak_flops_per_s(device: DeviceSpec, dtype: str) -> float:
-    """The datasheet's rate of a type; fp32 may run as tf32, and a type without a rate as fast as any."""
+    """The datasheet's rate of a type; fp32 may run as tf32, and a type without a rate may be one of four bits."""
     peaks = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
+    of_four_bits = 4 * max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0))
     if dtype == "fp32":
-        return max(peaks.get("tf32", 0.0), peaks.get("fp32", 0.0)) or max(peaks.values())
-    return peaks.get(dtype, max(peaks.values()))
+        return max(peaks.get("tf32", 0.0), peaks.get("fp32", 0.0)) or of_four_bits
+    return peaks.get(dtype, of_four_bits)
 
 
 _device = lru_cache(maxsize=64)(load_device)
