@@ -21,32 +21,11 @@ import torch
 
 from autoplan.read.cluster import load_device
 from autoplan.units import GIB
+from profiler.devices import devices_named
 from profiler.record import Fingerprint, cleaned
 
 SYS = Path("/sys")
 
-# Which shipped devices a driver's name may mean; the visible memory decides between them, and against all of them
-# where it is another version of the product or a part of the device.
-_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"(NVIDIA |Tesla )?V100-SXM[23]-32GB(-LS)?", ("v100",)),
-    (r"(NVIDIA )?A100-SXM.*", ("a100-sxm", "a100-sxm-40")),
-    (r"(NVIDIA )?A100(-PCIE| 80GB PCIe).*", ("a100-pcie",)),
-    (r"(NVIDIA )?A800-SXM.*", ("a800-sxm",)),
-    (r"NVIDIA L40S", ("l40s",)),
-    (r"NVIDIA H100 80GB HBM3", ("h100-sxm",)),
-    (r"NVIDIA H100 PCIe", ("h100-pcie",)),
-    (r"NVIDIA H800", ("h800",)),
-    (r"NVIDIA H200", ("h200-sxm",)),
-    (r"NVIDIA GH200.*", ("gh200",)),
-    (r"NVIDIA B200", ("b200",)),
-    (r"NVIDIA B300.*", ("b300",)),
-    (r"NVIDIA GB200", ("gb200",)),
-    (r"NVIDIA GB300", ("gb300",)),
-    (r"AMD Instinct MI250X?( .*)?", ("mi250x-gcd",)),
-    (r"AMD Instinct MI300X( .*)?", ("mi300x",)),
-    (r"AMD Instinct MI325X( .*)?", ("mi325x",)),
-    (r"AMD Instinct MI355X( .*)?", ("mi355x",)),
-)
 # ROCm may name every device "AMD Radeon Graphics": then the architecture says which it can be.
 _ARCHITECTURES = {"gfx90a": ("mi250x-gcd",), "gfx942": ("mi300x", "mi325x"), "gfx950": ("mi355x",)}
 _MEMORY_TOLERANCE = 0.04  # drivers keep different amounts for themselves; the nearest two products differ by a tenth
@@ -61,7 +40,7 @@ def device_id(name: str, memory_bytes: int, *, architecture: str = "", compute_u
     The name must match a rule and the visible memory that of a shipped device within 4 %; a device that ROCm names in
     general only is known by its architecture, memory and number of compute units.
     """
-    ids = next((ids for pattern, ids in _NAMES if re.fullmatch(pattern, name)), ())
+    ids = devices_named(name)
     by_architecture = not ids and "Instinct" not in name
     if by_architecture:
         ids = _ARCHITECTURES.get(architecture.partition(":")[0], ())

@@ -211,6 +211,9 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+JOB = ("--cluster", "h100-sxm:1x8", "--global-batch", "8", "--seq-len", "4096")
+
+
 @pytest.mark.parametrize("url", URLS)
 def test_no_password_is_shown_whatever_goes_wrong(folder: Path, picky_server: int, url: str) -> None:
     pytest.importorskip("psycopg")
@@ -221,6 +224,8 @@ def test_no_password_is_shown_whatever_goes_wrong(folder: Path, picky_server: in
         ("db", "pull", place, "--db=a.db"),
         ("db", "info", place),  # the flag was forgotten: the parser of the command line complains
         ("db", "info"),
+        ("estimate", "llama3-8b", *JOB, "--timings", "db", "--db", place),
+        ("profile", "llama3-8b", "--dry-run", "--ranks", "1", "--db", place),
     )
     done = subprocess.run(
         [sys.executable, "-c", MANY, json.dumps(commands)],
@@ -231,8 +236,8 @@ def test_no_password_is_shown_whatever_goes_wrong(folder: Path, picky_server: in
         timeout=120,
         check=True,
     )
-    assert done.stdout == "left with 1\nleft with 1\nleft with 1\nleft with 2\nleft with 1\n", done.stderr
-    assert len(re.findall(r"^autoplan: .+$", done.stderr, re.MULTILINE)) == 4
+    assert done.stdout == "".join(f"left with {status}\n" for status in (1, 1, 1, 2, 1, 1, 1)), done.stderr
+    assert len(re.findall(r"^autoplan: .+$", done.stderr, re.MULTILINE)) == 6
     assert SECRET not in done.stderr
     assert "Traceback" not in done.stderr
     for file in folder.rglob("*"):

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from autoplan.read.cluster import load_device, preset_devices  # noqa: E402
 from autoplan.units import GIB  # noqa: E402
-from profiler import environment  # noqa: E402
+from profiler import devices, environment  # noqa: E402
 from profiler.environment import canonical_hash, device_id, fingerprint  # noqa: E402
 
 
@@ -75,7 +75,7 @@ def test_a_device_without_a_name_is_known_by_architecture_memory_and_units() -> 
 
 
 def test_every_rule_leads_to_a_shipped_device() -> None:
-    ids = {known for _, ids in environment._NAMES for known in ids}
+    ids = {known for _, ids in devices._NAMES for known in ids}
     ids |= {known for ids in environment._ARCHITECTURES.values() for known in ids}
     assert ids <= set(preset_devices())
     # What no name tells: no product, and a variant that its driver calls by the plain product's name.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from autoplan.cli.inputs import FrameworkOption, ModelArgument, QuietOption, whole_number
+from autoplan.cli.inputs import DbOption, FrameworkOption, ModelArgument, QuietOption, whole_number, whole_url
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 def profile(
+    context: typer.Context,
     model: ModelArgument,
-    db: Annotated[
-        str | None, typer.Option(metavar="URL", help="Timing database; by default a file in the user's data folder.")
-    ] = None,
+    url: DbOption = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")] = "10m",
     seq_len: Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")] = 4096,
     tp: Annotated[
@@ -103,7 +102,7 @@ def profile(
         # The database first: what is wrong with it shall be known before any rank starts.
         from profiler.store import open_store
 
-        _lead(crew, open_store(db), wish, budget_s, job_cluster, dry_run=dry_run, quiet=quiet)
+        _lead(crew, open_store(whole_url(context, url)), wish, budget_s, job_cluster, dry_run=dry_run, quiet=quiet)
 
 
 def _lead(
