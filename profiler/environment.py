@@ -59,9 +59,11 @@ def nvml() -> Any | None:
     """NVIDIA's management library (nvidia-ml-py), started; None where it or a driver for it is missing."""
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
-    except (ImportError, pynvml.NVMLError):
+    except pynvml.NVMLError:
         return None
     return pynvml
 

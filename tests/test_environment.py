@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,13 @@ def test_a_device_without_a_name_is_known_by_architecture_memory_and_units() -> 
     assert named("gfx942:sramecc+:xnack-", 255.98, 304) == "mi325x"
     assert named("gfx942:sramecc+:xnack-", 191.69, 80) == "AMD Radeon Graphics"  # an MI308X
     assert named("gfx1100", 191.69, 304) == "AMD Radeon Graphics"
+
+
+def test_without_the_management_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    environment.nvml.cache_clear()
+    assert environment.nvml() is None
+    environment.nvml.cache_clear()
 
 
 def test_every_rule_leads_to_a_shipped_device() -> None:
