@@ -9,7 +9,7 @@ from autoplan.cluster import ClusterSpec, DeviceSpec
 from autoplan.errors import InputError
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
-from autoplan.timing import Calibration, TimingTable
+from autoplan.timing import NO_TIMINGS, Calibration, TimingTable
 from autoplan.topology import Topology, compile_topology
 from autoplan.training import Precision, TrainingSpec
 
@@ -34,7 +34,7 @@ class Problem:
     cluster: ClusterSpec
     framework: Framework
     calibration: Calibration = field(default_factory=Calibration)
-    timings: TimingTable = field(default_factory=TimingTable)  # of the device and its links
+    timings: TimingTable = NO_TIMINGS  # of the device and its links
     reserve_bytes: float = 0.0  # device memory that the user keeps free
     topology: Topology = field(init=False)
 

@@ -264,6 +264,9 @@ class TimingTable:
         return Lookup(seconds=seconds[inverse.ravel()], is_exact=is_exact[inverse.ravel()], nudge=self.nudge)
 
 
+NO_TIMINGS = TimingTable()  # one for all, so that problems without measured times are alike
+
+
 def burst_factors(device: DeviceSpec, calibration: Calibration | None = None) -> dict[Operation, float]:
     """How much longer operations take in training than in short benchmarks at burst clocks (`modelling` C2, C9).
 

