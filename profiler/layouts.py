@@ -1,7 +1,8 @@
 """Which devices talk to each other: groups of what layout can a job of some nodes form?
 
 A shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as `timing.SHAPES` has it; here
-a domain is a node.  Groups that work at once are siblings: the same layout on the other devices.
+a domain is a node.  Groups that work at once are siblings, of the same layout on the other devices of the same nodes;
+whatever they do, the other nodes do it too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Layout:
 
     num_devices: int
     devices_per_node: int
-    num_groups: int
+    num_groups: int  # on the same nodes
 
     def shape(self, buffer_bytes: int) -> tuple[int, ...]:
         """With a buffer, the shape of a collective."""
@@ -31,8 +32,8 @@ def layouts(num_nodes: int, devices_per_node: int) -> list[Layout]:
     if devices_per_node > 1 and devices_per_node not in sizes:
         sizes.append(devices_per_node)
     for size in sizes:
-        groups = num_nodes * devices_per_node // size
-        found += [Layout(num_devices=size, devices_per_node=size, num_groups=at) for at in sorted({1, groups})]
+        siblings = sorted({1, devices_per_node // size})
+        found += [Layout(num_devices=size, devices_per_node=size, num_groups=at) for at in siblings]
     if num_nodes > 1:
         siblings = sorted({1, devices_per_node})
         found += [Layout(num_devices=num_nodes, devices_per_node=1, num_groups=at) for at in siblings]
@@ -55,17 +56,16 @@ def groups_of(layout: Layout, num_nodes: int, devices_per_node: int) -> list[lis
             f"groups of {layout.num_devices} with {here} on each node do not fit on {num_nodes} nodes of "
             f"{devices_per_node}: choose divisors"
         )
-    groups = [
+    if layout.num_groups > devices_per_node // here:
+        raise InputError(
+            f"{layout.num_groups} groups with {here} devices on each node need more than its {devices_per_node}"
+        )
+    return [
         [
             node * devices_per_node + device
             for node in range(first, first + nodes)
-            for device in range(neighbour, neighbour + here)
+            for device in range(neighbour * here, (neighbour + 1) * here)
         ]
         for first in range(0, num_nodes, nodes)
-        for neighbour in range(0, devices_per_node, here)
+        for neighbour in range(layout.num_groups)
     ]
-    if layout.num_groups > len(groups):
-        raise InputError(
-            f"{layout.num_groups} groups of {layout.num_devices} need more than the {len(groups)} there are"
-        )
-    return groups[: layout.num_groups]
