@@ -67,6 +67,7 @@ def test_a_gemm_is_read_in_seconds_under_the_shipped_device(tmp_path: Path) -> N
             seconds=0.25e-3,
             kernel="kernel",
             source="aiconfigurator-core b200_sxm/gemm/sglang/0.5",
+            is_burst=True,
         )
     ]
 
