@@ -61,7 +61,7 @@ STEP_TERMS = (
 )
 
 # Ranks wait for each other: a step takes as long as the slowest of N, mean + spread x Phi^-1((N - .375) / (N + .25))
-# (`modelling` E6).  The relative spread of a rank's step is fitted to weak scaling in 18 published sources; rates of
+# (`modelling` E6).  The relative spread of a rank's step is fitted to 11 published sources of several sizes; rates of
 # devices were measured with the 8 of a node at work and hold their share already.
 STRAGGLER_SPREAD = 0.01
 DEVICES_IN_RATES = 8
