@@ -7,11 +7,14 @@ import random
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
+from autoplan.errors import StoreError
 from profiler.record import Fingerprint, Record
+from profiler.store import open_store
 
 LAB = Fingerprint(
     device="h100-sxm",
@@ -51,6 +54,15 @@ def some_records(seed: int, count: int) -> list[Record]:
         )
         for at in range(count)
     ]
+
+
+def held(path: Path) -> list[Record]:
+    """What the SQLite file holds, in order; nothing where another process has yet to make it."""
+    try:
+        with open_store(str(path), writable=False) as store:
+            return list(store.records())
+    except StoreError:
+        return []
 
 
 @contextmanager

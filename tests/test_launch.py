@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import faulty_ranks
-from jsonl_store import JsonlStore
+from stores import held
 
 pytest.importorskip("torch")
 
@@ -238,10 +238,9 @@ def test_a_place_that_cannot_be_is_refused(variables: dict[str, str], says: str)
 # What each rank's program does under a launcher: the same file as in `autoplan profile`, without the command line.
 PROGRAM = """
 import os, sys
-from pathlib import Path
-from jsonl_store import JsonlStore
 from profiler.launch import Crew, place_from
 from profiler.protocol import Job, Task
+from profiler.store import open_store
 from profiler.sweep import Planned, Progress, run
 
 if __name__ == "__main__":
@@ -256,7 +255,7 @@ if __name__ == "__main__":
             Task(operation="all_reduce", shape=(2, 2, 1, 4096), dtype="fp32", kernel="gloo"),
         ]
         planned = [Planned(task=task, effect_s=1.0, expected_s=1.0) for task in tasks]
-        run(crew, hello, JsonlStore(Path(sys.argv[1])), planned, budget_s=1e9, progress=Progress(total=2))
+        run(crew, hello, open_store(sys.argv[1]), planned, budget_s=1e9, progress=Progress(total=2))
 """
 
 
@@ -273,10 +272,10 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def test_torchrun_starts_the_program_of_each_rank(program: Path, tmp_path: Path) -> None:
-    store = tmp_path / "times.jsonl"
+    store = tmp_path / "times.db"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     subprocess.run([*torchrun, str(program), str(store)], env=environment(), check=True, timeout=300)
-    assert [one.operation for one in JsonlStore(store).records()] == ["gemm", "all_reduce"]
+    assert [one.operation for one in held(store)] == ["gemm", "all_reduce"]
 
 
 def free_port() -> int:
@@ -298,21 +297,21 @@ def slurm(rank: int, port: int) -> dict[str, str]:
 
 
 def test_srun_starts_the_program_of_each_rank(program: Path, tmp_path: Path) -> None:
-    store, port = tmp_path / "times.jsonl", free_port()
+    store, port = tmp_path / "times.db", free_port()
     command = [sys.executable, str(program), str(store)]
     ranks = [subprocess.Popen(command, env=slurm(rank, port)) for rank in range(2)]
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
-    assert len(JsonlStore(store).records()) == 2
+    assert len(held(store)) == 2
 
 
 def test_under_a_launcher_a_killed_rank_ends_all_and_is_stored(program: Path, tmp_path: Path) -> None:
     """Nobody can start the rank again: both programs end with an error, and what was measured is kept."""
-    store, port = tmp_path / "times.jsonl", free_port()
+    store, port = tmp_path / "times.db", free_port()
     program.write_text(PROGRAM.replace("tasks = [", "tasks = 50 * ["))
     command = [sys.executable, str(program), str(store)]
     ranks = [subprocess.Popen(command, env=slurm(rank, port), stderr=subprocess.PIPE, text=True) for rank in range(2)]
     end = time.monotonic() + 240
-    while not JsonlStore(store).records():
+    while not held(store):
         assert time.monotonic() < end
         time.sleep(0.1)
     child = Path(f"/proc/{ranks[1].pid}/task/{ranks[1].pid}/children").read_text().split()
@@ -321,6 +320,6 @@ def test_under_a_launcher_a_killed_rank_ends_all_and_is_stored(program: Path, tm
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "stored as failed: run the same command again for the rest" in errors[0]
     assert "rank 1 was ended by SIGKILL" in errors[1]
-    records = JsonlStore(store).records()
+    records = held(store)
     assert records[-1].status == "failed"
     assert all(one.status != "failed" for one in records[:-1])

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profiler.environment import fingerprint  # noqa: E402
+from profiler.store import open_store  # noqa: E402
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
 MODEL = """
@@ -78,7 +79,6 @@ def test_ranks_are_not_started_where_a_launcher_has(folder: Path) -> None:
 
 
 def test_a_dry_run_shows_the_plan_and_stores_nothing(folder: Path) -> None:
-    pytest.importorskip("profiler.store")
     done = profile(folder, *QUICK, "--db", f"sqlite:///{folder}/times.db", "--dry-run", "--cluster", "h100-sxm:4x8")
     assert done.returncode == 0
     assert "all_reduce" in done.stdout
@@ -89,21 +89,19 @@ def test_a_dry_run_shows_the_plan_and_stores_nothing(folder: Path) -> None:
 
 
 def test_what_was_measured_is_not_measured_again(folder: Path) -> None:
-    store = pytest.importorskip("profiler.store")
     url = f"sqlite:///{folder}/times.db"
     arguments = (*QUICK, "--db", url, "--only", "norm,rope,send_recv")
     first = profile(folder, *arguments)
     assert first.returncode == 0, first.stderr
     assert "8 of 8 measurements" in first.stdout
     # What other load spoilt is worth another try.
-    num_settled = len(store.open_store(url).known(fingerprint(torch.device("cpu"))))
+    num_settled = len(open_store(url).known(fingerprint(torch.device("cpu"))))
     again = profile(folder, *arguments)
     assert f"{8 - num_settled} of {8 - num_settled} measurements" in again.stdout
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_says_what_is_stored(folder: Path, number: signal.Signals, status: int) -> None:
-    pytest.importorskip("profiler.store")
     command = [*AUTOPLAN, "profile", "small.toml", *QUICK, "--db", f"sqlite:///{folder}/times.db"]
     process = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -20,10 +20,10 @@ from autoplan.read.cluster import load_cluster, load_device
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
 from autoplan.timing import SHAPES, line_of
-from jsonl_store import JsonlStore
 from profiler.launch import Crew, CrewError
 from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Task
 from profiler.record import Fingerprint
+from profiler.store import open_store
 from profiler.sweep import (
     Planned,
     Progress,
@@ -35,6 +35,7 @@ from profiler.sweep import (
     run,
     unmeasured,
 )
+from stores import held
 
 MEGATRON: Framework = load_framework("megatron-core")
 SMALL = ModelSpec(
@@ -201,14 +202,14 @@ def products(*sizes: int) -> list[Planned]:
 
 
 def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> None:
-    store = JsonlStore(tmp_path / "times.jsonl")
+    store = open_store(str(tmp_path / "times.db"))
     planned = products(16, faulty_ranks.DIES, 32, faulty_ranks.REFUSES, 48)
     progress = Progress(total=len(planned))
     with Crew(JOB, None, 2, faulty_ranks.prepare) as crew:
         hello = crew.start()
         assert hello is not None
         run(crew, hello, store, planned, budget_s=1e9, progress=progress, measured_by="ada")
-    records = store.records()
+    records = list(store.records())
     assert [one.shape[0] for one in records] == [16, faulty_ranks.DIES, 32, faulty_ranks.REFUSES, 48]
     assert [one.status == "failed" for one in records] == [False, True, False, True, False]
     assert [one.reason for one in records if one.status == "failed"] == [
@@ -222,18 +223,20 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
 
 
 def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path) -> None:
-    store = JsonlStore(tmp_path / "times.jsonl")
+    store = open_store(str(tmp_path / "times.db"))
     planned = products(*[faulty_ranks.EXITS] * 9)
     with Crew(JOB, None, 2, faulty_ranks.prepare) as crew:
         hello = crew.start()
         assert hello is not None
         with pytest.raises(CrewError, match="stored as failed: run the same command again for the rest"):
             run(crew, hello, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
-    assert len(store.records()) == 4  # the first and three restarts
+    # The first and three restarts, all alike: one record by its content.
+    (lost,) = store.records()
+    assert "rank 1 exited with status 7" in lost.reason
 
 
 def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path) -> None:
-    store = JsonlStore(tmp_path / "times.jsonl")
+    store = open_store(str(tmp_path / "times.db"))
     progress = Progress(total=2)
     planned = [products(16)[0], replace(products(32)[0], expected_s=1e6)]
     with Crew(JOB, None, 1) as crew:
@@ -246,20 +249,19 @@ def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path) -> None:
 
 PROGRAM = """
 import signal, sys
-from pathlib import Path
 from autoplan.cli.profile import _on_terminate
 from autoplan.model import ModelSpec
 from autoplan.read.framework import load_framework
-from jsonl_store import JsonlStore
 from profiler.launch import Crew
 from profiler.protocol import Job
+from profiler.store import open_store
 from profiler.sweep import Progress, Wish, plan, run
 from test_sweep import JOB, WISH
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _on_terminate)
     with Crew(JOB, None, 2) as crew:
-        store, hello = JsonlStore(Path(sys.argv[1])), crew.start()
+        store, hello = open_store(sys.argv[1]), crew.start()
         planned = plan(WISH, hello, store.known(hello.fingerprint))
         print(len(planned), *crew.pids, flush=True)
         run(crew, hello, store, planned[: int(sys.argv[2])], budget_s=1e9, progress=Progress(total=len(planned)))
@@ -270,7 +272,7 @@ if __name__ == "__main__":
 def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    program, path = tmp_path / "program.py", tmp_path / "times.jsonl"
+    program, path = tmp_path / "program.py", tmp_path / "times.db"
     program.write_text(PROGRAM)
     folders = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
@@ -280,18 +282,21 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
     )
     assert first.stdout is not None
     total, *pids = map(int, first.stdout.readline().split())
-    while len(JsonlStore(path).records()) < 3:
+    while len(held(path)) < 3:
         assert first.poll() is None
         time.sleep(0.05)
     first.send_signal(number)
     first.communicate(timeout=60)
-    stored = JsonlStore(path).records()
+    stored = held(path)
     assert len({one.key for one in stored}) == len(stored) >= 3
     end = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids):  # no rank is left behind, even by SIGKILL
         assert time.monotonic() < end
         time.sleep(0.1)
     second = subprocess.run([*command, "2"], env=environment, capture_output=True, text=True, check=True, timeout=300)
-    assert int(second.stdout.split()[0]) == total - len(stored)
-    shapes_ = [(one.operation, one.shape, one.kernel) for one in JsonlStore(path).records()]
-    assert len(shapes_) == len(set(shapes_)) == len(stored) + 2
+    # What other load spoilt, or what did not settle, is worth another try.
+    num_known = sum(one.status in ("ok", "failed") for one in stored)
+    assert int(second.stdout.split()[0]) == total - num_known
+    again = held(path)
+    assert again[: len(stored)] == stored
+    assert len(again) == len(stored) + 2
