@@ -75,6 +75,58 @@ class LinkLevel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchTier:
+    """Switches of one tier of the network: a leaf, a pod, a dragonfly group."""
+
+    name: str = "leaf"
+    num_nodes: int  # below one of them, or below one set of the leaves of all rails
+    oversubscription: float = 1.0  # rate of all links from below over the rate of those that lead out
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        check_count("num_nodes", self.num_nodes, most=MAX_DEVICES)
+        if not 1 <= self.oversubscription <= 1000:
+            raise InputError(f"oversubscription must be between 1 and 1000, got {self.oversubscription:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WanSpec:
+    """What joins sites of `nodes_per_site` nodes; all devices of a site share it."""
+
+    nodes_per_site: int
+    bandwidth_bytes_per_s: float  # out of one site, one direction
+    latency_s: float  # one way
+    num_flows: int = 64  # TCP connections that a job opens between two sites
+    window_bytes: float = 16 * 2**20  # of a flow, which is what it moves in a round trip at most
+
+    def __post_init__(self) -> None:
+        check_count("nodes_per_site", self.nodes_per_site, most=MAX_DEVICES)
+        check_count("num_flows", self.num_flows, most=10**6)
+        for name in ("bandwidth_bytes_per_s", "latency_s", "window_bytes"):
+            check_positive(name, getattr(self, name))
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """What leaves a site: its links, or flows that wait for a round trip after every window (`modelling` F)."""
+        return min(self.bandwidth_bytes_per_s, self.num_flows * self.window_bytes / (2 * self.latency_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Nodes of an allocation that hang on the same switches."""
+
+    names: tuple[str, ...]
+    switches: tuple[str, ...] = ()  # one of each tier, innermost first
+    site: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise InputError("nodes must name at least one node, or be left out")
+        for name in (*self.names, *self.switches):
+            check_name("nodes", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSpec:
     """The scale-out network.  `nics_per_device` is 0.5 where four NICs serve eight devices."""
 
@@ -84,17 +136,17 @@ class NetworkSpec:
     efficiency: float = 0.9
     latency_s: float = 14e-6
     half_rate_bytes: float = 1 * 2**20  # as above
-    oversubscription: float = 1.0  # above the leaf switches
-    nodes_per_leaf: int = 32
     rail_optimised: bool = True
+    tiers: tuple[SwitchTier, ...] = (SwitchTier(num_nodes=32),)  # innermost first; one switch joins all of the last
 
     def __post_init__(self) -> None:
         for name in ("nic_bytes_per_s", "nics_per_device", "latency_s", "half_rate_bytes"):
             check_positive(name, getattr(self, name))
         check_fraction("efficiency", self.efficiency)
-        check_count("nodes_per_leaf", self.nodes_per_leaf, most=MAX_DEVICES)
-        if not 1 <= self.oversubscription <= 1000:
-            raise InputError(f"oversubscription must be between 1 and 1000, got {self.oversubscription:g}")
+        sizes = [tier.num_nodes for tier in self.tiers]
+        for inner, outer in pairwise(sizes):
+            if outer <= inner or outer % inner:
+                raise InputError(f"each tier must hold several whole ones of the tier before, got num_nodes {sizes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +171,8 @@ class ClusterSpec:
     devices_per_node: int
     levels: tuple[LinkLevel, ...]
     network: NetworkSpec
+    wan: WanSpec | None = None
+    nodes: tuple[NodeGroup, ...] = ()  # where a scheduler put the job; none: nodes fill the switches in order
     host: HostSpec = HostSpec()
     price_per_device_hour: float | None = None
     sources: tuple[str, ...] = ()
@@ -149,8 +203,26 @@ class ClusterSpec:
                     f"level {level.name!r} joins {size} devices, a node has {node}: "
                     "it must divide the node or join whole nodes"
                 )
+        self._check_nodes()
         if self.price_per_device_hour is not None:
             check_positive("price_per_device_hour", self.price_per_device_hour)
+
+    def _check_nodes(self) -> None:
+        if not self.nodes:
+            return
+        names = [name for group in self.nodes for name in group.names]
+        if len(names) != self.num_nodes:
+            raise InputError(f"nodes name {len(names)} nodes, num_nodes is {self.num_nodes}: make them agree")
+        if len(set(names)) < len(names):
+            raise InputError(f"nodes name {next(name for name in names if names.count(name) > 1)!r} twice")
+        for group in self.nodes:
+            if len(group.switches) != len(self.network.tiers):
+                raise InputError(
+                    f"node {group.names[0]!r} must name a switch of each of the {len(self.network.tiers)} tiers, "
+                    f"got {list(group.switches)}"
+                )
+            if self.wan is not None and not group.site:
+                raise InputError(f"node {group.names[0]!r} must name its site, as there is a wan")
 
     @property
     def num_devices(self) -> int:

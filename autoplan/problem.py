@@ -10,7 +10,7 @@ from autoplan.errors import InputError
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
 from autoplan.timing import NO_TIMINGS, Calibration, TimingTable
-from autoplan.topology import Topology, compile_topology
+from autoplan.topology.levels import Topology, compile_topology
 from autoplan.training import Precision, TrainingSpec
 
 MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements

@@ -36,7 +36,7 @@ from autoplan.errors import AutoplanError
 from autoplan.files import write_text
 from autoplan.read.cluster import load_cluster
 from autoplan.timing import Measurement, Operation, TimingTable
-from autoplan.topology import Topology, compile_topology
+from autoplan.topology.levels import Topology, compile_topology
 from autoplan.units import file_units
 from profiler import fit
 from profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoplan.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, HostSpec, LinkLevel, NetworkSpec
 from autoplan.errors import InputError
 from autoplan.read.cluster import cluster_schema, load_cluster, preset_clusters, preset_devices
-from autoplan.topology import compile_topology
+from autoplan.topology.levels import compile_topology
 
 TOML = """
 name = "lab"
@@ -213,7 +213,7 @@ def test_a_cluster_file_may_name_a_shipped_device(tmp_path: Path) -> None:
         ("latency_us = 1.0", "latency_us = 0", "latency_us must be a positive finite number, got 0"),
         ("latency_us = 1.0", "latency_s = -1e-6", "latency_s must be a positive finite number, got -1e-06"),
         ("nic_gb_per_s = 50.0", "nic_gb_per_s = -1", "nic_gb_per_s must be a positive finite number, got -1"),
-        ("[network]", "[network]\noversubscription = 0.5", "oversubscription"),
+        ("[network]", "[[network.tiers]]\nnum_nodes = 4\noversubscription = 0.5\n[network]", "oversubscription"),
         ("[network]", "[network]\nnics = 4", "nics"),
     ],
 )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from autoplan.cluster import ClusterSpec, LinkLevel, NetworkSpec
 from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s, send_s
 from autoplan.read.cluster import load_cluster
-from autoplan.topology import Level, Topology, compile_topology
+from autoplan.topology.levels import Level, Topology, compile_topology
 
 Collective = Callable[..., NDArray[np.float64]]
 COLLECTIVES = (all_reduce_s, all_gather_s, all_to_all_s, send_s)

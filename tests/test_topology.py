@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec, LinkLevel, NetworkSpec
+from autoplan.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.read.cluster import load_cluster
-from autoplan.topology import Level, Topology, compile_topology
+from autoplan.topology.levels import Level, Topology, compile_topology
 
 
 def topology_of(*sizes: int) -> Topology:
@@ -175,19 +175,39 @@ def test_a_pair_of_dies_is_a_level_inside_the_node() -> None:
 
 
 def test_an_oversubscribed_network_is_slower_above_the_leaf() -> None:
-    levels = compile_topology(lab(16, oversubscription=4.0, nodes_per_leaf=4)).levels
+    levels = compile_topology(lab(16, tiers=(SwitchTier(num_nodes=4, oversubscription=4.0),))).levels
     assert [level.num_devices for level in levels] == [8, 32, 128]
     assert levels[2].bytes_per_s == pytest.approx(levels[1].bytes_per_s / 4)
 
 
+def test_oversubscription_multiplies_from_tier_to_tier() -> None:
+    tiers = (SwitchTier(num_nodes=4, oversubscription=2.0), SwitchTier(name="pod", num_nodes=16, oversubscription=3.5))
+    levels = compile_topology(lab(64, tiers=tiers)).levels
+    assert [level.num_devices for level in levels] == [8, 32, 128, 512]
+    assert levels[1].bytes_per_s / levels[3].bytes_per_s == pytest.approx(7.0)
+
+
+def test_devices_of_a_site_share_what_leads_out_of_it() -> None:
+    wan = WanSpec(nodes_per_site=2, bandwidth_bytes_per_s=1.25e9, latency_s=15e-3)
+    levels = compile_topology(dataclasses.replace(lab(4), wan=wan)).levels
+    assert [level.num_devices for level in levels] == [8, 16, 32]
+    assert levels[-1].bytes_per_s == pytest.approx(1.25e9 / 16)
+    assert levels[-1].latency_s == 15e-3
+
+
+def test_a_flow_moves_a_window_in_a_round_trip() -> None:
+    wan = WanSpec(nodes_per_site=2, bandwidth_bytes_per_s=1e12, latency_s=15e-3, num_flows=2, window_bytes=3e6)
+    assert wan.rate_bytes_per_s == pytest.approx(2 * 3e6 / 0.030)
+
+
 def test_nodes_under_one_leaf_see_no_oversubscription() -> None:
-    levels = compile_topology(lab(4, oversubscription=4.0, nodes_per_leaf=4)).levels
+    levels = compile_topology(lab(4, tiers=(SwitchTier(num_nodes=4, oversubscription=4.0),))).levels
     assert levels[0].num_devices == 8
     assert levels[-1].bytes_per_s == pytest.approx(50e9 * 0.8)
 
 
 def test_a_network_without_oversubscription_has_one_level() -> None:
-    assert len(compile_topology(lab(64, oversubscription=1.0, nodes_per_leaf=4)).levels) == 2
+    assert len(compile_topology(lab(64, tiers=(SwitchTier(num_nodes=4, oversubscription=1.0),))).levels) == 2
 
 
 def test_a_link_wider_than_the_cluster_joins_what_there_is() -> None:

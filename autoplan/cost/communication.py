@@ -17,7 +17,7 @@ from autoplan.cost.measured import find
 from autoplan.plan import distinct_rows
 from autoplan.problem import Problem
 from autoplan.timing import Operation, TimingTable
-from autoplan.topology import Level, Topology
+from autoplan.topology.levels import Level, Topology
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -400,7 +400,8 @@ def spread_kinds(problem: Problem, batch: PlanBatch) -> Ints:
     wait for the network.
     """
     cluster = problem.cluster
-    beyond_leaf = batch.num_devices > cluster.network.nodes_per_leaf * cluster.devices_per_node
+    leaf_nodes = cluster.network.tiers[0].num_nodes if cluster.network.tiers else cluster.num_nodes
+    beyond_leaf = batch.num_devices > leaf_nodes * cluster.devices_per_node
     leaves_domain = batch.tp * batch.cp > cluster.levels[-1].num_devices
     names = ("spine_time_spread", "pipeline_time_spread", "tensor_time_spread")
     return np.select([beyond_leaf, batch.pp > 1, leaves_domain], [TIME_SPREADS.index(name) for name in names], 0)

@@ -1,12 +1,13 @@
 """Which links does a group of ranks cross, and at what rate?  The cluster compiled to nested levels.
 
 Ranks fill nodes in order, so the members of a group are an arithmetic sequence: `size` ranks, `stride` apart.  A
-level joins domains of `num_devices` devices: a pair of dies, a node, a rack, the nodes under one leaf switch, all.
+level joins domains of `num_devices` devices: a pair of dies, a node, a rack, the nodes under one leaf switch, a
+site, all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,18 +89,25 @@ def compile_topology(cluster: ClusterSpec) -> Topology:
             return Topology(levels=tuple(levels))
     network = cluster.network
     rate = network.nic_bytes_per_s * network.nics_per_device * network.efficiency
-    leaf_devices = network.nodes_per_leaf * cluster.devices_per_node
-    spans: list[tuple[str, int, float]] = [(network.kind, total, 1.0)]
-    if network.oversubscription > 1 and leaf_devices < total:
-        spans = [(f"{network.kind} leaf", leaf_devices, 1.0), (network.kind, total, network.oversubscription)]
-    for name, num_devices, oversubscription in spans:
-        levels.append(
-            Level(
-                name=name,
-                num_devices=num_devices,
-                bytes_per_s=rate / oversubscription,
-                latency_s=network.latency_s,
-                half_rate_bytes=network.half_rate_bytes,
-            )
-        )
-    return Topology(levels=tuple(levels))
+    fabric = Level(
+        name=network.kind,
+        num_devices=total,
+        bytes_per_s=rate,
+        latency_s=network.latency_s,
+        half_rate_bytes=network.half_rate_bytes,
+    )
+    oversubscription = 1.0
+    for tier in network.tiers:
+        num_devices = tier.num_nodes * cluster.devices_per_node
+        if num_devices >= total:
+            break
+        if tier.oversubscription > 1:
+            name = f"{network.kind} {tier.name}"
+            levels.append(replace(fabric, name=name, num_devices=num_devices, bytes_per_s=rate / oversubscription))
+            oversubscription *= tier.oversubscription
+    fabric = replace(fabric, bytes_per_s=rate / oversubscription)
+    if cluster.wan and (site := cluster.wan.nodes_per_site * cluster.devices_per_node) < total:
+        share = min(cluster.wan.rate_bytes_per_s / site, fabric.bytes_per_s)
+        levels.append(replace(fabric, num_devices=site))
+        fabric = replace(fabric, name="wan", bytes_per_s=share, latency_s=cluster.wan.latency_s)
+    return Topology(levels=(*levels, fabric))
