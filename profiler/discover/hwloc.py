@@ -161,6 +161,7 @@ def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[in
         for element in (one.element, *one.systems)
         if element.get("gp_index")
     }
+    switches = {element.get("gp_index") for element in root.walk() if element.get("subtype") == "NVSwitch"}
     rates: Counter[frozenset[int]] = Counter()
     for matrix in root.named("distances2", "distances2hetero"):
         if matrix.get("name") not in _FABRICS:
@@ -173,10 +174,10 @@ def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[in
                 continue
             for column, b in enumerate(devices):
                 rate = values[row * len(objects) + column]
-                if b is None:
-                    switched[a] += rate
-                elif a < b:
+                if b is not None and a < b:
                     rates[frozenset((a, b))] += rate
+                elif objects[column] in switches:
+                    switched[a] += rate
         for a, b in combinations(sorted(switched), 2):
             rates[frozenset((a, b))] += min(switched[a], switched[b])
     return {pair: rate * 1e6 for pair, rate in rates.items()}

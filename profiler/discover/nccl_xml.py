@@ -134,8 +134,8 @@ def _indices(devices: Sequence[_Leaf]) -> list[int]:
     given = [leaf.element.number("dev", most=MOST_DEVICES, default=-1) for leaf in devices]
     if -1 in given:
         return list(range(len(devices)))
-    for index, leaf in zip(given, devices, strict=True):
-        if given.count(index) > 1:
+    for at, (index, leaf) in enumerate(zip(given, devices, strict=True)):
+        if index in given[:at]:
             raise InputError(f"line {leaf.element.line}: two devices of one host have dev {index}")
     return given
 
