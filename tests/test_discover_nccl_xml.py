@@ -13,7 +13,7 @@ def test_mi300x_is_a_mesh_with_a_nic_beside_every_device():
     assert [device.numa for device in node.devices] == [0] * 4 + [1] * 4
     assert [list(near(node, device)) for device in range(8)] == [[f"mlx5_{at}"] for at in range(8)]
     assert {nic.bytes_per_s for nic in node.nics} == {50e9}
-    assert all(nic.gpudirect for nic in node.nics)
+    assert all(nic.gpudirect and nic.kind == "infiniband" for nic in node.nics)
     assert node.devices[0].host_bytes_per_s == pytest.approx(63.015e9, rel=1e-4)  # PCIe 5, 16 lanes
     assert node.devices[0].pci == "0000:0c:00.0"
 

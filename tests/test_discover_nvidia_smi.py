@@ -72,6 +72,23 @@ def test_boxes_without_nvlink():
     assert (path(mixed, 1, 2), path(mixed, 2, 3), path(mixed, 0, 4)) == ("host", "node", "system")
 
 
+def test_virtual_machine_that_hides_its_processors():
+    node = parse(sample("nv12-vm.txt"))
+    assert fabric(node) == {(0, 1): 12}
+    assert [device.numa for device in node.devices] == [None, None]
+    assert near(node, 0) == {"NIC6": "switches", "NIC7": "switches"}
+
+
+def test_device_whose_links_are_all_down_is_joined_by_pcie():
+    words = [line.split("\t") for line in sample("gb200-tray.txt").splitlines()]
+    for at in (1, 2, 4):
+        words[at][3] = words[3][at] = "NODE"
+    words[3][3] = "X"
+    node = parse("\n".join("\t".join(line) for line in words))
+    assert set(fabric(node)) == {(0, 1), (0, 3), (1, 3)}
+    assert path(node, 2, 3) == "node"
+
+
 def test_other_output_around_the_table_does_not_matter():
     table = sample("dgx-a100.txt")
     assert parse("NVIDIA Topology:\n" + table + "\nulimit soft: 1048576\n") == parse(table)

@@ -72,6 +72,10 @@ def test_tree_leaves_out_the_switch_that_joins_all():
     ]
 
 
+def test_line_goes_on_after_a_backslash():
+    assert parse(TREE.replace(" Nodes=dev[6-11]", " \\\n  Nodes=dev[6-11]")) == parse(TREE)
+
+
 def test_tree_of_three_tiers_and_one_of_halls_without_a_common_root():
     tree = parse(
         "SwitchName=root Switches=grp[10,11]\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -65,7 +65,7 @@ def _from_conf(lines: Sequence[str]) -> SwitchTree:
     children: dict[str, list[str]] = {}
     blocks: dict[str, list[str]] = {}
     sizes: list[int] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in _continued(lines):
         where = f"line {number}"
         pairs = _pairs(line, where)
         if "switchname" in pairs:
@@ -80,6 +80,19 @@ def _from_conf(lines: Sequence[str]) -> SwitchTree:
     if blocks and nodes:
         raise InputError("has switches and blocks: Slurm reads one or the other")
     return _block(blocks, sizes) if blocks else _tree(nodes, children)
+
+
+def _continued(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Lines and the numbers of their ends; a backslash at the end of one continues it."""
+    before = ""
+    for number, line in enumerate(lines, start=1):
+        if line.endswith("\\"):
+            before += line[:-1] + " "
+        else:
+            yield number, before + line
+            before = ""
+    if before:
+        yield len(lines), before
 
 
 def _pairs(line: str, where: str) -> dict[str, str]:
