@@ -18,7 +18,7 @@ from autoplan.cluster import NodeGroup
 from autoplan.errors import InputError
 from autoplan.files import decode
 from profiler.discover.hostlist import MOST_HOSTS, expand
-from profiler.discover.text import plain_lines, shown, whole_number
+from profiler.discover.text import plain, shown, whole_number
 
 _MOST_YAML_CHARACTERS = 2**20  # the reader of YAML takes some seconds for it
 _MOST_YAML_DEPTH = 20
@@ -51,7 +51,7 @@ def parse(text: str, *, topology: str = "") -> SwitchTree:
 
     Without a name it is the default of the cluster, or the only one.
     """
-    lines = [line.partition("#")[0].strip() for line in plain_lines(text)]
+    lines = [plain(line).partition("#")[0].strip() for line in text.split("\n")]
     if any(_PAIR.match(line) for line in lines):
         return _from_conf(lines)
     return _from_yaml(text, topology)

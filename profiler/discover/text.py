@@ -12,14 +12,20 @@ _STYLE = re.compile(r"\x1b?\[(?:\d{1,3}(?:;\d{1,3})*)?m")
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-fA-F]{4,8}):)?(?P<rest>[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])")
 
 _SHOWN = 40  # characters of a wrong word that a message repeats
+MOST_COLUMNS = 32_000  # characters of a line; a row of the widest table has some thousand
 
 
 def plain_lines(text: str) -> list[str]:
-    """The lines of `text` without control characters and styles; tabs stay, other blanks become spaces."""
-    return [_plain(_STYLE.sub("", line)) for line in text.split("\n")]
+    """The lines of `text` without control characters and styles; tabs stay, other blanks become spaces.
+
+    What is longer than any row of a table is cut, and no row then.
+    """
+    return [plain(line[:MOST_COLUMNS]) for line in text.split("\n")]
 
 
-def _plain(line: str) -> str:
+def plain(line: str) -> str:
+    """One line, however long, as above."""
+    line = _STYLE.sub("", line)
     if line.replace("\t", " ").isprintable():
         return line
     letters = (letter if letter == "\t" or not letter.isspace() else " " for letter in line)
