@@ -127,7 +127,7 @@ def test_folder_that_is_missing_or_holds_nonsense(tmp_path):
         ("Device: cxi0\nLink speed: quick\nLink state: up\n", "line 1: the rate must be like BS_200G, got 'quick'"),
         ("hca_id: a\nport: 1\nstate: PORT_ACTIVE\nactive_speed: 5\n", "line 2: the rate must be a width"),
         (f"fi_device_attr:\nname: efa_0\nstate: FI_LINK_UP\nspeed: {10**20}\n", "line 1: the rate must be a whole"),
-        ("hca_id: a\n" * 1025, "line 1025: more than 1,024 devices"),
+        ("hca_id: a\n" * 257, "line 257: more than 256 devices"),
     ],
 )
 def test_malformed_output_gives_one_line_with_the_place(text, message):

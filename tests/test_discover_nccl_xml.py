@@ -105,6 +105,7 @@ BOMB = '<!DOCTYPE system [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]><s
         ('<!DOCTYPE a SYSTEM "file:///etc/passwd"><system/>', "neither a device"),
         ("<system>" + "<a>" * 200, "line 1, column .*: elements are nested more than 100 deep"),
         ("<system>" + "<a/>" * 50_001 + "</system>", "more than 50,000 elements"),
+        ("<system>" + "word\n" * 50_000 + "</system>", "more than 100,000 characters of text"),
         ("<topology/>", "must be <system>, got 'topology'"),
         ("<system/>", "holds neither a device nor a network adapter"),
         (TEXT.replace('count="18"', 'count="1e3"', 1), r"line 11: count of nvlink must be a whole number .* '1e3'"),

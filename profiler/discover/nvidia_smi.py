@@ -121,6 +121,8 @@ def _rows(lines: Iterable[list[_Word]], names: Sequence[str], *, has_numa: bool)
             pending = line
         elif pending:
             pending += line  # wrapped
+            if len(pending) > 2 * MOST_DEVICES:
+                raise InputError(f"line {line[0].line}: the row of {pending[0].text} does not end")
         elif line:
             place = f"line {line[0].line}, column {line[0].column}"
             raise InputError(f"{place}: a row must begin with one of the columns, got {shown(line[0].text)}")
