@@ -87,13 +87,20 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What the search did: every legal plan within the limits was priced, so that the best of them is known."""
+    """Why no plan of the space is better: what was neither priced nor too large has a bound that is no better.
 
-    cells: int  # with at least one legal plan
-    plans: int
-    fitting: int
+    A bound is a time that a plan cannot beat (`search.bounds`).
+    """
+
+    cells: int
+    expanded: int  # cells of which plans were bounded one by one
+    plans: int  # in all cells, before the rules of the framework
+    bounded: int
+    priced: int
+    fitting: int  # of those priced
     risky: int
     best_step_s: float | None
+    least_left: float | None  # least bound of what was not priced, over the best; None: all was priced or is too large
     proven: bool
     limits: tuple[str, ...]  # what the space left out, in words
 

@@ -68,6 +68,11 @@ class Limits:
         """Whether one of `axes` has one value only."""
         return any(name in axes for name, _ in self.fixed)
 
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether some plans recompute whole layers."""
+        return any(recompute.startswith("full") for recompute in self.recomputes)
+
     def describe(self) -> tuple[str, ...]:
         """The limits in words, for the certificate."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -30,20 +30,10 @@ from search.limits import Limits, divisors
 
 Ints = NDArray[np.int64]
 
-# Columns of the table of plans inside a cell; words are indices into the tuples of `autoplan.plan`.
-_COLUMNS = (
-    "global_batch",
-    "micro_batch",
-    "vp",
-    "layout",
-    "cp_kind",
-    "sharding",
-    "recompute",
-    "recompute_modules",
-    "recompute_num_layers",
-    "offload",
-    "tp_overlap",
-)
+# What varies inside a cell, level by level; words are indices into the tuples of `autoplan.plan`.
+_GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap")
+_KIND = ("sharding", "recompute", "recompute_modules", "recompute_num_layers", "offload")
+_LAYOUT = ("vp", "layout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -65,16 +55,12 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Inside:
-    """All combinations inside a kind of cell, before rules: one row of `_COLUMNS` each."""
-
-    rows: Ints
-    layouts: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The plans of one setting that obey the limits and the rules; every plan uses all devices."""
+    """The plans of one setting that obey the limits and the rules; every plan uses all devices.
+
+    A cell holds *groups*, plans of one batch and micro-batch; a group holds *kinds*, plans of one sharding and
+    recomputation; a kind holds a plan for every layout of the layers.
+    """
 
     setting: Setting
     limits: Limits
@@ -102,6 +88,90 @@ class Space:
         """Every way to factor the devices into degrees, ordered by stages so that neighbours are priced together."""
         return tuple(sorted(self._cells()))
 
+    def size(self, cells: Iterable[Cell]) -> int:
+        """How many plans `cells` hold, before the framework's rules."""
+        return sum(self._size(cell) for cell in cells)
+
+    def kinds_of_group(self, cell: Cell) -> int:
+        """How many kinds each group of a cell holds."""
+        return len(self._kind_rows(cell))
+
+    def groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
+        """(the groups of `cells`, for each the index of its cell); what varies inside has its plain value."""
+        rows = [self._group_rows(cell) for cell in cells]
+        owner, values = _expanded(np.arange(len(cells)), rows, len(_GROUP))
+        column = dict(zip(_GROUP, values.T, strict=True))
+        degrees = {
+            field.name: np.array([getattr(cell, field.name) for cell in cells], dtype=np.int64)[owner]
+            for field in fields(Cell)
+        }
+        zeros = np.zeros(len(owner), dtype=np.int64)
+        off = np.zeros(len(owner), dtype=np.bool_)
+        batch = PlanBatch(
+            **degrees,
+            global_batch=column["global_batch"],
+            micro_batch=column["micro_batch"],
+            vp=zeros + 1,
+            sp=self._sequence_parallel(degrees["tp"], degrees["cp"]),
+            tp_overlap=column["tp_overlap"].astype(np.bool_),
+            grad_reduce_overlap=~off,
+            param_gather_overlap=off,
+            ep_overlap=off,
+            cp_kind=column["cp_kind"],
+            schedule=zeros + SCHEDULES.index("1f1b"),
+            sharding=zeros + SHARDINGS.index("none"),
+            recompute=zeros + RECOMPUTES.index("none"),
+            recompute_modules=zeros,
+            recompute_num_layers=zeros,
+            precision=zeros + PRECISIONS.index(self.limits.precision),
+            offload=zeros + OFFLOADS.index("none"),
+            layout=zeros,
+            layouts=((self.setting.model.num_layers,),),
+        )
+        return batch, owner
+
+    def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
+        """(the kinds of `groups`, for each the index of its group)."""
+        rows = [self._kind_rows(cell) for cell in cells]
+        like, values = _expanded(owner, rows, len(_KIND))
+        column = dict(zip(_KIND, values.T, strict=True))
+        # Only sharded optimizers gather parameters.
+        gathers = column["sharding"] > SHARDINGS.index("none")
+        return replace(groups.take(like), **column, param_gather_overlap=gathers), like
+
+    def layouts_of(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
+        """(a plan for every layout of every kind, for each the index of its kind); the rules are not asked yet."""
+        stages, at = np.unique(kinds.pp, return_inverse=True)
+        table: dict[tuple[int, ...], int] = {}
+        rows = [
+            np.array([(vp, table.setdefault(layout, len(table))) for vp, layout in self.layouts_on(int(pp))])
+            for pp in stages
+        ]
+        like, values = _expanded(at, rows, len(_LAYOUT))
+        vp, layout = values.T
+        # A number of layers that is no less than those of a chunk is the same plan as all of them.
+        number = kinds.recompute_num_layers[like]
+        longest = np.array([max(layers) for layers in table], dtype=np.int64)
+        distinct = np.flatnonzero((number == ALL_LAYERS) | (number < longest[layout]))
+        like, vp = like[distinct], vp[distinct]
+        schedule = np.where(vp > 1, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b"))
+        plans = replace(kinds, layouts=tuple(table)).take(like)
+        return replace(plans, vp=vp, layout=layout[distinct], schedule=schedule), like
+
+    def leanest(self, groups: PlanBatch) -> PlanBatch:
+        """`groups` with the states and the parts of layers that need least memory, whole layers aside."""
+        limits, size = self.limits, len(groups)
+        modules = 0
+        for recompute in limits.recomputes:
+            modules |= _recompute(recompute)[1]
+        return replace(
+            groups,
+            sharding=np.full(size, max(SHARDINGS.index(name) for name in limits.shardings)),
+            offload=np.full(size, max(OFFLOADS.index(name) for name in limits.offloads)),
+            recompute=np.full(size, RECOMPUTES.index("selective" if modules else "none")),
+            recompute_modules=np.full(size, modules),
+        )
+
     def plans(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         """(the legal plans of `cells`, for each the index of its cell); the plans of one cell stand together."""
         batch, owner = self._candidates(cells)
@@ -113,7 +183,7 @@ class Space:
         block: list[Cell] = []
         held = 0
         for cell in cells:
-            size = len(self._inside(cell).rows)
+            size = self._size(cell)
             if block and held + size > most_plans:
                 yield tuple(block)
                 block, held = [], 0
@@ -176,10 +246,16 @@ class Space:
                 if lawful and limits.admits("ep", ep) and limits.admits("etp", etp):
                     yield ep, etp
 
-    def _inside(self, cell: Cell) -> _Inside:
-        limits, model = self.limits, self.setting.model
-        stage = cell.tp * cell.cp * cell.dp
-        copies = cell.cp * cell.dp > 1 or (model.moe is not None and stage > cell.ep * cell.etp)
+    def _group_rows(self, cell: Cell) -> Ints:
+        limits = self.limits
+        cp_kinds = limits.cp_kinds if cell.cp > 1 else limits.cp_kinds[:1]
+        overlaps = limits.tp_overlaps if cell.tp > 1 else limits.tp_overlaps[:1]
+        return _group_rows(limits, cell.dp, cp_kinds, overlaps)
+
+    def _kind_rows(self, cell: Cell) -> Ints:
+        limits, stage = self.limits, cell.tp * cell.cp * cell.dp
+        has_experts = self.setting.model.moe is not None
+        copies = cell.cp * cell.dp > 1 or (has_experts and stage > cell.ep * cell.etp)
         # Without copies of a parameter sharding changes nothing, but that the host takes sharded optimizers only;
         # without sharding the split of dp changes nothing.
         states = tuple(
@@ -190,9 +266,20 @@ class Space:
         )
         if cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard"):
             states = tuple((sharding, place) for sharding, place in states if sharding != "none")
-        cp_kinds = limits.cp_kinds if cell.cp > 1 else limits.cp_kinds[:1]
-        overlaps = limits.tp_overlaps if cell.tp > 1 else limits.tp_overlaps[:1]
-        return _inside(limits, model.num_layers, model.num_mtp_layers, cell.pp, cell.dp, states, cp_kinds, overlaps)
+        return _kind_rows(limits.recomputes, states)
+
+    def layouts_on(self, pp: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(chunks of a rank, layers of every chunk) of the layouts on so many stages."""
+        model = self.setting.model
+        return _layouts(self.limits, model.num_layers, model.num_mtp_layers, pp)
+
+    def _size(self, cell: Cell) -> int:
+        """Plans of a cell, those left out in which a number of layers means all of a chunk's."""
+        numbers = self._kind_rows(cell)[:, _KIND.index("recompute_num_layers")]
+        longest = np.array([max(layers) for _, layers in self.layouts_on(cell.pp)])
+        is_all = numbers == ALL_LAYERS
+        kept = is_all.sum() * len(longest) + (numbers[~is_all, None] < longest).sum()
+        return len(self._group_rows(cell)) * int(kept)
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> NDArray[np.bool_]:
         """Where the tokens of a rank can be shared out over its tensor-parallel group; tp = 3 rarely divides them."""
@@ -200,43 +287,21 @@ class Space:
         return (tp > 1) & divides & self.limits.sequence_parallel
 
     def _candidates(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        tables = [self._inside(cell) for cell in cells]
-        owner = np.repeat(np.arange(len(cells)), [len(table.rows) for table in tables])
-        layouts: dict[tuple[int, ...], int] = {}
-        parts = []
-        for table in tables:
-            index = np.array([layouts.setdefault(layout, len(layouts)) for layout in table.layouts], dtype=np.int64)
-            parts.append(index[table.rows[:, _COLUMNS.index("layout")]])
-        rows = np.concatenate([table.rows for table in tables]) if tables else np.empty((0, len(_COLUMNS)), np.int64)
-        column = {name: rows[:, at] for at, name in enumerate(_COLUMNS)}
-        degrees = {
-            field.name: np.array([getattr(cell, field.name) for cell in cells], dtype=np.int64)[owner]
-            for field in fields(Cell)
-        }
-        size = len(owner)
-        batch = PlanBatch(
-            **degrees,
-            global_batch=column["global_batch"],
-            micro_batch=column["micro_batch"],
-            vp=column["vp"],
-            sp=self._sequence_parallel(degrees["tp"], degrees["cp"]),
-            tp_overlap=column["tp_overlap"].astype(np.bool_),
-            grad_reduce_overlap=np.ones(size, dtype=np.bool_),
-            # Only sharded optimizers gather parameters.
-            param_gather_overlap=column["sharding"] > SHARDINGS.index("none"),
-            ep_overlap=np.zeros(size, dtype=np.bool_),
-            cp_kind=column["cp_kind"],
-            schedule=np.where(column["vp"] > 1, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")),
-            sharding=column["sharding"],
-            recompute=column["recompute"],
-            recompute_modules=column["recompute_modules"],
-            recompute_num_layers=column["recompute_num_layers"],
-            precision=np.full(size, PRECISIONS.index(self.limits.precision), dtype=np.int64),
-            offload=column["offload"],
-            layout=np.concatenate(parts) if parts else np.empty(0, np.int64),
-            layouts=tuple(layouts),
-        )
-        return batch, owner
+        groups, owner = self.groups(cells)
+        kinds, of_group = self.kinds(cells, groups, owner)
+        batch, of_kind = self.layouts_of(kinds)
+        return batch, owner[of_group][of_kind]
+
+
+def _expanded(which: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, Ints]:
+    """(for each row the index into `which`, the rows of its table): every element of `which` names a table."""
+    sizes = np.array([len(table) for table in tables], dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    rows = np.concatenate([np.reshape(table, (-1, width)) for table in tables] or [np.empty((0, width), np.int64)])
+    each = sizes[which]
+    like = np.repeat(np.arange(len(which)), each)
+    inside = np.arange(len(like)) - np.repeat(np.cumsum(each) - each, each)
+    return like, rows[starts[which][like] + inside]
 
 
 @lru_cache(maxsize=4096)
@@ -275,52 +340,37 @@ def layouts(num_layers: int, pp: int, vp: int, num_mtp_layers: int = 0) -> tuple
 
 
 @lru_cache(maxsize=4096)
-def _inside(
-    limits: Limits,
-    num_layers: int,
-    num_mtp_layers: int,
-    pp: int,
-    dp: int,
-    states: tuple[tuple[str, str], ...],
-    cp_kinds: tuple[str, ...],
-    tp_overlaps: tuple[bool, ...],
-) -> _Inside:
-    batches = [
-        (batch, micro)
+def _group_rows(limits: Limits, dp: int, cp_kinds: tuple[str, ...], tp_overlaps: tuple[bool, ...]) -> Ints:
+    rows = [
+        (batch, micro, CP_KINDS.index(kind), overlap)
         for batch in limits.global_batches
         if batch % dp == 0
         for micro in divisors(batch // dp)
         if limits.admits("micro_batch", micro)
+        for kind in cp_kinds
+        for overlap in tp_overlaps
     ]
-    table: dict[tuple[int, ...], int] = {}
-    chunks = [
-        (vp, table.setdefault(layout, len(table)))
+    return np.array(rows, dtype=np.int64).reshape(-1, len(_GROUP))
+
+
+@lru_cache(maxsize=4096)
+def _kind_rows(recomputes: tuple[str, ...], states: tuple[tuple[str, str], ...]) -> Ints:
+    rows = [
+        (SHARDINGS.index(sharding), *_recompute(recompute), OFFLOADS.index(place))
+        for sharding, place in states
+        for recompute in recomputes
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, len(_KIND))
+
+
+@lru_cache(maxsize=4096)
+def _layouts(limits: Limits, num_layers: int, num_mtp_layers: int, pp: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple(
+        (vp, layout)
         for vp in chunk_counts(num_layers, pp)
         if limits.admits("vp", vp)
         for layout in layouts(num_layers, pp, vp, num_mtp_layers)
-    ]
-    rest = [
-        (CP_KINDS.index(kind), SHARDINGS.index(sharding), *_recompute(recompute), OFFLOADS.index(place), overlap)
-        for kind in cp_kinds
-        for sharding, place in states
-        for recompute in limits.recomputes
-        for overlap in tp_overlaps
-    ]
-    a = np.array(batches, dtype=np.int64).reshape(-1, 2)
-    b = np.array(chunks, dtype=np.int64).reshape(-1, 2)
-    c = np.array(rest, dtype=np.int64).reshape(-1, 7)
-    rows = np.hstack(
-        [
-            np.repeat(a, len(b) * len(c), axis=0),
-            np.tile(np.repeat(b, len(c), axis=0), (len(a), 1)),
-            np.tile(c, (len(a) * len(b), 1)),
-        ]
     )
-    # A number of layers that is no less than those of a chunk is the same plan as all of them.
-    number = rows[:, _COLUMNS.index("recompute_num_layers")]
-    longest = np.array([max(layout) for layout in table], dtype=np.int64)
-    distinct = (number == ALL_LAYERS) | (number < longest[rows[:, _COLUMNS.index("layout")]])
-    return _Inside(rows=rows[distinct], layouts=tuple(table))
 
 
 def _recompute(text: str) -> tuple[int, int, int]:

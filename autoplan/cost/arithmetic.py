@@ -6,7 +6,9 @@ matrices per kind of block serves parameter counts, FLOPs, GEMM shapes and memor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from autoplan.model import Block, ModelSpec
@@ -204,7 +206,8 @@ _SHAPES = {
 }
 
 
-def block_shapes(model: ModelSpec) -> dict[Block, BlockShape]:
+@lru_cache(maxsize=256)
+def block_shapes(model: ModelSpec) -> Mapping[Block, BlockShape]:
     """The shape of every kind of block that the model has."""
     layers = [*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])]
     kinds = sorted({block for layer in layers for block in layer})

@@ -165,7 +165,7 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     )
 
 
-def _message_s(problem: Problem, batch: PlanBatch) -> Floats:
+def message_s(problem: Problem, batch: PlanBatch) -> Floats:
     """Time of one message between neighbouring stages.
 
     Without sequence parallelism every tensor-parallel rank has the whole hidden state: it sends all of it, or 1 / tp,
@@ -190,7 +190,7 @@ def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
         flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
         makespan = np.where(is_gpipe, flow, makespan)
         critical = np.where(is_gpipe, flow_critical, critical)
-    message = _message_s(problem, batch)
+    message = message_s(problem, batch)
     shortest = laid.forward_s.min(axis=1) / batch.vp
     sends = send_exposed_s(message, batch.pp, m, batch.vp, shortest, overlaps=problem.framework.p2p_overlap)
     # All forwards first: messages pipeline behind one another, so that only the fill shows.
@@ -340,17 +340,23 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     own = own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
     own = own.max(axis=1)
     held = (parameters.dense + parameters.expert).max(axis=1)
+    update = update_s(problem, batch, own, held)
+    return {"data_parallel_reduce": exposed, "optimizer": update, "parameter_gather": shown}
+
+
+def update_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -> Floats:
+    """Time of the optimizer's step on the `own` parameters of a rank that holds the gradients of `held`: (plans)."""
+    framework = problem.framework
     update = memory_bound_s(problem, framework.bytes_moved_per_update * own)
     update = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None]).otherwise(update)
     update = update + memory_bound_s(problem, framework.bytes_per_grad * held)
     # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
     link = problem.cluster.device.host_link_bytes_per_s
     on_host = own * (framework.bytes_moved_per_update + framework.bytes_per_grad + GATHERED_BYTES) / link
-    update = np.where(batch.offload == OFFLOADS.index("optimizer"), on_host, update)
-    return {"data_parallel_reduce": exposed, "optimizer": update, "parameter_gather": shown}
+    return np.where(batch.offload == OFFLOADS.index("optimizer"), on_host, update)
 
 
-def _straggler_share(batch: PlanBatch) -> Floats:
+def straggler_share(batch: PlanBatch) -> Floats:
     """How much longer than a rank's mean step the steps of so many take, beyond what is so on one node."""
 
     def slowest(ranks: int) -> float:
@@ -386,7 +392,7 @@ def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
     terms["overhead"] = np.full(len(batch), problem.framework.step_overhead_s)
-    terms["stragglers"] = _straggler_share(batch) * add_up(terms.values())
+    terms["stragglers"] = straggler_share(batch) * add_up(terms.values())
     terms = {name: problem.calibration.overall * value for name, value in terms.items()}
     worst = np.argmax(laid.memory.reserved_bytes, axis=1)
     at_worst = {name: value[rows, worst] for name, value in laid.memory.terms.items()}

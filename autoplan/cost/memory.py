@@ -234,7 +234,7 @@ def _spread_bytes(
     return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]
 
 
-def _states(
+def states(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups
 ) -> tuple[Floats, Floats, Floats]:
     """(weights, gradients, optimizer) bytes under every sharding, experts over their own group (`modelling` B1)."""
@@ -295,7 +295,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     model, framework = problem.model, problem.framework
     places = groups(batch)
     stages = blocks.num_stages
-    weights, gradients, optimizer = _states(problem, batch, parameters, places)
+    weights, gradients, optimizer = states(problem, batch, parameters, places)
 
     shapes = block_shapes(model)
     parts = {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}

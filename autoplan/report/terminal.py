@@ -252,11 +252,13 @@ def why_first(best: RankedPlan, second: RankedPlan) -> str:
 
 
 def certificate_line(certificate: Certificate) -> str:
-    """What the search did, in one sentence."""
-    fitting = f"{certificate.fitting:,} fit"
-    if certificate.risky:
-        fitting += f", {certificate.risky:,} may run out of memory"
-    return f"all {certificate.plans:,} legal plans of the space priced, in {certificate.cells:,} cells: {fitting}"
+    """Why there is no better plan, in one sentence."""
+    least = certificate.least_left
+    others = "every other is too large" if least is None else f"no other within {format_percent(least - 1)}"
+    return (
+        f"proven best of {certificate.plans:,} plans in {certificate.cells:,} cells: {certificate.bounded:,} bounds, "
+        f"{certificate.priced:,} priced, {others}"
+    )
 
 
 def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | None) -> None:

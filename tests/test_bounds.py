@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.cost.estimate import estimate
+from autoplan.model import Experts, LatentAttention, ModelSpec
+from autoplan.plan import SCHEDULES, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework, preset_frameworks
+from autoplan.rules import Setting
+from autoplan.rules.universal import RULES_ALONE
+from autoplan.training import TrainingSpec
+from search.bounds import group_bounds, kind_bounds, kind_costs, spread_of, spreads
+from search.limits import default_limits, with_wishes
+from search.space import Space
+from search.study import search
+
+DENSE = ModelSpec(
+    name="dense", num_layers=10, hidden_size=2048, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=5504
+)
+MODELS = (
+    DENSE,
+    replace(DENSE, name="tied", num_layers=7, tied_embeddings=True, vocab_size=250_000),
+    replace(
+        DENSE,
+        name="experts",
+        num_layers=9,
+        moe=Experts(num_experts=16, experts_per_token=4, expert_ffn_size=1408, num_dense_layers=2),
+    ),
+    replace(
+        DENSE,
+        name="latent",
+        num_layers=6,
+        num_mtp_layers=1,
+        mla=LatentAttention(q_lora_rank=512, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+        moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=1024, shared_expert_ffn_size=1024),
+    ),
+    ModelSpec(
+        name="window",
+        num_layers=12,
+        hidden_size=1024,
+        vocab_size=50000,
+        num_heads=8,
+        ffn_size=4096,
+        window=1024,
+        full_attention_interval=3,
+    ),
+)
+CLUSTERS = ("h100-sxm:2x8", "a100-sxm-40:3x8", "gb200-nvl72:4x4", "mi300x:1x8", "v100:4x4", "cpu:2x1")
+
+
+def make(
+    model: ModelSpec, cluster: str, framework: str, batches: tuple[int, ...], seq_len: int
+) -> tuple[Problem, Space]:
+    spec = load_cluster(cluster)
+    precision = "bf16" if "bf16" in spec.device.peak_flops_per_s else "fp16"
+    problem = Problem(
+        model=model,
+        training=TrainingSpec(seq_len=seq_len, precision=precision),
+        cluster=spec,
+        framework=load_framework(framework),
+    )
+    allow = ("zero2", "zero3", "offload", "partial_recompute")
+    limits = with_wishes(default_limits(problem, batches), fix=(), at_most=(), allow=allow)
+    setting = Setting(model=model, training=problem.training, num_devices=spec.num_devices)
+    return problem, Space(setting=setting, limits=limits, rules=RULES_ALONE)
+
+
+problems = st.builds(
+    make,
+    st.sampled_from(MODELS),
+    st.sampled_from(CLUSTERS),
+    st.sampled_from(preset_frameworks()),
+    st.sampled_from(((48,), (24, 96), (7, 480))),
+    st.sampled_from((2048, 8192)),
+)
+
+
+def some_of(batch: PlanBatch, count: int, seed: int) -> PlanBatch:
+    return batch.take(np.random.default_rng(seed).permutation(len(batch))[:count])
+
+
+def with_other_schedules(batch: PlanBatch) -> PlanBatch:
+    """The same plans, with other schedules wherever one fits to the chunks and micro-batches."""
+    name = {word: SCHEDULES.index(word) for word in SCHEDULES}
+    turn = np.arange(len(batch)) % 4
+    schedule = np.where((batch.vp == 1) & (batch.pp > 1) & (turn == 1), name["zb-h1"], batch.schedule)
+    schedule = np.where((batch.vp == 1) & (batch.pp > 1) & (turn == 2), name["gpipe"], schedule)
+    schedule = np.where((batch.vp == 2) & (turn == 1), name["zb-v"], schedule)
+    fills = batch.num_microbatches >= 2 * batch.pp
+    return replace(batch, schedule=np.where((batch.vp == 2) & (turn == 2) & fills, name["dualpipe-v"], schedule))
+
+
+@settings(max_examples=8, deadline=None)
+@given(problems, st.integers(0, 2**16))
+def test_no_plan_beats_its_bounds(made: tuple[Problem, Space], seed: int) -> None:
+    problem, space = made
+    batch, _ = space.plans(space.cells())
+    if not len(batch):
+        return
+    plans = with_other_schedules(some_of(batch, 400, seed))
+    costs, spread = kind_costs(problem, plans), spread_of(problem.model, plans)
+    found = estimate(problem, plans)
+    bound = costs.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
+    assert (bound <= found.step_s * (1 + 1e-9)).all(), plans.plan(int(np.argmax(bound / found.step_s)))
+    least = costs.memory_bytes(spread)
+    assert (least <= found.memory_bytes * (1 + 1e-9)).all(), plans.plan(int(np.argmax(least / found.memory_bytes)))
+    assert (bound > 0.3 * found.step_s).mean() > 0.3
+
+
+@settings(max_examples=6, deadline=None)
+@given(problems)
+def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[Problem, Space]) -> None:
+    problem, space = made
+    cells = space.cells()
+    groups, owner = space.groups(cells)
+    if not len(groups):
+        return
+    kinds, of_group = space.kinds(cells, groups, owner)
+    some = np.random.default_rng(3).permutation(len(kinds))[:200]
+    kinds, of_group = kinds.take(some), of_group[some]
+    plans, of_kind = space.layouts_of(kinds)
+    costs = kind_costs(problem, kinds)
+    of_plan, spread = costs.of(plans, of_kind), spread_of(problem.model, plans)
+    bound = of_plan.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
+    least = of_plan.memory_bytes(spread)
+    kind_s, kind_bytes = kind_bounds(problem, space, costs)
+    group_s, group_bytes = group_bounds(problem, space, groups)
+    assert (kind_s[of_kind] <= bound * (1 + 1e-9)).all()
+    assert (kind_bytes[of_kind] <= least * (1 + 1e-9)).all()
+    assert (group_s[of_group] <= kind_s * (1 + 1e-9)).all()
+    assert (group_bytes[of_group][of_kind] <= least * (1 + 1e-9)).all()
+
+
+@settings(max_examples=6, deadline=None)
+@given(problems, st.sampled_from((0.0, 0.5, 0.9)))
+def test_the_certified_plan_is_that_of_full_enumeration(made: tuple[Problem, Space], reserved: float) -> None:
+    problem, space = made
+    problem = replace(problem, reserve_bytes=reserved * problem.capacity_bytes)
+    batch, _ = space.plans(space.cells())
+    if not 0 < len(batch) < 8_000:
+        return
+    found = search(problem, space)
+    costs = estimate(problem, batch)
+    verdict = costs.verdict.min()
+    if verdict == 2:
+        assert not found.ranked
+        assert found.closest is not None
+        assert found.closest.memory_bytes == pytest.approx(costs.memory_bytes.min())
+        return
+    best = (costs.step_s / batch.global_batch)[costs.verdict == verdict].min()
+    first = found.ranked[0]
+    assert first.step_s / first.plan.global_batch == pytest.approx(best, rel=1e-12)
+
+
+def test_the_first_rank_of_llama_405b_by_hand() -> None:
+    """126 layers on 16 ranks, embedding and head counted as layers: 7 on the ends, 8 between, 3 of each recomputed."""
+    layout = (7, *[8] * 14, 7)
+    spread = spreads(replace(DENSE, num_layers=126), [(layout, 16, 3)])
+    figures = {name: int(getattr(spread, name).sum()) for name in ("first", "kept_first", "last", "heaviest", "before")}
+    assert figures == {"first": 7, "kept_first": 4, "last": 7, "heaviest": 8, "before": 7 + 13 * 8}
+    assert (int(spread.repeated.sum()), int(spread.rank[0])) == (48, 14)
