@@ -151,14 +151,21 @@ class NetworkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """The host of one node."""
+    """The host of one node, and how devices and NICs hang on it: in order, spread evenly."""
 
     memory_bytes: float = 1024 * 2**30
     power_w: float = 2500.0
+    num_sockets: int = 2
+    num_pcie_switches: int = 0  # none: devices and NICs hang on the sockets
+    device_link: Literal["pcie", "nvlink-c2c", "xgmi"] = "pcie"  # of a device to its switch or socket
+    nics_on_devices: bool = False  # rather than on the switches or sockets
+    socket_bytes_per_s: float = 22e9  # between two sockets, one direction: NCCL's value for Sapphire Rapids (topo.h)
 
     def __post_init__(self) -> None:
-        check_positive("memory_bytes", self.memory_bytes)
-        check_positive("power_w", self.power_w)
+        for name in ("memory_bytes", "power_w", "socket_bytes_per_s"):
+            check_positive(name, getattr(self, name))
+        check_count("num_sockets", self.num_sockets, most=64)
+        check_count("num_pcie_switches", self.num_pcie_switches, least=0, most=1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

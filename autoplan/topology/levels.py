@@ -55,7 +55,7 @@ class Topology:
         return result
 
 
-def _used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
+def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
     """Devices of one domain that a job of `total` devices uses: racks wider than a node are filled evenly.
 
     256 devices in racks of 72 are 4 x 64, not 3 x 72 + 40: schedulers place jobs in equal segments so that no group
@@ -77,7 +77,7 @@ def compile_topology(cluster: ClusterSpec) -> Topology:
         levels.append(
             Level(
                 name=link.name,
-                num_devices=_used_of_domain(link.num_devices, cluster.devices_per_node, total),
+                num_devices=used_of_domain(link.num_devices, cluster.devices_per_node, total),
                 bytes_per_s=link.bandwidth_bytes_per_s * link.efficiency,
                 latency_s=link.latency_s,
                 half_rate_bytes=link.half_rate_bytes,
