@@ -96,6 +96,18 @@ def devices(graph: Graph, *, side: int) -> list[Hashable]:
     return [at for at, part in graph.nodes(data="part") if part.kind == "device" and part.side == side]
 
 
+def links_up(graph: Graph, vertex: Hashable) -> list[Link]:
+    """The links of a switch, a NIC or a site to what is above it in the network."""
+    order = {"nic": -1, "switch": 0, "core": 1, "wan": 2}
+    part = graph.nodes[vertex]["part"]
+    found = []
+    for other, edge in graph[vertex].items():
+        above = graph.nodes[other]["part"]
+        if above.kind in order and (order[above.kind], above.tier) > (order[part.kind], part.tier):
+            found.append(edge["link"])
+    return found
+
+
 def min_cut_bytes_per_s(graph: Graph, left: Iterable[Hashable], right: Iterable[Hashable]) -> float:
     """The least sustained rate, one direction, of links that part the vertices `left` from those of `right`."""
     flows = nx.Graph()
@@ -131,7 +143,7 @@ def classes(graph: Graph, first: dict[Any, int] | None = None) -> dict[Any, int]
 def _tiers(cluster: ClusterSpec) -> tuple[str, ...]:
     """Names of the places above a node, outermost first."""
     tiers = tuple(tier.name for tier in reversed(cluster.network.tiers))
-    return ("wan", "site", *tiers) if cluster.wan else ("cluster", *tiers)
+    return ("cluster", "site", *tiers) if cluster.wan else ("cluster", *tiers)
 
 
 def _switch(below: Iterable[tuple[_Node | _Switch, int]]) -> _Switch:
@@ -269,7 +281,7 @@ class _Folded:
         sizes = Counter(self.class_of[at] for at in self.node if at[0] == "nic") if rails > 1 else {None: 1}
         here: Above = {}
         for rail, count in sizes.items():
-            here[rail] = self._add(Part(kind="switch", name=self.tiers[depth]), total * count)
+            here[rail] = self._add(Part(kind="switch", name=self.tiers[depth], tier=tier), total * count)
             if above:
                 link = uplink(cluster, tier, switch.num_nodes, rails)
                 self._connect(here[rail], above[None], link, total * count)
@@ -330,7 +342,7 @@ def expand(cluster: ClusterSpec) -> Graph:
                 if cluster.wan:
                     _connect(graph, vertex, above, site_link(cluster))
             else:
-                _add(graph, vertex, Part(kind="switch", name=names[len(place)]))
+                _add(graph, vertex, Part(kind="switch", name=names[len(place)], tier=tier))
                 if tier + 1 < num_tiers or not is_flat:
                     _connect(graph, vertex, above, uplink(cluster, tier, num_nodes, rails if tier == 0 else 1))
     for node, path in enumerate(paths):
@@ -341,7 +353,7 @@ def expand(cluster: ClusterSpec) -> Graph:
                 _connect(graph, vertex, (names[-1], path, at[1] % rails), nic_link(cluster))
             elif part.kind == "device":
                 for level, num_nodes in wide_levels(cluster):
-                    rack = (level.name, (node // num_nodes,), 0)
+                    rack = ("rack", level.name, node // num_nodes)
                     _add(graph, rack, Part(kind="fabric", name=level.name))
                     _connect(graph, vertex, rack, fabric_link(level))
         for a, b, link in inside.edges(data="link"):

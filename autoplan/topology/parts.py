@@ -23,6 +23,7 @@ class Part:
 
     kind: PartKind
     name: str
+    tier: int = 0  # of a switch: innermost 0
     side: int = 0  # of a device: 1 where `split` sets its node apart
 
 
@@ -51,7 +52,7 @@ def node_graph(cluster: ClusterSpec) -> Graph:
     graph = nx.Graph()
 
     def add(kind: PartKind, name: str, at: int) -> tuple[str, int]:
-        vertex = (kind if kind != "fabric" else name, at)
+        vertex = (f"fabric {name}" if kind == "fabric" else kind, at)
         graph.add_node(vertex, part=Part(kind=kind, name=name), count=1)
         return vertex
 
@@ -60,7 +61,7 @@ def node_graph(cluster: ClusterSpec) -> Graph:
 
     on_device = [add("device", cluster.device.name, at) for at in range(size)]
     for level in cluster.levels:
-        if level.num_devices > size or level.kind == "pcie":
+        if level.num_devices > size or level.kind == "pcie":  # racks are outside, PCIe comes with the host
             continue
         for first in range(0, size, level.num_devices):
             members = on_device[first : first + level.num_devices]
@@ -109,7 +110,7 @@ def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: fl
 
     A level over PCIe is these very links, so that it says what they sustain; without one that is their own rate.
     """
-    levels = [level for level in cluster.levels if level.kind == "pcie"]
+    levels = [one for one in cluster.levels if one.kind == "pcie" and one.num_devices <= cluster.devices_per_node]
     own = levels[-1].bandwidth_bytes_per_s if levels else cluster.device.host_link_bytes_per_s
     sustained = own * levels[-1].efficiency if levels else own
     return Link(

@@ -1,0 +1,167 @@
+"""How does a cluster read on a terminal?  What hangs on what, how fast the links are, and what each device gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from autoplan.cluster import ClusterSpec
+from autoplan.report.terminal import print_table
+from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up
+from autoplan.topology.levels import compile_topology
+from autoplan.topology.parts import Link, Part
+from autoplan.units import format_rate, format_seconds
+
+KIND_NAMES = {
+    "pcie": "PCIe",
+    "nvlink": "NVLink",
+    "nvlink-c2c": "NVLink-C2C",
+    "xgmi": "xGMI",
+    "infiniband": "InfiniBand",
+}
+KIND_NAMES |= {"roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "ethernet": "Ethernet", "wan": "WAN"}
+KIND_NAMES |= {"shared_memory": "shared memory", "socket": "between sockets"}
+SHOWN = ("nic", "socket", "pcie_switch", "device")  # parts of a node, in this order; fabrics stand with the devices
+LEAST_WIDTH = 160  # of the tree: a terminal may wrap what a tree would cut off
+
+
+def cluster_line(cluster: ClusterSpec) -> str:
+    """Name and size."""
+    return (
+        f"{cluster.name}: {cluster.num_nodes:,} x {cluster.devices_per_node} {cluster.device.name} "
+        f"= {cluster.num_devices:,} devices"
+    )
+
+
+def link_text(link: Link) -> str:
+    """Kind and rates of a link, one direction: 'InfiniBand 47.0 of 50.0 GB/s'."""
+    name = KIND_NAMES.get(link.kind, link.kind)
+    nominal, sustained = format_rate(link.bytes_per_s), format_rate(link.sustained_bytes_per_s)
+    if nominal == sustained:
+        return f"{name} {nominal}"
+    if nominal.split()[1] == sustained.split()[1]:
+        sustained = sustained.split()[0]
+    return f"{name} {sustained} of {nominal}"
+
+
+def halves_bytes_per_s(cluster: ClusterSpec) -> float | None:
+    """What one half of the nodes, in order, can send to the other; None for a single node."""
+    return bisection_bytes_per_s(cluster, cluster.num_nodes // 2) if cluster.num_nodes > 1 else None
+
+
+def part_text(part: Part, count: int) -> str:
+    """How many parts of a kind, in words: '8 NICs', '1 leaf switch'."""
+    name = f"{part.name} switch" if part.kind == "switch" else part.name
+    if count == 1 or part.kind in ("device", "fabric"):
+        return f"{count:,} {name}"
+    return f"{count:,} {name}{'es' if name.endswith('switch') else 's'}"
+
+
+def _ways(found: ClusterGraph, vertex: str) -> Iterator[str]:
+    """The links of one part of a node."""
+    graph = found.graph
+    part, count = graph.nodes[vertex]["part"], graph.nodes[vertex]["count"]
+    for other, edge in graph[vertex].items():
+        to, link = graph.nodes[other]["part"], edge["link"]
+        text = link_text(link)
+        match part.kind, to.kind:
+            case "device", "device":
+                yield f"{text} to each of {2 * edge['num_links'] // count} others"
+            case "socket", "socket":
+                yield text
+            case "device", "fabric":
+                fabric = graph.nodes[other]
+                joined = sum(each["num_links"] for each in graph[other].values()) / fabric["count"]
+                yield f"{to.name}: {text}, {joined:g} joined, {format_seconds(2 * link.latency_s)}"
+            case "device", "nic":
+                yield "a NIC on it"
+            case "nic", "switch" | "core":
+                yield f"{text}, {format_seconds(2 * link.latency_s)} from node to node"
+            case ("device", "pcie_switch" | "socket") | ("pcie_switch", "socket"):
+                yield f"{text} to the {to.name}"
+
+
+def _way_up(link: Link) -> str:
+    blocking = f", {link.oversubscription:g}:1 oversubscribed" if link.oversubscription > 1 else ""
+    far = f", {format_seconds(2 * link.latency_s)} from site to site" if link.latency_s else ""
+    return f"{link_text(link)} up{blocking}{far}"
+
+
+def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
+    """One class of parts and its links, in one line where that holds them."""
+    part: Part = found.graph.nodes[vertex]["part"]
+    text = part_text(part, found.graph.nodes[vertex]["count"] // places)
+    if part.kind in SHOWN:
+        ways = list(_ways(found, vertex))
+    else:
+        ways = [_way_up(link) for link in links_up(found.graph, vertex)]
+    if len(ways) < 2:
+        return _tree(": ".join([text, *ways]))
+    line = _tree(text)
+    line.children += [_tree(way) for way in ways]
+    return line
+
+
+def _tree(text: str, style: str = "") -> Tree:
+    return Tree(Text(text, style=style, no_wrap=True, overflow="ignore"))
+
+
+def _place(found: ClusterGraph, group: Group, places: int, *, is_known: bool = False) -> Tree:
+    """One place with what is inside it; `places` of it are in the cluster.  The parts of a node are told once."""
+    name = group.name if group.count == 1 else f"{group.count:,} x {group.name}"
+    if not group.inside:
+        tree = _tree(f"{name}, as above" if is_known else name, "bold")
+        parts = {vertex: found.graph.nodes[vertex]["part"].kind for vertex in group.vertices}
+        shown = (
+            []
+            if is_known
+            else sorted((one for one in parts if parts[one] in SHOWN), key=lambda one: SHOWN.index(parts[one]))
+        )
+        tree.children += [_line(found, vertex, places) for vertex in shown]
+        return tree
+    tree = _tree(f"{name} of {group.num_nodes:,} nodes" if places > 1 else name, "bold")
+    tree.children += [_line(found, vertex, places) for vertex in group.vertices]
+    for at, inner in enumerate(group.inside):
+        tree.children.append(_place(found, inner, places * inner.count, is_known=is_known or at > 0))
+    return tree
+
+
+def print_topology(console: Console, cluster: ClusterSpec, found: ClusterGraph) -> None:
+    """The cluster as a tree, then what a device gets on every level."""
+    console.print(Text(cluster_line(cluster), style="bold"), soft_wrap=True)
+    if (rate := halves_bytes_per_s(cluster)) is not None:
+        console.print(f"{format_rate(rate)} between its halves, one direction", soft_wrap=True)
+    console.print()
+    console.print(_place(found, found.root, 1), width=max(console.width, LEAST_WIDTH), crop=False)
+    console.print()
+    columns = (("of a group of devices", False), ("joins", True), ("a device gets", True), ("latency", True))
+    rows = [
+        (level.name, f"{level.num_devices:,}", format_rate(level.bytes_per_s), format_seconds(level.latency_s))
+        for level in compile_topology(cluster).levels
+    ]
+    print_table(console, columns, rows)
+
+
+def topology_json(cluster: ClusterSpec, found: ClusterGraph) -> dict[str, Any]:
+    """The quotient graph and its places, in SI units."""
+    graph = found.graph
+    return {
+        "cluster": cluster.name,
+        "num_nodes": cluster.num_nodes,
+        "num_devices": cluster.num_devices,
+        "bisection_bytes_per_s": halves_bytes_per_s(cluster),
+        "vertices": [
+            {"id": vertex, "kind": data["part"].kind, "name": data["part"].name, "count": data["count"]}
+            for vertex, data in graph.nodes(data=True)
+        ],
+        "edges": [
+            {"between": [a, b], "num_links": data["num_links"], **msgspec.to_builtins(data["link"])}
+            for a, b, data in graph.edges(data=True)
+        ],
+        "places": msgspec.to_builtins(found.root),
+    }
