@@ -11,7 +11,15 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from autoplan.cluster import ClusterSpec
-from autoplan.report.topology import KIND_NAMES, cluster_line, halves_bytes_per_s, link_text, part_text
+from autoplan.report.topology import (
+    KIND_NAMES,
+    cluster_line,
+    halves_bytes_per_s,
+    link_text,
+    nodes_text,
+    part_text,
+    place_name,
+)
 from autoplan.topology.graph import ClusterGraph, Group, links_up
 from autoplan.topology.parts import Graph, Link, Part, PartKind, fabric_link, nic_link, node_graph, wide_levels
 from autoplan.units import format_rate, format_seconds
@@ -135,7 +143,7 @@ def draw(cluster: ClusterSpec, found: ClusterGraph) -> str:
         (x0, x1), others = _span(depth), _others(group)
         bottom += 12 + LINE * bool(others)
         canvas.text(x0 + 10, bottom - 7, others, style='font-size="11" font-style="italic"')
-        canvas.text(x0 + 10, tops[depth] + 18, _place_name(group), style=f'font-weight="bold" {HALO}')
+        canvas.text(x0 + 10, tops[depth] + 18, place_name(group), style=f'font-weight="bold" {HALO}')
         canvas.frame((x0, x1), (tops[depth], bottom), is_stacked=group.count > 1)
     height = bottom + MARGIN
     body = "\n".join([*reversed(canvas.frames), *canvas.links, *canvas.boxes])
@@ -157,19 +165,11 @@ def _opened(group: Group) -> Iterator[Group]:
         yield from _opened(group.inside[0])
 
 
-def _place_name(group: Group) -> str:
-    name = f"{group.count:,} x {group.name}" if group.count > 1 else group.name
-    return f"{name} of {_nodes(group.num_nodes)}" if group.inside else name
-
-
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count:,} nodes"
-
-
 def _others(group: Group) -> str:
     """The places in one that are not opened."""
     others = [
-        f"{one.count:,} x {one.name}" + f" of {_nodes(one.num_nodes)}" * bool(one.inside) for one in group.inside[1:]
+        f"{one.count:,} x {one.name}" + f" of {nodes_text(one.num_nodes)}" * bool(one.inside)
+        for one in group.inside[1:]
     ]
     more = f" and {len(others) - MOST_OTHERS} more kinds" if len(others) > MOST_OTHERS else ""
     return f"besides: {', '.join(others[:MOST_OTHERS])}{more}" if others else ""
@@ -279,4 +279,4 @@ def _whole_fabrics(cluster: ClusterSpec, direct: list[Link]) -> Iterator[tuple[s
         yield f"{KIND_NAMES.get(link.kind, link.kind)}: a link between every two", link
     for level, num_nodes in wide_levels(cluster):
         joined = num_nodes * cluster.devices_per_node
-        yield f"{level.name}: {joined:,} devices of {_nodes(num_nodes)}", fabric_link(level)
+        yield f"{level.name}: {joined:,} devices of {nodes_text(num_nodes)}", fabric_link(level)

@@ -49,6 +49,17 @@ def link_text(link: Link) -> str:
     return f"{name} {sustained} of {nominal}"
 
 
+def nodes_text(count: int) -> str:
+    """'1 node', '1,024 nodes'."""
+    return "1 node" if count == 1 else f"{count:,} nodes"
+
+
+def place_name(group: Group) -> str:
+    """'2 x leaf of 32 nodes', '32 x node'."""
+    name = f"{group.count:,} x {group.name}" if group.count > 1 else group.name
+    return f"{name} of {nodes_text(group.num_nodes)}" if group.inside else name
+
+
 def halves_bytes_per_s(cluster: ClusterSpec) -> float | None:
     """What one half of the nodes, in order, can send to the other; None for a single node."""
     return bisection_bytes_per_s(cluster, cluster.num_nodes // 2) if cluster.num_nodes > 1 else None
@@ -113,7 +124,7 @@ def _tree(text: str, style: str = "") -> Tree:
 
 def _place(found: ClusterGraph, group: Group, places: int, *, is_known: bool = False) -> Tree:
     """One place with what is inside it; `places` of it are in the cluster.  The parts of a node are told once."""
-    name = group.name if group.count == 1 else f"{group.count:,} x {group.name}"
+    name = place_name(group)
     if not group.inside:
         tree = _tree(f"{name}, as above" if is_known else name, "bold")
         parts = {vertex: found.graph.nodes[vertex]["part"].kind for vertex in group.vertices}
@@ -124,7 +135,7 @@ def _place(found: ClusterGraph, group: Group, places: int, *, is_known: bool = F
         )
         tree.children += [_line(found, vertex, places) for vertex in shown]
         return tree
-    tree = _tree(f"{name} of {group.num_nodes:,} nodes" if places > 1 else name, "bold")
+    tree = _tree(name, "bold")
     tree.children += [_line(found, vertex, places) for vertex in group.vertices]
     for at, inner in enumerate(group.inside):
         tree.children.append(_place(found, inner, places * inner.count, is_known=is_known or at > 0))
