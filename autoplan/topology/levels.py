@@ -28,6 +28,10 @@ class Level:
     latency_s: float
     half_rate_bytes: float
     is_mesh: bool = False  # the rate is that of all direct links together
+    is_network: bool = (
+        False  # beyond the first, a tier of switches or a site: what leads to it has come over all before
+    )
+    is_reducing: bool = False  # its switches add up what is reduced (SHARP)
     collectives: CollectiveCurve | None = None  # where measured
 
 
@@ -36,6 +40,11 @@ class Topology:
     """Levels from the innermost outwards; the last one joins all devices."""
 
     levels: tuple[Level, ...]
+
+    @property
+    def network(self) -> tuple[int, ...]:
+        """Indices of the levels that the NICs lead to."""
+        return tuple(at for at, level in enumerate(self.levels) if level.is_network)
 
     def members(self, stride: Ints, size: Ints) -> Ints:
         """How many members of each group share one domain of each level: shape (levels, groups).
@@ -95,18 +104,20 @@ def compile_topology(cluster: ClusterSpec) -> Topology:
         bytes_per_s=rate,
         latency_s=network.latency_s,
         half_rate_bytes=network.half_rate_bytes,
+        is_network=True,
     )
+    site = cluster.wan.nodes_per_site * cluster.devices_per_node if cluster.wan else total
     oversubscription = 1.0
     for tier in network.tiers:
         num_devices = tier.num_nodes * cluster.devices_per_node
-        if num_devices >= total:
+        if num_devices >= min(site, total):
             break
         if tier.oversubscription > 1:
             name = f"{network.kind} {tier.name}"
             levels.append(replace(fabric, name=name, num_devices=num_devices, bytes_per_s=rate / oversubscription))
             oversubscription *= tier.oversubscription
     fabric = replace(fabric, bytes_per_s=rate / oversubscription)
-    if cluster.wan and (site := cluster.wan.nodes_per_site * cluster.devices_per_node) < total:
+    if cluster.wan and site < total:
         share = min(cluster.wan.rate_bytes_per_s / site, fabric.bytes_per_s)
         levels.append(replace(fabric, num_devices=site))
         fabric = replace(fabric, name="wan", bytes_per_s=share, latency_s=cluster.wan.latency_s)
