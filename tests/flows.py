@@ -18,7 +18,7 @@ Flow = tuple[int, int, float]  # sender, receiver, bytes
 
 
 class Expanded:
-    """Every device and switch of a cluster.  An edge out of a domain carries the index of the level that it leads to."""
+    """Every device and switch of a cluster.  An edge out of a domain has the index of the level that it leads to."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         total, node = cluster.num_devices, cluster.devices_per_node

@@ -7,14 +7,14 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from flows import ALGORITHMS, Expanded, double_tree, sibling_groups
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.read.cluster import load_cluster
 from autoplan.topology.levels import compile_topology
-from autoplan.topology.traffic import Algorithm, RankGroups, num_nics, traffic
+from autoplan.topology.traffic import Algorithm, RankGroups, traffic
+from flows import ALGORITHMS, Expanded, double_tree, sibling_groups
 
 NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
 BYTES = 720720.0

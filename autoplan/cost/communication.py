@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 from autoplan.cost.measured import find
 from autoplan.plan import distinct_rows
 from autoplan.problem import Problem
-from autoplan.timing import Operation, TimingTable
+from autoplan.timing import NO_TIMINGS, Operation, TimingTable
 from autoplan.topology.levels import Topology
-from autoplan.topology.traffic import Spans, all_to_all_bytes, chain_bytes, hierarchical_bytes, level_rate
+from autoplan.topology.traffic import (
+    Spans,
+    all_to_all_bytes,
+    chain_bytes,
+    hierarchical_bytes,
+    in_network_bytes,
+    level_rate,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -26,6 +33,9 @@ Ints = NDArray[np.int64]
 # Share of the faster levels' time that a hierarchical collective does not hide behind the slowest level: 4 GiB over
 # 4 x 8 B200 with EFA took 22.05 ms where the node alone takes 10.15 ms and the NICs 16.1 ms (`modelling` D4).
 UNHIDDEN_SHARE = 0.6
+
+# Nodes below the leaf of a fat tree of 64-port switches: a tree of switches that add up grows with its logarithm.
+SWITCH_DOWN_PORTS = 32
 
 # Kernels that move data beside the computation take a part of the device from it: what an overlapped transfer costs,
 # as a share of its own duration (`modelling` D6: .05-.20, judged).
@@ -75,8 +85,7 @@ def _collective_s(
     return np.where(moves, slowest + UNHIDDEN_SHARE * (total - slowest), 0.0)
 
 
-def _ring_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, volume: float) -> Floats:
-    spans = Spans.of(topology, topology.members(stride, size))
+def _ring_s(topology: Topology, spans: Spans, buffer_bytes: Floats, volume: float) -> Floats:
     moved = hierarchical_bytes(spans, buffer_bytes, volume)
     return _collective_s(topology, spans, moved, spans.hops, buffer_bytes, volume)
 
@@ -86,12 +95,28 @@ def all_reduce_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Flo
 
     Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
     """
-    return _ring_s(topology, stride, size, buffer_bytes, 2.0)
+    spans = Spans.of(topology, topology.members(stride, size))
+    time = _ring_s(topology, spans, buffer_bytes, 2.0)
+    if not any(level.is_reducing for level in topology.levels):
+        return time
+    moved = in_network_bytes(topology, spans, buffer_bytes)
+    reduced = _collective_s(topology, spans, moved, _switch_steps(topology, spans), buffer_bytes, 2.0)
+    plain = [at for at in topology.network if not topology.levels[at].is_reducing]
+    return np.where(spans.is_crossed[plain].any(axis=0), time, np.minimum(time, reduced))
+
+
+def _switch_steps(topology: Topology, spans: Spans) -> Floats:
+    """Hops up through a tree of switches that add up, and rings inside nodes: shape (levels, groups)."""
+    steps = spans.hops
+    for at in topology.network:
+        domains = spans.here[at] / spans.inner[at]
+        steps[at] = np.where(domains > 1, np.maximum(np.log2(domains) / np.log2(SWITCH_DOWN_PORTS), 1.0), 0.0)
+    return steps
 
 
 def all_gather_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
     """Time of an all-gather that ends with `buffer_bytes` on every rank; a reduce-scatter from them costs the same."""
-    return _ring_s(topology, stride, size, buffer_bytes, 1.0)
+    return _ring_s(topology, Spans.of(topology, topology.members(stride, size)), buffer_bytes, 1.0)
 
 
 def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
@@ -138,11 +163,14 @@ class Links:
         """Those of a problem.  The network is the last level, if there is one."""
         calibration, cluster = problem.calibration, problem.cluster
         levels = []
-        for at, level in enumerate(problem.topology.levels):
-            factor = calibration.scale_out if at >= len(cluster.levels) else calibration.scale_up
+        for level in problem.topology.levels:
+            factor = calibration.scale_out if level.is_network else calibration.scale_up
             levels.append(replace(level, bytes_per_s=level.bytes_per_s / factor))
         domain = min(len(cluster.levels), len(levels)) - 1
-        return cls(topology=Topology(levels=tuple(levels)), timings=problem.timings, domain=domain)
+        # What was measured was measured on links without faults.
+        is_sound = all(fault.part == "device" for fault in cluster.faults)
+        timings = problem.timings if is_sound else NO_TIMINGS
+        return cls(topology=Topology(levels=tuple(levels)), timings=timings, domain=domain)
 
     def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
         """Time of an all-reduce of `buffer_bytes` per rank."""
