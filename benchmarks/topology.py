@@ -18,7 +18,8 @@ from autoplan.cluster import ClusterSpec, NodeGroup
 from autoplan.files import write_text
 from autoplan.read.cluster import load_cluster
 from autoplan.report.drawing import draw
-from autoplan.topology.graph import MOST_EXPANDED, bisection_bytes_per_s, expand, quotient
+from autoplan.topology.expanded import MOST_EXPANDED, expand
+from autoplan.topology.graph import bisection_bytes_per_s, quotient
 from autoplan.units import format_seconds
 
 CLUSTERS = ("h100-sxm:16x8", "h100-sxm:2048x8", "gb200-nvl72:4096x4", "frontier:9408x8", "h100-sxm:12500x8")

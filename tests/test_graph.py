@@ -13,18 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec, HostSpec, LinkLevel, NetworkSpec, NodeGroup, SwitchTier, WanSpec
+from autoplan.cluster import ClusterSpec, Fault, HostSpec, LinkLevel, NetworkSpec, NodeGroup, SwitchTier, WanSpec
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.topology.graph import (
-    MOST_EXPANDED,
-    Group,
-    bisection_bytes_per_s,
-    classes,
-    expand,
-    min_cut_bytes_per_s,
-    quotient,
-)
+from autoplan.topology.expanded import MOST_EXPANDED, expand
+from autoplan.topology.graph import Group, bisection_bytes_per_s, classes, min_cut_bytes_per_s, quotient
 from autoplan.topology.levels import compile_topology
 from autoplan.topology.parts import node_graph
 
@@ -81,6 +74,26 @@ CLUSTERS = {
     "mesh": load_cluster("mi300x:4x8"),
     "pairs of dies": load_cluster("frontier:6x8"),
     "an odd node": lab(5, devices=6, nics_per_device=0.5),
+    "faults": replace(
+        lab(16, tiers=TREE),
+        faults=(
+            Fault(part="nic", node=3, index=2, rate_share=0.5),
+            Fault(part="nic", node=9, index=5, rate_share=0.5),
+            Fault(part="device", node=6, index=1, rate_share=0.9),
+            Fault(part="link", node=8, rate_share=0.25),
+            Fault(part="uplink", switch="leaf 3", rate_share=0.75),
+        ),
+    ),
+    "a slow pod": replace(
+        lab(24, tiers=TREE, rail_optimised=False),
+        faults=(Fault(part="uplink", switch="pod 1", rate_share=0.5),),
+    ),
+    "a slow link in a mesh": replace(
+        load_cluster("mi300x:3x8"), faults=(Fault(part="link", node=1, index=4, rate_share=0.5),)
+    ),
+    "a slow link into a rack": replace(
+        load_cluster("gb200-nvl72:8x4"), faults=(Fault(part="link", node=1, index=2, rate_share=0.5),)
+    ),
     "fragments": replace(
         lab(10, tiers=TREE), nodes=allocation((4, "a", "p"), (2, "b", "p"), (2, "c", "q"), (1, "d", "q"), (1, "e", "r"))
     ),
@@ -122,6 +135,12 @@ def test_classes_are_those_of_colour_refinement_of_the_full_graph(name: str) -> 
         ("mesh", 2),
         ("pairs of dies", 3),
         ("an odd node", 2),
+        ("faults", 8),
+        ("faults", 6),
+        ("a slow pod", 16),
+        ("a slow pod", 12),
+        ("a slow link in a mesh", 1),
+        ("a slow link into a rack", 4),
         ("fragments", 6),
         ("fragments", 5),
     ],
@@ -217,6 +236,20 @@ def test_latencies_of_a_path_add_up_to_that_of_its_level() -> None:
     )
     for path, level in zip(paths, levels, strict=True):
         assert sum(graph.edges[hop]["link"].latency_s for hop in pairwise(path)) == pytest.approx(level.latency_s)
+
+
+def test_a_slow_nic_holds_back_its_node_alone() -> None:
+    slow = replace(lab(8), faults=(Fault(part="nic", node=3, index=2, rate_share=0.5),))
+    assert bisection_bytes_per_s(slow, 4) == pytest.approx((4 * 8 - 0.5) * 50e9 * 0.8)
+    assert bisection_bytes_per_s(slow, 2) == bisection_bytes_per_s(lab(8), 2)
+
+
+def test_slow_uplinks_hold_back_their_leaf_alone() -> None:
+    tiers = (SwitchTier(num_nodes=4, oversubscription=2.0),)
+    slow = replace(lab(16, tiers=tiers), faults=(Fault(part="uplink", switch="leaf 1", rate_share=0.5),))
+    leaf = 4 * 8 * 50e9 * 0.8 / 2
+    assert bisection_bytes_per_s(slow, 8) == pytest.approx(1.5 * leaf)
+    assert bisection_bytes_per_s(slow, 4) == pytest.approx(leaf)
 
 
 # -- inside a node ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoplan.cluster import ClusterSpec, SwitchTier, WanSpec
+from autoplan.cluster import ClusterSpec, Fault, SwitchTier, WanSpec
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.report.drawing import MOST_DRAWN, WIDTH, draw
 from autoplan.report.topology import link_text, print_topology, topology_json
@@ -88,6 +88,23 @@ def test_every_preset_fits_on_a_screen_and_can_be_drawn(name: str) -> None:
         if not (box.get("width") or "").endswith("%"):
             assert float(box.get("x", 0)) >= 0
             assert float(box.get("x", 0)) + float(box.get("width", 0)) <= WIDTH
+
+
+def test_faults_are_told_where_they_are() -> None:
+    faults = (
+        Fault(part="nic", node=3, index=2, rate_share=0.5),
+        Fault(part="device", node=33, index=1, rate_share=0.9),
+        Fault(part="uplink", switch="leaf 1", rate_share=0.75),
+    )
+    base = load_cluster("h100-sxm:64x8")
+    cluster = replace(base, faults=faults, network=replace(base.network, sharp=True))
+    lines = [line.lstrip("│├└─ \xa0") for line in shown(cluster)]
+    assert "1 NIC: InfiniBand 23.5 of 50.0 GB/s, 14.0 us from node to node; 50.0 % left by a fault" in lines
+    assert "1 h100-sxm; 90.0 % of its rate left by a fault" in lines
+    assert "8 leaf switches: InfiniBand 1.50 of 1.60 TB/s up, reduces on the way (SHARP)" in lines
+    assert any(line.startswith("8 leaf switches: InfiniBand 1.13 of 1.60 TB/s up") for line in lines)
+    assert lines.count("31 x node, as above") + lines.count("31 x node") == 2
+    assert "besides: 1 x node with faults" in texts(draw(cluster, quotient(cluster)))
 
 
 def test_every_part_of_a_node_is_drawn_and_equal_nodes_once() -> None:

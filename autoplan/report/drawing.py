@@ -45,6 +45,7 @@ FILLS: dict[PartKind, tuple[str, str]] = {
 }
 LINK_COLOURS = dict.fromkeys(("nvlink", "xgmi", "shared_memory"), "#7440a3") | {"pcie": "#946a08", "wan": "#ad4a2b"}
 LINK_COLOURS |= dict.fromkeys(("socket", "nvlink-c2c"), "#5b5b66")
+FAULT_COLOUR = "#d11f1f"
 NETWORK_COLOUR, TEXT_COLOUR, FRAME_COLOUR = "#2b62ad", "#22222a", "#b9b9c6"
 HALO = 'stroke="#fbfbfd" stroke-width="5" paint-order="stroke"'  # keeps a name legible over a link
 BOX_WIDTHS: dict[PartKind, float] = {"nic": 60, "pcie_switch": 86, "socket": 72, "device": 78}
@@ -96,7 +97,7 @@ class _Canvas:
         x_a, x_b = a.end(b), b.end(a)
         self.links.append(
             f'<line x1="{x_a:.1f}" y1="{a.y:.1f}" x2="{x_b:.1f}" y2="{b.y:.1f}" '
-            f'stroke="{LINK_COLOURS.get(link.kind, NETWORK_COLOUR)}" stroke-width="{width:.1f}" stroke-opacity="0.65"/>'
+            f'stroke="{_colour(link)}" stroke-width="{width:.1f}" stroke-opacity="0.65"/>'
         )
 
     def label(self, y: float, text: str, *, colour: str = TEXT_COLOUR, style: str = "") -> None:
@@ -107,8 +108,7 @@ class _Canvas:
         self.text(MARGIN, y + 4, text, colour=colour, style=style)
 
     def link_label(self, y: float, link: Link, text: str = "") -> None:
-        colour = LINK_COLOURS.get(link.kind, NETWORK_COLOUR)
-        self.label(y, link_text(link) + text, colour=colour, style='font-size="11"')
+        self.label(y, link_text(link, text), colour=_colour(link), style='font-size="11"')
 
     def frame(self, across: Span, down: Span, *, is_stacked: bool) -> None:
         """The frame of a place; others like it show behind it."""
@@ -117,6 +117,10 @@ class _Canvas:
                 f'<rect x="{across[0] + offset:.1f}" y="{down[0] - offset:.1f}" width="{across[1] - across[0]:.1f}" '
                 f'height="{down[1] - down[0]:.1f}" rx="8" fill="#fbfbfd" stroke="{FRAME_COLOUR}"/>'
             )
+
+
+def _colour(link: Link) -> str:
+    return FAULT_COLOUR if link.share < 1 else LINK_COLOURS.get(link.kind, NETWORK_COLOUR)
 
 
 def draw(cluster: ClusterSpec, found: ClusterGraph) -> str:
@@ -179,9 +183,9 @@ def _draw_switches(
     canvas: _Canvas, found: ClusterGraph, group: Group, total: int, span: Span, above: _Box | None, y: float
 ) -> _Box:
     """The switches of a place as one bar, and their links to the tier above."""
-    classes = [found.graph.nodes[vertex] for vertex in group.vertices]
-    text = ", ".join(part_text(one["part"], one["count"] // total) for one in classes)
-    box = _Box(kind=classes[0]["part"].kind, text=text, x=sum(span) / 2, y=y, width=span[1] - span[0] - 2 * INSET)
+    part: Part = found.graph.nodes[group.vertices[0]]["part"]
+    text = part_text(part, sum(found.graph.nodes[vertex]["count"] for vertex in group.vertices) // total)
+    box = _Box(kind=part.kind, text=text, x=sum(span) / 2, y=y, width=span[1] - span[0] - 2 * INSET)
     canvas.box(box)
     if above:
         for link in {link: None for vertex in group.vertices for link in links_up(found.graph, vertex)}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from autoplan.report.terminal import print_table
 from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up
 from autoplan.topology.levels import compile_topology
 from autoplan.topology.parts import Link, Part
-from autoplan.units import format_rate, format_seconds
+from autoplan.units import format_percent, format_rate, format_seconds
 
 KIND_NAMES = {
     "pcie": "PCIe",
@@ -27,7 +28,6 @@ KIND_NAMES = {
 KIND_NAMES |= {"roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "ethernet": "Ethernet", "wan": "WAN"}
 KIND_NAMES |= {"shared_memory": "shared memory", "socket": "between sockets"}
 SHOWN = ("nic", "socket", "pcie_switch", "device")  # parts of a node, in this order; fabrics stand with the devices
-LEAST_WIDTH = 160  # of the tree: a terminal may wrap what a tree would cut off
 
 
 def cluster_line(cluster: ClusterSpec) -> str:
@@ -38,15 +38,16 @@ def cluster_line(cluster: ClusterSpec) -> str:
     )
 
 
-def link_text(link: Link) -> str:
-    """Kind and rates of a link, one direction: 'InfiniBand 47.0 of 50.0 GB/s'."""
+def link_text(link: Link, more: str = "") -> str:
+    """Kind and rates of a link, one direction: 'InfiniBand 47.0 of 50.0 GB/s', and what is wrong with it."""
     name = KIND_NAMES.get(link.kind, link.kind)
     nominal, sustained = format_rate(link.bytes_per_s), format_rate(link.sustained_bytes_per_s)
+    fault = "" if link.share == 1 else f"; {format_percent(link.share)} left by a fault"
     if nominal == sustained:
-        return f"{name} {nominal}"
+        return f"{name} {nominal}{more}{fault}"
     if nominal.split()[1] == sustained.split()[1]:
         sustained = sustained.split()[0]
-    return f"{name} {sustained} of {nominal}"
+    return f"{name} {sustained} of {nominal}{more}{fault}"
 
 
 def nodes_text(count: int) -> str:
@@ -79,38 +80,48 @@ def _ways(found: ClusterGraph, vertex: str) -> Iterator[str]:
     part, count = graph.nodes[vertex]["part"], graph.nodes[vertex]["count"]
     for other, edge in graph[vertex].items():
         to, link = graph.nodes[other]["part"], edge["link"]
-        text = link_text(link)
         match part.kind, to.kind:
             case "device", "device":
-                yield f"{text} to each of {2 * edge['num_links'] // count} others"
+                each = edge["num_links"] * (2 if other == vertex else 1) // count
+                yield link_text(link, f" to each of {each} others")
             case "socket", "socket":
-                yield text
+                yield link_text(link)
             case "device", "fabric":
                 fabric = graph.nodes[other]
                 joined = sum(each["num_links"] for each in graph[other].values()) / fabric["count"]
-                yield f"{to.name}: {text}, {joined:g} joined, {format_seconds(2 * link.latency_s)}"
+                yield f"{to.name}: {link_text(link, f', {joined:g} joined, {format_seconds(2 * link.latency_s)}')}"
             case "device", "nic":
                 yield "a NIC on it"
             case "nic", "switch" | "core":
-                yield f"{text}, {format_seconds(2 * link.latency_s)} from node to node"
+                yield link_text(link, f", {format_seconds(2 * link.latency_s)} from node to node")
             case ("device", "pcie_switch" | "socket") | ("pcie_switch", "socket"):
-                yield f"{text} to the {to.name}"
+                yield link_text(link, f" to the {to.name}")
 
 
 def _way_up(link: Link) -> str:
     blocking = f", {link.oversubscription:g}:1 oversubscribed" if link.oversubscription > 1 else ""
     far = f", {format_seconds(2 * link.latency_s)} from site to site" if link.latency_s else ""
-    return f"{link_text(link)} up{blocking}{far}"
+    sharp = ", reduces on the way (SHARP)" if link.sharp else ""
+    return link_text(link, f" up{blocking}{far}{sharp}")
+
+
+def _switch_lines(found: ClusterGraph, group: Group, places: int) -> Iterator[Tree]:
+    """The switches of a place, those with the same links together."""
+    counts: Counter[tuple[Part, str]] = Counter()
+    for vertex in group.vertices:
+        ways = ", ".join(_way_up(link) for link in links_up(found.graph, vertex))
+        counts[found.graph.nodes[vertex]["part"], ways] += found.graph.nodes[vertex]["count"] // places
+    for (part, ways), count in counts.items():
+        yield _tree(": ".join(one for one in (part_text(part, count), ways) if one))
 
 
 def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
     """One class of parts and its links, in one line where that holds them."""
     part: Part = found.graph.nodes[vertex]["part"]
     text = part_text(part, found.graph.nodes[vertex]["count"] // places)
-    if part.kind in SHOWN:
-        ways = list(_ways(found, vertex))
-    else:
-        ways = [_way_up(link) for link in links_up(found.graph, vertex)]
+    if part.kind == "device" and part.share < 1:
+        text += f"; {format_percent(part.share)} of its rate left by a fault"
+    ways = list(_ways(found, vertex))
     if len(ways) < 2:
         return _tree(": ".join([text, *ways]))
     line = _tree(text)
@@ -118,8 +129,13 @@ def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
     return line
 
 
+def _has_fault(found: ClusterGraph, vertex: str) -> bool:
+    edges = found.graph[vertex].values()
+    return found.graph.nodes[vertex]["part"].share < 1 or any(edge["link"].share < 1 for edge in edges)
+
+
 def _tree(text: str, style: str = "") -> Tree:
-    return Tree(Text(text, style=style, no_wrap=True, overflow="ignore"))
+    return Tree(Text(text, style=style))
 
 
 def _place(found: ClusterGraph, group: Group, places: int, *, is_known: bool = False) -> Tree:
@@ -127,16 +143,13 @@ def _place(found: ClusterGraph, group: Group, places: int, *, is_known: bool = F
     name = place_name(group)
     if not group.inside:
         tree = _tree(f"{name}, as above" if is_known else name, "bold")
-        parts = {vertex: found.graph.nodes[vertex]["part"].kind for vertex in group.vertices}
-        shown = (
-            []
-            if is_known
-            else sorted((one for one in parts if parts[one] in SHOWN), key=lambda one: SHOWN.index(parts[one]))
-        )
-        tree.children += [_line(found, vertex, places) for vertex in shown]
+        kinds = {vertex: found.graph.nodes[vertex]["part"].kind for vertex in group.vertices}
+        told = [one for one in kinds if kinds[one] in SHOWN and (not is_known or _has_fault(found, one))]
+        told.sort(key=lambda vertex: SHOWN.index(kinds[vertex]))
+        tree.children += [_line(found, vertex, places) for vertex in told]
         return tree
     tree = _tree(name, "bold")
-    tree.children += [_line(found, vertex, places) for vertex in group.vertices]
+    tree.children += _switch_lines(found, group, places)
     for at, inner in enumerate(group.inside):
         tree.children.append(_place(found, inner, places * inner.count, is_known=is_known or at > 0))
     return tree
@@ -148,7 +161,7 @@ def print_topology(console: Console, cluster: ClusterSpec, found: ClusterGraph) 
     if (rate := halves_bytes_per_s(cluster)) is not None:
         console.print(f"{format_rate(rate)} between its halves, one direction", soft_wrap=True)
     console.print()
-    console.print(_place(found, found.root, 1), width=max(console.width, LEAST_WIDTH), crop=False)
+    console.print(_place(found, found.root, 1))
     console.print()
     columns = (("of a group of devices", False), ("joins", True), ("a device gets", True), ("latency", True))
     rows = [
@@ -167,7 +180,7 @@ def topology_json(cluster: ClusterSpec, found: ClusterGraph) -> dict[str, Any]:
         "num_devices": cluster.num_devices,
         "bisection_bytes_per_s": halves_bytes_per_s(cluster),
         "vertices": [
-            {"id": vertex, "kind": data["part"].kind, "name": data["part"].name, "count": data["count"]}
+            {"id": vertex, "count": data["count"], **msgspec.to_builtins(data["part"])}
             for vertex, data in graph.nodes(data=True)
         ],
         "edges": [

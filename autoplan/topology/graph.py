@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import networkx as nx
@@ -19,19 +20,23 @@ import networkx as nx
 from autoplan.cluster import ClusterSpec, LinkLevel
 from autoplan.errors import InputError
 from autoplan.topology.parts import (
+    Faults,
     Graph,
     Link,
     Part,
     fabric_link,
+    named_paths,
+    needs_no_core,
     nic_link,
+    node_faults,
     node_graph,
     num_rails,
+    place_names,
     site_link,
     uplink,
+    uplink_faults,
     wide_levels,
 )
-
-MOST_EXPANDED = 4096  # devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +60,20 @@ class ClusterGraph:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Node:
-    """Nodes that are alike: the racks of each wide fabric that hold them are of the same class."""
+    """Nodes that are alike: in what is wrong with them, in what is wrong above them, and in their racks."""
 
     side: int = 0
-    racks: tuple[int, ...] = ()
+    faults: Faults = ()
+    uplinks: tuple[tuple[int, float], ...] = ()  # tiers at which its switch has slow uplinks, and what they have left
+    racks: tuple[int, ...] = ()  # the class of its rack in each wide fabric
 
     @property
     def num_nodes(self) -> int:
         return 1
+
+    @property
+    def num_faults(self) -> int:
+        return len(self.faults) + len(self.uplinks)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,15 +83,38 @@ class _Switch:
     num_nodes: int
     below: tuple[tuple[_Node | _Switch, int], ...]
 
+    @property
+    def nodes(self) -> set[_Node]:
+        """The kinds of nodes below."""
+        return {node for child, _ in self.below for node in ({child} if isinstance(child, _Node) else child.nodes)}
+
+    @property
+    def num_faults(self) -> int:
+        return sum(node.num_faults for node in self.nodes)
+
+    def share(self, tier: int) -> float:
+        """What faults leave of the uplinks, where it is a switch of that tier."""
+        return dict(next(iter(self.nodes)).uplinks).get(tier, 1.0)
+
 
 Runs = tuple[tuple[_Node, int], ...]  # nodes in order: so many of this kind, then so many of that
-Above = dict[int | None, str]  # the switches over a place, by the class of the NICs that go there; None: all do
 
 
 def quotient(cluster: ClusterSpec, *, split: int = 0) -> ClusterGraph:
     """The graph of `cluster`'s classes; with `split` the first nodes are kept apart from the others."""
-    runs = tuple((_Node(side=side), n) for side, n in ((1, split), (0, cluster.num_nodes - split)) if n)
-    return _Folded(cluster).build(runs)
+    inside, above = node_faults(cluster), uplink_faults(cluster)
+    marked = inside.keys() | above.keys()
+    bounds = sorted({0, split, cluster.num_nodes, *marked, *(node + 1 for node in marked)})
+    runs = []
+    for first, end in pairwise(bounds):
+        uplinks = tuple(sorted(above.get(first, {}).items()))
+        runs.append((_Node(side=int(first < split), faults=inside.get(first, ()), uplinks=uplinks), end - first))
+    return _Folded(cluster).build(_merged(runs))
+
+
+def _merged(runs: Iterable[tuple[_Node, int]]) -> Runs:
+    """The same with equal neighbours put together."""
+    return tuple((node, sum(count for _, count in same)) for node, same in groupby(runs, key=lambda run: run[0]))
 
 
 def bisection_bytes_per_s(cluster: ClusterSpec, num_nodes: int) -> float:
@@ -121,7 +155,7 @@ def min_cut_bytes_per_s(graph: Graph, left: Iterable[Hashable], right: Iterable[
     return value
 
 
-def classes(graph: Graph, first: dict[Any, int] | None = None) -> dict[Any, int]:
+def classes(graph: Graph, first: dict[Any, Any] | None = None) -> dict[Any, int]:
     """The class of every vertex of the coarsest partition whose members see equal classes over equal links.
 
     `first` are classes to start from.  Colour refinement, as in Berkholz, Bonsma and Grohe, arXiv:1509.08251.
@@ -140,18 +174,14 @@ def classes(graph: Graph, first: dict[Any, int] | None = None) -> dict[Any, int]
         }
 
 
-def _tiers(cluster: ClusterSpec) -> tuple[str, ...]:
-    """Names of the places above a node, outermost first."""
-    tiers = tuple(tier.name for tier in reversed(cluster.network.tiers))
-    return ("cluster", "site", *tiers) if cluster.wan else ("cluster", *tiers)
-
-
 def _switch(below: Iterable[tuple[_Node | _Switch, int]]) -> _Switch:
+    """A switch with what is below it, the largest and soundest first."""
     counts: Counter[Any] = Counter()
     for child, count in below:
         counts[child] += count
-    ordered = tuple(sorted(counts.items(), key=lambda item: item[0], reverse=True))
-    return _Switch(sum(child.num_nodes * count for child, count in ordered), ordered)
+    ordered = sorted(counts, key=lambda child: (child.num_nodes, -child.num_faults, child), reverse=True)
+    num_nodes = sum(child.num_nodes * counts[child] for child in ordered)
+    return _Switch(num_nodes, tuple((child, counts[child]) for child in ordered))
 
 
 def _blocks(runs: Runs, size: int) -> Iterator[tuple[Runs, int]]:
@@ -194,13 +224,12 @@ def _as_named(nodes: Iterable[tuple[tuple[str, ...], _Node]], depth: int) -> _Sw
     return _switch([(node, 1) for node in here] + [(_as_named(some, depth + 1), 1) for some in places.values()])
 
 
-def _named_paths(cluster: ClusterSpec) -> list[tuple[str, ...]]:
-    """Of every node of an allocation: its site where there are several, and its switches, outermost first."""
-    return [
-        ((group.site,) if cluster.wan else ()) + tuple(reversed(group.switches))
-        for group in cluster.nodes
-        for _ in group.names
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Above:
+    """The switches over a place: one, or one for each rail with the classes of the rails."""
+
+    vertices: tuple[str, ...] = ()
+    rails: tuple[int, ...] = ()
 
 
 class _Folded:
@@ -209,11 +238,11 @@ class _Folded:
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster = cluster
         self.graph = nx.Graph()
-        self.tiers = _tiers(cluster)
-        self.node = node_graph(cluster)
-        self.class_of = classes(self.node)
+        self.tiers = place_names(cluster)
         self.names: Counter[str] = Counter()
         self.racks: dict[tuple[int, int], str] = {}  # (wide level, class) -> vertex
+        self.nodes: dict[Faults, Graph] = {}
+        self.refined: dict[tuple[Faults, tuple[int, ...]], dict[Any, int]] = {}
 
     def build(self, runs: Runs) -> ClusterGraph:
         cluster = self.cluster
@@ -221,11 +250,11 @@ class _Folded:
             runs = self._into_racks(runs, level, num_nodes)
         if cluster.nodes:
             nodes = (node for node, count in runs for _ in range(count))
-            tree = _as_named(zip(_named_paths(cluster), nodes, strict=True), 0)
+            tree = _as_named(zip(named_paths(cluster), nodes, strict=True), 0)
         else:
             sites = (cluster.wan.nodes_per_site,) if cluster.wan else ()
             tree = _in_order(runs, (*sites, *(tier.num_nodes for tier in reversed(cluster.network.tiers))))
-        return ClusterGraph(graph=self.graph, root=self._place(tree, 1, 1, 0, {}))
+        return ClusterGraph(graph=self.graph, root=self._place(tree, 1, 1, 0, _Above()))
 
     def _add(self, part: Part, count: int) -> str:
         vertex = part.name
@@ -254,128 +283,76 @@ class _Folded:
             result += [(replace(node, racks=(*node.racks, rack)), many * count) for node, many in block]
         return tuple(result)
 
-    def _place(self, child: _Node | _Switch, count: int, total: int, depth: int, above: Above) -> Group:
+    def _inside(self, faults: Faults, rails: tuple[int, ...]) -> tuple[Graph, dict[Any, int]]:
+        """The parts of a node and their classes, its NICs on rails of these classes."""
+        node = self.nodes.setdefault(faults, node_graph(self.cluster, faults))
+        key = (faults, rails)
+        if key not in self.refined:
+            outside: dict[Any, Any] = {("nic", at): rail for at, rail in enumerate(rails)}
+            outside |= {("device", at): share for part, at, share in faults if part == "link"}  # into a rack
+            self.refined[key] = classes(node, outside)
+        return node, self.refined[key]
+
+    def _rails(self, switch: _Switch) -> tuple[int, ...]:
+        """The class of every rail of a set of leaf switches: two differ where a node below tells their NICs apart."""
+        rails = (0,) * num_rails(self.cluster)
+        while True:
+            found = [self._inside(faults, rails)[1] for faults in sorted({node.faults for node in switch.nodes})]
+            numbers: dict[Any, int] = {}
+            seen = [tuple(class_of["nic", at] for class_of in found) for at in range(len(rails))]
+            refined = tuple(numbers.setdefault(one, len(numbers)) for one in seen)
+            if refined == rails:
+                return rails
+            rails = refined
+
+    def _place(self, child: _Node | _Switch, count: int, total: int, depth: int, above: _Above) -> Group:
         """Vertices of `total` equal places, `count` in each around it."""
         if isinstance(child, _Node):
-            vertices = self._place_node(child, total, above)
-            return Group(name="node", count=count, num_nodes=1, vertices=vertices)
+            name = "node with faults" if child.faults else "node"
+            return Group(name=name, count=count, num_nodes=1, vertices=self._place_node(child, total, above))
         here = self._place_switches(child, total, depth, above)
         inside = tuple(self._place(one, n, n * total, depth + 1, here) for one, n in child.below)
-        vertices = tuple(dict.fromkeys(here.values()))
+        vertices = tuple(dict.fromkeys(here.vertices))
         return Group(name=self.tiers[depth], count=count, num_nodes=child.num_nodes, vertices=vertices, inside=inside)
 
-    def _place_switches(self, switch: _Switch, total: int, depth: int, above: Above) -> Above:
+    def _place_switches(self, switch: _Switch, total: int, depth: int, above: _Above) -> _Above:
         cluster = self.cluster
         tier, num_tiers = len(self.tiers) - 1 - depth, len(cluster.network.tiers)  # innermost 0
         if tier > num_tiers:
-            return {None: self._add(Part(kind="wan", name="WAN"), total)}
+            return _Above(vertices=(self._add(Part(kind="wan", name="WAN"), total),))
         if tier == num_tiers:
-            if _needs_no_core(cluster, sum(count for _, count in switch.below)):
-                return {}
+            if needs_no_core(cluster, sum(count for _, count in switch.below)):
+                return _Above()
             core = self._add(Part(kind="core", name="core"), total)
-            if above:
-                self._connect(core, above[None], site_link(cluster), total)
-            return {None: core}
-        rails = num_rails(cluster) if tier == 0 else 1
-        # NICs of one class go into switches of one class: one for each NIC of a node.
-        sizes = Counter(self.class_of[at] for at in self.node if at[0] == "nic") if rails > 1 else {None: 1}
-        here: Above = {}
-        for rail, count in sizes.items():
-            here[rail] = self._add(Part(kind="switch", name=self.tiers[depth], tier=tier), total * count)
-            if above:
-                link = uplink(cluster, tier, switch.num_nodes, rails)
-                self._connect(here[rail], above[None], link, total * count)
-        return here
-
-    def _place_node(self, node: _Node, total: int, above: Above) -> tuple[str, ...]:
-        sizes = Counter(self.class_of.values())
+            for up in above.vertices:
+                self._connect(core, up, site_link(cluster), total)
+            return _Above(vertices=(core,))
+        rails = self._rails(switch) if tier == 0 and num_rails(cluster) > 1 else (0,)
+        link = uplink(cluster, tier, switch.num_nodes, len(rails), switch.share(tier))
         vertices: dict[int, str] = {}
-        for at, part in self.node.nodes(data="part"):
-            here = self.class_of[at]
+        for rail, count in Counter(rails).items():
+            vertices[rail] = self._add(Part(kind="switch", name=self.tiers[depth], tier=tier), total * count)
+            for up in above.vertices:
+                self._connect(vertices[rail], up, link, total * count)
+        return _Above(vertices=tuple(vertices[rail] for rail in rails), rails=rails if len(rails) > 1 else ())
+
+    def _place_node(self, node: _Node, total: int, above: _Above) -> tuple[str, ...]:
+        inside, class_of = self._inside(node.faults, above.rails)
+        slow = {at: share for part, at, share in node.faults if part == "link"}
+        sizes = Counter(class_of.values())
+        vertices: dict[int, str] = {}
+        for at, part in inside.nodes(data="part"):
+            here = class_of[at]
             if here not in vertices:
                 own = replace(part, side=node.side) if part.kind == "device" else part
                 vertices[here] = self._add(own, sizes[here] * total)
-            if part.kind == "nic" and above:
-                up = above[None] if None in above else above[here]
-                self._connect(vertices[here], up, nic_link(self.cluster), total)
+            if part.kind == "nic" and above.vertices:
+                up = above.vertices[at[1] % len(above.vertices)]
+                self._connect(vertices[here], up, nic_link(self.cluster, part.share), total)
             elif part.kind == "device":
                 for (level, _), key in zip(wide_levels(self.cluster), enumerate(node.racks), strict=True):
-                    self._connect(vertices[here], self.racks[key], fabric_link(level), total)
-        for a, b, link in self.node.edges(data="link"):
-            self._connect(vertices[self.class_of[a]], vertices[self.class_of[b]], link, total)
-        return tuple(vertices.values())
-
-
-def _needs_no_core(cluster: ClusterSpec, num_switches: int) -> bool:
-    """Whether one switch holds all nodes, so that nothing is to be joined."""
-    num_tiers = len(cluster.network.tiers)
-    rails = num_rails(cluster) if num_tiers == 1 else 1
-    return cluster.wan is None and num_tiers > 0 and num_switches * rails == 1
-
-
-# -- every part a vertex ----------------------------------------------------------------------------------------------
-
-
-def expand(cluster: ClusterSpec) -> Graph:
-    """The graph with every part a vertex: (node, kind, index) inside the nodes, (name, place, rail) above them."""
-    if cluster.num_devices > MOST_EXPANDED:
-        raise InputError(
-            f"a graph of {cluster.num_devices:,} devices is too large to hold every part: at most {MOST_EXPANDED:,}"
-        )
-    graph, inside = nx.Graph(), node_graph(cluster)
-    names, rails = _tiers(cluster), num_rails(cluster)
-    paths = _paths(cluster)
-    below = Counter(path[:depth] for path in paths for depth in range(len(path) + 1))
-    num_tiers = len(cluster.network.tiers)
-    is_flat = _needs_no_core(cluster, len({path[:1] for path in paths}))
-    for place, num_nodes in below.items():
-        tier = len(names) - 1 - len(place)
-        if tier == num_tiers and is_flat:
-            continue
-        for rail in range(rails if tier == 0 else 1):
-            vertex = (names[len(place)], place, rail)
-            above = (names[len(place) - 1], place[:-1], 0)
-            if tier > num_tiers:
-                _add(graph, vertex, Part(kind="wan", name="WAN"))
-            elif tier == num_tiers:
-                _add(graph, vertex, Part(kind="core", name="core"))
-                if cluster.wan:
-                    _connect(graph, vertex, above, site_link(cluster))
-            else:
-                _add(graph, vertex, Part(kind="switch", name=names[len(place)], tier=tier))
-                if tier + 1 < num_tiers or not is_flat:
-                    _connect(graph, vertex, above, uplink(cluster, tier, num_nodes, rails if tier == 0 else 1))
-    for node, path in enumerate(paths):
-        for at, part in inside.nodes(data="part"):
-            vertex = (node, *at)
-            _add(graph, vertex, part)
-            if part.kind == "nic":
-                _connect(graph, vertex, (names[-1], path, at[1] % rails), nic_link(cluster))
-            elif part.kind == "device":
-                for level, num_nodes in wide_levels(cluster):
-                    rack = ("rack", level.name, node // num_nodes)
-                    _add(graph, rack, Part(kind="fabric", name=level.name))
-                    _connect(graph, vertex, rack, fabric_link(level))
+                    link = fabric_link(level, share=slow.get(at[1], 1.0))
+                    self._connect(vertices[here], self.racks[key], link, total)
         for a, b, link in inside.edges(data="link"):
-            _connect(graph, (node, *a), (node, *b), link)
-    return graph
-
-
-def _add(graph: Graph, vertex: Hashable, part: Part) -> None:
-    graph.add_node(vertex, part=part, count=1)
-
-
-def _connect(graph: Graph, a: Hashable, b: Hashable, link: Link) -> None:
-    graph.add_edge(a, b, link=link, num_links=1)
-
-
-def _paths(cluster: ClusterSpec) -> list[tuple[Hashable, ...]]:
-    """Of every node the site, where there are several, and the switches above it, outermost first."""
-    if cluster.nodes:
-        return list(_named_paths(cluster))
-    paths: list[tuple[Hashable, ...]] = []
-    for node in range(cluster.num_nodes):
-        site, within = divmod(node, cluster.wan.nodes_per_site) if cluster.wan else (0, node)
-        switches = (within // tier.num_nodes for tier in reversed(cluster.network.tiers))
-        paths.append(((site,) if cluster.wan else ()) + tuple(switches))
-    return paths
+            self._connect(vertices[class_of[a]], vertices[class_of[b]], link, total)
+        return tuple(vertices.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import networkx as nx
@@ -12,6 +12,8 @@ from autoplan.cluster import ClusterSpec, LinkLevel
 from autoplan.topology.levels import used_of_domain
 
 PartKind = Literal["device", "nic", "pcie_switch", "socket", "fabric", "switch", "core", "wan"]
+
+Faults = tuple[tuple[str, int, float], ...]  # in a node: part, index, share of the rate that is left
 
 # Graphs are networkx's: a vertex has `part` and `count`, an edge `link` and `num_links`.
 Graph = Any  # nx.Graph, which has no types
@@ -25,6 +27,7 @@ class Part:
     name: str
     tier: int = 0  # of a switch: innermost 0
     side: int = 0  # of a device: 1 where `split` sets its node apart
+    share: float = 1.0  # of its rate that a fault leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,12 @@ class Link:
     sustained_bytes_per_s: float
     latency_s: float = 0.0  # where it is that of another link of the path, or not known
     oversubscription: float = 1.0  # what may come from below over this link's rate
+    share: float = 1.0  # of the rates that a fault leaves; it is in the sustained one
+    sharp: bool = False  # towards a switch that adds up what is reduced
+
+    def left(self, share: float) -> Link:
+        """The link where a fault leaves so much of its rate."""
+        return replace(self, share=share, sustained_bytes_per_s=share * self.sustained_bytes_per_s)
 
 
 def nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
@@ -45,15 +54,16 @@ def nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
     return count, cluster.network.nic_bytes_per_s * wanted / count
 
 
-def node_graph(cluster: ClusterSpec) -> Graph:
+def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
     """Every part of one node a vertex, (kind, index); NICs are its way out."""
+    shares = {(part, at): share for part, at, share in faults}
     host, size = cluster.host, cluster.devices_per_node
     num_nics, nic_bytes_per_s = nics_of_node(cluster)
     graph = nx.Graph()
 
     def add(kind: PartKind, name: str, at: int) -> tuple[str, int]:
         vertex = (f"fabric {name}" if kind == "fabric" else kind, at)
-        graph.add_node(vertex, part=Part(kind=kind, name=name), count=1)
+        graph.add_node(vertex, part=Part(kind=kind, name=name, share=shares.get((kind, at), 1.0)), count=1)
         return vertex
 
     def connect(a: tuple[str, int], b: tuple[str, int], link: Link) -> None:
@@ -68,11 +78,12 @@ def node_graph(cluster: ClusterSpec) -> Graph:
             if level.is_mesh and len(members) > 1:
                 for at, one in enumerate(members):
                     for other in members[at + 1 :]:
-                        connect(one, other, fabric_link(level, peers=len(members) - 1))
+                        share = min(shares.get(("link", end[1]), 1.0) for end in (one, other))
+                        connect(one, other, fabric_link(level, peers=len(members) - 1, share=share))
             else:
                 fabric = add("fabric", level.name, first // level.num_devices)
                 for one in members:
-                    connect(one, fabric, fabric_link(level))
+                    connect(one, fabric, fabric_link(level, share=shares.get(("link", one[1]), 1.0)))
 
     sockets = [add("socket", "CPU", at) for at in range(min(host.num_sockets, size))]
     between = Link(kind="socket", bytes_per_s=host.socket_bytes_per_s, sustained_bytes_per_s=host.socket_bytes_per_s)
@@ -98,11 +109,15 @@ def node_graph(cluster: ClusterSpec) -> Graph:
     return graph
 
 
-def fabric_link(level: LinkLevel, *, peers: int = 0) -> Link:
+def fabric_link(level: LinkLevel, *, peers: int = 0, share: float = 1.0) -> Link:
     """From a device to the switch of a fabric, or to one of its `peers` in a mesh."""
-    rate = level.bandwidth_bytes_per_s / max(peers, 1)
-    latency_s = level.latency_s if peers else level.latency_s / 2
-    return Link(kind=level.kind, bytes_per_s=rate, sustained_bytes_per_s=rate * level.efficiency, latency_s=latency_s)
+    link = Link(
+        kind=level.kind,
+        bytes_per_s=level.bandwidth_bytes_per_s / max(peers, 1),
+        sustained_bytes_per_s=level.rate_bytes_per_s * level.efficiency / max(peers, 1),
+        latency_s=level.latency_s if peers else level.latency_s / 2,
+    )
+    return link.left(share)
 
 
 def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: float = math.inf) -> Link:
@@ -126,18 +141,20 @@ def num_rails(cluster: ClusterSpec) -> int:
     return nics_of_node(cluster)[0] if cluster.network.rail_optimised and cluster.network.tiers else 1
 
 
-def nic_link(cluster: ClusterSpec) -> Link:
+def nic_link(cluster: ClusterSpec, share: float = 1.0) -> Link:
     """From a NIC to its switch: half of the latency between two nodes."""
     network, (_, rate) = cluster.network, nics_of_node(cluster)
-    return Link(
+    link = Link(
         kind=network.kind,
         bytes_per_s=rate,
         sustained_bytes_per_s=rate * network.efficiency,
         latency_s=network.latency_s / 2,
+        sharp=network.sharp,
     )
+    return link.left(share)
 
 
-def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int) -> Link:
+def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: float = 1.0) -> Link:
     """Out of a switch of a tier (innermost 0) with `num_nodes` below it; all its links to the next tier as one.
 
     Of an oversubscribed switch the nodes of the job have the share that is theirs when all of its ports are busy.
@@ -145,12 +162,14 @@ def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int) -> Link:
     network, (num_nics, rate) = cluster.network, nics_of_node(cluster)
     over = math.prod(one.oversubscription for one in network.tiers[: tier + 1])
     total = num_nodes * num_nics * rate / rails / over
-    return Link(
+    link = Link(
         kind=network.kind,
         bytes_per_s=total,
         sustained_bytes_per_s=total * network.efficiency,
         oversubscription=network.tiers[tier].oversubscription,
+        sharp=network.sharp,
     )
+    return link.left(share)
 
 
 def site_link(cluster: ClusterSpec) -> Link:
@@ -173,3 +192,55 @@ def wide_levels(cluster: ClusterSpec) -> list[tuple[LinkLevel, int]]:
         for level in cluster.levels
         if level.num_devices > size
     ]
+
+
+def node_faults(cluster: ClusterSpec) -> dict[int, Faults]:
+    """The faults in each node that has some, by its place in the order of ranks."""
+    names = [name for group in cluster.nodes for name in group.names]
+    found: dict[int, Faults] = {}
+    for fault in cluster.faults:
+        if fault.node is not None and fault.part != "uplink":
+            node = names.index(str(fault.node)) if names else int(fault.node)
+            found[node] = (*found.get(node, ()), (fault.part, fault.index, fault.rate_share))
+    return {node: tuple(sorted(faults)) for node, faults in found.items()}
+
+
+def uplink_faults(cluster: ClusterSpec) -> dict[int, dict[int, float]]:
+    """Of every node below a switch with slow uplinks, by its place: tiers (innermost 0) and the share that is left."""
+    found: dict[int, dict[int, float]] = {}
+    for fault in cluster.faults:
+        if fault.part != "uplink" or fault.switch is None:
+            continue
+        tier = cluster.tier_of(fault.switch)
+        if cluster.nodes:
+            below = [fault.switch == group.switches[tier] for group in cluster.nodes for _ in group.names]
+            nodes = [node for node, is_below in enumerate(below) if is_below]
+        else:
+            size = cluster.network.tiers[tier].num_nodes
+            first = int(fault.switch.rpartition(" ")[2]) * size
+            nodes = list(range(first, min(first + size, cluster.num_nodes)))
+        for node in nodes:
+            found.setdefault(node, {})[tier] = fault.rate_share
+    return found
+
+
+def place_names(cluster: ClusterSpec) -> tuple[str, ...]:
+    """Names of the places above a node, outermost first."""
+    tiers = tuple(tier.name for tier in reversed(cluster.network.tiers))
+    return ("cluster", "site", *tiers) if cluster.wan else ("cluster", *tiers)
+
+
+def named_paths(cluster: ClusterSpec) -> list[tuple[str, ...]]:
+    """Of every node of an allocation: its site where there are several, and its switches, outermost first."""
+    return [
+        ((group.site,) if cluster.wan else ()) + tuple(reversed(group.switches))
+        for group in cluster.nodes
+        for _ in group.names
+    ]
+
+
+def needs_no_core(cluster: ClusterSpec, num_switches: int) -> bool:
+    """Whether one switch holds all nodes, so that nothing is to be joined."""
+    num_tiers = len(cluster.network.tiers)
+    rails = num_rails(cluster) if num_tiers == 1 else 1
+    return cluster.wan is None and num_tiers > 0 and num_switches * rails == 1
