@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -73,7 +74,8 @@ def main() -> None:
         [
             f"# The graph of a cluster, {datetime.date.today()}",
             "",
-            f"Best of {REPEATS}, Python {platform.python_version()} on {platform.machine()}.",
+            f"Best of {REPEATS}, Python {platform.python_version()} on {platform.machine()}, "
+            f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
             "",
             "| cluster | devices | classes / edges | fold | cut in halves | draw | every part |",
             "|---|---|---|---|---|---|---|",

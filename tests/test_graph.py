@@ -94,6 +94,13 @@ CLUSTERS = {
     "a slow link into a rack": replace(
         load_cluster("gb200-nvl72:8x4"), faults=(Fault(part="link", node=1, index=2, rate_share=0.5),)
     ),
+    "a mesh in a mesh": replace(
+        load_cluster("mi300x:3x8"),
+        levels=tuple(
+            replace(load_cluster("mi300x").levels[0], num_devices=size, bandwidth_bytes_per_s=rate)
+            for size, rate in ((2, 200e9), (8, 350e9))
+        ),
+    ),
     "fragments": replace(
         lab(10, tiers=TREE), nodes=allocation((4, "a", "p"), (2, "b", "p"), (2, "c", "q"), (1, "d", "q"), (1, "e", "r"))
     ),
@@ -231,7 +238,7 @@ def test_a_pcie_switch_narrower_than_its_nics_holds_them_back() -> None:
 def test_latencies_of_a_path_add_up_to_that_of_its_level() -> None:
     graph, levels = expand(lab(2, rail_optimised=False)), compile_topology(lab(2)).levels
     paths = (
-        [(0, "device", 3), (0, "fabric nvlink", 0), (0, "device", 5)],
+        [(0, "device", 3), (0, "fabric of 8", 0), (0, "device", 5)],
         [(0, "nic", 3), ("leaf", (0,), 0), (1, "nic", 5)],
     )
     for path, level in zip(paths, levels, strict=True):

@@ -5,8 +5,9 @@ node and the links between them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -14,11 +15,12 @@ from autoplan.cluster import ClusterSpec
 from autoplan.report.topology import (
     KIND_NAMES,
     cluster_line,
+    fault_text,
     halves_bytes_per_s,
-    link_text,
     nodes_text,
     part_text,
     place_name,
+    rates_text,
 )
 from autoplan.topology.graph import ClusterGraph, Group, links_up
 from autoplan.topology.parts import Graph, Link, Part, PartKind, fabric_link, nic_link, node_graph, wide_levels
@@ -108,7 +110,9 @@ class _Canvas:
         self.text(MARGIN, y + 4, text, colour=colour, style=style)
 
     def link_label(self, y: float, link: Link, text: str = "") -> None:
-        self.label(y, link_text(link, text), colour=_colour(link), style='font-size="11"')
+        for line in (rates_text(link) + text, fault_text(link.share)):
+            if line:
+                self.label(y, line, colour=_colour(link), style='font-size="11"')
 
     def frame(self, across: Span, down: Span, *, is_stacked: bool) -> None:
         """The frame of a place; others like it show behind it."""
@@ -171,10 +175,10 @@ def _opened(group: Group) -> Iterator[Group]:
 
 def _others(group: Group) -> str:
     """The places in one that are not opened."""
-    others = [
-        f"{one.count:,} x {one.name}" + f" of {nodes_text(one.num_nodes)}" * bool(one.inside)
-        for one in group.inside[1:]
-    ]
+    counts: Counter[str] = Counter()
+    for one in group.inside[1:]:
+        counts[place_name(replace(one, count=1))] += one.count
+    others = [f"{count:,} x {name}" for name, count in counts.items()]
     more = f" and {len(others) - MOST_OTHERS} more kinds" if len(others) > MOST_OTHERS else ""
     return f"besides: {', '.join(others[:MOST_OTHERS])}{more}" if others else ""
 

@@ -16,7 +16,7 @@ from autoplan.report.terminal import print_table
 from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up
 from autoplan.topology.levels import compile_topology
 from autoplan.topology.parts import Link, Part
-from autoplan.units import format_percent, format_rate, format_seconds
+from autoplan.units import format_rate, format_seconds
 
 KIND_NAMES = {
     "pcie": "PCIe",
@@ -38,16 +38,25 @@ def cluster_line(cluster: ClusterSpec) -> str:
     )
 
 
-def link_text(link: Link, more: str = "") -> str:
-    """Kind and rates of a link, one direction: 'InfiniBand 47.0 of 50.0 GB/s', and what is wrong with it."""
+def rates_text(link: Link) -> str:
+    """Kind and rates of a link, one direction: 'InfiniBand 47.0 of 50.0 GB/s'."""
     name = KIND_NAMES.get(link.kind, link.kind)
     nominal, sustained = format_rate(link.bytes_per_s), format_rate(link.sustained_bytes_per_s)
-    fault = "" if link.share == 1 else f"; {format_percent(link.share)} left by a fault"
     if nominal == sustained:
-        return f"{name} {nominal}{more}{fault}"
+        return f"{name} {nominal}"
     if nominal.split()[1] == sustained.split()[1]:
         sustained = sustained.split()[0]
-    return f"{name} {sustained} of {nominal}{more}{fault}"
+    return f"{name} {sustained} of {nominal}"
+
+
+def fault_text(share: float) -> str:
+    """What a fault leaves; nothing where there is none."""
+    return "" if share == 1 else f"{100 * share:.3g} % left by a fault"
+
+
+def _whole(link: Link, more: str = "") -> str:
+    fault = fault_text(link.share)
+    return f"{rates_text(link)}{more}; {fault}" if fault else f"{rates_text(link)}{more}"
 
 
 def nodes_text(count: int) -> str:
@@ -58,7 +67,8 @@ def nodes_text(count: int) -> str:
 def place_name(group: Group) -> str:
     """'2 x leaf of 32 nodes', '32 x node'."""
     name = f"{group.count:,} x {group.name}" if group.count > 1 else group.name
-    return f"{name} of {nodes_text(group.num_nodes)}" if group.inside else name
+    size = f" of {nodes_text(group.num_nodes)}" if group.inside else ""
+    return f"{name}{size}{' with faults' * group.has_faults}"
 
 
 def halves_bytes_per_s(cluster: ClusterSpec) -> float | None:
@@ -83,26 +93,26 @@ def _ways(found: ClusterGraph, vertex: str) -> Iterator[str]:
         match part.kind, to.kind:
             case "device", "device":
                 each = edge["num_links"] * (2 if other == vertex else 1) // count
-                yield link_text(link, f" to each of {each} others")
+                yield _whole(link, f" to each of {each} others")
             case "socket", "socket":
-                yield link_text(link)
+                yield _whole(link)
             case "device", "fabric":
                 fabric = graph.nodes[other]
                 joined = sum(each["num_links"] for each in graph[other].values()) / fabric["count"]
-                yield f"{to.name}: {link_text(link, f', {joined:g} joined, {format_seconds(2 * link.latency_s)}')}"
+                yield f"{to.name}: {_whole(link, f', {joined:g} joined, {format_seconds(2 * link.latency_s)}')}"
             case "device", "nic":
                 yield "a NIC on it"
             case "nic", "switch" | "core":
-                yield link_text(link, f", {format_seconds(2 * link.latency_s)} from node to node")
+                yield _whole(link, f", {format_seconds(2 * link.latency_s)} from node to node")
             case ("device", "pcie_switch" | "socket") | ("pcie_switch", "socket"):
-                yield link_text(link, f" to the {to.name}")
+                yield _whole(link, f" to the {to.name}")
 
 
 def _way_up(link: Link) -> str:
     blocking = f", {link.oversubscription:g}:1 oversubscribed" if link.oversubscription > 1 else ""
     far = f", {format_seconds(2 * link.latency_s)} from site to site" if link.latency_s else ""
     sharp = ", reduces on the way (SHARP)" if link.sharp else ""
-    return link_text(link, f" up{blocking}{far}{sharp}")
+    return _whole(link, f" up{blocking}{far}{sharp}")
 
 
 def _switch_lines(found: ClusterGraph, group: Group, places: int) -> Iterator[Tree]:
@@ -120,7 +130,7 @@ def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
     part: Part = found.graph.nodes[vertex]["part"]
     text = part_text(part, found.graph.nodes[vertex]["count"] // places)
     if part.kind == "device" and part.share < 1:
-        text += f"; {format_percent(part.share)} of its rate left by a fault"
+        text += f"; {fault_text(part.share)}"
     ways = list(_ways(found, vertex))
     if len(ways) < 2:
         return _tree(": ".join([text, *ways]))

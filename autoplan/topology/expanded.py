@@ -11,8 +11,9 @@ from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
 from autoplan.topology.parts import (
     Graph,
-    Link,
     Part,
+    add_part,
+    connect,
     fabric_link,
     named_paths,
     needs_no_core,
@@ -52,41 +53,33 @@ def expand(cluster: ClusterSpec) -> Graph:
             vertex = (names[len(place)], place, rail)
             above = (names[len(place) - 1], place[:-1], 0)
             if tier > num_tiers:
-                _add(graph, vertex, Part(kind="wan", name="WAN"))
+                add_part(graph, vertex, Part(kind="wan", name="WAN"))
             elif tier == num_tiers:
-                _add(graph, vertex, Part(kind="core", name="core"))
+                add_part(graph, vertex, Part(kind="core", name="core"))
                 if cluster.wan:
-                    _connect(graph, vertex, above, site_link(cluster))
+                    connect(graph, vertex, above, site_link(cluster))
             else:
-                _add(graph, vertex, Part(kind="switch", name=names[len(place)], tier=tier))
+                add_part(graph, vertex, Part(kind="switch", name=names[len(place)], tier=tier))
                 if tier + 1 < num_tiers or not is_flat:
                     share = slow_uplinks.get(first[place], {}).get(tier, 1.0)
                     link = uplink(cluster, tier, num_nodes, rails if tier == 0 else 1, share)
-                    _connect(graph, vertex, above, link)
+                    connect(graph, vertex, above, link)
     for node, path in enumerate(paths):
         inside = node_graph(cluster, faults.get(node, ()))
         slow = {at: share for part, at, share in faults.get(node, ()) if part == "link"}
         for at, part in inside.nodes(data="part"):
             vertex = (node, *at)
-            _add(graph, vertex, part)
+            add_part(graph, vertex, part)
             if part.kind == "nic":
-                _connect(graph, vertex, (names[-1], path, at[1] % rails), nic_link(cluster, part.share))
+                connect(graph, vertex, (names[-1], path, at[1] % rails), nic_link(cluster, part.share))
             elif part.kind == "device":
                 for level, num_nodes in wide_levels(cluster):
-                    rack = ("rack", level.name, node // num_nodes)
-                    _add(graph, rack, Part(kind="fabric", name=level.name))
-                    _connect(graph, vertex, rack, fabric_link(level, share=slow.get(at[1], 1.0)))
+                    rack = ("rack", level.num_devices, node // num_nodes)
+                    add_part(graph, rack, Part(kind="fabric", name=level.name))
+                    connect(graph, vertex, rack, fabric_link(level, share=slow.get(at[1], 1.0)))
         for a, b, link in inside.edges(data="link"):
-            _connect(graph, (node, *a), (node, *b), link)
+            connect(graph, (node, *a), (node, *b), link)
     return graph
-
-
-def _add(graph: Graph, vertex: Hashable, part: Part) -> None:
-    graph.add_node(vertex, part=part, count=1)
-
-
-def _connect(graph: Graph, a: Hashable, b: Hashable, link: Link) -> None:
-    graph.add_edge(a, b, link=link, num_links=1)
 
 
 def _paths(cluster: ClusterSpec) -> list[tuple[Hashable, ...]]:

@@ -48,6 +48,7 @@ class Group:
     num_nodes: int  # in one of them
     vertices: tuple[str, ...]  # of the quotient graph: its own switches, or the parts of a node
     inside: tuple[Group, ...] = ()
+    has_faults: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class _Node:
 
     @property
     def num_faults(self) -> int:
-        return len(self.faults) + len(self.uplinks)
+        return len(self.faults)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -90,7 +91,7 @@ class _Switch:
 
     @property
     def num_faults(self) -> int:
-        return sum(node.num_faults for node in self.nodes)
+        return sum(len(node.faults) + len(node.uplinks) for node in self.nodes)
 
     def share(self, tier: int) -> float:
         """What faults leave of the uplinks, where it is a switch of that tier."""
@@ -212,16 +213,14 @@ def _in_order(runs: Runs, sizes: Sequence[int]) -> _Switch:
     return _switch((_in_order(block, sizes[1:]), count) for block, count in _blocks(runs, sizes[0]))
 
 
-def _as_named(nodes: Iterable[tuple[tuple[str, ...], _Node]], depth: int) -> _Switch:
+def _as_named(nodes: Sequence[tuple[tuple[str, ...], _Node]], depth: int = 0) -> _Switch:
     """The switches on the path of each node, outermost first; `depth` names of it are done."""
+    if depth == len(nodes[0][0]):
+        return _switch((node, 1) for _, node in nodes)
     places: dict[str, list[tuple[tuple[str, ...], _Node]]] = defaultdict(list)
-    here: list[_Node] = []
     for path, node in nodes:
-        if depth < len(path):
-            places[path[depth]].append((path, node))
-        else:
-            here.append(node)
-    return _switch([(node, 1) for node in here] + [(_as_named(some, depth + 1), 1) for some in places.values()])
+        places[path[depth]].append((path, node))
+    return _switch((_as_named(some, depth + 1), 1) for some in places.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +249,7 @@ class _Folded:
             runs = self._into_racks(runs, level, num_nodes)
         if cluster.nodes:
             nodes = (node for node, count in runs for _ in range(count))
-            tree = _as_named(zip(named_paths(cluster), nodes, strict=True), 0)
+            tree = _as_named(list(zip(named_paths(cluster), nodes, strict=True)))
         else:
             sites = (cluster.wan.nodes_per_site,) if cluster.wan else ()
             tree = _in_order(runs, (*sites, *(tier.num_nodes for tier in reversed(cluster.network.tiers))))
@@ -271,7 +270,7 @@ class _Folded:
         self.graph.add_edge(a, b, link=link, num_links=count)
 
     def _into_racks(self, runs: Runs, level: LinkLevel, num_nodes: int) -> Runs:
-        """The nodes, told apart by the racks that they are in; every class of racks becomes a vertex."""
+        """The nodes, told apart by the racks that they fill in order; every class of racks becomes a vertex."""
         known: dict[_Switch, int] = {}
         result = []
         for block, count in _blocks(runs, num_nodes):
@@ -285,8 +284,9 @@ class _Folded:
 
     def _inside(self, faults: Faults, rails: tuple[int, ...]) -> tuple[Graph, dict[Any, int]]:
         """The parts of a node and their classes, its NICs on rails of these classes."""
-        node = self.nodes.setdefault(faults, node_graph(self.cluster, faults))
-        key = (faults, rails)
+        if faults not in self.nodes:
+            self.nodes[faults] = node_graph(self.cluster, faults)
+        node, key = self.nodes[faults], (faults, rails)
         if key not in self.refined:
             outside: dict[Any, Any] = {("nic", at): rail for at, rail in enumerate(rails)}
             outside |= {("device", at): share for part, at, share in faults if part == "link"}  # into a rack
@@ -308,12 +308,20 @@ class _Folded:
     def _place(self, child: _Node | _Switch, count: int, total: int, depth: int, above: _Above) -> Group:
         """Vertices of `total` equal places, `count` in each around it."""
         if isinstance(child, _Node):
-            name = "node with faults" if child.faults else "node"
-            return Group(name=name, count=count, num_nodes=1, vertices=self._place_node(child, total, above))
-        here = self._place_switches(child, total, depth, above)
-        inside = tuple(self._place(one, n, n * total, depth + 1, here) for one, n in child.below)
-        vertices = tuple(dict.fromkeys(here.vertices))
-        return Group(name=self.tiers[depth], count=count, num_nodes=child.num_nodes, vertices=vertices, inside=inside)
+            name, vertices = "node", self._place_node(child, total, above)
+            inside: tuple[Group, ...] = ()
+        else:
+            here = self._place_switches(child, total, depth, above)
+            name, vertices = self.tiers[depth], tuple(dict.fromkeys(here.vertices))
+            inside = tuple(self._place(one, n, n * total, depth + 1, here) for one, n in child.below)
+        return Group(
+            name=name,
+            count=count,
+            num_nodes=child.num_nodes,
+            vertices=vertices,
+            inside=inside,
+            has_faults=child.num_faults > 0,
+        )
 
     def _place_switches(self, switch: _Switch, total: int, depth: int, above: _Above) -> _Above:
         cluster = self.cluster

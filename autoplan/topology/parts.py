@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal
 
 import networkx as nx
@@ -30,6 +32,10 @@ class Part:
     share: float = 1.0  # of its rate that a fault leaves
 
 
+SOCKET = Part(kind="socket", name="CPU")
+PCIE_SWITCH = Part(kind="pcie_switch", name="PCIe switch")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One edge; rates are for each direction.  Latencies of a path add up to that of its level."""
@@ -54,59 +60,78 @@ def nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
     return count, cluster.network.nic_bytes_per_s * wanted / count
 
 
+def add_part(graph: Graph, vertex: Hashable, part: Part) -> Hashable:
+    """Add a vertex for one part."""
+    graph.add_node(vertex, part=part, count=1)
+    return vertex
+
+
+def connect(graph: Graph, a: Hashable, b: Hashable, link: Link) -> None:
+    """Add an edge for one link."""
+    graph.add_edge(a, b, link=link, num_links=1)
+
+
 def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
     """Every part of one node a vertex, (kind, index); NICs are its way out."""
-    shares = {(part, at): share for part, at, share in faults}
-    host, size = cluster.host, cluster.devices_per_node
-    num_nics, nic_bytes_per_s = nics_of_node(cluster)
     graph = nx.Graph()
+    shares = {(part, at): share for part, at, share in faults}
+    for at in range(cluster.devices_per_node):
+        share = shares.get(("device", at), 1.0)
+        add_part(graph, ("device", at), Part(kind="device", name=cluster.device.name, share=share))
+    _add_fabrics(graph, cluster, [shares.get(("link", at), 1.0) for at in range(cluster.devices_per_node)])
+    hubs = _add_host(graph, cluster)
+    behind: list[Hashable] = (
+        [("device", at) for at in range(cluster.devices_per_node)] if cluster.host.nics_on_devices else hubs
+    )
+    num_nics, rate = nics_of_node(cluster)
+    bus = Link(kind="pcie", bytes_per_s=rate, sustained_bytes_per_s=rate)  # takes what the NIC sends
+    for at in range(num_nics):
+        nic = add_part(graph, ("nic", at), Part(kind="nic", name="NIC", share=shares.get(("nic", at), 1.0)))
+        connect(graph, nic, behind[at * len(behind) // num_nics], bus)
+    return graph
 
-    def add(kind: PartKind, name: str, at: int) -> tuple[str, int]:
-        vertex = (f"fabric {name}" if kind == "fabric" else kind, at)
-        graph.add_node(vertex, part=Part(kind=kind, name=name, share=shares.get((kind, at), 1.0)), count=1)
-        return vertex
 
-    def connect(a: tuple[str, int], b: tuple[str, int], link: Link) -> None:
-        graph.add_edge(a, b, link=link, num_links=1)
+def _add_fabrics(graph: Graph, cluster: ClusterSpec, shares: list[float]) -> None:
+    """The levels inside a node; those over PCIe are links of the host.  `shares` is what each device's links have left.
 
-    on_device = [add("device", cluster.device.name, at) for at in range(size)]
-    for level in cluster.levels:
-        if level.num_devices > size or level.kind == "pcie":  # racks are outside, PCIe comes with the host
-            continue
+    Two devices have one direct link at most: of meshes in one another the inner ones are drawn as switches.
+    """
+    size = cluster.devices_per_node
+    levels = [level for level in cluster.levels if level.num_devices <= size and level.kind != "pcie"]
+    mesh = next((level for level in reversed(levels) if level.is_mesh and level.num_devices > 1), None)
+    for level in levels:
         for first in range(0, size, level.num_devices):
-            members = on_device[first : first + level.num_devices]
-            if level.is_mesh and len(members) > 1:
-                for at, one in enumerate(members):
-                    for other in members[at + 1 :]:
-                        share = min(shares.get(("link", end[1]), 1.0) for end in (one, other))
-                        connect(one, other, fabric_link(level, peers=len(members) - 1, share=share))
-            else:
-                fabric = add("fabric", level.name, first // level.num_devices)
-                for one in members:
-                    connect(one, fabric, fabric_link(level, share=shares.get(("link", one[1]), 1.0)))
+            members = range(first, min(first + level.num_devices, size))
+            if level is mesh:
+                for a, b in combinations(members, 2):
+                    link = fabric_link(level, peers=len(members) - 1, share=min(shares[a], shares[b]))
+                    connect(graph, ("device", a), ("device", b), link)
+                continue
+            part = Part(kind="fabric", name=level.name)
+            fabric = add_part(graph, (f"fabric of {level.num_devices}", first // level.num_devices), part)
+            for at in members:
+                connect(graph, ("device", at), fabric, fabric_link(level, share=shares[at]))
 
-    sockets = [add("socket", "CPU", at) for at in range(min(host.num_sockets, size))]
+
+def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
+    """Sockets and PCIe switches with the devices on them; what NICs hang on as well."""
+    host, size = cluster.host, cluster.devices_per_node
+    # A preset cut down to fewer devices than it has sockets or switches keeps those of the devices that are left.
+    sockets = [add_part(graph, ("socket", at), SOCKET) for at in range(min(host.num_sockets, size))]
     between = Link(kind="socket", bytes_per_s=host.socket_bytes_per_s, sustained_bytes_per_s=host.socket_bytes_per_s)
-    for at, one in enumerate(sockets):
-        for other in sockets[at + 1 :]:
-            connect(one, other, between)
+    for one, other in combinations(sockets, 2):
+        connect(graph, one, other, between)
     hubs = sockets
     if host.num_pcie_switches:
-        # A preset cut down to fewer devices than it has switches keeps the switch of each device that is left.
-        hubs = [add("pcie_switch", "PCIe switch", at) for at in range(min(host.num_pcie_switches, size))]
+        hubs = [add_part(graph, ("pcie_switch", at), PCIE_SWITCH) for at in range(min(host.num_pcie_switches, size))]
         # One uplink, as wide as the link of a device.
         upward = _host_link(cluster, "pcie", max(size // len(hubs), 1), cluster.device.host_link_bytes_per_s)
         for at, hub in enumerate(hubs):
-            connect(hub, sockets[at * len(sockets) // len(hubs)], upward)
+            connect(graph, hub, sockets[at * len(sockets) // len(hubs)], upward)
     own = _host_link(cluster, host.device_link, 1)
-    for at, one in enumerate(on_device):
-        connect(one, hubs[at * len(hubs) // size], own)
-    behind = on_device if host.nics_on_devices else hubs
-    for at in range(num_nics):
-        nic = add("nic", "NIC", at)
-        bus = Link(kind="pcie", bytes_per_s=nic_bytes_per_s, sustained_bytes_per_s=nic_bytes_per_s)
-        connect(nic, behind[at * len(behind) // num_nics], bus)
-    return graph
+    for at in range(size):
+        connect(graph, ("device", at), hubs[at * len(hubs) // size], own)
+    return hubs
 
 
 def fabric_link(level: LinkLevel, *, peers: int = 0, share: float = 1.0) -> Link:
