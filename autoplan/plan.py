@@ -176,7 +176,7 @@ def check_priced(plan: ParallelPlan) -> None:
         raise UnpricedError("offload 'activations' is not priced yet: use none or optimizer")
     if plan.tp_grid is not None:
         raise UnpricedError(
-            f"tp_grid {list(plan.tp_grid)}: the launcher does not support more than 1-D tensor parallelism: leave it out"
+            f"tp_grid {list(plan.tp_grid)}: launcher does not support more than 1-D tensor parallelism: leave it out"
         )
     if plan.placement is not None:
         raise UnpricedError("placement is not priced yet: leave it out")

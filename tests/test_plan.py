@@ -178,7 +178,7 @@ def test_an_unpriced_value_is_refused_with_the_way_out(changes: dict[str, Any]) 
 
 
 def test_tensor_parallelism_over_a_grid_is_declined_as_no_launcher_runs_it() -> None:
-    with pytest.raises(UnpricedError, match=r"tp_grid \[2, 4, 1\]: the launcher does not support more than 1-D"):
+    with pytest.raises(UnpricedError, match=r"tp_grid \[2, 4, 1\]: launcher does not support more than 1-D"):
         check_priced(ParallelPlan(global_batch=8, tp=8, tp_grid=(2, 4, 1)))
     with pytest.raises(InputError, match=r"tp_grid \[2, 4, 1\] has 8 ranks, tp is 4"):
         ParallelPlan(global_batch=8, tp=4, tp_grid=(2, 4, 1))

@@ -1,8 +1,8 @@
 """How long do the matrices of a layer communicate when they are cut over a grid of ranks, tensor parallelism in 3-D?
 
 AxoNN (arXiv:2305.13525, arXiv:2502.08145): of the gx x gy x gz ranks that share a matrix, x and y cut its columns and
-rows, z its parts and the tokens; gx = tp and gy = gz = 1 is what Megatron-LM calls tensor parallelism.  No launcher that
-autoplan writes for runs such a plan, so that it prices grids but does not search them.
+rows, z its parts and the tokens; gx = tp and gy = gz = 1 is what Megatron-LM calls tensor parallelism.  No framework
+that plans are exported to runs a grid, so that grids are priced here but are no part of a plan.
 """
 
 from __future__ import annotations
