@@ -161,15 +161,14 @@ class Fault:
     switch: str | None = None
 
     def __post_init__(self) -> None:
-        kind, place, other = "node", self.node, self.switch
-        if self.part == "uplink":
-            kind, place, other = "switch", self.switch, self.node
-        if place is None or other is not None:
+        is_uplink = self.part == "uplink"
+        kind, place = ("switch", self.switch) if is_uplink else ("node", self.node)
+        if place is None or (self.node if is_uplink else self.switch) is not None:
             raise InputError(f"a fault of a part {self.part!r} must name its {kind} and nothing else")
         if isinstance(place, str):
             check_name(kind, place)
         if self.rate_share == 0:
-            nodes = "the nodes below it" if kind == "switch" else f"node {place!r}"
+            nodes = "the nodes below it" if is_uplink else f"node {place!r}"
             raise InputError(f"{self.part} of {kind} {place!r} has failed (rate_share 0): leave {nodes} out")
         check_fraction("rate_share", self.rate_share)
 

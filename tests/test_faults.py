@@ -98,7 +98,7 @@ def test_a_slow_device_slows_the_kernels_of_all_measured_or_not() -> None:
     for changes in ({}, {"timings": known}):
         before, after = (terms_of(problem_of(cluster=one, **changes), plan) for one in (lab(), slow))
         assert after["gemm"] == pytest.approx(2 * before["gemm"], rel=0.1)  # kernels start as fast
-        assert after["memory_bound"] > 1.8 * before["memory_bound"]
+        assert after["memory_bound"] > 1.2 * before["memory_bound"]
 
 
 def test_what_was_measured_on_sound_links_does_not_stand_for_slow_ones() -> None:
