@@ -161,12 +161,15 @@ class Fault:
     switch: str | None = None
 
     def __post_init__(self) -> None:
-        place = ("switch", self.switch) if self.part == "uplink" else ("node", self.node)
-        if place[1] is None:
-            raise InputError(f"a fault of a part {self.part!r} must name its {place[0]}")
+        is_uplink = self.part == "uplink"
+        kind, place = ("switch", self.switch) if is_uplink else ("node", self.node)
+        if place is None or (self.node if is_uplink else self.switch) is not None:
+            raise InputError(f"a fault of a part {self.part!r} must name its {kind} and nothing else")
+        if isinstance(place, str):
+            check_name(kind, place)
         if self.rate_share == 0:
-            nodes = "the nodes below it" if self.part == "uplink" else f"node {self.node!r}"
-            raise InputError(f"{self.part} of {place[0]} {place[1]!r} has failed (rate_share 0): leave {nodes} out")
+            nodes = "the nodes below it" if is_uplink else f"node {place!r}"
+            raise InputError(f"{self.part} of {kind} {place!r} has failed (rate_share 0): leave {nodes} out")
         check_fraction("rate_share", self.rate_share)
 
 
@@ -257,8 +260,7 @@ class ClusterSpec:
                     "it must divide the node or join whole nodes"
                 )
         self._check_nodes()
-        for fault in self.faults:
-            self._check_fault(fault)
+        self._check_faults()
         if self.price_per_device_hour is not None:
             check_positive("price_per_device_hour", self.price_per_device_hour)
 
@@ -279,19 +281,19 @@ class ClusterSpec:
             if self.wan is not None and not group.site:
                 raise InputError(f"node {group.names[0]!r} must name its site, as there is a wan")
 
-    def _check_fault(self, fault: Fault) -> None:
-        if fault.switch is not None and fault.part == "uplink":
-            self.tier_of(fault.switch)
-            return
-        names = [name for group in self.nodes for name in group.names]
-        known: range | list[str] = names or range(self.num_nodes)
-        if fault.node not in known:
-            which = "one of nodes" if names else f"a number from 0 to {self.num_nodes - 1}"
-            raise InputError(f"a fault is of node {fault.node!r}, which must be {which}")
+    def _check_faults(self) -> None:
+        names = {name for group in self.nodes for name in group.names}
         per_node = self.devices_per_node
-        count = math.ceil(per_node * self.network.nics_per_device) if fault.part == "nic" else per_node
-        if not 0 <= fault.index < count:
-            raise InputError(f"a fault is of {fault.part} {fault.index} of node {fault.node!r}, which has {count}")
+        for fault in self.faults:
+            if fault.switch is not None:
+                self.tier_of(fault.switch)
+                continue
+            if fault.node not in (names or range(self.num_nodes)):
+                which = "one of nodes" if names else f"a number from 0 to {self.num_nodes - 1}"
+                raise InputError(f"a fault is of node {fault.node!r}, which must be {which}")
+            count = math.ceil(per_node * self.network.nics_per_device) if fault.part == "nic" else per_node
+            if not 0 <= fault.index < count:
+                raise InputError(f"a fault is of {fault.part} {fault.index} of node {fault.node!r}, which has {count}")
 
     def tier_of(self, switch: str) -> int:
         """The index of the tier that a switch belongs to, known by its name or as 'leaf 0'."""
