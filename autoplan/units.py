@@ -69,6 +69,13 @@ def format_bytes(value: float) -> str:
     return f"{value / GIB:,.1f} GiB"
 
 
+def format_rate(value: float) -> str:
+    """`value` bytes/s with three figures, decimal: '47.0 GB/s', '3.01 TB/s'."""
+    scaled, unit = (value / 1e12, "TB/s") if value >= 999.5e9 else (value / 1e9, "GB/s")
+    digits = 0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+    return f"{scaled:,.{digits}f} {unit}"
+
+
 def format_seconds(value: float) -> str:
     """`value` seconds with three or four figures in a readable unit: '7.31 s', '412 ms'."""
     if not math.isfinite(value):

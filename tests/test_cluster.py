@@ -281,3 +281,11 @@ def test_a_cluster_file_without_num_nodes_is_one_node(tmp_path: Path) -> None:
 def test_the_schema_of_a_cluster_lets_it_name_a_shipped_device() -> None:
     device = cluster_schema()["$defs"]["ClusterSpec"]["properties"]["device"]
     assert "h100-sxm" in device["anyOf"][0]["enum"]
+
+
+@pytest.mark.parametrize("key", ["num_sockets", "num_pcie_switches", "socket_gb_per_s"])
+def test_a_host_has_no_negative_parts(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(TOML + f"\n[host]\n{key} = -1\n")
+    with pytest.raises(InputError, match=key):
+        load_cluster(str(path))

@@ -22,6 +22,7 @@ from autoplan.units import (
     file_keys,
     format_bytes,
     format_percent,
+    format_rate,
     format_seconds,
 )
 
@@ -136,3 +137,11 @@ def test_a_shown_time_keeps_three_figures_from_a_microsecond_up(seconds: float) 
 
 def test_a_fraction_is_shown_in_percent() -> None:
     assert format_percent(0.4567) == "45.7 %"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(47e9, "47.0 GB/s"), (1.44e9, "1.44 GB/s"), (450e9, "450 GB/s"), (99.96e9, "100 GB/s"), (3.008e12, "3.01 TB/s")],
+)
+def test_a_rate_has_three_figures(value: float, text: str) -> None:
+    assert format_rate(value) == text

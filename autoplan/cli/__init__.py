@@ -17,6 +17,7 @@ from autoplan.cli.profile import profile
 from autoplan.cli.schema import schema
 from autoplan.cli.score import score
 from autoplan.cli.search import search
+from autoplan.cli.topo import topo
 from autoplan.errors import AutoplanError
 from autoplan.urls import redact_arguments
 
@@ -34,6 +35,7 @@ app.command(no_args_is_help=True)(predict)
 app.command(no_args_is_help=True)(score)
 app.command(no_args_is_help=True)(calibrate)
 app.command(no_args_is_help=True)(profile)
+app.command(no_args_is_help=True)(topo)
 app.command(no_args_is_help=True)(schema)
 app.add_typer(db, name="db")
 

@@ -348,7 +348,8 @@ def update_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -> F
     """Time of the optimizer's step on the `own` parameters of a rank that holds the gradients of `held`: (plans)."""
     framework = problem.framework
     update = memory_bound_s(problem, framework.bytes_moved_per_update * own)
-    update = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None]).otherwise(update)
+    measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
+    update = measured.scaled(1 / problem.device_share).otherwise(update)
     update = update + memory_bound_s(problem, framework.bytes_per_grad * held)
     # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
     link = problem.cluster.device.host_link_bytes_per_s

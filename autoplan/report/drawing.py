@@ -1,0 +1,290 @@
+"""How does a cluster look?  An SVG of its places in one another, the first of each kind opened, down to the parts of a
+node and the links between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from xml.sax.saxutils import escape
+
+from autoplan.cluster import ClusterSpec
+from autoplan.report.topology import (
+    KIND_NAMES,
+    cluster_line,
+    fault_text,
+    halves_bytes_per_s,
+    nodes_text,
+    part_text,
+    place_name,
+    rates_text,
+)
+from autoplan.topology.graph import ClusterGraph, Group, links_up
+from autoplan.topology.parts import Graph, Link, Part, PartKind, fabric_link, nic_link, node_graph, wide_levels
+from autoplan.units import format_rate, format_seconds
+
+MOST_DRAWN = 16  # devices of the opened node; of a larger one each class of parts is drawn once
+WIDTH, MARGIN = 1080, 24
+MOST_OTHERS = 3  # kinds of places beside the opened one
+GUTTER = 270  # on the left, for the names of rows and links
+INSET = 14  # of a place in the one around it
+ROW, GAP = 26, 46  # heights of a row of parts and of the links between two
+LINE = 15  # height of a line of text
+CHARACTER = 6.4  # width of one, roughly
+
+FILLS: dict[PartKind, tuple[str, str]] = {
+    "device": ("#d8f0dc", "#2f7d3b"),
+    "nic": ("#d6e6fb", "#2b62ad"),
+    "pcie_switch": ("#fdf0cf", "#946a08"),
+    "socket": ("#e6e6ea", "#5b5b66"),
+    "fabric": ("#ecdff7", "#7440a3"),
+    "switch": ("#d6e6fb", "#2b62ad"),
+    "core": ("#d6e6fb", "#2b62ad"),
+    "wan": ("#fbe0d8", "#ad4a2b"),
+}
+LINK_COLOURS = dict.fromkeys(("nvlink", "xgmi", "shared_memory"), "#7440a3") | {"pcie": "#946a08", "wan": "#ad4a2b"}
+LINK_COLOURS |= dict.fromkeys(("socket", "nvlink-c2c"), "#5b5b66")
+FAULT_COLOUR = "#d11f1f"
+NETWORK_COLOUR, TEXT_COLOUR, FRAME_COLOUR = "#2b62ad", "#22222a", "#b9b9c6"
+HALO = 'stroke="#fbfbfd" stroke-width="5" paint-order="stroke"'  # keeps a name legible over a link
+BOX_WIDTHS: dict[PartKind, float] = {"nic": 60, "pcie_switch": 86, "socket": 72, "device": 78}
+
+Span = tuple[float, float]  # from the left to the right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Box:
+    """One part, by its middle; or a class of them."""
+
+    kind: PartKind
+    text: str
+    x: float
+    y: float
+    width: float
+
+    def end(self, other: _Box) -> float:
+        """Where a line to a box above or below it ends: upright under the other's middle, or at its own."""
+        is_under = self.width > other.width and abs(self.x - other.x) <= self.width / 2
+        return other.x if is_under else self.x
+
+
+@dataclass(slots=True)
+class _Canvas:
+    """Shapes in layers, the lowest first; labels keep apart."""
+
+    frames: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    boxes: list[str] = field(default_factory=list)
+    labels: list[float] = field(default_factory=list)  # where they are
+
+    def text(self, x: float, y: float, text: str, *, colour: str = TEXT_COLOUR, style: str = "") -> None:
+        self.boxes.append(f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" {style}>{escape(text)}</text>')
+
+    def box(self, box: _Box) -> None:
+        fill, edge = FILLS[box.kind]
+        x, y = box.x - box.width / 2, box.y - ROW / 2
+        self.boxes.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{ROW}" rx="4" fill="{fill}" '
+            f'stroke="{edge}"/>'
+        )
+        if CHARACTER * len(box.text) < box.width:
+            self.text(box.x, box.y + 4, box.text, colour=edge, style='text-anchor="middle"')
+
+    def link(self, a: _Box, b: _Box, link: Link) -> None:
+        """A line between two boxes, upright where one is above the other, the wider the faster."""
+        width = min(max(math.log2(link.bytes_per_s / 4e9), 0.7), 7)
+        x_a, x_b = a.end(b), b.end(a)
+        self.links.append(
+            f'<line x1="{x_a:.1f}" y1="{a.y:.1f}" x2="{x_b:.1f}" y2="{b.y:.1f}" '
+            f'stroke="{_colour(link)}" stroke-width="{width:.1f}" stroke-opacity="0.65"/>'
+        )
+
+    def label(self, y: float, text: str, *, colour: str = TEXT_COLOUR, style: str = "") -> None:
+        """A line of text in the gutter, at `y` or as close below as there is room."""
+        while any(abs(y - other) < LINE for other in self.labels):
+            y += 1
+        self.labels.append(y)
+        self.text(MARGIN, y + 4, text, colour=colour, style=style)
+
+    def link_label(self, y: float, link: Link, text: str = "") -> None:
+        for line in (rates_text(link) + text, fault_text(link.share)):
+            if line:
+                self.label(y, line, colour=_colour(link), style='font-size="11"')
+
+    def frame(self, across: Span, down: Span, *, is_stacked: bool) -> None:
+        """The frame of a place; others like it show behind it."""
+        for offset in (0, 4, 8) if is_stacked else (0,):
+            self.frames.append(
+                f'<rect x="{across[0] + offset:.1f}" y="{down[0] - offset:.1f}" width="{across[1] - across[0]:.1f}" '
+                f'height="{down[1] - down[0]:.1f}" rx="8" fill="#fbfbfd" stroke="{FRAME_COLOUR}"/>'
+            )
+
+
+def _colour(link: Link) -> str:
+    return FAULT_COLOUR if link.share < 1 else LINK_COLOURS.get(link.kind, NETWORK_COLOUR)
+
+
+def draw(cluster: ClusterSpec, found: ClusterGraph) -> str:
+    """The cluster as the text of an SVG file."""
+    canvas = _Canvas()
+    rate = halves_bytes_per_s(cluster)
+    halves = "" if rate is None else f"; {format_rate(rate)} between its halves"
+    canvas.text(MARGIN, 34, cluster_line(cluster) + halves, style='font-size="16" font-weight="bold"')
+    note = "Rates are for one direction, sustained of nominal.  What is alike is drawn once."
+    canvas.text(MARGIN, 54, note, style='font-size="11"')
+    places = list(_opened(found.root))
+    y, total = 80.0, 1
+    above: _Box | None = None
+    tops = []
+    for depth, group in enumerate(places):
+        total *= group.count
+        tops.append(y)
+        y += 32
+        if group.inside and group.vertices:
+            above = _draw_switches(canvas, found, group, total, _span(depth), above, y + ROW / 2)
+            y += ROW + 10
+    bottom = _draw_node(canvas, cluster, found, places[-1], total, _span(len(places) - 1), above, y + 10)
+    for depth, group in reversed(list(enumerate(places))):
+        (x0, x1), others = _span(depth), _others(group)
+        bottom += 12 + LINE * bool(others)
+        canvas.text(x0 + 10, bottom - 7, others, style='font-size="11" font-style="italic"')
+        canvas.text(x0 + 10, tops[depth] + 18, place_name(group), style=f'font-weight="bold" {HALO}')
+        canvas.frame((x0, x1), (tops[depth], bottom), is_stacked=group.count > 1)
+    height = bottom + MARGIN
+    body = "\n".join([*reversed(canvas.frames), *canvas.links, *canvas.boxes])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
+        f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="12">\n'
+        f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>\n{body}\n</svg>\n'
+    )
+
+
+def _span(depth: int) -> Span:
+    return MARGIN + GUTTER + INSET * depth, WIDTH - MARGIN - INSET * depth
+
+
+def _opened(group: Group) -> Iterator[Group]:
+    """A place and the first one inside it, down to a node."""
+    yield group
+    if group.inside:
+        yield from _opened(group.inside[0])
+
+
+def _others(group: Group) -> str:
+    """The places in one that are not opened."""
+    counts: Counter[str] = Counter()
+    for one in group.inside[1:]:
+        counts[place_name(replace(one, count=1))] += one.count
+    others = [f"{count:,} x {name}" for name, count in counts.items()]
+    more = f" and {len(others) - MOST_OTHERS} more kinds" if len(others) > MOST_OTHERS else ""
+    return f"besides: {', '.join(others[:MOST_OTHERS])}{more}" if others else ""
+
+
+def _draw_switches(
+    canvas: _Canvas, found: ClusterGraph, group: Group, total: int, span: Span, above: _Box | None, y: float
+) -> _Box:
+    """The switches of a place as one bar, and their links to the tier above."""
+    part: Part = found.graph.nodes[group.vertices[0]]["part"]
+    text = part_text(part, sum(found.graph.nodes[vertex]["count"] for vertex in group.vertices) // total)
+    box = _Box(kind=part.kind, text=text, x=sum(span) / 2, y=y, width=span[1] - span[0] - 2 * INSET)
+    canvas.box(box)
+    if above:
+        for link in {link: None for vertex in group.vertices for link in links_up(found.graph, vertex)}:
+            canvas.link(above, box, link)
+            over = f", {link.oversubscription:g}:1" if link.oversubscription > 1 else ""
+            far = f", {format_seconds(2 * link.latency_s)}" if link.latency_s else ""
+            canvas.link_label((above.y + y) / 2, link, f" each{over}{far}")
+    return box
+
+
+def _draw_node(
+    canvas: _Canvas,
+    cluster: ClusterSpec,
+    found: ClusterGraph,
+    node: Group,
+    total: int,
+    span: Span,
+    above: _Box | None,
+    y: float,
+) -> float:
+    """The parts of a node in rows, from the network down to the fabrics, and their links; returns where it ends."""
+    graph: Graph = found.graph.subgraph(node.vertices)
+    if cluster.devices_per_node <= MOST_DRAWN:
+        graph, total = node_graph(cluster), 1
+    boxes: dict[Any, _Box] = {}
+    inner = (span[0] + INSET, span[1] - INSET)
+    for vertices in _rows(graph):
+        _draw_row(canvas, graph, vertices, total, inner, y, boxes)
+        y += ROW + GAP
+    labels: dict[tuple[Link, float], None] = {}
+    for a, b, link in graph.edges(data="link"):
+        if a != b and boxes[a].kind != boxes[b].kind:
+            canvas.link(boxes[a], boxes[b], link)
+            if "nic" not in (boxes[a].kind, boxes[b].kind):  # a NIC takes what it sends
+                labels[link, (boxes[a].y + boxes[b].y) / 2] = None
+        elif boxes[a].kind == "socket":
+            canvas.link(boxes[a], boxes[b], link)
+            labels[link, boxes[a].y] = None
+    direct = _direct_links(graph)
+    on_device = [box for box in boxes.values() if box.kind == "device"]
+    for text, link in _whole_fabrics(cluster, direct):
+        bar = _Box(kind="fabric", text=text, x=sum(inner) / 2, y=y + ROW / 2, width=inner[1] - inner[0])
+        canvas.box(bar)
+        for box in on_device:
+            canvas.link(box, bar, link)
+        labels[link, bar.y - GAP / 2 - ROW / 2] = None
+        y += ROW + GAP
+    if above:
+        link = nic_link(cluster)
+        for box in (one for one in boxes.values() if one.kind == "nic"):
+            canvas.link(above, box, link)
+        labels[link, above.y + ROW] = None
+    for link, at in labels:
+        hops = 1 if link in direct else 2  # half of a latency is that of the way to a switch
+        latency = f", {format_seconds(hops * link.latency_s)}" if link.latency_s else ""
+        canvas.link_label(at, link, latency)
+    return y - GAP
+
+
+def _rows(graph: Graph) -> list[list[Any]]:
+    """The vertices of a node by kind, from the network down to the fabrics."""
+    rows: dict[str, list[Any]] = {kind: [] for kind in ("nic", "socket", "pcie_switch", "device")}
+    for vertex, part in graph.nodes(data="part"):
+        rows.setdefault(part.name if part.kind == "fabric" else part.kind, []).append(vertex)
+    return [row for row in rows.values() if row]
+
+
+def _draw_row(
+    canvas: _Canvas, graph: Graph, vertices: list[Any], total: int, span: Span, y: float, boxes: dict[Any, _Box]
+) -> None:
+    """Equal parts side by side; in a large node their classes."""
+    part: Part = graph.nodes[vertices[0]]["part"]
+    counts = [graph.nodes[vertex]["count"] // total for vertex in vertices]
+    column = (span[1] - span[0]) / len(vertices)
+    width = min(BOX_WIDTHS.get(part.kind, math.inf), column - 6)
+    for at, (vertex, count) in enumerate(zip(vertices, counts, strict=True)):
+        name = part.name if part.kind == "fabric" else str(at) if count == 1 else ""
+        text = f"{name} x {count}".strip() if count > 1 else name
+        x = span[0] + (at + 0.5) * column
+        boxes[vertex] = _Box(kind=part.kind, text=text, x=x, y=y + ROW / 2, width=width)
+        canvas.box(boxes[vertex])
+    canvas.label(y + ROW / 2, part_text(part, sum(counts)), style='font-weight="bold"')
+
+
+def _direct_links(graph: Graph) -> list[Link]:
+    """The kinds of links from device to device."""
+    parts = graph.nodes(data="part")
+    between = (link for a, b, link in graph.edges(data="link") if parts[a].kind == parts[b].kind == "device")
+    return list(dict.fromkeys(between))
+
+
+def _whole_fabrics(cluster: ClusterSpec, direct: list[Link]) -> Iterator[tuple[str, Link]]:
+    """Fabrics that are no vertices of a node: direct links between all devices, and those of a rack."""
+    for link in direct:
+        yield f"{KIND_NAMES.get(link.kind, link.kind)}: a link between every two", link
+    for level, num_nodes in wide_levels(cluster):
+        joined = num_nodes * cluster.devices_per_node
+        yield f"{level.name}: {joined:,} devices of {nodes_text(num_nodes)}", fabric_link(level)

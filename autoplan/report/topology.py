@@ -1,0 +1,201 @@
+"""How does a cluster read on a terminal?  What hangs on what, how fast the links are, and what each device gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from autoplan.cluster import ClusterSpec
+from autoplan.report.terminal import print_table
+from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up
+from autoplan.topology.levels import compile_topology
+from autoplan.topology.parts import Link, Part
+from autoplan.units import format_rate, format_seconds
+
+KIND_NAMES = {
+    "pcie": "PCIe",
+    "nvlink": "NVLink",
+    "nvlink-c2c": "NVLink-C2C",
+    "xgmi": "xGMI",
+    "infiniband": "InfiniBand",
+}
+KIND_NAMES |= {"roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "ethernet": "Ethernet", "wan": "WAN"}
+KIND_NAMES |= {"shared_memory": "shared memory", "socket": "between sockets"}
+SHOWN = ("nic", "socket", "pcie_switch", "device")  # parts of a node, in this order; fabrics stand with the devices
+
+
+def cluster_line(cluster: ClusterSpec) -> str:
+    """Name and size."""
+    return (
+        f"{cluster.name}: {cluster.num_nodes:,} x {cluster.devices_per_node} {cluster.device.name} "
+        f"= {cluster.num_devices:,} devices"
+    )
+
+
+def rates_text(link: Link) -> str:
+    """Kind and rates of a link, one direction: 'InfiniBand 47.0 of 50.0 GB/s'."""
+    name = KIND_NAMES.get(link.kind, link.kind)
+    nominal, sustained = format_rate(link.bytes_per_s), format_rate(link.sustained_bytes_per_s)
+    if nominal == sustained:
+        return f"{name} {nominal}"
+    if nominal.split()[1] == sustained.split()[1]:
+        sustained = sustained.split()[0]
+    return f"{name} {sustained} of {nominal}"
+
+
+def fault_text(share: float) -> str:
+    """What a fault leaves; nothing where there is none."""
+    return "" if share == 1 else f"{100 * share:.3g} % left by a fault"
+
+
+def _whole(link: Link, more: str = "") -> str:
+    fault = fault_text(link.share)
+    return f"{rates_text(link)}{more}; {fault}" if fault else f"{rates_text(link)}{more}"
+
+
+def nodes_text(count: int) -> str:
+    """'1 node', '1,024 nodes'."""
+    return "1 node" if count == 1 else f"{count:,} nodes"
+
+
+def place_name(group: Group) -> str:
+    """'2 x leaf of 32 nodes', '32 x node'."""
+    name = f"{group.count:,} x {group.name}" if group.count > 1 else group.name
+    size = f" of {nodes_text(group.num_nodes)}" if group.inside else ""
+    return f"{name}{size}{' with faults' * group.has_faults}"
+
+
+def halves_bytes_per_s(cluster: ClusterSpec) -> float | None:
+    """What one half of the nodes, in order, can send to the other; None for a single node."""
+    return bisection_bytes_per_s(cluster, cluster.num_nodes // 2) if cluster.num_nodes > 1 else None
+
+
+def part_text(part: Part, count: int) -> str:
+    """How many parts of a kind, in words: '8 NICs', '1 leaf switch'."""
+    name = f"{part.name} switch" if part.kind == "switch" else part.name
+    if count == 1 or part.kind in ("device", "fabric"):
+        return f"{count:,} {name}"
+    return f"{count:,} {name}{'es' if name.endswith('switch') else 's'}"
+
+
+def _ways(found: ClusterGraph, vertex: str) -> Iterator[str]:
+    """The links of one part of a node."""
+    graph = found.graph
+    part, count = graph.nodes[vertex]["part"], graph.nodes[vertex]["count"]
+    for other, edge in graph[vertex].items():
+        to, link = graph.nodes[other]["part"], edge["link"]
+        match part.kind, to.kind:
+            case "device", "device":
+                each = edge["num_links"] * (2 if other == vertex else 1) // count
+                yield _whole(link, f" to each of {each} others")
+            case "socket", "socket":
+                yield _whole(link)
+            case "device", "fabric":
+                fabric = graph.nodes[other]
+                joined = sum(each["num_links"] for each in graph[other].values()) / fabric["count"]
+                yield f"{to.name}: {_whole(link, f', {joined:g} joined, {format_seconds(2 * link.latency_s)}')}"
+            case "device", "nic":
+                yield "a NIC on it"
+            case "nic", "switch" | "core":
+                yield _whole(link, f", {format_seconds(2 * link.latency_s)} from node to node")
+            case ("device", "pcie_switch" | "socket") | ("pcie_switch", "socket"):
+                yield _whole(link, f" to the {to.name}")
+
+
+def _way_up(link: Link) -> str:
+    blocking = f", {link.oversubscription:g}:1 oversubscribed" if link.oversubscription > 1 else ""
+    far = f", {format_seconds(2 * link.latency_s)} from site to site" if link.latency_s else ""
+    sharp = ", reduces on the way (SHARP)" if link.sharp else ""
+    return _whole(link, f" up{blocking}{far}{sharp}")
+
+
+def _switch_lines(found: ClusterGraph, group: Group, places: int) -> Iterator[Tree]:
+    """The switches of a place, those with the same links together."""
+    counts: Counter[tuple[Part, str]] = Counter()
+    for vertex in group.vertices:
+        ways = ", ".join(_way_up(link) for link in links_up(found.graph, vertex))
+        counts[found.graph.nodes[vertex]["part"], ways] += found.graph.nodes[vertex]["count"] // places
+    for (part, ways), count in counts.items():
+        yield _tree(": ".join(one for one in (part_text(part, count), ways) if one))
+
+
+def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
+    """One class of parts and its links, in one line where that holds them."""
+    part: Part = found.graph.nodes[vertex]["part"]
+    text = part_text(part, found.graph.nodes[vertex]["count"] // places)
+    if part.kind == "device" and part.share < 1:
+        text += f"; {fault_text(part.share)}"
+    ways = list(_ways(found, vertex))
+    if len(ways) < 2:
+        return _tree(": ".join([text, *ways]))
+    line = _tree(text)
+    line.children += [_tree(way) for way in ways]
+    return line
+
+
+def _has_fault(found: ClusterGraph, vertex: str) -> bool:
+    edges = found.graph[vertex].values()
+    return found.graph.nodes[vertex]["part"].share < 1 or any(edge["link"].share < 1 for edge in edges)
+
+
+def _tree(text: str, style: str = "") -> Tree:
+    return Tree(Text(text, style=style))
+
+
+def _place(found: ClusterGraph, group: Group, places: int, *, is_known: bool = False) -> Tree:
+    """One place with what is inside it; `places` of it are in the cluster.  The parts of a node are told once."""
+    name = place_name(group)
+    if not group.inside:
+        tree = _tree(f"{name}, as above" if is_known else name, "bold")
+        kinds = {vertex: found.graph.nodes[vertex]["part"].kind for vertex in group.vertices}
+        told = [one for one in kinds if kinds[one] in SHOWN and (not is_known or _has_fault(found, one))]
+        told.sort(key=lambda vertex: SHOWN.index(kinds[vertex]))
+        tree.children += [_line(found, vertex, places) for vertex in told]
+        return tree
+    tree = _tree(name, "bold")
+    tree.children += _switch_lines(found, group, places)
+    for at, inner in enumerate(group.inside):
+        tree.children.append(_place(found, inner, places * inner.count, is_known=is_known or at > 0))
+    return tree
+
+
+def print_topology(console: Console, cluster: ClusterSpec, found: ClusterGraph) -> None:
+    """The cluster as a tree, then what a device gets on every level."""
+    console.print(Text(cluster_line(cluster), style="bold"), soft_wrap=True)
+    if (rate := halves_bytes_per_s(cluster)) is not None:
+        console.print(f"{format_rate(rate)} between its halves, one direction", soft_wrap=True)
+    console.print()
+    console.print(_place(found, found.root, 1))
+    console.print()
+    columns = (("of a group of devices", False), ("joins", True), ("a device gets", True), ("latency", True))
+    rows = [
+        (level.name, f"{level.num_devices:,}", format_rate(level.bytes_per_s), format_seconds(level.latency_s))
+        for level in compile_topology(cluster).levels
+    ]
+    print_table(console, columns, rows)
+
+
+def topology_json(cluster: ClusterSpec, found: ClusterGraph) -> dict[str, Any]:
+    """The quotient graph and its places, in SI units."""
+    graph = found.graph
+    return {
+        "cluster": cluster.name,
+        "num_nodes": cluster.num_nodes,
+        "num_devices": cluster.num_devices,
+        "bisection_bytes_per_s": halves_bytes_per_s(cluster),
+        "vertices": [
+            {"id": vertex, "count": data["count"], **msgspec.to_builtins(data["part"])}
+            for vertex, data in graph.nodes(data=True)
+        ],
+        "edges": [
+            {"between": [a, b], "num_links": data["num_links"], **msgspec.to_builtins(data["link"])}
+            for a, b, data in graph.edges(data=True)
+        ],
+        "places": msgspec.to_builtins(found.root),
+    }

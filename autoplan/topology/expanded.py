@@ -1,0 +1,94 @@
+"""The cluster as a graph with every part a vertex: for small clusters, and the oracle of the folded graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+import networkx as nx
+
+from autoplan.cluster import ClusterSpec
+from autoplan.errors import InputError
+from autoplan.topology.parts import (
+    Graph,
+    Part,
+    add_part,
+    connect,
+    fabric_link,
+    named_paths,
+    needs_no_core,
+    nic_link,
+    node_faults,
+    node_graph,
+    num_rails,
+    place_names,
+    site_link,
+    uplink,
+    uplink_faults,
+    wide_levels,
+)
+
+MOST_EXPANDED = 4096  # devices
+
+
+def expand(cluster: ClusterSpec) -> Graph:
+    """The graph with every part a vertex: (node, kind, index) inside the nodes, (name, place, rail) above them."""
+    if cluster.num_devices > MOST_EXPANDED:
+        raise InputError(
+            f"a graph of {cluster.num_devices:,} devices is too large to hold every part: at most {MOST_EXPANDED:,}"
+        )
+    graph = nx.Graph()
+    faults, slow_uplinks = node_faults(cluster), uplink_faults(cluster)
+    names, rails = place_names(cluster), num_rails(cluster)
+    paths = _paths(cluster)
+    below = Counter(path[:depth] for path in paths for depth in range(len(path) + 1))
+    first = {path[:depth]: node for node, path in reversed(list(enumerate(paths))) for depth in range(len(path) + 1)}
+    num_tiers = len(cluster.network.tiers)
+    is_flat = needs_no_core(cluster, len({path[:1] for path in paths}))
+    for place, num_nodes in below.items():
+        tier = len(names) - 1 - len(place)
+        if tier == num_tiers and is_flat:
+            continue
+        for rail in range(rails if tier == 0 else 1):
+            vertex = (names[len(place)], place, rail)
+            above = (names[len(place) - 1], place[:-1], 0)
+            if tier > num_tiers:
+                add_part(graph, vertex, Part(kind="wan", name="WAN"))
+            elif tier == num_tiers:
+                add_part(graph, vertex, Part(kind="core", name="core"))
+                if cluster.wan:
+                    connect(graph, vertex, above, site_link(cluster))
+            else:
+                add_part(graph, vertex, Part(kind="switch", name=names[len(place)], tier=tier))
+                if tier + 1 < num_tiers or not is_flat:
+                    share = slow_uplinks.get(first[place], {}).get(tier, 1.0)
+                    link = uplink(cluster, tier, num_nodes, rails if tier == 0 else 1, share)
+                    connect(graph, vertex, above, link)
+    for node, path in enumerate(paths):
+        inside = node_graph(cluster, faults.get(node, ()))
+        slow = {at: share for part, at, share in faults.get(node, ()) if part == "link"}
+        for at, part in inside.nodes(data="part"):
+            vertex = (node, *at)
+            add_part(graph, vertex, part)
+            if part.kind == "nic":
+                connect(graph, vertex, (names[-1], path, at[1] % rails), nic_link(cluster, part.share))
+            elif part.kind == "device":
+                for level, num_nodes in wide_levels(cluster):
+                    rack = ("rack", level.num_devices, node // num_nodes)
+                    add_part(graph, rack, Part(kind="fabric", name=level.name))
+                    connect(graph, vertex, rack, fabric_link(level, share=slow.get(at[1], 1.0)))
+        for a, b, link in inside.edges(data="link"):
+            connect(graph, (node, *a), (node, *b), link)
+    return graph
+
+
+def _paths(cluster: ClusterSpec) -> list[tuple[Hashable, ...]]:
+    """Of every node the site, where there are several, and the switches above it, outermost first."""
+    if cluster.nodes:
+        return list(named_paths(cluster))
+    paths: list[tuple[Hashable, ...]] = []
+    for node in range(cluster.num_nodes):
+        site, within = divmod(node, cluster.wan.nodes_per_site) if cluster.wan else (0, node)
+        switches = (within // tier.num_nodes for tier in reversed(cluster.network.tiers))
+        paths.append(((site,) if cluster.wan else ()) + tuple(switches))
+    return paths

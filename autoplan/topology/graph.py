@@ -1,0 +1,366 @@
+"""Which part of a cluster hangs on which, and over what?  The cluster as a graph, identical parts held once.
+
+Vertices of `quotient` are classes of identical parts with their number; an edge stands for all equal links between two
+classes.  It is the graph of `expand`, every part a vertex, folded along its symmetries: a flow between unions of
+classes may be averaged over them, so that a minimum cut of one is that of the other.  It grows with the number of
+different switches and nodes, not with the cluster.  (Racks of a scale-up fabric that straddle leaf switches break the
+symmetry; they are folded all the same, and their cut is an upper bound.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Any
+
+import networkx as nx
+
+from autoplan.cluster import ClusterSpec, LinkLevel
+from autoplan.errors import InputError
+from autoplan.topology.parts import (
+    Faults,
+    Graph,
+    Link,
+    Part,
+    fabric_link,
+    named_paths,
+    needs_no_core,
+    nic_link,
+    node_faults,
+    node_graph,
+    num_rails,
+    place_names,
+    site_link,
+    uplink,
+    uplink_faults,
+    wide_levels,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A place that holds `count` times the same: a site, a switch with what is below it, a node."""
+
+    name: str
+    count: int  # in each place around it
+    num_nodes: int  # in one of them
+    vertices: tuple[str, ...]  # of the quotient graph: its own switches, or the parts of a node
+    inside: tuple[Group, ...] = ()
+    has_faults: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterGraph:
+    """The quotient graph, and how its places lie in each other, outermost first."""
+
+    graph: Graph
+    root: Group
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Node:
+    """Nodes that are alike: in what is wrong with them, in what is wrong above them, and in their racks."""
+
+    side: int = 0
+    faults: Faults = ()
+    uplinks: tuple[tuple[int, float], ...] = ()  # tiers at which its switch has slow uplinks, and what they have left
+    racks: tuple[int, ...] = ()  # the class of its rack in each wide fabric
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @property
+    def num_faults(self) -> int:
+        return len(self.faults)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Switch:
+    """Switches with the same nodes and switches below them: those of a tier, a site, all."""
+
+    num_nodes: int
+    below: tuple[tuple[_Node | _Switch, int], ...]
+
+    @property
+    def nodes(self) -> set[_Node]:
+        """The kinds of nodes below."""
+        return {node for child, _ in self.below for node in ({child} if isinstance(child, _Node) else child.nodes)}
+
+    @property
+    def num_faults(self) -> int:
+        return sum(len(node.faults) + len(node.uplinks) for node in self.nodes)
+
+    def share(self, tier: int) -> float:
+        """What faults leave of the uplinks, where it is a switch of that tier."""
+        return dict(next(iter(self.nodes)).uplinks).get(tier, 1.0)
+
+
+Runs = tuple[tuple[_Node, int], ...]  # nodes in order: so many of this kind, then so many of that
+
+
+def quotient(cluster: ClusterSpec, *, split: int = 0) -> ClusterGraph:
+    """The graph of `cluster`'s classes; with `split` the first nodes are kept apart from the others."""
+    inside, above = node_faults(cluster), uplink_faults(cluster)
+    marked = inside.keys() | above.keys()
+    bounds = sorted({0, split, cluster.num_nodes, *marked, *(node + 1 for node in marked)})
+    runs = []
+    for first, end in pairwise(bounds):
+        uplinks = tuple(sorted(above.get(first, {}).items()))
+        runs.append((_Node(side=int(first < split), faults=inside.get(first, ()), uplinks=uplinks), end - first))
+    return _Folded(cluster).build(_merged(runs))
+
+
+def _merged(runs: Iterable[tuple[_Node, int]]) -> Runs:
+    """The same with equal neighbours put together."""
+    return tuple((node, sum(count for _, count in same)) for node, same in groupby(runs, key=lambda run: run[0]))
+
+
+def bisection_bytes_per_s(cluster: ClusterSpec, num_nodes: int) -> float:
+    """What the first `num_nodes` nodes can send to the others at most: sustained, one direction, all links together."""
+    if not 0 < num_nodes < cluster.num_nodes:
+        raise InputError(f"a part of the {cluster.num_nodes} nodes must be at least 1 and not all, got {num_nodes}")
+    graph = quotient(cluster, split=num_nodes).graph
+    return min_cut_bytes_per_s(graph, devices(graph, side=1), devices(graph, side=0))
+
+
+def devices(graph: Graph, *, side: int) -> list[Hashable]:
+    """The device vertices of one side."""
+    return [at for at, part in graph.nodes(data="part") if part.kind == "device" and part.side == side]
+
+
+def links_up(graph: Graph, vertex: Hashable) -> list[Link]:
+    """The links of a switch, a NIC or a site to what is above it in the network."""
+    order = {"nic": -1, "switch": 0, "core": 1, "wan": 2}
+    part = graph.nodes[vertex]["part"]
+    found = []
+    for other, edge in graph[vertex].items():
+        above = graph.nodes[other]["part"]
+        if above.kind in order and (order[above.kind], above.tier) > (order[part.kind], part.tier):
+            found.append(edge["link"])
+    return found
+
+
+def min_cut_bytes_per_s(graph: Graph, left: Iterable[Hashable], right: Iterable[Hashable]) -> float:
+    """The least sustained rate, one direction, of links that part the vertices `left` from those of `right`."""
+    flows = nx.Graph()
+    for a, b, edge in graph.edges(data=True):
+        if a != b:
+            flows.add_edge(a, b, capacity=edge["num_links"] * edge["link"].sustained_bytes_per_s)
+    source, sink = object(), object()
+    flows.add_edges_from((source, vertex) for vertex in left)  # no capacity: without limit
+    flows.add_edges_from((vertex, sink) for vertex in right)
+    value: float = nx.minimum_cut_value(flows, source, sink)
+    return value
+
+
+def classes(graph: Graph, first: dict[Any, Any] | None = None) -> dict[Any, int]:
+    """The class of every vertex of the coarsest partition whose members see equal classes over equal links.
+
+    `first` are classes to start from.  Colour refinement, as in Berkholz, Bonsma and Grohe, arXiv:1509.08251.
+    """
+    colour: dict[Any, Any] = {v: (part, (first or {}).get(v)) for v, part in graph.nodes(data="part")}
+    count = 0
+    while True:
+        numbers: dict[Any, int] = {}
+        new = {v: numbers.setdefault(seen, len(numbers)) for v, seen in colour.items()}
+        if len(numbers) == count:
+            return new
+        count = len(numbers)
+        colour = {
+            v: (new[v], frozenset(Counter((edge["link"], new[other]) for other, edge in graph[v].items()).items()))
+            for v in graph
+        }
+
+
+def _switch(below: Iterable[tuple[_Node | _Switch, int]]) -> _Switch:
+    """A switch with what is below it, the largest and soundest first."""
+    counts: Counter[Any] = Counter()
+    for child, count in below:
+        counts[child] += count
+    ordered = sorted(counts, key=lambda child: (child.num_nodes, -child.num_faults, child), reverse=True)
+    num_nodes = sum(child.num_nodes * counts[child] for child in ordered)
+    return _Switch(num_nodes, tuple((child, counts[child]) for child in ordered))
+
+
+def _blocks(runs: Runs, size: int) -> Iterator[tuple[Runs, int]]:
+    """The nodes in blocks of `size` in order, the last one smaller; equal whole blocks in a row are held once."""
+    partial: list[tuple[_Node, int]] = []
+    room = size
+    for node, count in runs:
+        if partial:
+            taken = min(room, count)
+            partial.append((node, taken))
+            room, count = room - taken, count - taken
+            if not room:
+                yield tuple(partial), 1
+                partial, room = [], size
+        whole, rest = divmod(count, size)
+        if whole:
+            yield ((node, size),), whole
+        if rest:
+            partial, room = [(node, rest)], size - rest
+    if partial:
+        yield tuple(partial), 1
+
+
+def _in_order(runs: Runs, sizes: Sequence[int]) -> _Switch:
+    """Switches, outermost first, of the given sizes, filled with nodes in order."""
+    if not sizes:
+        return _switch(runs)
+    return _switch((_in_order(block, sizes[1:]), count) for block, count in _blocks(runs, sizes[0]))
+
+
+def _as_named(nodes: Sequence[tuple[tuple[str, ...], _Node]], depth: int = 0) -> _Switch:
+    """The switches on the path of each node, outermost first; `depth` names of it are done."""
+    if depth == len(nodes[0][0]):
+        return _switch((node, 1) for _, node in nodes)
+    places: dict[str, list[tuple[tuple[str, ...], _Node]]] = defaultdict(list)
+    for path, node in nodes:
+        places[path[depth]].append((path, node))
+    return _switch((_as_named(some, depth + 1), 1) for some in places.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Above:
+    """The switches over a place: one, or one for each rail with the classes of the rails."""
+
+    vertices: tuple[str, ...] = ()
+    rails: tuple[int, ...] = ()
+
+
+class _Folded:
+    """Builds the quotient graph of one cluster."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self.graph = nx.Graph()
+        self.tiers = place_names(cluster)
+        self.names: Counter[str] = Counter()
+        self.racks: dict[tuple[int, int], str] = {}  # (wide level, class) -> vertex
+        self.nodes: dict[Faults, Graph] = {}
+        self.refined: dict[tuple[Faults, tuple[int, ...]], dict[Any, int]] = {}
+
+    def build(self, runs: Runs) -> ClusterGraph:
+        cluster = self.cluster
+        for level, num_nodes in wide_levels(cluster):
+            runs = self._into_racks(runs, level, num_nodes)
+        if cluster.nodes:
+            nodes = (node for node, count in runs for _ in range(count))
+            tree = _as_named(list(zip(named_paths(cluster), nodes, strict=True)))
+        else:
+            sites = (cluster.wan.nodes_per_site,) if cluster.wan else ()
+            tree = _in_order(runs, (*sites, *(tier.num_nodes for tier in reversed(cluster.network.tiers))))
+        return ClusterGraph(graph=self.graph, root=self._place(tree, 1, 1, 0, _Above()))
+
+    def _add(self, part: Part, count: int) -> str:
+        vertex = part.name
+        while vertex in self.graph:
+            self.names[part.name] += 1
+            vertex = f"{part.name} {self.names[part.name] + 1}"
+        self.graph.add_node(vertex, part=part, count=count)
+        return vertex
+
+    def _connect(self, a: str, b: str, link: Link, count: int) -> None:
+        if self.graph.has_edge(a, b):
+            assert self.graph[a][b]["link"] == link
+            count += self.graph[a][b]["num_links"]
+        self.graph.add_edge(a, b, link=link, num_links=count)
+
+    def _into_racks(self, runs: Runs, level: LinkLevel, num_nodes: int) -> Runs:
+        """The nodes, told apart by the racks that they fill in order; every class of racks becomes a vertex."""
+        known: dict[_Switch, int] = {}
+        result = []
+        for block, count in _blocks(runs, num_nodes):
+            rack = known.setdefault(_switch(block), len(known))
+            key = (len(block[0][0].racks), rack)
+            if key not in self.racks:
+                self.racks[key] = self._add(Part(kind="fabric", name=level.name), 0)
+            self.graph.nodes[self.racks[key]]["count"] += count
+            result += [(replace(node, racks=(*node.racks, rack)), many * count) for node, many in block]
+        return tuple(result)
+
+    def _inside(self, faults: Faults, rails: tuple[int, ...]) -> tuple[Graph, dict[Any, int]]:
+        """The parts of a node and their classes, its NICs on rails of these classes."""
+        if faults not in self.nodes:
+            self.nodes[faults] = node_graph(self.cluster, faults)
+        node, key = self.nodes[faults], (faults, rails)
+        if key not in self.refined:
+            outside: dict[Any, Any] = {("nic", at): rail for at, rail in enumerate(rails)}
+            outside |= {("device", at): share for part, at, share in faults if part == "link"}  # into a rack
+            self.refined[key] = classes(node, outside)
+        return node, self.refined[key]
+
+    def _rails(self, switch: _Switch) -> tuple[int, ...]:
+        """The class of every rail of a set of leaf switches: two differ where a node below tells their NICs apart."""
+        rails = (0,) * num_rails(self.cluster)
+        while True:
+            found = [self._inside(faults, rails)[1] for faults in sorted({node.faults for node in switch.nodes})]
+            numbers: dict[Any, int] = {}
+            seen = [tuple(class_of["nic", at] for class_of in found) for at in range(len(rails))]
+            refined = tuple(numbers.setdefault(one, len(numbers)) for one in seen)
+            if refined == rails:
+                return rails
+            rails = refined
+
+    def _place(self, child: _Node | _Switch, count: int, total: int, depth: int, above: _Above) -> Group:
+        """Vertices of `total` equal places, `count` in each around it."""
+        if isinstance(child, _Node):
+            name, vertices = "node", self._place_node(child, total, above)
+            inside: tuple[Group, ...] = ()
+        else:
+            here = self._place_switches(child, total, depth, above)
+            name, vertices = self.tiers[depth], tuple(dict.fromkeys(here.vertices))
+            inside = tuple(self._place(one, n, n * total, depth + 1, here) for one, n in child.below)
+        return Group(
+            name=name,
+            count=count,
+            num_nodes=child.num_nodes,
+            vertices=vertices,
+            inside=inside,
+            has_faults=child.num_faults > 0,
+        )
+
+    def _place_switches(self, switch: _Switch, total: int, depth: int, above: _Above) -> _Above:
+        cluster = self.cluster
+        tier, num_tiers = len(self.tiers) - 1 - depth, len(cluster.network.tiers)  # innermost 0
+        if tier > num_tiers:
+            return _Above(vertices=(self._add(Part(kind="wan", name="WAN"), total),))
+        if tier == num_tiers:
+            if needs_no_core(cluster, sum(count for _, count in switch.below)):
+                return _Above()
+            core = self._add(Part(kind="core", name="core"), total)
+            for up in above.vertices:
+                self._connect(core, up, site_link(cluster), total)
+            return _Above(vertices=(core,))
+        rails = self._rails(switch) if tier == 0 and num_rails(cluster) > 1 else (0,)
+        link = uplink(cluster, tier, switch.num_nodes, len(rails), switch.share(tier))
+        vertices: dict[int, str] = {}
+        for rail, count in Counter(rails).items():
+            vertices[rail] = self._add(Part(kind="switch", name=self.tiers[depth], tier=tier), total * count)
+            for up in above.vertices:
+                self._connect(vertices[rail], up, link, total * count)
+        return _Above(vertices=tuple(vertices[rail] for rail in rails), rails=rails if len(rails) > 1 else ())
+
+    def _place_node(self, node: _Node, total: int, above: _Above) -> tuple[str, ...]:
+        inside, class_of = self._inside(node.faults, above.rails)
+        slow = {at: share for part, at, share in node.faults if part == "link"}
+        sizes = Counter(class_of.values())
+        vertices: dict[int, str] = {}
+        for at, part in inside.nodes(data="part"):
+            here = class_of[at]
+            if here not in vertices:
+                own = replace(part, side=node.side) if part.kind == "device" else part
+                vertices[here] = self._add(own, sizes[here] * total)
+            if part.kind == "nic" and above.vertices:
+                up = above.vertices[at[1] % len(above.vertices)]
+                self._connect(vertices[here], up, nic_link(self.cluster, part.share), total)
+            elif part.kind == "device":
+                for (level, _), key in zip(wide_levels(self.cluster), enumerate(node.racks), strict=True):
+                    link = fabric_link(level, share=slow.get(at[1], 1.0))
+                    self._connect(vertices[here], self.racks[key], link, total)
+        for a, b, link in inside.edges(data="link"):
+            self._connect(vertices[class_of[a]], vertices[class_of[b]], link, total)
+        return tuple(vertices.values())

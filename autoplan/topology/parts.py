@@ -1,0 +1,271 @@
+"""What is a node made of, and how fast are the links in it and out of it?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Literal
+
+import networkx as nx
+
+from autoplan.cluster import ClusterSpec, LinkLevel
+from autoplan.topology.levels import used_of_domain
+
+PartKind = Literal["device", "nic", "pcie_switch", "socket", "fabric", "switch", "core", "wan"]
+
+Faults = tuple[tuple[str, int, float], ...]  # in a node: part, index, share of the rate that is left
+
+# Graphs are networkx's: a vertex has `part` and `count`, an edge `link` and `num_links`.
+Graph = Any  # nx.Graph, which has no types
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One vertex of the expanded graph, or each of a class of the quotient graph."""
+
+    kind: PartKind
+    name: str
+    tier: int = 0  # of a switch: innermost 0
+    side: int = 0  # of a device: 1 where `split` sets its node apart
+    share: float = 1.0  # of its rate that a fault leaves
+
+
+SOCKET = Part(kind="socket", name="CPU")
+PCIE_SWITCH = Part(kind="pcie_switch", name="PCIe switch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One edge; rates are for each direction.  Latencies of a path add up to that of its level."""
+
+    kind: str
+    bytes_per_s: float  # nominal
+    sustained_bytes_per_s: float
+    latency_s: float = 0.0  # where it is that of another link of the path, or not known
+    oversubscription: float = 1.0  # what may come from below over this link's rate
+    share: float = 1.0  # of the rates that a fault leaves; it is in the sustained one
+    sharp: bool = False  # towards a switch that adds up what is reduced
+
+    def left(self, share: float) -> Link:
+        """The link where a fault leaves so much of its rate."""
+        return replace(self, share=share, sustained_bytes_per_s=share * self.sustained_bytes_per_s)
+
+
+def nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
+    """(how many NICs a node has, nominal bytes/s of each); a node that has part of one has one of that rate."""
+    wanted = cluster.network.nics_per_device * cluster.devices_per_node
+    count = max(1, round(wanted))
+    return count, cluster.network.nic_bytes_per_s * wanted / count
+
+
+def add_part(graph: Graph, vertex: Hashable, part: Part) -> Hashable:
+    """Add a vertex for one part."""
+    graph.add_node(vertex, part=part, count=1)
+    return vertex
+
+
+def connect(graph: Graph, a: Hashable, b: Hashable, link: Link) -> None:
+    """Add an edge for one link."""
+    graph.add_edge(a, b, link=link, num_links=1)
+
+
+def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
+    """Every part of one node a vertex, (kind, index); NICs are its way out."""
+    graph = nx.Graph()
+    shares = {(part, at): share for part, at, share in faults}
+    for at in range(cluster.devices_per_node):
+        share = shares.get(("device", at), 1.0)
+        add_part(graph, ("device", at), Part(kind="device", name=cluster.device.name, share=share))
+    _add_fabrics(graph, cluster, [shares.get(("link", at), 1.0) for at in range(cluster.devices_per_node)])
+    hubs = _add_host(graph, cluster)
+    behind: list[Hashable] = (
+        [("device", at) for at in range(cluster.devices_per_node)] if cluster.host.nics_on_devices else hubs
+    )
+    num_nics, rate = nics_of_node(cluster)
+    bus = Link(kind="pcie", bytes_per_s=rate, sustained_bytes_per_s=rate)  # takes what the NIC sends
+    for at in range(num_nics):
+        nic = add_part(graph, ("nic", at), Part(kind="nic", name="NIC", share=shares.get(("nic", at), 1.0)))
+        connect(graph, nic, behind[at * len(behind) // num_nics], bus)
+    return graph
+
+
+def _add_fabrics(graph: Graph, cluster: ClusterSpec, shares: list[float]) -> None:
+    """The levels inside a node; those over PCIe are links of the host.  `shares` is what each device's links have left.
+
+    Two devices have one direct link at most: of meshes in one another the inner ones are drawn as switches.
+    """
+    size = cluster.devices_per_node
+    levels = [level for level in cluster.levels if level.num_devices <= size and level.kind != "pcie"]
+    mesh = next((level for level in reversed(levels) if level.is_mesh and level.num_devices > 1), None)
+    for level in levels:
+        for first in range(0, size, level.num_devices):
+            members = range(first, min(first + level.num_devices, size))
+            if level is mesh:
+                for a, b in combinations(members, 2):
+                    link = fabric_link(level, peers=len(members) - 1, share=min(shares[a], shares[b]))
+                    connect(graph, ("device", a), ("device", b), link)
+                continue
+            part = Part(kind="fabric", name=level.name)
+            fabric = add_part(graph, (f"fabric of {level.num_devices}", first // level.num_devices), part)
+            for at in members:
+                connect(graph, ("device", at), fabric, fabric_link(level, share=shares[at]))
+
+
+def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
+    """Sockets and PCIe switches with the devices on them; what NICs hang on as well."""
+    host, size = cluster.host, cluster.devices_per_node
+    # A preset cut down to fewer devices than it has sockets or switches keeps those of the devices that are left.
+    sockets = [add_part(graph, ("socket", at), SOCKET) for at in range(min(host.num_sockets, size))]
+    between = Link(kind="socket", bytes_per_s=host.socket_bytes_per_s, sustained_bytes_per_s=host.socket_bytes_per_s)
+    for one, other in combinations(sockets, 2):
+        connect(graph, one, other, between)
+    hubs = sockets
+    if host.num_pcie_switches:
+        hubs = [add_part(graph, ("pcie_switch", at), PCIE_SWITCH) for at in range(min(host.num_pcie_switches, size))]
+        # One uplink, as wide as the link of a device.
+        upward = _host_link(cluster, "pcie", max(size // len(hubs), 1), cluster.device.host_link_bytes_per_s)
+        for at, hub in enumerate(hubs):
+            connect(graph, hub, sockets[at * len(sockets) // len(hubs)], upward)
+    own = _host_link(cluster, host.device_link, 1)
+    for at in range(size):
+        connect(graph, ("device", at), hubs[at * len(hubs) // size], own)
+    return hubs
+
+
+def fabric_link(level: LinkLevel, *, peers: int = 0, share: float = 1.0) -> Link:
+    """From a device to the switch of a fabric, or to one of its `peers` in a mesh."""
+    link = Link(
+        kind=level.kind,
+        bytes_per_s=level.bandwidth_bytes_per_s / max(peers, 1),
+        sustained_bytes_per_s=level.rate_bytes_per_s * level.efficiency / max(peers, 1),
+        latency_s=level.latency_s if peers else level.latency_s / 2,
+    )
+    return link.left(share)
+
+
+def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: float = math.inf) -> Link:
+    """A link of the host that `below` devices share.
+
+    A level over PCIe is these very links, so that it says what they sustain; without one that is their own rate.
+    """
+    levels = [one for one in cluster.levels if one.kind == "pcie" and one.num_devices <= cluster.devices_per_node]
+    own = levels[-1].bandwidth_bytes_per_s if levels else cluster.device.host_link_bytes_per_s
+    sustained = own * levels[-1].efficiency if levels else own
+    return Link(
+        kind=kind,
+        bytes_per_s=min(below * own, most_bytes_per_s),
+        sustained_bytes_per_s=min(below * sustained, most_bytes_per_s),
+        latency_s=levels[-1].latency_s / 2 if levels and below == 1 else 0.0,
+    )
+
+
+def num_rails(cluster: ClusterSpec) -> int:
+    """Into how many switches the NICs of a node go: one for each where the fabric is rail-optimised."""
+    return nics_of_node(cluster)[0] if cluster.network.rail_optimised and cluster.network.tiers else 1
+
+
+def nic_link(cluster: ClusterSpec, share: float = 1.0) -> Link:
+    """From a NIC to its switch: half of the latency between two nodes."""
+    network, (_, rate) = cluster.network, nics_of_node(cluster)
+    link = Link(
+        kind=network.kind,
+        bytes_per_s=rate,
+        sustained_bytes_per_s=rate * network.efficiency,
+        latency_s=network.latency_s / 2,
+        sharp=network.sharp,
+    )
+    return link.left(share)
+
+
+def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: float = 1.0) -> Link:
+    """Out of a switch of a tier (innermost 0) with `num_nodes` below it; all its links to the next tier as one.
+
+    Of an oversubscribed switch the nodes of the job have the share that is theirs when all of its ports are busy.
+    """
+    network, (num_nics, rate) = cluster.network, nics_of_node(cluster)
+    over = math.prod(one.oversubscription for one in network.tiers[: tier + 1])
+    total = num_nodes * num_nics * rate / rails / over
+    link = Link(
+        kind=network.kind,
+        bytes_per_s=total,
+        sustained_bytes_per_s=total * network.efficiency,
+        oversubscription=network.tiers[tier].oversubscription,
+        sharp=network.sharp,
+    )
+    return link.left(share)
+
+
+def site_link(cluster: ClusterSpec) -> Link:
+    """From a site to what joins all sites."""
+    assert cluster.wan is not None
+    wan = cluster.wan
+    return Link(
+        kind="wan",
+        bytes_per_s=wan.bandwidth_bytes_per_s,
+        sustained_bytes_per_s=wan.rate_bytes_per_s,
+        latency_s=wan.latency_s / 2,
+    )
+
+
+def wide_levels(cluster: ClusterSpec) -> list[tuple[LinkLevel, int]]:
+    """Fabrics that join several nodes, and how many each rack of theirs joins."""
+    size, total = cluster.devices_per_node, cluster.num_devices
+    return [
+        (level, used_of_domain(level.num_devices, size, total) // size)
+        for level in cluster.levels
+        if level.num_devices > size
+    ]
+
+
+def node_faults(cluster: ClusterSpec) -> dict[int, Faults]:
+    """The faults in each node that has some, by its place in the order of ranks."""
+    names = [name for group in cluster.nodes for name in group.names]
+    found: dict[int, Faults] = {}
+    for fault in cluster.faults:
+        if fault.node is not None and fault.part != "uplink":
+            node = names.index(str(fault.node)) if names else int(fault.node)
+            found[node] = (*found.get(node, ()), (fault.part, fault.index, fault.rate_share))
+    return {node: tuple(sorted(faults)) for node, faults in found.items()}
+
+
+def uplink_faults(cluster: ClusterSpec) -> dict[int, dict[int, float]]:
+    """Of every node below a switch with slow uplinks, by its place: tiers (innermost 0) and the share that is left."""
+    found: dict[int, dict[int, float]] = {}
+    for fault in cluster.faults:
+        if fault.part != "uplink" or fault.switch is None:
+            continue
+        tier = cluster.tier_of(fault.switch)
+        if cluster.nodes:
+            below = [fault.switch == group.switches[tier] for group in cluster.nodes for _ in group.names]
+            nodes = [node for node, is_below in enumerate(below) if is_below]
+        else:
+            size = cluster.network.tiers[tier].num_nodes
+            first = int(fault.switch.rpartition(" ")[2]) * size
+            nodes = list(range(first, min(first + size, cluster.num_nodes)))
+        for node in nodes:
+            found.setdefault(node, {})[tier] = fault.rate_share
+    return found
+
+
+def place_names(cluster: ClusterSpec) -> tuple[str, ...]:
+    """Names of the places above a node, outermost first."""
+    tiers = tuple(tier.name for tier in reversed(cluster.network.tiers))
+    return ("cluster", "site", *tiers) if cluster.wan else ("cluster", *tiers)
+
+
+def named_paths(cluster: ClusterSpec) -> list[tuple[str, ...]]:
+    """Of every node of an allocation: its site where there are several, and its switches, outermost first."""
+    return [
+        ((group.site,) if cluster.wan else ()) + tuple(reversed(group.switches))
+        for group in cluster.nodes
+        for _ in group.names
+    ]
+
+
+def needs_no_core(cluster: ClusterSpec, num_switches: int) -> bool:
+    """Whether one switch holds all nodes, so that nothing is to be joined."""
+    num_tiers = len(cluster.network.tiers)
+    rails = num_rails(cluster) if num_tiers == 1 else 1
+    return cluster.wan is None and num_tiers > 0 and num_switches * rails == 1

@@ -1,0 +1,92 @@
+"""How long does the graph of a cluster take to build, folded and with every part a vertex?
+
+usage: python benchmarks/topology.py [--report REPORT.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.cluster import ClusterSpec, NodeGroup
+from autoplan.files import write_text
+from autoplan.read.cluster import load_cluster
+from autoplan.report.drawing import draw
+from autoplan.topology.expanded import MOST_EXPANDED, expand
+from autoplan.topology.graph import bisection_bytes_per_s, quotient
+from autoplan.units import format_seconds
+
+CLUSTERS = ("h100-sxm:16x8", "h100-sxm:2048x8", "gb200-nvl72:4096x4", "frontier:9408x8", "h100-sxm:12500x8")
+REPEATS = 5
+
+
+def _best_s(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _fragmented(cluster: ClusterSpec) -> ClusterSpec:
+    """The nodes handed out by a scheduler, from 1 to 32 on a leaf switch."""
+    groups: list[NodeGroup] = []
+    given = 0
+    while given < cluster.num_nodes:
+        count = min(len(groups) * 7 % 32 + 1, cluster.num_nodes - given)
+        names = tuple(f"n{given + at}" for at in range(count))
+        groups.append(NodeGroup(names=names, switches=(f"leaf{len(groups)}",)))
+        given += count
+    return replace(cluster, nodes=tuple(groups))
+
+
+def _row(name: str, cluster: ClusterSpec) -> str:
+    found = quotient(cluster)
+    full = format_seconds(_best_s(lambda: expand(cluster))) if cluster.num_devices <= MOST_EXPANDED else "-"
+    cells = (
+        name,
+        f"{cluster.num_devices:,}",
+        f"{len(found.graph)} / {found.graph.number_of_edges()}",
+        format_seconds(_best_s(lambda: quotient(cluster))),
+        format_seconds(_best_s(lambda: bisection_bytes_per_s(cluster, cluster.num_nodes // 2))),
+        format_seconds(_best_s(lambda: draw(cluster, found))),
+        full,
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Print the table, and write it where `--report` says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", type=Path)
+    report = parser.parse_args().report
+    rows = [_row(name, load_cluster(name)) for name in CLUSTERS]
+    rows.append(_row("h100-sxm:2048x8, fragmented", _fragmented(load_cluster("h100-sxm:2048x8"))))
+    text = "\n".join(
+        [
+            f"# The graph of a cluster, {datetime.date.today()}",
+            "",
+            f"Best of {REPEATS}, Python {platform.python_version()} on {platform.machine()}, "
+            f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
+            "",
+            "| cluster | devices | classes / edges | fold | cut in halves | draw | every part |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+    print(text)
+    if report:
+        write_text(report, text, force=True)
+
+
+if __name__ == "__main__":
+    main()
