@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 
 from autoplan.read.cluster import load_device, preset_devices  # noqa: E402
 from autoplan.units import GIB  # noqa: E402
-from profiler import devices, environment  # noqa: E402
-from profiler.environment import canonical_hash, device_id, fingerprint  # noqa: E402
+from profiler import devices, environment, hardware  # noqa: E402
+from profiler.environment import canonical_hash, fingerprint  # noqa: E402
+from profiler.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nics  # noqa: E402
 
 
 # Names as drivers report them, with the memory that torch shows: pytorch/test-infra #7631, NVIDIA/cosmos-framework
@@ -77,14 +78,14 @@ def test_a_device_without_a_name_is_known_by_architecture_memory_and_units() -> 
 
 def test_without_the_management_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    environment.nvml.cache_clear()
-    assert environment.nvml() is None
-    environment.nvml.cache_clear()
+    hardware.nvml.cache_clear()
+    assert hardware.nvml() is None
+    hardware.nvml.cache_clear()
 
 
 def test_every_rule_leads_to_a_shipped_device() -> None:
     ids = {known for _, ids in devices._NAMES for known in ids}
-    ids |= {known for ids in environment._ARCHITECTURES.values() for known in ids}
+    ids |= {known for ids in hardware._ARCHITECTURES.values() for known in ids}
     assert ids <= set(preset_devices())
     # What no name tells: no product, and a variant that its driver calls by the plain product's name.
     assert set(preset_devices()) - ids == {"cpu", "h100-96g-500w"}
@@ -147,22 +148,31 @@ def node(sys: Path, *, buses: tuple[str, str], nic: str = "mlx5_0", state: str =
     return sys
 
 
-def topology(sys: Path, buses: tuple[str, str], links: dict[tuple[int, int], str]) -> str:
-    return environment._node_topology(sys, [f"0000:{bus}:03.0" for bus in buses], links, environment._nics(sys))
+def ports(sys: Path) -> list[Nic]:
+    return [nic for nic in nics(sys) if nic.is_up]
+
+
+def nvlinks(first: int, second: int) -> Links:
+    """Of two GPUs to switches."""
+    return {(at, at): GpuLink(kind="nvlink", num_links=number) for at, number in enumerate((first, second))}
+
+
+def topology(sys: Path, buses: tuple[str, str], links: Links) -> str:
+    return environment._node_topology(sys, [Gpu(pci=f"0000:{bus}:03.0") for bus in buses], links, ports(sys))
 
 
 def test_nics_are_told_by_kind_and_rate_and_virtual_ones_are_not(tmp_path: Path) -> None:
-    names = [label for label, _ in environment._nics(node(tmp_path, buses=("17", "a3")))]
+    names = [str(nic) for nic in nics(node(tmp_path, buses=("17", "a3")))]
     assert sorted(names) == ["ethernet 25 Gb/s", "infiniband 400 Gb/s"]
 
 
-def test_a_link_that_is_down_is_no_nic(tmp_path: Path) -> None:
-    names = [label for label, _ in environment._nics(node(tmp_path, buses=("17", "a3"), state="1: DOWN"))]
-    assert names == ["ethernet 25 Gb/s"]
+def test_a_nic_knows_whether_its_link_is_down(tmp_path: Path) -> None:
+    found = nics(node(tmp_path, buses=("17", "a3"), state="1: DOWN"))
+    assert [(nic.name, nic.is_up) for nic in found] == [("mlx5_0", False), ("eth0", True)]
 
 
 def test_a_node_stays_itself_when_buses_and_nics_are_counted_anew(tmp_path: Path) -> None:
-    links = {(0, 0): "nvlink x18", (1, 1): "nvlink x18"}
+    links = nvlinks(18, 18)
     before = topology(node(tmp_path / "before", buses=("17", "a3")), ("17", "a3"), links)
     after = topology(node(tmp_path / "after", buses=("c1", "05"), nic="mlx5_3"), ("c1", "05"), links)
     swapped = topology(tmp_path / "before", ("a3", "17"), links)
@@ -171,20 +181,26 @@ def test_a_node_stays_itself_when_buses_and_nics_are_counted_anew(tmp_path: Path
 
 def test_a_node_with_fewer_links_or_nics_is_another_one(tmp_path: Path) -> None:
     whole = node(tmp_path / "whole", buses=("17", "a3"))
-    links = {(0, 0): "nvlink x18", (1, 1): "nvlink x18"}
+    links = nvlinks(18, 18)
     cut = node(tmp_path / "cut", buses=("17", "a3"), state="1: DOWN")
-    assert topology(whole, ("17", "a3"), links) != topology(whole, ("17", "a3"), links | {(1, 1): "nvlink x17"})
+    assert topology(whole, ("17", "a3"), links) != topology(whole, ("17", "a3"), nvlinks(18, 17))
     assert topology(whole, ("17", "a3"), links) != topology(cut, ("17", "a3"), links)
 
 
-def test_amd_links_are_read_from_the_kernel(tmp_path: Path) -> None:
+def test_amd_gpus_and_links_are_read_from_the_kernel(tmp_path: Path) -> None:
     nodes = tmp_path / "class/kfd/kfd/topology/nodes"
     write(nodes / "0/properties", "cpu_cores_count 96\nsimd_count 0")
     for at, place in ((1, 0x0500), (2, 0x2600)):
-        write(nodes / f"{at}/properties", f"simd_count 1216\nlocation_id {place}\ndomain 0")
+        about = f"simd_count 1216\nsimd_per_cu 4\nlocation_id {place}\ndomain 0\ngfx_target_version 90402"
+        write(nodes / f"{at}/properties", about)
         write(nodes / f"{at}/io_links/0/properties", "type 2\nnode_to 0\nweight 20")
-        write(nodes / f"{at}/io_links/1/properties", f"type 11\nnode_to {3 - at}\nweight 15")
-    assert environment._amd_links(tmp_path) == (["0000:05:00.0", "0000:26:00.0"], {(0, 1): "xgmi 15"})
+        write(nodes / f"{at}/io_links/1/properties", f"type 11\nnode_to {3 - at}\nweight 15\nmax_bandwidth 64000")
+    write(tmp_path / "bus/pci/devices/0000:05:00.0/mem_info_vram_total", "206141652992")
+    gpus, links = amd_gpus(tmp_path)
+    assert [gpu.pci for gpu in gpus] == ["0000:05:00.0", "0000:26:00.0"]
+    assert gpus[0] == Gpu(pci="0000:05:00.0", memory_bytes=206141652992, architecture="gfx942", compute_units=304)
+    assert {pair: str(link) for pair, link in links.items()} == {(0, 1): "xgmi 15"}
+    assert links[0, 1].bytes_per_s == 64e9
 
 
 def test_a_machine_without_devices_is_known_by_its_cpu() -> None:
@@ -208,7 +224,7 @@ def test_a_gpu_is_known_by_more_than_its_name() -> None:
     assert here.runtime.split()[0] in ("cuda", "rocm")
     assert here.collectives.split()[0] in ("nccl", "rccl")
     assert here.clock_mhz > 100
-    if environment.nvml() is not None or torch.version.hip:
+    if hardware.nvml() is not None or torch.version.hip:
         assert here.driver
         assert here.topology
         assert here.power_cap_w > 0
