@@ -1,0 +1,110 @@
+"""XML of outside tools as a small tree, read without trusting it: no entities, bounded depth, size and attributes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from xml.parsers import expat
+
+from autoplan.errors import InputError
+from profiler.discover.text import shown, whole_number
+from profiler.record import cleaned
+
+MOST_ELEMENTS = 200_000
+MOST_DEPTH = 100  # NCCL's and hwloc's trees have about 20 levels
+
+
+@dataclass(slots=True, kw_only=True)
+class Element:
+    """One element; its text is that right inside it."""
+
+    name: str
+    attributes: dict[str, str]
+    line: int
+    children: list[Element] = field(default_factory=list)
+    text: str = ""
+
+    def get(self, key: str) -> str:
+        """An attribute without control characters; blank where it is missing."""
+        return cleaned(self.attributes.get(key, ""))
+
+    def number(self, key: str, *, most: int, default: int = 0) -> int:
+        """An attribute that is a whole number; `default` where it is missing or blank."""
+        text = self.attributes.get(key, "").strip()
+        return whole_number(text, f"line {self.line}: {key} of {self.name}", most=most) if text else default
+
+    def named(self, *names: str) -> Iterator[Element]:
+        """The children of these names."""
+        return (child for child in self.children if child.name in names)
+
+    def walk(self) -> Iterator[Element]:
+        """This element and all below it, in the order of the file."""
+        waiting = [self]
+        while waiting:
+            element = waiting.pop()
+            yield element
+            waiting.extend(reversed(element.children))
+
+
+class _Reader:
+    """Grows the tree as expat reports its parts."""
+
+    def __init__(self) -> None:
+        self.expat = expat.ParserCreate()
+        self.expat.StartElementHandler = self._start
+        self.expat.EndElementHandler = self._end
+        self.expat.CharacterDataHandler = self._text
+        self.expat.StartDoctypeDeclHandler = self._doctype
+        self.expat.EntityDeclHandler = self._entity
+        self.root: Element | None = None
+        self.open: list[Element] = []
+        self.count = 0
+
+    def _place(self) -> str:
+        return f"line {self.expat.CurrentLineNumber}, column {self.expat.CurrentColumnNumber + 1}"
+
+    def _start(self, name: str, attributes: dict[str, str]) -> None:
+        self.count += 1
+        if self.count > MOST_ELEMENTS:
+            raise InputError(f"{self._place()}: more than {MOST_ELEMENTS:,} elements")
+        if len(self.open) >= MOST_DEPTH:
+            raise InputError(f"{self._place()}: elements are nested more than {MOST_DEPTH} deep")
+        element = Element(name=cleaned(name), attributes=attributes, line=self.expat.CurrentLineNumber)
+        if self.open:
+            self.open[-1].children.append(element)
+        else:
+            self.root = element
+        self.open.append(element)
+
+    def _end(self, _: str) -> None:
+        self.open.pop()
+
+    def _text(self, data: str) -> None:
+        if self.open:
+            self.open[-1].text += data
+
+    def _doctype(self, _name: str, _system: str | None, _public: str | None, has_internal_subset: bool) -> None:
+        if has_internal_subset:  # hwloc names an external one, which expat does not read
+            raise InputError(f"{self._place()}: declares a document type of its own, which no such tool writes")
+
+    def _entity(self, name: str, *_: object) -> None:
+        raise InputError(f"{self._place()}: declares the entity {shown(name)}, which no such tool writes")
+
+
+def read_elements(text: str, root: str) -> Element:
+    """The tree of an XML text whose outermost element is `root`; every error names its line and column."""
+    reader = _Reader()
+    # A declaration of some other encoding does not hold for text that has been decoded.
+    text = re.sub(r"\A\ufeff?\s*<\?xml[^>]{0,200}\?>", lambda match: "\n" * match[0].count("\n"), text)
+    try:
+        reader.expat.Parse(text.encode("utf-8"), True)
+    except UnicodeEncodeError:
+        raise InputError("holds text that is not Unicode") from None
+    except expat.ExpatError as error:
+        problem = expat.ErrorString(error.code)
+        raise InputError(f"not valid XML: {problem} (line {error.lineno}, column {error.offset + 1})") from None
+    if reader.root is None or reader.root.name != root:
+        found = shown(reader.root.name) if reader.root else "nothing"
+        raise InputError(f"line 1: the outermost element must be <{root}>, got {found}")
+    return reader.root

@@ -1,0 +1,206 @@
+"""How are the devices and NICs of a node joined?  From the XML of hwloc (`lstopo --of xml`), versions 1 to 3.
+
+I/O objects hang below the package or NUMA node next to them: a <Bridge> "0-1" is that of the host, those below are root
+ports and PCIe switches, an upstream and a downstream port each (hwloc/hwloc2.dtd).  Rates of NVLink and xGMI are
+matrices over devices, and over NVSwitches where there are some, in megabytes per second and direction.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from autoplan.errors import InputError
+from profiler.discover.elements import Element, read_elements
+from profiler.discover.pci import Place, device_called, is_accelerator, path_between
+from profiler.discover.seen import MOST_DEVICES, NicKind, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
+from profiler.discover.text import pci_address, shown, whole_number
+
+SOURCE = "hwloc XML"
+
+_FABRICS = ("NVLinkBandwidth", "XGMIBandwidth")
+_MOST_OBJECTS = 2 * MOST_DEVICES  # of a matrix: devices and switches
+_MOST_MEGABYTES_PER_S = 100_000_000
+_IDS = re.compile(r"(?P<kind>[0-9a-f]{4}) \[(?P<vendor>[0-9a-f]{4}):(?P<device>[0-9a-f]{4})\].*")
+_NUMBERED = re.compile(r"(nvml|rsmi|cuda)(\d{1,4})")
+_VERBS = re.compile(r"mlx\d+_\S+|hfi\d+_\d+|qedr\d+")  # names of RDMA devices that `nic_kind` cannot tell
+_MAKERS: dict[str, NicKind] = {"1d0f": "efa", "17db": "slingshot"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Function:
+    """A PCI function that is a device or a NIC."""
+
+    element: Element
+    kind: str  # PCI class, such as "0302"
+    vendor: str
+    device: str
+    place: Place
+    bytes_per_s: float | None  # narrowest link on the way to the host
+    systems: Sequence[Element] = field(default_factory=tuple)  # what the operating system makes of it
+
+    @property
+    def address(self) -> str:
+        return pci_address(self.element.get("pci_busid"))
+
+
+def parse(text: str) -> SeenNode:
+    """The node of an XML export; NICs are those that the operating system has a name for."""
+    root = read_elements(text, "topology")
+    functions = list(_functions(root))
+    gpus = [one for one in functions if is_accelerator(one.kind, one.vendor)]
+    nics = {name: one for one in functions if one.kind.startswith("02") and (name := _nic_name(one))}
+    if not gpus and not nics:
+        raise InputError("holds neither a device nor a network adapter: export it with `lstopo --whole-io --of xml`")
+    if len(gpus) > MOST_DEVICES or len(nics) > MOST_DEVICES:
+        raise InputError(f"holds more than {MOST_DEVICES:,} devices or adapters")
+    indexed = dict(sorted(zip(_indices(gpus), gpus, strict=True), key=lambda pair: pair[0]))
+    return SeenNode(
+        source=SOURCE,
+        devices=tuple(_device(one, index) for index, one in indexed.items()),
+        nics=tuple(_nic(one, name) for name, one in nics.items()),
+        links=tuple(_links(indexed, nics, _rates(root, indexed))),
+        num_sockets=sum(1 for one in root.walk() if one.get("type") in ("Package", "Socket")) or None,
+    )
+
+
+def _functions(root: Element) -> Iterator[_Function]:
+    waiting: list[tuple[Element, Place, tuple[str, ...], float | None]] = [
+        (root, Place(bridge="", numa=None, switches=()), (), None)
+    ]
+    while waiting:
+        element, place, bridges, narrowest = waiting.pop()
+        kind = element.get("type")
+        if element.get("nodeset"):
+            place = Place(bridge="", numa=_only_bit(element.get("nodeset")), switches=())
+        elif kind == "Bridge" and element.get("bridge_type").startswith("0-"):
+            place = Place(bridge=element.get("bridge_pci") or str(element.line), numa=place.numa, switches=())
+            bridges = ()
+        elif kind in ("Bridge", "PCIDev"):
+            rate = _link(element)
+            narrowest = rate if narrowest is None else min(narrowest, rate or math.inf)
+            if kind == "Bridge":
+                bridges = (*bridges, element.get("pci_busid"))
+                # The first is a root port; then an upstream and a downstream port for every switch.
+                place = Place(bridge=place.bridge, numa=place.numa, switches=bridges[1::2])
+            elif ids := _IDS.fullmatch(element.get("pci_type").lower()):
+                systems = tuple(one for one in element.walk() if one.get("type") == "OSDev")
+                yield _Function(element=element, place=place, bytes_per_s=narrowest, systems=systems, **ids.groupdict())
+        waiting.extend((child, place, bridges, narrowest) for child in reversed(list(element.named("object"))))
+
+
+def _only_bit(nodeset: str) -> int | None:
+    """The one NUMA node of a set such as "0x00000002" or "0x1,0x00000000"; None of several."""
+    digits = "".join(word.removeprefix("0x").rjust(8, "0") for word in nodeset.split(","))
+    if not re.fullmatch(r"[0-9a-f]{1,512}", digits):
+        return None
+    bits = int(digits, 16)
+    return bits.bit_length() - 1 if bits.bit_count() == 1 else None
+
+
+def _link(element: Element) -> float | None:
+    text = element.get("pci_link_speed") or "0"
+    if not re.fullmatch(r"\d{1,4}(\.\d{1,9})?", text):
+        raise InputError(f"line {element.line}: pci_link_speed must be in GB/s, such as 15.753846, got {shown(text)}")
+    return float(text) * 1e9 or None
+
+
+def _infos(one: _Function) -> dict[str, str]:
+    return {info.get("name"): info.get("value") for system in one.systems for info in system.named("info")}
+
+
+def _indices(gpus: Sequence[_Function]) -> list[int]:
+    """Their numbers in NVML, ROCm SMI or CUDA where all have one; else their order on the bus, as in NVML."""
+    for tool in ("nvml", "rsmi", "cuda"):
+        numbers = [
+            int(match[2])
+            for one in gpus
+            for system in one.systems
+            if (match := _NUMBERED.fullmatch(system.get("name"))) and match[1] == tool
+        ]
+        if len(set(numbers)) == len(gpus):
+            return numbers
+    order = sorted(range(len(gpus)), key=lambda at: gpus[at].address)
+    return [order.index(at) for at in range(len(gpus))]
+
+
+def _device(one: _Function, index: int) -> SeenDevice:
+    return SeenDevice(
+        index=index,
+        name=_infos(one).get("GPUModel", "") or device_called(one.vendor, one.device),
+        pci=one.address,
+        numa=one.place.numa,
+        host_bytes_per_s=one.bytes_per_s,
+    )
+
+
+def _nic_name(one: _Function) -> str:
+    names = [system.get("name") for system in one.systems]
+    names.sort(key=lambda name: not _VERBS.fullmatch(name) and nic_kind(name) in ("", "ethernet", "infiniband"))
+    return names[0] if names else ""
+
+
+def _nic(one: _Function, name: str) -> SeenNic:
+    kind: NicKind
+    if one.kind == "0207":
+        kind = "infiniband"
+    else:
+        kind = _MAKERS.get(one.vendor) or nic_kind(name) or ("roce" if _VERBS.fullmatch(name) else "")
+    return SeenNic(name=name, kind=kind, pci=one.address, numa=one.place.numa)
+
+
+def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[int], float]:
+    """Bytes per second over the fabric, by pair of devices."""
+    owner = {
+        element.get("gp_index"): index
+        for index, one in gpus.items()
+        for element in (one.element, *one.systems)
+        if element.get("gp_index")
+    }
+    rates: Counter[frozenset[int]] = Counter()
+    for matrix in root.named("distances2", "distances2hetero"):
+        if matrix.get("name") not in _FABRICS:
+            continue
+        objects, values = _matrix(matrix)
+        devices = [owner.get(one) for one in objects]
+        switched: Counter[int] = Counter()
+        for row, a in enumerate(devices):
+            if a is None:
+                continue
+            for column, b in enumerate(devices):
+                rate = values[row * len(objects) + column]
+                if b is None:
+                    switched[a] += rate
+                elif a < b:
+                    rates[frozenset((a, b))] += rate
+        for a, b in combinations(sorted(switched), 2):
+            rates[frozenset((a, b))] += min(switched[a], switched[b])
+    return {pair: rate * 1e6 for pair, rate in rates.items()}
+
+
+def _matrix(element: Element) -> tuple[list[str], list[int]]:
+    """(gp_index of the objects, values row by row)."""
+    place = f"line {element.line}: the matrix {element.get('name')}"
+    count = element.number("nbobjs", most=_MOST_OBJECTS)
+    objects = [word.rpartition(":")[2] for part in element.named("indexes") for word in part.text.split()]
+    words = [word for part in element.named("u64values") for word in part.text.split()]
+    if len(objects) != count or len(words) != count**2:
+        raise InputError(f"{place} must have {count} indexes and {count**2} values, got {len(objects)}, {len(words)}")
+    return objects, [whole_number(word, f"{place}: a value", most=_MOST_MEGABYTES_PER_S) for word in words]
+
+
+def _links(
+    gpus: Mapping[int, _Function], nics: Mapping[str, _Function], rates: Mapping[frozenset[int], float]
+) -> Iterator[SeenLink]:
+    for a, b in combinations(gpus, 2):
+        if rate := rates.get(frozenset((a, b))):
+            yield SeenLink(a=a, b=b, path="fabric", bytes_per_s=rate)
+        else:
+            yield SeenLink(a=a, b=b, path=path_between(gpus[a].place, gpus[b].place))
+    for a, one in gpus.items():
+        for name, nic in nics.items():
+            yield SeenLink(a=a, nic=name, path=path_between(one.place, nic.place))

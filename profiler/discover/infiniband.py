@@ -1,0 +1,189 @@
+"""Which network adapters has a node, of which kind and rate?  From what their tools and /sys/class/infiniband say.
+
+Read are `ibstat`, `ibstatus`, `ibv_devinfo` (rates with -v only), `cxi_stat` of Slingshot, `fi_info -p efa` of libfabric
+(rates with -v only) and the folder that the kernel shows.  A port that is down carries nothing and is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autoplan.errors import InputError
+from autoplan.files import read_text
+from profiler.discover.seen import MOST_DEVICES, NicKind, SeenNic, SeenNode, nic_kind
+from profiler.discover.text import pci_address, plain_lines, shown, whole_number
+from profiler.record import cleaned
+
+# What begins a device, by the tool that prints it.
+_BEGINS = {
+    "ibstat": re.compile(r"CA '(?P<name>[^']{1,64})'"),
+    "ibstatus": re.compile(r"Infiniband device '(?P<name>[^']{1,64})' port (?P<port>\d+) status:"),
+    "ibv_devinfo": re.compile(r"hca_id:\s*(?P<name>\S{1,64})"),
+    "cxi_stat": re.compile(r"Device:\s*(?P<name>cxi\d{1,4})"),
+    "fi_info": re.compile(r"provider:\s*(efa|cxi)(;\S+)?"),  # named by its domain
+    "fi_info -v": re.compile(r"fi_device_attr:"),  # named in the lines that follow
+}
+_PORT = re.compile(r"Port (\d+):|port:\s*(\d+)")
+_FIELD = re.compile(r"(?P<key>[A-Za-z][\w /]{0,40}?)\s*:\s*(?P<value>.*)")
+_DOMAIN = re.compile(r"(?P<name>\S+?)(-rdm|-dgrm)?")
+_RATE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)(?:\s*Gb/sec\b.*)?")
+_LANES = re.compile(r"(\d{1,2})X\b.*")
+_LANE_SPEED = re.compile(r"(\d{1,4}(?:\.\d{1,3})?) Gbps\b.*")
+_SLINGSHOT_SPEED = re.compile(r"[A-Z]{2}_(\d{1,4})G")  # BS_200G, CK_400G
+_UP = re.compile(r"(\d: *)?(PORT_)?(ACTIVE|up|FI_LINK_UP)\b.*", re.IGNORECASE)
+_MOST_BITS_PER_S = 10**14
+_LAYERS: dict[str, NicKind] = {"infiniband": "infiniband", "ethernet": "roce"}
+_AMAZON = "0x1d0f"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Port:
+    line: int
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Adapter:
+    name: str
+    line: int
+    fields: dict[str, str] = field(default_factory=dict)
+    ports: list[_Port] = field(default_factory=list)
+
+
+def parse(text: str) -> SeenNode:
+    """The adapters that the output of one of the tools tells of."""
+    lines = [line.strip() for line in plain_lines(text)]
+    tool = next((tool for line in lines for tool, begins in _BEGINS.items() if begins.fullmatch(line)), None)
+    if tool is None:
+        raise InputError(
+            "holds no output of ibstat, ibstatus, ibv_devinfo, cxi_stat or fi_info: no line names a device"
+        )
+    adapters = _adapters(lines, _BEGINS[tool])
+    return SeenNode(source=tool, nics=tuple(_merged(nic for one in adapters if (nic := _nic(one)))))
+
+
+def read_folder(folder: Path) -> SeenNode:
+    """The adapters in a folder such as /sys/class/infiniband."""
+    try:
+        devices = sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror or error}") from None
+    if len(devices) > MOST_DEVICES:
+        raise InputError(f"{folder}: holds more than {MOST_DEVICES:,} devices")
+    nics = []
+    for device in devices:
+        adapter = _Adapter(name=cleaned(device.name), line=1)
+        for port in sorted(device.glob("ports/*")):
+            names = ("state", "rate", "link_layer")
+            adapter.ports.append(_Port(line=1, fields={name: _file(port / name) for name in names}))
+        try:
+            nic = _nic(adapter)
+        except InputError as error:
+            raise InputError(f"{device}: {error}") from None
+        if nic is None:
+            continue
+        numa = _file(device / "device" / "numa_node")
+        is_amazon = _file(device / "device" / "vendor") == _AMAZON
+        nics.append(
+            SeenNic(
+                name=nic.name,
+                kind="efa" if is_amazon else nic.kind,
+                bytes_per_s=nic.bytes_per_s,
+                pci=pci_address((device / "device").resolve().name),
+                numa=int(numa) if re.fullmatch(r"\d{1,4}", numa) else None,
+            )
+        )
+    return SeenNode(source=str(folder), nics=tuple(nics))
+
+
+def _file(path: Path) -> str:
+    """The content of a file of the kernel; blank where there is none, as on kernels that do not know it."""
+    return cleaned(read_text(path, most_bytes=4096)).strip() if path.is_file() else ""
+
+
+def _adapters(lines: Sequence[str], begins: re.Pattern[str]) -> list[_Adapter]:
+    adapters: list[_Adapter] = []
+    for number, line in enumerate(lines, start=1):
+        if match := begins.fullmatch(line):
+            found = match.groupdict()
+            if not adapters or not found.get("port") or adapters[-1].name != found["name"]:
+                adapters.append(_Adapter(name=found.get("name", ""), line=number))
+            if found.get("port"):
+                adapters[-1].ports.append(_Port(line=number))
+            if len(adapters) > MOST_DEVICES:
+                raise InputError(f"line {number}: more than {MOST_DEVICES:,} devices")
+        elif not adapters:
+            continue
+        elif _PORT.fullmatch(line):
+            adapters[-1].ports.append(_Port(line=number))
+        elif match := _FIELD.fullmatch(line):
+            holder = adapters[-1].ports[-1] if adapters[-1].ports else adapters[-1]
+            holder.fields.setdefault(match["key"].lower().replace(" ", "_"), match["value"].strip())
+    for adapter in adapters:
+        adapter.ports = adapter.ports or [_Port(line=adapter.line, fields=adapter.fields)]
+        adapter.name = adapter.name or adapter.fields.get("name", "")
+        if not adapter.name and (match := _DOMAIN.fullmatch(adapter.fields.get("domain", ""))):
+            adapter.name = match["name"]
+        if not adapter.name:
+            raise InputError(f"line {adapter.line}: a device without a name or domain: the output is cut")
+    return adapters
+
+
+def _nic(adapter: _Adapter) -> SeenNic | None:
+    """The adapter over its ports that are up; None where none is."""
+    up = [port for port in adapter.ports if _is_up(port, adapter)]
+    if not up:
+        return None
+    rates = [rate for port in up if (rate := _bytes_per_s(port)) is not None]
+    layer = _LAYERS.get(up[0].fields.get("link_layer", "").lower(), "")
+    kind: NicKind = nic_kind(adapter.name) or layer
+    if adapter.fields.get("vendor_id", "").lower() == _AMAZON:
+        kind = "efa"
+    return SeenNic(
+        name=adapter.name,
+        kind=kind,
+        bytes_per_s=sum(rates) if rates else None,
+        pci=pci_address(adapter.fields.get("pcie_slot", "")),
+    )
+
+
+def _is_up(port: _Port, adapter: _Adapter) -> bool:
+    state = port.fields.get("state") or port.fields.get("link_state")
+    if state is None:
+        if "domain" in adapter.fields:  # fi_info lists only what can be used
+            return True
+        raise InputError(f"line {port.line}: {shown(adapter.name)} has a port without a state: the output is cut")
+    return _UP.fullmatch(state) is not None
+
+
+def _bytes_per_s(port: _Port) -> float | None:
+    fields = port.fields
+    where = f"line {port.line}: the rate"
+    if rate := fields.get("rate"):
+        if match := _RATE.fullmatch(rate):
+            return float(match[1]) * 1e9 / 8
+        raise InputError(f"{where} must be in Gb/s, such as 400 Gb/sec (4X NDR), got {shown(rate)}")
+    if speed := fields.get("link_speed"):
+        if match := _SLINGSHOT_SPEED.fullmatch(speed):
+            return float(match[1]) * 1e9 / 8
+        raise InputError(f"{where} must be like BS_200G, got {shown(speed)}")
+    if speed := fields.get("active_speed"):
+        lanes, lane = _LANES.fullmatch(fields.get("active_width", "")), _LANE_SPEED.fullmatch(speed)
+        if lanes and lane:
+            return int(lanes[1]) * float(lane[1]) * 1e9 / 8
+        raise InputError(f"{where} must be a width and Gbps of a lane, got {shown(speed)}")
+    if speed := fields.get("speed"):  # of libfabric, in bits per second
+        return whole_number(speed, where, most=_MOST_BITS_PER_S) / 8 or None
+    return None
+
+
+def _merged(nics: Iterator[SeenNic]) -> list[SeenNic]:
+    """Each adapter once: libfabric tells of one several times, and not always its rate."""
+    found: dict[str, SeenNic] = {}
+    for nic in nics:
+        if nic.name not in found or found[nic.name].bytes_per_s is None:
+            found[nic.name] = nic
+    return list(found.values())

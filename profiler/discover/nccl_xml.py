@@ -1,0 +1,206 @@
+"""How are the devices and NICs of a node joined?  From the XML that NCCL and RCCL write (`NCCL_TOPO_DUMP_FILE`).
+
+Its elements are those of src/graph/xml.cc of NCCL: <cpu> is a NUMA node, <pci> a switch or a device, with the <gpu> or
+<nic> that it is; a <gpu> lists its links, an <nvlink> or <xgmi> to one other device or to a switch of the fabric, a
+<c2c> to its CPU.  Files that hand a topology to NCCL (`NCCL_TOPO_FILE`, as cloud providers ship for virtual machines)
+may hold <pci> only; then the PCI classes say what is a device.  Virtual machines also leave out the speed of links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from autoplan.errors import InputError
+from profiler.discover.elements import Element, read_elements
+from profiler.discover.pci import Place, device_called, is_accelerator, link_bytes_per_s, path_between
+from profiler.discover.seen import MOST_DEVICES, MOST_LINKS, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
+from profiler.discover.text import pci_address, shown
+
+SOURCE = "NCCL topology XML"
+
+_SWITCH_CLASS = "0x0680"  # of an NVSwitch; 0x068001 is the NVLink bridge of a POWER CPU
+_POWER_CLASS = "0x068001"
+# The generation numbers that RCCL once wrote for the instruction set.
+_GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx940", "941": "gfx941", "942": "gfx942"}
+_AMAZON = "0x1d0f"
+_MOST_MEGABITS_PER_S = 100_000_000  # 100 Tb/s
+_MOST_MEGABYTES_PER_S = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaf:
+    """A <gpu> or <net>, or a <pci> that says no more than its class, and where it hangs."""
+
+    element: Element
+    pci: Element | None
+    place: Place
+    host: str
+    bytes_per_s: float | None  # narrowest PCIe link on the way to the host
+
+
+def parse(text: str) -> SeenNode:
+    """The node of a topology file; of several hosts joined by one fabric, the first, and the size of the fabric."""
+    root = read_elements(text, "system")
+    leaves = [leaf for cpu in root.named("cpu") for leaf in _leaves(cpu)]
+    if any(leaf.element.name == "gpu" for leaf in leaves):
+        devices = [leaf for leaf in leaves if leaf.element.name == "gpu"]
+    else:
+        devices = [leaf for leaf in leaves if is_accelerator(*_class(leaf))]
+    nics = [leaf for leaf in leaves if leaf.element.name == "net" or _class(leaf)[0].startswith("0x02")]
+    if not devices and not nics:
+        raise InputError("holds neither a device nor a network adapter: dump it from a running job")
+    if len(leaves) > MOST_LINKS:
+        raise InputError(f"holds more than {MOST_LINKS:,} devices and adapters")
+    host = (devices or nics)[0].host
+    own = [leaf for leaf in devices if leaf.host == host]
+    return _node(own, [leaf for leaf in nics if leaf.host == host], num_joined=len(devices))
+
+
+def _leaves(cpu: Element) -> Iterator[_Leaf]:
+    """All that hangs below a <cpu>."""
+    host, numa = cpu.get("host_hash"), cpu.get("numaid")
+    node = cpu.number("numaid", most=MOST_DEVICES) if numa not in ("", "-1") else None
+    bridge = f"{host}/{numa}"
+    waiting: list[tuple[Element, Element | None, tuple[str, ...], float | None]] = [(cpu, None, (), None)]
+    while waiting:
+        element, pci, switches, narrowest = waiting.pop()
+        place = Place(bridge=bridge, numa=node, switches=switches)
+        inner = list(element.named("pci"))
+        above = (*switches, element.get("busid") or str(element.line)) if element.name == "pci" else switches
+        for child in reversed(inner):
+            waiting.append((child, child, above, _narrower(narrowest, _link(child))))
+        ends = list(element.named("gpu")) + [net for nic in element.named("nic") for net in nic.named("net")]
+        if element.name == "pci" and not inner and not ends:
+            ends = [element]
+        for end in ends:
+            yield _Leaf(element=end, pci=pci, place=place, host=host, bytes_per_s=narrowest)
+
+
+def _link(pci: Element) -> float | None:
+    speed = pci.get("link_speed").split()
+    if not speed:
+        return None
+    try:
+        return link_bytes_per_s(float(speed[0]), pci.number("link_width", most=64))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"line {pci.line}: link_speed of pci must be like 16.0 GT/s, got {shown(speed[0])}") from None
+
+
+def _narrower(one: float | None, other: float | None) -> float | None:
+    known = [rate for rate in (one, other) if rate is not None]
+    return min(known) if known else None
+
+
+def _class(leaf: _Leaf) -> tuple[str, str]:
+    """(PCI class, maker) of a <pci> that says no more."""
+    return (leaf.element.get("class"), leaf.element.get("vendor")) if leaf.element.name == "pci" else ("", "")
+
+
+def _address(leaf: _Leaf) -> str:
+    return pci_address(leaf.pci.get("busid")) if leaf.pci else ""
+
+
+def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -> SeenNode:
+    if len(devices) > MOST_DEVICES or len(nics) > MOST_DEVICES:
+        raise InputError(f"one host holds more than {MOST_DEVICES:,} devices or adapters")
+    indices = _indices(devices)
+    seen = [_device(leaf, index) for leaf, index in zip(devices, indices, strict=True)]
+    names = _names(nics)
+    fabric = _fabric(devices)
+    links = []
+    for (a, one), (b, other) in combinations(sorted(zip(indices, devices, strict=True), key=lambda pair: pair[0]), 2):
+        num_links = fabric.get(frozenset((_address(one), _address(other))), 0)
+        path = "fabric" if num_links else path_between(one.place, other.place)
+        links.append(SeenLink(a=a, b=b, path=path, num_links=num_links or 1))
+    for a, one in zip(indices, devices, strict=True):
+        for name, nic in names.items():
+            links.append(SeenLink(a=a, nic=name, path=path_between(one.place, nic.place)))
+    return SeenNode(
+        source=SOURCE,
+        devices=tuple(sorted(seen, key=lambda device: device.index)),
+        nics=tuple(_nic(leaf, name) for name, leaf in names.items()),
+        links=tuple(links),
+        devices_per_domain=num_joined if num_joined > len(devices) else None,
+    )
+
+
+def _indices(devices: Sequence[_Leaf]) -> list[int]:
+    """The devices' numbers, which the file gives all of them or none."""
+    given = [leaf.element.number("dev", most=MOST_DEVICES, default=-1) for leaf in devices]
+    if -1 in given:
+        return list(range(len(devices)))
+    for index, leaf in zip(given, devices, strict=True):
+        if given.count(index) > 1:
+            raise InputError(f"line {leaf.element.line}: two devices of one host have dev {index}")
+    return given
+
+
+def _names(nics: Sequence[_Leaf]) -> dict[str, _Leaf]:
+    names: dict[str, _Leaf] = {}
+    for leaf in nics:
+        name = leaf.element.get("name") or _address(leaf)
+        if not name or name in names:
+            raise InputError(f"line {leaf.element.line}: the adapter's name {shown(name)} is blank or a second one's")
+        names[name] = leaf
+    return names
+
+
+def _device(leaf: _Leaf, index: int) -> SeenDevice:
+    pci, gpu = leaf.pci, leaf.element
+    rate = leaf.bytes_per_s
+    for c2c in gpu.named("c2c"):
+        megabytes_per_s = c2c.number("bw", most=_MOST_MEGABYTES_PER_S) * c2c.number("count", most=100)
+        rate = megabytes_per_s * 1e6 or rate
+    return SeenDevice(
+        index=index,
+        name=device_called(pci.get("vendor"), pci.get("device")) if pci else "",
+        architecture=_architecture(gpu),
+        pci=_address(leaf),
+        numa=leaf.place.numa,
+        host_bytes_per_s=rate,
+    )
+
+
+def _architecture(gpu: Element) -> str:
+    if gcn := gpu.get("gcn"):
+        return _GCN.get(gcn, gcn)
+    return f"sm_{gpu.get('sm')}" if gpu.get("sm") else ""
+
+
+def _nic(leaf: _Leaf, name: str) -> SeenNic:
+    net = leaf.element
+    speed = net.number("speed", most=_MOST_MEGABITS_PER_S)
+    is_amazon = leaf.pci is not None and leaf.pci.get("vendor") == _AMAZON
+    return SeenNic(
+        name=name,
+        kind=nic_kind(name) or ("efa" if is_amazon else ""),
+        bytes_per_s=speed * 1e6 / 8 if speed else None,
+        pci=_address(leaf),
+        numa=leaf.place.numa,
+        gpudirect=bool(net.number("gdr", most=1)) if net.get("gdr") else None,
+    )
+
+
+def _fabric(devices: Sequence[_Leaf]) -> Mapping[frozenset[str], int]:
+    """Links between two devices: those that join them, and those that both have to switches."""
+    addresses = {_address(leaf) for leaf in devices}
+    direct: Counter[frozenset[str]] = Counter()
+    switched: Counter[str] = Counter()
+    for leaf in devices:
+        own = _address(leaf)
+        for link in leaf.element.named("nvlink", "xgmi"):
+            count = link.number("count", most=1000)
+            target, kind = pci_address(link.get("target")), link.get("tclass")
+            if target in addresses and target != own:
+                pair = frozenset((own, target))
+                direct[pair] = max(direct[pair], count)  # each end reports it
+            elif kind.startswith(_SWITCH_CLASS) and kind != _POWER_CLASS:
+                switched[own] += count
+    for one, other in combinations(switched, 2):
+        direct[frozenset((one, other))] += min(switched[one], switched[other])
+    return direct

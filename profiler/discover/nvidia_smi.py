@@ -1,0 +1,191 @@
+"""How are the GPUs and NICs of a node joined?  From the matrix that `nvidia-smi topo -m` prints.
+
+Read is what drivers since 2015 print: NICs by name, or as NIC0 with a legend of their own; with and without columns of
+affinity; underlined headers; tables that a terminal or a paste has wrapped between words.  The words of a cell are
+explained in its legend (https://docs.nvidia.com/deploy/nvidia-smi/).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoplan.errors import InputError
+from profiler.discover.seen import MOST_DEVICES, Path, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
+from profiler.discover.text import plain_lines, shown
+
+SOURCE = "nvidia-smi topo -m"
+
+_PATHS: dict[str, Path] = {
+    "PIX": "switch",
+    "PXB": "switches",
+    "PHB": "host",
+    "NODE": "node",
+    "SYS": "system",
+    "SOC": "system",  # until driver 384
+}
+_WORD = re.compile(r"\S+")
+_CELL = re.compile(r"X|NV([1-9]\d?)|" + "|".join(_PATHS))
+_AFFINITY = {"CPU", "NUMA", "GPU", "Affinity", "ID"}  # words of the headers of the last columns
+_GPU = re.compile(r"GPU(\d{1,4})")
+_ALIAS = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word:
+    text: str
+    line: int  # from 1
+    column: int  # from 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    cells: Sequence[_Word]
+    numa: int | None
+
+
+def parse(text: str) -> SeenNode:
+    """The node of the first matrix in `text`, which may stand among other output."""
+    lines = [_words(line, number) for number, line in enumerate(plain_lines(text), start=1)]
+    names, start = _header(lines)
+    rows = _rows(lines[start:], names, has_numa="NUMA" in {word.text for line in lines[:start] for word in line})
+    # The rows of the NICs say nothing that those of the GPUs do not; people leave them out.
+    missing = [name for name in names if _GPU.fullmatch(name) and name not in rows]
+    if missing:
+        raise InputError(f"line {len(lines)}: the table ends before the row of {missing[0]}: give the whole output")
+    _check_symmetry(rows, names)
+    aliases = {m[1]: m[2] for line in plain_lines(text) if (m := _ALIAS.fullmatch(line))}
+    return _node(rows, names, aliases)
+
+
+def _words(line: str, number: int) -> list[_Word]:
+    return [_Word(text=m[0], line=number, column=m.start() + 1) for m in _WORD.finditer(line)]
+
+
+def _is_cell(word: _Word) -> bool:
+    return _CELL.fullmatch(word.text) is not None
+
+
+def _header(lines: Sequence[Sequence[_Word]]) -> tuple[list[str], int]:
+    """(names of the columns, number of lines up to the first row)."""
+    for at, line in enumerate(lines):
+        if not line or line[0].text != "GPU0":
+            continue
+        names: list[str] = []
+        for end, more in enumerate(lines[at:], start=at):
+            if any(_is_cell(word) for word in more) or not more:
+                return names, end
+            names += _columns(more, names)
+        break
+    raise InputError("holds no table of `nvidia-smi topo -m`: no line begins with GPU0 and the other columns")
+
+
+def _columns(line: Sequence[_Word], before: Sequence[str]) -> list[str]:
+    """The devices and NICs among the words of a header."""
+    names: list[str] = []
+    for word in line:
+        if word.text in _AFFINITY:
+            continue
+        if word.text in (*before, *names):
+            raise InputError(f"line {word.line}, column {word.column}: {shown(word.text)} heads two columns")
+        names.append(word.text)
+    if len(before) + len(names) > MOST_DEVICES:
+        raise InputError(f"line {line[0].line}: more than {MOST_DEVICES:,} columns")
+    return names
+
+
+def _rows(lines: Sequence[Sequence[_Word]], names: Sequence[str], *, has_numa: bool) -> dict[str, _Row]:
+    """The rows by name; a row ends where the next begins, or the table."""
+    known = set(names)
+    rows: dict[str, _Row] = {}
+    pending: list[_Word] = []
+    for line in lines:
+        begins = bool(line) and line[0].text in known and (len(line) == 1 or ":" not in line[1].text)
+        if pending and (begins or not line):
+            _add_row(rows, pending, names, has_numa=has_numa)
+            pending = []
+        if len(rows) == len(names):
+            break
+        if line and line[0].text.rstrip(":") == "Legend":
+            break
+        if begins:
+            pending = list(line)
+        elif pending:
+            pending += line  # wrapped
+        elif line:
+            place = f"line {line[0].line}, column {line[0].column}"
+            raise InputError(f"{place}: a row must begin with one of the columns, got {shown(line[0].text)}")
+    if pending:
+        _add_row(rows, pending, names, has_numa=has_numa)
+    return rows
+
+
+def _add_row(rows: dict[str, _Row], words: Sequence[_Word], names: Sequence[str], *, has_numa: bool) -> None:
+    head, cells, rest = words[0], words[1 : len(names) + 1], words[len(names) + 1 :]
+    if head.text in rows:
+        raise InputError(f"line {head.line}, column {head.column}: a second row of {head.text}")
+    for at, cell in enumerate(cells):
+        place = f"line {cell.line}, column {cell.column}"
+        if not _is_cell(cell):
+            raise InputError(f"{place}: {head.text} to {names[at]} is {shown(cell.text)}, no word of the legend")
+        if (cell.text == "X") != (names[at] == head.text):
+            raise InputError(f"{place}: {head.text} to {names[at]} is {cell.text}: the row lacks or repeats a cell")
+    if len(cells) < len(names):
+        raise InputError(f"line {words[-1].line}: {head.text} has {len(cells)} cells under {len(names)} columns")
+    if rest and _is_cell(rest[0]):
+        raise InputError(
+            f"line {rest[0].line}, column {rest[0].column}: more cells than the {len(names)} columns: {rest[0].text}"
+        )
+    rows[head.text] = _Row(cells=cells, numa=_numa(rest) if has_numa else None)
+
+
+def _numa(rest: Sequence[_Word]) -> int | None:
+    """The (first) NUMA node of "CPU Affinity, NUMA Affinity, GPU NUMA ID"; None where one of them is blank."""
+    words = [word.text for word in rest]
+    if len(words) < 2 or not re.fullmatch(r"\d{1,4}([-,]\d{1,4})*", words[1]):
+        return None
+    return int(re.split("[-,]", words[1])[0])
+
+
+def _check_symmetry(rows: Mapping[str, _Row], names: Sequence[str]) -> None:
+    for at, one in enumerate(names):
+        for beside, other in enumerate(names[:at]):
+            if one not in rows or other not in rows:
+                continue
+            there, back = rows[one].cells[beside], rows[other].cells[at]
+            if there.text != back.text:
+                raise InputError(
+                    f"line {there.line}, column {there.column}: {one} to {other} is {there.text}, "
+                    f"{other} to {one} is {back.text}: they must agree"
+                )
+
+
+def _node(rows: Mapping[str, _Row], names: Sequence[str], aliases: Mapping[str, str]) -> SeenNode:
+    indices = {name: int(m[1]) for name in names if (m := _GPU.fullmatch(name))}
+    nics = {name: aliases.get(name, name) for name in names if name not in indices}
+    if len(set(nics.values())) < len(nics):
+        raise InputError("the legend of the NICs gives one name to two of them")
+    links = []
+    for at, name in enumerate(names):
+        for one in names[:at]:
+            if one not in indices:
+                continue
+            cell = rows[one].cells[at].text
+            fabric = _CELL.fullmatch(cell)
+            num_links = int(fabric[1]) if fabric and fabric[1] else 0
+            links.append(
+                SeenLink(
+                    a=indices[one],
+                    b=indices.get(name),
+                    nic=nics.get(name, ""),
+                    path="fabric" if num_links else _PATHS[cell],
+                    num_links=num_links or 1,
+                )
+            )
+    return SeenNode(
+        source=SOURCE,
+        devices=tuple(SeenDevice(index=index, numa=rows[name].numa) for name, index in indices.items()),
+        nics=tuple(SeenNic(name=name, kind=nic_kind(name)) for name in nics.values()),
+        links=tuple(links),
+    )

@@ -1,0 +1,78 @@
+"""Where do two PCIe devices of a node meet, and how fast is the way to the host?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+from profiler.discover.seen import Path
+
+# Bytes that a lane carries per transfer: 8b/10b up to generation 2, 128b/130b up to 5, then 242 of a flit's 256 bytes.
+# Source: PCI Express Base Specification 6.0, sections 4.2.2 and 4.2.3.
+_BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1, 8.0: 16 / 130, 16.0: 16 / 130, 32.0: 16 / 130, 64.0: 242 / 256 / 8}
+
+# What drivers call the devices that name themselves by PCI identifiers only.  Source: pci.ids of the PCI ID project.
+_NAMES = {
+    "10de:1db1": "Tesla V100-SXM2-16GB",
+    "10de:1db4": "Tesla V100-PCIE-16GB",
+    "10de:1db5": "Tesla V100-SXM2-32GB",
+    "10de:1db6": "Tesla V100-PCIE-32GB",
+    "10de:1db8": "Tesla V100-SXM3-32GB",
+    "10de:20b0": "NVIDIA A100-SXM4-40GB",
+    "10de:20b2": "NVIDIA A100-SXM4-80GB",
+    "10de:20b5": "NVIDIA A100 80GB PCIe",
+    "10de:20f1": "NVIDIA A100-PCIE-40GB",
+    "10de:20f3": "NVIDIA A800-SXM4-80GB",
+    "10de:2237": "NVIDIA A10G",
+    "10de:2324": "NVIDIA H800",
+    "10de:2329": "NVIDIA H20",
+    "10de:2330": "NVIDIA H100 80GB HBM3",
+    "10de:2331": "NVIDIA H100 PCIe",
+    "10de:2335": "NVIDIA H200",
+    "10de:2684": "NVIDIA GeForce RTX 4090",
+    "10de:26b9": "NVIDIA L40S",
+    "10de:2901": "NVIDIA B200",
+    "10de:2941": "NVIDIA GB200",
+    "1002:7408": "AMD Instinct MI250X",
+    "1002:740c": "AMD Instinct MI250X/MI250",
+    "1002:740f": "AMD Instinct MI210",
+    "1002:74a1": "AMD Instinct MI300X",
+    "1002:74a5": "AMD Instinct MI325X",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a device hangs."""
+
+    bridge: str  # of the host; blank where the source does not show it
+    numa: int | None
+    switches: tuple[str, ...]  # PCIe switches on the way, the one next to the host first
+
+
+def path_between(one: Place, other: Place) -> Path:
+    """The way between two devices in the words of `nvidia-smi topo -m`."""
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.switches, other.switches, strict=False)))
+    if shared:
+        crossed = len(one.switches) + len(other.switches) - 2 * shared + 1
+        return "switch" if crossed == 1 else "switches"
+    if one.bridge and one.bridge == other.bridge:
+        return "host"
+    return "node" if one.numa is not None and one.numa == other.numa else "system"
+
+
+def link_bytes_per_s(gigatransfers: float, width: int) -> float | None:
+    """Of `width` lanes, one direction, before packet headers; None of a speed that no generation has."""
+    per_transfer = _BYTES_PER_TRANSFER.get(gigatransfers)
+    return None if per_transfer is None or not width else gigatransfers * 1e9 * per_transfer * width
+
+
+def device_called(vendor: str, device: str) -> str:
+    """The driver's name of what has these PCI identifiers ("0x10de", "0x2330"); blank where it is not known."""
+    return _NAMES.get(f"{vendor.removeprefix('0x').lower()}:{device.removeprefix('0x').lower()}", "")
+
+
+def is_accelerator(pci_class: str, vendor: str) -> bool:
+    """Whether a PCI class ("0x030200", "0302") is that of an accelerator and its maker one whose devices train."""
+    code = pci_class.removeprefix("0x")[:2]
+    return code in ("03", "12") and vendor.removeprefix("0x").lower() in ("10de", "1002")

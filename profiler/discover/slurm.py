@@ -1,0 +1,245 @@
+"""Which switches does a node hang on?  From the `topology.conf` or `topology.yaml` of Slurm, tree or block.
+
+Source of the formats: topology.conf(5), topology.yaml(5).  A switch that all nodes share is left out, as one set of
+switches joins the outermost tier anyway; a node that hangs higher than others repeats its outermost switch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from autoplan.cluster import NodeGroup
+from autoplan.errors import InputError
+from autoplan.files import decode
+from profiler.discover.hostlist import MOST_HOSTS, expand
+from profiler.discover.text import plain_lines, shown, whole_number
+
+_MOST_YAML_CHARACTERS = 2**20  # the reader of YAML takes some seconds for it
+_MOST_TIERS = 8
+_PAIR = re.compile(r"(?P<key>\w+)\s*=\s*(?P<value>\S+)")
+_KEYS = {"switchname", "switches", "nodes", "linkspeed", "blockname", "blocksizes"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchTree:
+    """Every node of a file and its switches."""
+
+    groups: tuple[NodeGroup, ...]
+    tier_nodes: tuple[int, ...]  # most nodes below one switch of each tier, innermost first
+
+    def of(self, names: Sequence[str]) -> tuple[NodeGroup, ...]:
+        """The groups of an allocation, in its order; a node that the file does not know is refused."""
+        switches = {name: group.switches for group in self.groups for name in group.names}
+        groups: list[NodeGroup] = []
+        for name in names:
+            if name not in switches:
+                raise InputError(f"node {shown(name)} is not in the topology of Slurm: give the file of this cluster")
+            if groups and groups[-1].switches == switches[name]:
+                groups[-1] = NodeGroup(names=(*groups[-1].names, name), switches=switches[name])
+            else:
+                groups.append(NodeGroup(names=(name,), switches=switches[name]))
+        return tuple(groups)
+
+
+def parse(text: str, *, topology: str = "") -> SwitchTree:
+    """The tree of a file of either format; `topology` names one of several in a topology.yaml.
+
+    Without a name it is the default of the cluster, or the only one.
+    """
+    lines = [line.partition("#")[0].strip() for line in plain_lines(text)]
+    if any(_PAIR.match(line) for line in lines):
+        return _from_conf(lines)
+    return _from_yaml(text, topology)
+
+
+# topology.conf
+
+
+def _from_conf(lines: Sequence[str]) -> SwitchTree:
+    nodes: dict[str, list[str]] = {}
+    children: dict[str, list[str]] = {}
+    blocks: dict[str, list[str]] = {}
+    sizes: list[int] = []
+    for number, line in enumerate(lines, start=1):
+        where = f"line {number}"
+        pairs = _pairs(line, where)
+        if "switchname" in pairs:
+            name = _new(pairs["switchname"], {**nodes, **children}, where)
+            nodes[name] = _expand(pairs["nodes"], where) if "nodes" in pairs else []
+            children[name] = _expand(pairs["switches"], where) if "switches" in pairs else []
+        elif "blockname" in pairs:
+            blocks[_new(pairs["blockname"], blocks, where)] = _expand(pairs.get("nodes", ""), where)
+        if "blocksizes" in pairs:
+            words = pairs["blocksizes"].split(",")
+            sizes = [whole_number(word, f"{where}: a size of BlockSizes", most=MOST_HOSTS) for word in words]
+    if blocks and nodes:
+        raise InputError("has switches and blocks: Slurm reads one or the other")
+    return _block(blocks, sizes) if blocks else _tree(nodes, children)
+
+
+def _pairs(line: str, where: str) -> dict[str, str]:
+    pairs = {match["key"].lower(): match["value"] for match in _PAIR.finditer(line)}
+    rest = _PAIR.sub("", line).strip()
+    if rest:
+        raise InputError(f"{where}: must be pairs such as SwitchName=leaf1 Nodes=node[1-8], got {shown(rest)}")
+    if unknown := sorted(set(pairs) - _KEYS):
+        raise InputError(f"{where}: {shown(unknown[0])} is no key of topology/tree or topology/block")
+    return pairs
+
+
+def _new(name: str, known: Iterable[str], where: str) -> str:
+    if name in known:
+        raise InputError(f"{where}: {shown(name)} is described twice")
+    return name
+
+
+def _expand(hosts: str, where: str) -> list[str]:
+    try:
+        return expand(hosts)
+    except InputError as error:
+        raise InputError(f"{where}: {shown(hosts)}: {error}") from None
+
+
+# topology.yaml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _YamlSwitch:
+    switch: str
+    children: str = ""
+    nodes: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _YamlTree:
+    switches: tuple[_YamlSwitch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _YamlBlock:
+    block: str
+    nodes: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _YamlBlocks:
+    blocks: tuple[_YamlBlock, ...]
+    block_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _YamlTopology:
+    topology: str
+    cluster_default: bool = False
+    tree: _YamlTree | None = None
+    block: _YamlBlocks | None = None
+
+
+def _from_yaml(text: str, name: str) -> SwitchTree:
+    entries = _yaml(text)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InputError("must be lines of a topology.conf, or the list of topologies of a topology.yaml")
+    usable = [entry for entry in entries if "tree" in entry or "block" in entry]
+    chosen = [entry for entry in usable if entry.get("topology") == name] if name else usable
+    if not name and len(usable) > 1:
+        chosen = [entry for entry in usable if entry.get("cluster_default") is True][:1]
+    if len(chosen) != 1:
+        names = ", ".join(shown(str(entry.get("topology"))) for entry in usable) or "none"
+        raise InputError(f"name the topology that the nodes are in; trees and blocks here: {names}")
+    place = "topology " + shown(str(chosen[0].get("topology")))
+    found = decode(_YamlTopology, chosen[0], place)
+    if found.block is not None:
+        blocks: dict[str, list[str]] = {}
+        for one in found.block.blocks:
+            blocks[_new(one.block, blocks, place)] = _expand(one.nodes, place)
+        return _block(blocks, found.block.block_sizes)
+    nodes: dict[str, list[str]] = {}
+    children: dict[str, list[str]] = {}
+    for switch in found.tree.switches if found.tree else ():
+        key = _new(switch.switch, nodes, place)
+        nodes[key] = _expand(switch.nodes, place) if switch.nodes else []
+        children[key] = _expand(switch.children, place) if switch.children else []
+    return _tree(nodes, children)
+
+
+def _yaml(text: str) -> object:
+    if len(text) > _MOST_YAML_CHARACTERS:
+        raise InputError(f"a topology.yaml of more than {_MOST_YAML_CHARACTERS:,} characters")
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise InputError("uses aliases, which Slurm's own files do not")
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise InputError(f"not valid YAML: {error.problem}{place}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"not valid YAML: {shown(str(error))}") from None
+    except RecursionError:
+        raise InputError("not valid YAML: nested too deeply") from None
+
+
+# Both
+
+
+def _tree(nodes: Mapping[str, Sequence[str]], children: Mapping[str, Sequence[str]]) -> SwitchTree:
+    parent: dict[str, str] = {}
+    for switch, below in children.items():
+        for child in below:
+            if child not in nodes:
+                raise InputError(f"switch {shown(switch)} is above {shown(child)}, which is not described")
+            if child in parent:
+                raise InputError(f"switch {shown(child)} is below {shown(parent[child])} and {shown(switch)}")
+            parent[child] = switch
+    paths: dict[str, tuple[str, ...]] = {}
+    for leaf, names in nodes.items():
+        path = [leaf]
+        while path[-1] in parent:
+            path.append(parent[path[-1]])
+            if len(path) > _MOST_TIERS:
+                raise InputError(f"more than {_MOST_TIERS} switches above each other from {shown(leaf)}, or a loop")
+        for name in names:
+            if name in paths:
+                raise InputError(f"node {shown(name)} hangs on {shown(paths[name][0])} and {shown(leaf)}")
+            paths[name] = tuple(path)
+    return _switch_tree(paths)
+
+
+def _block(blocks: Mapping[str, Sequence[str]], sizes: Sequence[int]) -> SwitchTree:
+    """Blocks, and the larger ones that BlockSizes makes of as many neighbours."""
+    order = {block: at for at, block in enumerate(blocks)}
+    if sizes and (sizes[0] < 1 or any(outer % sizes[0] for outer in sizes)):
+        raise InputError(f"block sizes must be multiples of the first, got {list(sizes)}")
+    paths: dict[str, tuple[str, ...]] = {}
+    for block, names in blocks.items():
+        larger = [f"{size}-node block {order[block] // (size // sizes[0]) + 1}" for size in sizes[1:]]
+        for name in names:
+            if name in paths:
+                raise InputError(f"node {shown(name)} is in blocks {shown(paths[name][0])} and {shown(block)}")
+            paths[name] = (block, *larger)
+    return _switch_tree(paths)
+
+
+def _switch_tree(paths: Mapping[str, tuple[str, ...]]) -> SwitchTree:
+    if not paths:
+        raise InputError("holds no node: give the file with the lines SwitchName= or BlockName=")
+    if len(paths) > MOST_HOSTS:
+        raise InputError(f"holds more than {MOST_HOSTS:,} nodes")
+    outermost = {path[-1] for path in paths.values()}
+    if len(outermost) == 1 and all(len(path) > 1 for path in paths.values()):
+        paths = {name: path[:-1] for name, path in paths.items()}
+    depth = max(len(path) for path in paths.values())
+    padded = {name: (*path, *[path[-1]] * (depth - len(path))) for name, path in paths.items()}
+    below: dict[tuple[str, ...], list[str]] = {}
+    for name, path in padded.items():
+        below.setdefault(path, []).append(name)
+    sizes = [max(Counter(path[tier] for path in padded.values()).values()) for tier in range(depth)]
+    return SwitchTree(
+        groups=tuple(NodeGroup(names=tuple(names), switches=path) for path, names in below.items()),
+        tier_nodes=tuple(sizes),
+    )

@@ -1,0 +1,44 @@
+"""The text of outside tools, line by line, without what terminals and hands add to it."""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.errors import InputError
+from profiler.record import cleaned
+
+# Colours and underlines of a terminal; pasted text has often lost the escape character before them.
+_STYLE = re.compile(r"\x1b?\[(?:\d{1,3}(?:;\d{1,3})*)?m")
+_PCI = re.compile(r"(?:(?P<domain>[0-9a-fA-F]{4,8}):)?(?P<rest>[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])")
+
+_SHOWN = 40  # characters of a wrong word that a message repeats
+
+
+def plain_lines(text: str) -> list[str]:
+    """The lines of `text`; tabs stay, other control characters and styles go."""
+    return ["\t".join(cleaned(part) for part in _STYLE.sub("", line).split("\t")) for line in text.split("\n")]
+
+
+def shown(word: str) -> str:
+    """A word of the input as a message may repeat it."""
+    word = cleaned(word)
+    return repr(word if len(word) <= _SHOWN else word[:_SHOWN] + "...")
+
+
+def whole_number(word: str, where: str, *, most: int) -> int:
+    """`word` as a number between 0 and `most`; `where` says what it is and its place."""
+    if not re.fullmatch(r"[0-9]{1,12}", word) or int(word) > most:
+        raise InputError(f"{where} must be a whole number from 0 to {most:,}, got {shown(word)}")
+    return int(word)
+
+
+def pci_address(text: str) -> str:
+    """A bus address as Linux writes it, "0000:1b:00.0"; blank when `text` is none.
+
+    NVML writes domains with eight digits, and some tools leave domain 0 out.
+    """
+    match = _PCI.fullmatch(text.strip())
+    if not match:
+        return ""
+    domain = int(match["domain"] or "0", 16)
+    return f"{domain:04x}:{match['rest'].lower()}"
