@@ -95,6 +95,11 @@ def fingerprint(device: torch.device, *, num_hosts: int = 1, devices_here: int =
     )
 
 
+def own_fingerprint() -> Fingerprint:
+    """The fingerprint of this node alone, with its first device."""
+    return fingerprint(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
 def canonical_hash(labels: Sequence[str], links: Mapping[tuple[int, int], str]) -> str:
     """16 hexadecimal digits for nodes with `labels` and the links between them, the same in whatever order they come.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help i
     from autoplan.cluster import ClusterSpec
     from autoplan.framework import Framework
     from autoplan.problem import Problem
-    from autoplan.timing import Measurement
+    from autoplan.timing import Measurement, Operation
     from search.space import Space
 
 
@@ -211,8 +211,13 @@ def _published(problem: Problem) -> list[Measurement]:
 
 
 def _stored(cluster: ClusterSpec, url: str | None) -> list[Measurement]:
-    """Of the machine that the cluster file names, else of the one with its device that was measured last."""
     from autoplan.timing import SHAPES
+
+    return stored_timings(cluster, url, [operation for operation in SHAPES if operation not in _FUSED])
+
+
+def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> list[Measurement]:
+    """Of the machine that the cluster file names, else of the one with its device that was measured last."""
     from profiler.record import Fingerprint
     from profiler.store import open_store
 
@@ -222,7 +227,7 @@ def _stored(cluster: ClusterSpec, url: str | None) -> list[Measurement]:
             wanted = Fingerprint(device=device, **asdict(machine))
         else:
             wanted = store.latest(device) or Fingerprint(device=device)
-        return store.timings(wanted, operations=[operation for operation in SHAPES if operation not in _FUSED])
+        return store.timings(wanted, operations=operations)
 
 
 def check_framework(framework: Framework) -> None:

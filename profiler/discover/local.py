@@ -11,9 +11,10 @@ from itertools import combinations
 from pathlib import Path
 
 from autoplan.errors import InputError
-from profiler.discover import hwloc, nvidia_smi, rocm_smi
+from profiler.discover import hwloc, nvidia_smi, rocm_smi, scontrol
 from profiler.discover.pci import Place, link_bytes_per_s, path_between
 from profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
+from profiler.discover.slurm import SwitchTree
 from profiler.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, nvidia_gpus, read
 from profiler.record import cleaned
 
@@ -24,13 +25,24 @@ Tool = tuple[str, ...]
 TOOLS: Mapping[Tool, Callable[[str], SeenNode]] = {
     ("nvidia-smi", "topo", "-m"): nvidia_smi.parse,
     ("rocm-smi", "--showtopo"): rocm_smi.parse,
-    ("lstopo", "--of", "xml"): hwloc.parse,
+    ("lstopo", "--whole-io", "--of", "xml"): hwloc.parse,
 }
 
 
 def host_name() -> str:
     """The name by which Slurm knows this node, else its own."""
     return cleaned(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+
+
+def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
+    """The switches of the cluster as Slurm tells a job; None outside of one, or where it tells of none."""
+    if "SLURM_JOB_ID" not in variables:
+        return None
+    try:
+        text = _output(("scontrol", "show", "topology"))
+        return scontrol.parse(text) if text else None
+    except InputError:  # a plugin without switches
+        return None
 
 
 def see(sys: Path = SYS, tools: Mapping[Tool, Callable[[str], SeenNode]] = TOOLS) -> tuple[list[SeenNode], list[str]]:
