@@ -55,6 +55,7 @@ def discover(
     from profiler.discover.allocation import describe_all, found_in, job_hosts
     from profiler.discover.report import ReportFile, encode
     from profiler.discover.write import cluster_toml
+    from profiler.launch import place_from
 
     if nodes < 0:
         raise InputError(f"--nodes must be at least 1, got {nodes}")
@@ -67,7 +68,7 @@ def discover(
     if json_:
         text = encode(ReportFile(nodes=tuple(reports)))
     else:
-        hosts = () if sources or nodes else job_hosts(os.environ)
+        hosts = () if sources or nodes or place_from(os.environ) else job_hosts(os.environ)
         description = describe_all(found_in(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
         machine = None if sources else _machine()
         if machine is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
 from autoplan.read.cluster import load_cluster, preset_clusters
 from profiler.discover.fabric import Fabric, fabric_of
 from profiler.discover.identify import STAND_IN_FIGURES, identify
-from profiler.discover.seen import SeenNic, SeenNode
+from profiler.discover.seen import Path, SeenNic, SeenNode
 
 # From whose network the efficiency and latency come where a node has another kind than the shipped one.
 _NETWORKS = {
@@ -39,8 +40,8 @@ def describe(node: SeenNode, *, num_nodes: int = 1, name: str = "", device: str 
     base, rest = _nearest(stand_in or spec.name, node), len(node.devices) or None
     size = rest or base.devices_per_node
     cluster = replace(load_cluster(f"{base.name}:{num_nodes}x{size}"), device=spec)
-    shipped = f"as shipped for {base.name}"
-    remarks = {"device": f"{node.source}", "devices_per_node": node.source if rest else shipped}
+    shipped = _shipped(base)
+    remarks = {"device": node.source, "devices_per_node": node.source if rest else shipped}
     warnings = []
     if stand_in:
         warnings.append(f"{spec.name!r} is not shipped: figures of {stand_in} stand in, correct [device] in the file")
@@ -50,6 +51,10 @@ def describe(node: SeenNode, *, num_nodes: int = 1, name: str = "", device: str 
     if len(odd) > 1:
         warnings.append(f"devices differ: {', '.join(f'{number} {one!r}' for one, number in odd.items())}")
     levels, level_remarks, level_warnings = _levels(cluster, spec, node, base)
+    domain = node.devices_per_domain or 0
+    if domain > size and domain % size == 0 and levels[-1].kind in ("nvlink", "xgmi"):
+        levels = (*levels[:-1], replace(levels[-1], num_devices=domain))
+        level_remarks[f"levels[{len(levels) - 1}].num_devices"] = node.source
     network, network_remarks, network_warnings = _network(cluster, node, size, shipped)
     sources = (f"seen: {node.source}", f"what was not seen: {shipped}", *base.sources)
     cluster = replace(cluster, name=name or base.name, levels=levels, network=network, sources=sources)
@@ -78,10 +83,10 @@ def _levels(
     size = cluster.devices_per_node
     shipped = [level for level in cluster.levels if level.kind in ("nvlink", "xgmi")]
     if size == 1 or device.vendor == "cpu" or not node.links:
-        remark = f"nominal, as shipped for {base.name}: links between devices were not seen"
+        remark = f"nominal, {_shipped(base)}: links between devices were not seen"
         return cluster.levels, _remarks_on(cluster.levels, remark), warnings
     if fabric is None and not shipped:
-        return cluster.levels, _remarks_on(cluster.levels, f"nominal, as shipped for {base.name}"), warnings
+        return cluster.levels, _remarks_on(cluster.levels, f"nominal, {_shipped(base)}"), warnings
     if fabric is not None and shipped and fabric.num_devices == min(shipped[-1].num_devices, size):
         rate = fabric.bytes_per_s
         nominal = shipped[-1].bandwidth_bytes_per_s
@@ -90,12 +95,30 @@ def _levels(
         if len(shipped) > 1 or (is_alike and is_mesh == shipped[-1].is_mesh):
             return cluster.levels, _remarks_on(cluster.levels, f"nominal{_links(fabric, node)}"), warnings
         level = replace(shipped[-1], bandwidth_bytes_per_s=rate or nominal, is_mesh=is_mesh)
-        seen = f"{level.bandwidth_bytes_per_s / 1e9:g} GB/s for each device" + " in a mesh" * is_mesh
         warnings.append(
-            f"{level.name} has {seen} where {base.name} has {nominal / 1e9:g}: efficiency and latency are as shipped"
+            f"{_rate(level)} where the shipped {base.name} has {_rate(shipped[-1])}: "
+            "efficiency and latency are as shipped"
         )
         return (level,), _remarks_on((level,), f"nominal{_links(fabric, node)}"), warnings
+    if fabric is None and not _shows_fabrics(node):
+        warnings.append(f"{node.source} shows no {shipped[-1].name}: it is assumed, {_shipped(base)}")
+        return cluster.levels, _remarks_on(cluster.levels, f"assumed, {_shipped(base)}"), warnings
     return _own_levels(cluster, device, node, fabric, warnings)
+
+
+def _rate(level: LinkLevel) -> str:
+    mesh = " of a mesh" if level.is_mesh else ""
+    return f"{level.bandwidth_bytes_per_s / 1e9:g} GB/s{mesh} for each device"
+
+
+def _shows_fabrics(node: SeenNode) -> bool:
+    """Whether a source would have told of NVLink or xGMI: lists of PCI devices do not."""
+    tools = ("NVML", "amdkfd", "nvidia-smi", "rocm-smi")
+    return any(tool in node.source for tool in tools) or any(one.architecture for one in node.devices)
+
+
+def _shipped(base: ClusterSpec) -> str:
+    return f"as shipped for {base.name}"
 
 
 def _own_levels(
@@ -161,10 +184,10 @@ def training_nics(node: SeenNode) -> tuple[SeenNic, ...]:
     """
     up = [nic for nic in node.nics if nic.bytes_per_s != 0]
     fast = [nic for nic in up if nic.kind != "ethernet"] or up
-    best = {nic.name: "" for nic in fast}
-    order = ("switch", "switches", "host", "node", "system")
+    best: dict[str, Path | None] = {nic.name: None for nic in fast}
+    order = get_args(Path)
     for link in node.links:
-        if link.nic in best and (not best[link.nic] or order.index(link.path) < order.index(best[link.nic])):
+        if link.nic in best and order.index(link.path) < order.index(best[link.nic] or "system"):
             best[link.nic] = link.path
     near = [nic for nic in fast if best[nic.name] in _NEAR] or fast
     most = max((nic.bytes_per_s or 0.0 for nic in near), default=0.0)
@@ -206,5 +229,5 @@ def _network(
         ]
     else:
         remarks["network.nic_bytes_per_s"] = f"assumed, {shipped}: the rate was not seen"
-        warnings.append(f"the rate of {names} was not seen: nic_gb_per_s is assumed")
+        warnings.append(f"the rate of the adapters was not seen: nic_gb_per_s is assumed, {shipped}")
     return replace(network, nics_per_device=len(nics) / size), remarks | tiers, warnings

@@ -57,8 +57,8 @@ def identify(node: SeenNode, wanted: str = "") -> tuple[DeviceSpec, str]:
     generation = _generation(seen)
     alike = [device for device in map(load_device, preset_devices()) if device and device.generation == generation]
     if not seen.name:
-        hint = f", such as {' or '.join(one.name for one in alike)}" if alike else ""
-        raise InputError(f"{node.source} does not say which devices these are: pass --device{hint}")
+        hint = " or ".join(one.name for one in alike) or "h100-sxm"
+        raise InputError(f"{node.source} does not say which devices these are: pass --device, such as {hint}")
     if not alike:
         raise InputError(f"{node.source}: nothing is known about {seen.name!r}: pass --device with the one like it")
     return _stand_in(seen, alike)

@@ -33,7 +33,8 @@ def _merged(node: SeenNode, other: SeenNode) -> tuple[SeenNode, list[str]]:
         says.insert(0, f"{len(other.devices)} devices, not {len(node.devices)}")
     indices = {device.index for device in devices}
     links = _joined(node.links, other.links, lambda one: (one.a, one.b, one.nic), says)
-    source, named = f"{node.source}, {other.source}", node.source.split(", ")[0]
+    source = ", ".join(dict.fromkeys((*node.source.split(", "), other.source)))
+    named = node.source.partition(", ")[0]
     for name in ("num_sockets", "devices_per_domain"):
         ours, theirs = getattr(node, name), getattr(other, name)
         if None not in (ours, theirs) and ours != theirs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,9 +46,20 @@ def encode(reports: ReportFile) -> str:
 def decode(text: str) -> ReportFile:
     """The report file that `text` is."""
     try:
-        return msgspec.json.decode(text, type=ReportFile)
-    except (msgspec.DecodeError, UnicodeError) as error:
+        found = msgspec.json.decode(text, type=ReportFile)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InputError(f"is no report of autoplan discover: {cleaned(str(error))}") from None
+    if any(not one.isprintable() for one in _texts(msgspec.to_builtins(found))):
+        raise InputError("is no report of autoplan discover: it holds control characters")
+    return found
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 # By name: how a text of the format is recognised, and read.  In the order in which sources about a node are believed.
