@@ -573,7 +573,7 @@ def test_the_ranks_of_a_job_meet_and_rank_0_hears_of_every_node() -> None:
         meeting_point = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     places = [Place(rank=rank, num_ranks=3, meeting_point=meeting_point, launcher="torchrun") for rank in range(3)]
     here, _ = local.see(tools={})
-    reports = [Report(host=host, seen=(replace(here, host=host),)) for host in ("gpu1", "gpu2")]
+    reports = [Report(host=host, seen=(replace(here[0], host=host),)) for host in ("gpu1", "gpu2")]
     with ThreadPoolExecutor() as pool:  # the second rank of the first node has nothing to say
         heard = list(pool.map(gather, places, (reports[0], None, reports[1])))
     assert heard == [reports, None, None]
