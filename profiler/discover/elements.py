@@ -11,7 +11,7 @@ from autoplan.errors import InputError
 from profiler.discover.text import shown, whole_number
 from profiler.record import cleaned
 
-MOST_ELEMENTS = 200_000
+MOST_ELEMENTS = 50_000  # hwloc writes about ten for every core
 MOST_DEPTH = 100  # NCCL's and hwloc's trees have about 20 levels
 
 

@@ -16,8 +16,8 @@ from itertools import combinations
 
 from autoplan.errors import InputError
 from profiler.discover.elements import Element, read_elements
-from profiler.discover.pci import Place, device_called, is_accelerator, path_between
-from profiler.discover.seen import MOST_DEVICES, NicKind, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
+from profiler.discover.pci import Place, adapter_kind, device_called, is_accelerator, path_between
+from profiler.discover.seen import MOST_DEVICES, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
 from profiler.discover.text import pci_address, shown, whole_number
 
 SOURCE = "hwloc XML"
@@ -28,7 +28,6 @@ _MOST_MEGABYTES_PER_S = 100_000_000
 _IDS = re.compile(r"(?P<kind>[0-9a-f]{4}) \[(?P<vendor>[0-9a-f]{4}):(?P<device>[0-9a-f]{4})\].*")
 _NUMBERED = re.compile(r"(nvml|rsmi|cuda)(\d{1,4})")
 _VERBS = re.compile(r"mlx\d+_\S+|hfi\d+_\d+|qedr\d+")  # names of RDMA devices that `nic_kind` cannot tell
-_MAKERS: dict[str, NicKind] = {"1d0f": "efa", "17db": "slingshot"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,7 @@ def _indices(gpus: Sequence[_Function]) -> list[int]:
             for system in one.systems
             if (match := _NUMBERED.fullmatch(system.get("name"))) and match[1] == tool
         ]
-        if len(set(numbers)) == len(gpus):
+        if len(numbers) == len(set(numbers)) == len(gpus):
             return numbers
     order = sorted(range(len(gpus)), key=lambda at: gpus[at].address)
     return [order.index(at) for at in range(len(gpus))]
@@ -145,11 +144,7 @@ def _nic_name(one: _Function) -> str:
 
 
 def _nic(one: _Function, name: str) -> SeenNic:
-    kind: NicKind
-    if one.kind == "0207":
-        kind = "infiniband"
-    else:
-        kind = _MAKERS.get(one.vendor) or nic_kind(name) or ("roce" if _VERBS.fullmatch(name) else "")
+    kind = adapter_kind(name, pci_class=one.kind, vendor=one.vendor, device=one.device)
     return SeenNic(name=name, kind=kind, pci=one.address, numa=one.place.numa)
 
 
@@ -161,6 +156,7 @@ def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[in
         for element in (one.element, *one.systems)
         if element.get("gp_index")
     }
+    switches = {element.get("gp_index") for element in root.walk() if element.get("subtype") == "NVSwitch"}
     rates: Counter[frozenset[int]] = Counter()
     for matrix in root.named("distances2", "distances2hetero"):
         if matrix.get("name") not in _FABRICS:
@@ -173,10 +169,10 @@ def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[in
                 continue
             for column, b in enumerate(devices):
                 rate = values[row * len(objects) + column]
-                if b is None:
-                    switched[a] += rate
-                elif a < b:
+                if b is not None and a < b:
                     rates[frozenset((a, b))] += rate
+                elif objects[column] in switches:
+                    switched[a] += rate
         for a, b in combinations(sorted(switched), 2):
             rates[frozenset((a, b))] += min(switched[a], switched[b])
     return {pair: rate * 1e6 for pair, rate in rates.items()}

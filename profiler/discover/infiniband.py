@@ -1,7 +1,7 @@
 """Which network adapters has a node, of which kind and rate?  From what their tools and /sys/class/infiniband say.
 
-Read are `ibstat`, `ibstatus`, `ibv_devinfo` (rates with -v only), `cxi_stat` of Slingshot, `fi_info -p efa` of libfabric
-(rates with -v only) and the folder that the kernel shows.  A port that is down carries nothing and is left out.
+Read are `ibstat`, `ibstatus`, `ibv_devinfo`, `cxi_stat` of Slingshot, `fi_info -p efa` of libfabric and the folder that
+the kernel shows; `ibv_devinfo` and `fi_info` tell rates with -v only.  A port that is down is left out.
 """
 
 from __future__ import annotations

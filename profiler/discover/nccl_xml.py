@@ -15,8 +15,8 @@ from itertools import combinations
 
 from autoplan.errors import InputError
 from profiler.discover.elements import Element, read_elements
-from profiler.discover.pci import Place, device_called, is_accelerator, link_bytes_per_s, path_between
-from profiler.discover.seen import MOST_DEVICES, MOST_LINKS, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
+from profiler.discover.pci import Place, adapter_kind, device_called, is_accelerator, link_bytes_per_s, path_between
+from profiler.discover.seen import MOST_DEVICES, MOST_LINKS, SeenDevice, SeenLink, SeenNic, SeenNode
 from profiler.discover.text import pci_address, shown
 
 SOURCE = "NCCL topology XML"
@@ -25,7 +25,6 @@ _SWITCH_CLASS = "0x0680"  # of an NVSwitch; 0x068001 is the NVLink bridge of a P
 _POWER_CLASS = "0x068001"
 # The generation numbers that RCCL once wrote for the instruction set.
 _GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx940", "941": "gfx941", "942": "gfx942"}
-_AMAZON = "0x1d0f"
 _MOST_MEGABITS_PER_S = 100_000_000  # 100 Tb/s
 _MOST_MEGABYTES_PER_S = 10_000_000
 
@@ -134,8 +133,8 @@ def _indices(devices: Sequence[_Leaf]) -> list[int]:
     given = [leaf.element.number("dev", most=MOST_DEVICES, default=-1) for leaf in devices]
     if -1 in given:
         return list(range(len(devices)))
-    for index, leaf in zip(given, devices, strict=True):
-        if given.count(index) > 1:
+    for at, (index, leaf) in enumerate(zip(given, devices, strict=True)):
+        if index in given[:at]:
             raise InputError(f"line {leaf.element.line}: two devices of one host have dev {index}")
     return given
 
@@ -175,10 +174,12 @@ def _architecture(gpu: Element) -> str:
 def _nic(leaf: _Leaf, name: str) -> SeenNic:
     net = leaf.element
     speed = net.number("speed", most=_MOST_MEGABITS_PER_S)
-    is_amazon = leaf.pci is not None and leaf.pci.get("vendor") == _AMAZON
+    ids = {"pci_class": "", "vendor": "", "device": ""}
+    if leaf.pci:
+        ids = {"pci_class": leaf.pci.get("class"), "vendor": leaf.pci.get("vendor"), "device": leaf.pci.get("device")}
     return SeenNic(
         name=name,
-        kind=nic_kind(name) or ("efa" if is_amazon else ""),
+        kind=adapter_kind(name, **ids),
         bytes_per_s=speed * 1e6 / 8 if speed else None,
         pci=_address(leaf),
         numa=leaf.place.numa,

@@ -28,6 +28,7 @@ _PATHS: dict[str, Path] = {
 _WORD = re.compile(r"\S+")
 _CELL = re.compile(r"X|NV([1-9]\d?)|" + "|".join(_PATHS))
 _AFFINITY = {"CPU", "NUMA", "GPU", "Affinity", "ID"}  # words of the headers of the last columns
+_NAME = re.compile(r"[\w.:+-]{1,64}")
 _GPU = re.compile(r"GPU(\d{1,4})")
 _ALIAS = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)\s*")
 
@@ -89,6 +90,8 @@ def _columns(line: Sequence[_Word], before: Sequence[str]) -> list[str]:
             continue
         if word.text in (*before, *names):
             raise InputError(f"line {word.line}, column {word.column}: {shown(word.text)} heads two columns")
+        if not _NAME.fullmatch(word.text):
+            raise InputError(f"line {word.line}, column {word.column}: {shown(word.text)} is no name of a device")
         names.append(word.text)
     if len(before) + len(names) > MOST_DEVICES:
         raise InputError(f"line {line[0].line}: more than {MOST_DEVICES:,} columns")

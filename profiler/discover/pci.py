@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import takewhile
 
-from profiler.discover.seen import Path
+from profiler.discover.seen import NicKind, Path, nic_kind
 
 # Bytes that a lane carries per transfer: 8b/10b up to generation 2, 128b/130b up to 5, then 242 of a flit's 256 bytes.
 # Source: PCI Express Base Specification 6.0, sections 4.2.2 and 4.2.3.
@@ -39,6 +40,8 @@ _NAMES = {
     "1002:74a1": "AMD Instinct MI300X",
     "1002:74a5": "AMD Instinct MI325X",
 }
+
+_MELLANOX = re.compile(r"mlx\d+_\S+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +79,16 @@ def is_accelerator(pci_class: str, vendor: str) -> bool:
     """Whether a PCI class ("0x030200", "0302") is that of an accelerator and its maker one whose devices train."""
     code = pci_class.removeprefix("0x")[:2]
     return code in ("03", "12") and vendor.removeprefix("0x").lower() in ("10de", "1002")
+
+
+def adapter_kind(name: str, *, pci_class: str, vendor: str, device: str) -> NicKind:
+    """The kind of an adapter by its name and PCI identifiers, as those above; blank where they leave it open."""
+    ids = (vendor.removeprefix("0x").lower(), device.removeprefix("0x").lower())
+    if ids[0] == "1d0f" and ids[1].startswith("efa"):
+        return "efa"
+    if ids == ("17db", "0501"):  # Cassini
+        return "slingshot"
+    if pci_class.removeprefix("0x").startswith("0207"):
+        return "infiniband"
+    is_ethernet = pci_class.removeprefix("0x").startswith("0200")
+    return nic_kind(name) or ("roce" if is_ethernet and _MELLANOX.fullmatch(name) else "")

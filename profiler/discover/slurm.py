@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import yaml
 
@@ -20,6 +21,7 @@ from profiler.discover.hostlist import MOST_HOSTS, expand
 from profiler.discover.text import plain_lines, shown, whole_number
 
 _MOST_YAML_CHARACTERS = 2**20  # the reader of YAML takes some seconds for it
+_MOST_YAML_DEPTH = 20
 _MOST_TIERS = 8
 _PAIR = re.compile(r"(?P<key>\w+)\s*=\s*(?P<value>\S+)")
 _KEYS = {"switchname", "switches", "nodes", "linkspeed", "blockname", "blocksizes"}
@@ -35,15 +37,13 @@ class SwitchTree:
     def of(self, names: Sequence[str]) -> tuple[NodeGroup, ...]:
         """The groups of an allocation, in its order; a node that the file does not know is refused."""
         switches = {name: group.switches for group in self.groups for name in group.names}
-        groups: list[NodeGroup] = []
         for name in names:
             if name not in switches:
                 raise InputError(f"node {shown(name)} is not in the topology of Slurm: give the file of this cluster")
-            if groups and groups[-1].switches == switches[name]:
-                groups[-1] = NodeGroup(names=(*groups[-1].names, name), switches=switches[name])
-            else:
-                groups.append(NodeGroup(names=(name,), switches=switches[name]))
-        return tuple(groups)
+        return tuple(
+            NodeGroup(names=tuple(together), switches=path)
+            for path, together in groupby(names, key=lambda name: switches[name])
+        )
 
 
 def parse(text: str, *, topology: str = "") -> SwitchTree:
@@ -65,7 +65,7 @@ def _from_conf(lines: Sequence[str]) -> SwitchTree:
     children: dict[str, list[str]] = {}
     blocks: dict[str, list[str]] = {}
     sizes: list[int] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in _continued(lines):
         where = f"line {number}"
         pairs = _pairs(line, where)
         if "switchname" in pairs:
@@ -80,6 +80,19 @@ def _from_conf(lines: Sequence[str]) -> SwitchTree:
     if blocks and nodes:
         raise InputError("has switches and blocks: Slurm reads one or the other")
     return _block(blocks, sizes) if blocks else _tree(nodes, children)
+
+
+def _continued(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Lines and the numbers of their ends; a backslash at the end of one continues it."""
+    before = ""
+    for number, line in enumerate(lines, start=1):
+        if line.endswith("\\"):
+            before += line[:-1] + " "
+        else:
+            yield number, before + line
+            before = ""
+    if before:
+        yield len(lines), before
 
 
 def _pairs(line: str, where: str) -> dict[str, str]:
@@ -170,9 +183,14 @@ def _from_yaml(text: str, name: str) -> SwitchTree:
 def _yaml(text: str) -> object:
     if len(text) > _MOST_YAML_CHARACTERS:
         raise InputError(f"a topology.yaml of more than {_MOST_YAML_CHARACTERS:,} characters")
+    depth = 0
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise InputError("uses aliases, which Slurm's own files do not")
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise InputError(f"line {event.start_mark.line + 1}: an alias, which no topology.yaml needs")
+            if depth > _MOST_YAML_DEPTH:
+                raise InputError(f"line {event.start_mark.line + 1}: nested more than {_MOST_YAML_DEPTH} deep")
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -180,8 +198,6 @@ def _yaml(text: str) -> object:
         raise InputError(f"not valid YAML: {error.problem}{place}") from None
     except yaml.YAMLError as error:
         raise InputError(f"not valid YAML: {shown(str(error))}") from None
-    except RecursionError:
-        raise InputError("not valid YAML: nested too deeply") from None
 
 
 # Both

@@ -15,8 +15,15 @@ _SHOWN = 40  # characters of a wrong word that a message repeats
 
 
 def plain_lines(text: str) -> list[str]:
-    """The lines of `text`; tabs stay, other control characters and styles go."""
-    return ["\t".join(cleaned(part) for part in _STYLE.sub("", line).split("\t")) for line in text.split("\n")]
+    """The lines of `text` without control characters and styles; tabs stay, other blanks become spaces."""
+    return [_plain(_STYLE.sub("", line)) for line in text.split("\n")]
+
+
+def _plain(line: str) -> str:
+    if line.replace("\t", " ").isprintable():
+        return line
+    letters = (letter if letter == "\t" or not letter.isspace() else " " for letter in line)
+    return "".join(letter for letter in letters if letter == "\t" or letter.isprintable())
 
 
 def shown(word: str) -> str:
