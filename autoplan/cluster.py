@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -51,6 +52,14 @@ class DeviceSpec:
         if "bf16" not in self.peak_flops_per_s and "fp16" not in self.peak_flops_per_s:
             raise InputError("peak_tflops must give bf16 or fp16")
 
+    def slowed(self, rate_share: float) -> DeviceSpec:
+        """One that computes and reads its memory at so much of the rates."""
+        return replace(
+            self,
+            memory_bandwidth_bytes_per_s=rate_share * self.memory_bandwidth_bytes_per_s,
+            peak_flops_per_s={precision: rate_share * rate for precision, rate in self.peak_flops_per_s.items()},
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLevel:
@@ -64,6 +73,8 @@ class LinkLevel:
     is_mesh: bool = False  # a direct link to every other device: a group uses only those between its members
     efficiency: float = 0.8  # plateau of the measured bus bandwidth over the nominal one
     half_rate_bytes: float = 1.5 * 2**20  # one device's part of the buffer at which half of the plateau is reached
+    # Without peer-to-peer access all devices send through host memory: the rate of the bridge to it that they share.
+    host_bridge_bytes_per_s: float | None = None
     collectives: CollectiveCurve | None = None  # where measured; otherwise latency and half_rate_bytes say it
 
     def __post_init__(self) -> None:
@@ -72,6 +83,14 @@ class LinkLevel:
         for name in ("bandwidth_bytes_per_s", "latency_s", "half_rate_bytes"):
             check_positive(name, getattr(self, name))
         check_fraction("efficiency", self.efficiency)
+        if self.host_bridge_bytes_per_s is not None:
+            check_positive("host_bridge_bytes_per_s", self.host_bridge_bytes_per_s)
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """Of one device while all send: its own links, or its part of the bridge that all go through."""
+        bridge = math.inf if self.host_bridge_bytes_per_s is None else self.host_bridge_bytes_per_s
+        return min(self.bandwidth_bytes_per_s, bridge / self.num_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +146,31 @@ class NodeGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A part that runs below its rate.
+
+    `node` is the name of a node, or its number from 0 where nodes have no names; `index` counts devices or NICs in it.
+    `switch` is the name of a switch, or 'leaf 0' for the first one of the tier of that name.  A link is what joins a
+    device to those of its node, an uplink all that leads out of a switch upwards.
+    """
+
+    part: Literal["device", "nic", "link", "uplink"]
+    rate_share: float  # what is left of the rate
+    node: str | int | None = None
+    index: int = 0
+    switch: str | None = None
+
+    def __post_init__(self) -> None:
+        place = ("switch", self.switch) if self.part == "uplink" else ("node", self.node)
+        if place[1] is None:
+            raise InputError(f"a fault of a part {self.part!r} must name its {place[0]}")
+        if self.rate_share == 0:
+            nodes = "the nodes below it" if self.part == "uplink" else f"node {self.node!r}"
+            raise InputError(f"{self.part} of {place[0]} {place[1]!r} has failed (rate_share 0): leave {nodes} out")
+        check_fraction("rate_share", self.rate_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSpec:
     """The scale-out network.  `nics_per_device` is 0.5 where four NICs serve eight devices."""
 
@@ -137,6 +181,7 @@ class NetworkSpec:
     latency_s: float = 14e-6
     half_rate_bytes: float = 1 * 2**20  # as above
     rail_optimised: bool = True
+    sharp: bool = False  # switches add up what is reduced, on its way (SHARP)
     tiers: tuple[SwitchTier, ...] = (SwitchTier(num_nodes=32),)  # innermost first; one switch joins all of the last
 
     def __post_init__(self) -> None:
@@ -183,6 +228,7 @@ class ClusterSpec:
     network: NetworkSpec
     wan: WanSpec | None = None
     nodes: tuple[NodeGroup, ...] = ()  # where a scheduler put the job; none: nodes fill the switches in order
+    faults: tuple[Fault, ...] = ()
     host: HostSpec = HostSpec()
     machine: MachineSpec | None = None
     price_per_device_hour: float | None = None
@@ -215,6 +261,8 @@ class ClusterSpec:
                     "it must divide the node or join whole nodes"
                 )
         self._check_nodes()
+        for fault in self.faults:
+            self._check_fault(fault)
         if self.price_per_device_hour is not None:
             check_positive("price_per_device_hour", self.price_per_device_hour)
 
@@ -234,6 +282,41 @@ class ClusterSpec:
                 )
             if self.wan is not None and not group.site:
                 raise InputError(f"node {group.names[0]!r} must name its site, as there is a wan")
+
+    def _check_fault(self, fault: Fault) -> None:
+        if fault.switch is not None and fault.part == "uplink":
+            self.tier_of(fault.switch)
+            return
+        names = [name for group in self.nodes for name in group.names]
+        known: range | list[str] = names or range(self.num_nodes)
+        if fault.node not in known:
+            which = "one of nodes" if names else f"a number from 0 to {self.num_nodes - 1}"
+            raise InputError(f"a fault is of node {fault.node!r}, which must be {which}")
+        per_node = self.devices_per_node
+        count = math.ceil(per_node * self.network.nics_per_device) if fault.part == "nic" else per_node
+        if not 0 <= fault.index < count:
+            raise InputError(f"a fault is of {fault.part} {fault.index} of node {fault.node!r}, which has {count}")
+
+    def tier_of(self, switch: str) -> int:
+        """The index of the tier that a switch belongs to, known by its name or as 'leaf 0'."""
+        for at, tier in enumerate(self.network.tiers):
+            names = {group.switches[at] for group in self.nodes}
+            if not self.nodes:
+                names = {f"{tier.name} {number}" for number in range(-(-self.num_nodes // tier.num_nodes))}
+            if switch in names:
+                return at
+        raise InputError(f"a fault is of switch {switch!r}, which no node is below: name one that nodes hang on")
+
+    def slowest_share(self, part: str, tier: int | None = None) -> float:
+        """What the worst fault of such parts, or of the uplinks of a tier, leaves of their rate; 1 without faults."""
+        return min(
+            (
+                fault.rate_share
+                for fault in self.faults
+                if fault.part == part and (tier is None or self.tier_of(fault.switch or "") == tier)
+            ),
+            default=1.0,
+        )
 
     @property
     def num_devices(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
@@ -65,6 +66,7 @@ class ParallelPlan:
     etp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    tp_grid: tuple[int, int, int] | None = None  # columns, rows, depth of tensor parallelism in several dimensions
     sharding: Sharding = "zero1"
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = DEFAULT_RECOMPUTE_MODULES  # what selective recomputation repeats
@@ -84,6 +86,8 @@ class ParallelPlan:
             check_count(name, getattr(self, name), most=10**6)
         for name in ("micro_batch", "global_batch"):
             check_count(name, getattr(self, name))
+        if self.tp_grid is not None and math.prod(self.tp_grid) != self.tp:
+            raise InputError(f"tp_grid {list(self.tp_grid)} has {math.prod(self.tp_grid)} ranks, tp is {self.tp}")
         if self.layers_per_chunk is not None:
             if len(self.layers_per_chunk) != self.pp * self.vp:
                 raise InputError(
@@ -170,6 +174,10 @@ def check_priced(plan: ParallelPlan) -> None:
         raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
     if plan.offload == "activations":
         raise UnpricedError("offload 'activations' is not priced yet: use none or optimizer")
+    if plan.tp_grid is not None:
+        raise UnpricedError(
+            f"tp_grid {list(plan.tp_grid)}: the launcher does not support more than 1-D tensor parallelism: leave it out"
+        )
     if plan.placement is not None:
         raise UnpricedError("placement is not priced yet: leave it out")
     if plan.rank_order != DEFAULT_RANK_ORDER:

@@ -37,9 +37,13 @@ class Problem:
     timings: TimingTable = NO_TIMINGS  # of the device and its links
     reserve_bytes: float = 0.0  # device memory that the user keeps free
     topology: Topology = field(init=False)
+    device_share: float = field(init=False)  # of the device's rates, what the slowest one has
+    device: DeviceSpec = field(init=False)  # the slowest one, which every step waits for
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", compile_topology(self.cluster))
+        object.__setattr__(self, "device_share", self.cluster.slowest_share("device"))
+        object.__setattr__(self, "device", self.cluster.device.slowed(self.device_share))
         model, seq_len = self.model, self.training.seq_len
         if model.position_embedding == "learned" and seq_len > model.max_positions:
             raise InputError(

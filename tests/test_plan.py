@@ -151,6 +151,7 @@ def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_defa
     unpriced = {
         "rank_order": "tp-dp-pp",
         "placement": ("node1", "node0"),
+        "tp_grid": (1, 1, 1),
     }
     held = {field.name for field in dataclasses.fields(PlanBatch)} | {"layers_per_chunk"}
     assert {field.name for field in dataclasses.fields(ParallelPlan)} - held == set(unpriced)
@@ -174,6 +175,13 @@ def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_defa
 def test_an_unpriced_value_is_refused_with_the_way_out(changes: dict[str, Any]) -> None:
     with pytest.raises(UnpricedError, match="not priced yet: "):
         check_priced(ParallelPlan(global_batch=8, **changes))
+
+
+def test_tensor_parallelism_over_a_grid_is_declined_as_no_launcher_runs_it() -> None:
+    with pytest.raises(UnpricedError, match=r"tp_grid \[2, 4, 1\]: the launcher does not support more than 1-D"):
+        check_priced(ParallelPlan(global_batch=8, tp=8, tp_grid=(2, 4, 1)))
+    with pytest.raises(InputError, match=r"tp_grid \[2, 4, 1\] has 8 ranks, tp is 4"):
+        ParallelPlan(global_batch=8, tp=4, tp_grid=(2, 4, 1))
 
 
 @settings(max_examples=30)

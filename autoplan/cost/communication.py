@@ -16,8 +16,16 @@ from numpy.typing import NDArray
 from autoplan.cost.measured import find
 from autoplan.plan import distinct_rows
 from autoplan.problem import Problem
-from autoplan.timing import Operation, TimingTable
-from autoplan.topology.levels import Level, Topology
+from autoplan.timing import NO_TIMINGS, Operation, TimingTable
+from autoplan.topology.levels import Topology
+from autoplan.topology.traffic import (
+    Spans,
+    all_to_all_bytes,
+    chain_bytes,
+    hierarchical_bytes,
+    in_network_bytes,
+    level_rate,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -26,60 +34,60 @@ Ints = NDArray[np.int64]
 # 4 x 8 B200 with EFA took 22.05 ms where the node alone takes 10.15 ms and the NICs 16.1 ms (`modelling` D4).
 UNHIDDEN_SHARE = 0.6
 
+# Nodes below the leaf of a fat tree of 64-port switches: a tree of switches that add up grows with its logarithm.
+SWITCH_DOWN_PORTS = 32
+
 # Kernels that move data beside the computation take a part of the device from it: what an overlapped transfer costs,
 # as a share of its own duration (`modelling` D6: .05-.20, judged).
 CONTENTION_SHARE = 0.10
 
 
-def _rate(level: Level, members: Floats) -> Floats:
-    """Bytes per second of one device on a level when `members` of a domain talk to each other."""
-    if level.is_mesh and level.num_devices > 1:
-        return level.bytes_per_s * np.clip((members - 1) / (level.num_devices - 1), 1 / (level.num_devices - 1), 1.0)
-    return np.full(len(members), level.bytes_per_s)
-
-
-def _levels_s(
-    topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, volume: float, *, ring: bool, copies: int = 1
+def _collective_s(
+    topology: Topology,
+    spans: Spans,
+    moved: Floats,
+    steps: Floats,
+    buffer_bytes: Floats,
+    volume: float,
 ) -> Floats:
-    """Time of a collective in which each level moves `volume` x (k - 1) / k of the buffer between its k domains.
+    """Time of a collective that `moved` so many bytes over the links of each level, in `volume` x `steps` steps.
 
-    `ring` divides the bytes that enter a domain among its members (each has its own links); otherwise, for an
-    all-to-all, every member sends its own share of the buffer beyond the domain.  Of a buffer that holds every token
-    `copies` times, for as many random members, another rank, node or rack gets one and spreads it inside.
+    `moved` and `steps` have shape (levels, groups).  A fabric waits for its slowest links, since what leaves a switch
+    has come over the NICs and goes on while more of it comes; for the hops of every level it waits in turn.
     """
-    members = topology.members(stride, size)
-    slowest = np.zeros(len(size))
-    total = np.zeros(len(size))
-    inner = np.ones(len(size), dtype=np.int64)
-    for level, here in zip(topology.levels, members, strict=True):
-        domains = here / inner
-        rate = _rate(level, domains)
-        if ring:
-            moved = volume * buffer_bytes * (1 - 1 / domains) / inner
-        else:
-            moved = volume * buffer_bytes * (here - inner) / size
-            if copies > 1:
-                touched = (domains - 1) * (1 - (1 - inner / size) ** copies)
-                moved = volume * buffer_bytes / copies * touched
-        # A ring takes domains - 1 steps one after another; an all-to-all has them in flight together.
-        steps = domains - 1 if ring else 2 * np.log2(domains)
+    times: list[Floats] = []  # of the fabrics
+    wire = beyond = np.zeros(len(buffer_bytes))
+    for at, level in enumerate(topology.levels):
+        domains = spans.here[at] / spans.inner[at]
+        rate = level_rate(level, domains)
+        here_wire = moved[at] / rate
         if curve := level.collectives:
-            beyond = curve.overhead_s(volume * steps, buffer_bytes / inner)
-            time = np.where(domains > 1, moved / rate * curve.slowdown(domains) + beyond, 0.0)
-            slowest, total, inner = np.maximum(slowest, time), total + time, here
-            continue
-        # Where a device's part of the buffer is half_rate_bytes the measured rate is half of the plateau.  The time
-        # beyond the wire's that this implies begins as latency, builds up with the message and then stays constant
-        # (pipeline fill), as nccl-tests tables show.
-        latency = volume * steps * level.latency_s
-        part = buffer_bytes / here
-        wire = volume * level.half_rate_bytes * steps / rate
-        fill = wire * np.minimum(2 * part / (part + level.half_rate_bytes), 1.0)
-        time = np.where(domains > 1, moved / rate + np.maximum(latency, fill), 0.0)
-        slowest = np.maximum(slowest, time)
-        total += time
-        inner = here
-    return np.where((size > 1) & (buffer_bytes > 0), slowest + UNHIDDEN_SHARE * (total - slowest), 0.0)
+            here_wire = here_wire * curve.slowdown(domains)
+            here_beyond = curve.overhead_s(volume * steps[at], buffer_bytes / spans.inner[at])
+        else:
+            # Where a device's part of the buffer is half_rate_bytes the measured rate is half of the plateau.  The time
+            # beyond the wire's that this implies begins as latency, builds up with the message and then stays constant
+            # (pipeline fill), as nccl-tests tables show.
+            latency = volume * steps[at] * level.latency_s
+            part = buffer_bytes / spans.reach[at]
+            whole = volume * level.half_rate_bytes * steps[at] / rate
+            fill = whole * np.minimum(2 * part / (part + level.half_rate_bytes), 1.0)
+            here_beyond = np.maximum(latency, fill)
+        if at in topology.network[1:]:
+            wire, beyond = np.maximum(wire, here_wire), beyond + here_beyond
+            times.pop()
+        else:
+            wire, beyond = here_wire, here_beyond
+        times.append(np.where(spans.reach[at] > spans.base[at], wire + beyond, 0.0))
+    slowest = np.max(times, axis=0)
+    total = sum(times, np.zeros(len(buffer_bytes)))
+    moves = (spans.here[-1] > 1) & (buffer_bytes > 0)
+    return np.where(moves, slowest + UNHIDDEN_SHARE * (total - slowest), 0.0)
+
+
+def _ring_s(topology: Topology, spans: Spans, buffer_bytes: Floats, volume: float) -> Floats:
+    moved = hierarchical_bytes(spans, buffer_bytes, volume)
+    return _collective_s(topology, spans, moved, spans.hops, buffer_bytes, volume)
 
 
 def all_reduce_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
@@ -87,12 +95,28 @@ def all_reduce_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Flo
 
     Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
     """
-    return _levels_s(topology, stride, size, buffer_bytes, 2.0, ring=True)
+    spans = Spans.of(topology, topology.members(stride, size))
+    time = _ring_s(topology, spans, buffer_bytes, 2.0)
+    if not any(level.is_reducing for level in topology.levels):
+        return time
+    moved = in_network_bytes(topology, spans, buffer_bytes)
+    reduced = _collective_s(topology, spans, moved, _switch_steps(topology, spans), buffer_bytes, 2.0)
+    plain = [at for at in topology.network if not topology.levels[at].is_reducing]
+    return np.where(spans.is_crossed[plain].any(axis=0), time, np.minimum(time, reduced))
+
+
+def _switch_steps(topology: Topology, spans: Spans) -> Floats:
+    """Hops up through a tree of switches that add up, and rings inside nodes: shape (levels, groups)."""
+    steps = spans.hops
+    for at in topology.network:
+        domains = spans.here[at] / spans.inner[at]
+        steps[at] = np.where(domains > 1, np.maximum(np.log2(domains) / np.log2(SWITCH_DOWN_PORTS), 1.0), 0.0)
+    return steps
 
 
 def all_gather_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
     """Time of an all-gather that ends with `buffer_bytes` on every rank; a reduce-scatter from them costs the same."""
-    return _levels_s(topology, stride, size, buffer_bytes, 1.0, ring=True)
+    return _ring_s(topology, Spans.of(topology, topology.members(stride, size)), buffer_bytes, 1.0)
 
 
 def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
@@ -102,20 +126,24 @@ def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Flo
     it sends one copy to every node, which spreads it inside, and one to every rank, which hands it to its experts
     (DeepEP's `is_token_in_rank`; DeepSeek-V3, arXiv:2412.19437).
     """
-    return _levels_s(topology, stride, size, buffer_bytes, 1.0, ring=False, copies=copies)
+    spans = Spans.of(topology, topology.members(stride, size))
+    moved = all_to_all_bytes(spans, buffer_bytes, copies)
+    # The messages of an all-to-all are in flight together, where those of a ring follow one another.
+    return _collective_s(topology, spans, moved, 2 * np.log2(spans.here / spans.inner), buffer_bytes, 1.0)
 
 
 def send_s(topology: Topology, stride: Ints, size: Ints, message_bytes: Floats) -> Floats:
     """Time of one message between neighbours `stride` apart in a chain of `size`; the slowest hop decides."""
-    members = topology.members(stride, size)
-    time = np.zeros(len(size))
-    inner = np.ones(len(size), dtype=np.int64)
+    spans = Spans.of(topology, topology.members(stride, size))
+    moved = chain_bytes(topology, spans, message_bytes)
     pair = np.full(len(size), 2.0)
-    for level, here in zip(topology.levels, members, strict=True):
-        crosses = here > inner
-        time = np.where(crosses, np.maximum(time, level.latency_s + message_bytes / _rate(level, pair)), time)
-        inner = here
-    return np.where(size > 1, time, 0.0)
+    time = wire = np.zeros(len(size))
+    for at, level in enumerate(topology.levels):
+        here_wire = moved[at] / level_rate(level, pair)
+        wire = np.maximum(wire, here_wire) if at in topology.network[1:] else here_wire
+        crosses = spans.here[at] > spans.inner[at]
+        time = np.where(crosses, np.maximum(time, level.latency_s + wire), time)
+    return time
 
 
 # The bytes decide how long a collective takes, not their type.
@@ -135,11 +163,14 @@ class Links:
         """Those of a problem.  The network is the last level, if there is one."""
         calibration, cluster = problem.calibration, problem.cluster
         levels = []
-        for at, level in enumerate(problem.topology.levels):
-            factor = calibration.scale_out if at >= len(cluster.levels) else calibration.scale_up
+        for level in problem.topology.levels:
+            factor = calibration.scale_out if level.is_network else calibration.scale_up
             levels.append(replace(level, bytes_per_s=level.bytes_per_s / factor))
         domain = min(len(cluster.levels), len(levels)) - 1
-        return cls(topology=Topology(levels=tuple(levels)), timings=problem.timings, domain=domain)
+        # What was measured was measured on links without faults.
+        is_sound = all(fault.part == "device" for fault in cluster.faults)
+        timings = problem.timings if is_sound else NO_TIMINGS
+        return cls(topology=Topology(levels=tuple(levels)), timings=timings, domain=domain)
 
     def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
         """Time of an all-reduce of `buffer_bytes` per rank."""

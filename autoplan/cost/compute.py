@@ -120,7 +120,7 @@ def norm_tokens(problem: Problem, batch: PlanBatch) -> Floats:
 
 def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
     """Time to move `num_bytes` through device memory with a long stream."""
-    device = problem.cluster.device
+    device = problem.device
     return (
         num_bytes * problem.calibration.memory_bound / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     )
@@ -128,7 +128,7 @@ def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
 
 def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
     """Sustained rate of a large GEMM in the plan's precision, operations per second."""
-    device = problem.cluster.device
+    device = problem.device
     peak = device.peak_flops_per_s
     wide = peak.get("bf16", peak.get("fp16", 0.0))
     by_precision = []
@@ -157,7 +157,7 @@ def gemm_s(
     accumulates: bool = False,
 ) -> Floats:
     """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer."""
-    curve = problem.cluster.device.gemm
+    curve = problem.device.gemm
     moved = 2.0 * (m * k + k * n) + (8.0 if accumulates else 2.0) * m * n
     computing = 2.0 * m * n * k * curve.slowdown(m, n, k, pace) / rate
     return np.maximum(computing, memory_bound_s(problem, moved)) + curve.start_s * problem.calibration.gemm
@@ -227,7 +227,7 @@ def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats,
     tokens = expert_tokens(problem, batch)
     num_local = linear.copies / batch.ep
     operations = 2.0 * tokens * inputs * outputs * num_local
-    curve = problem.cluster.device.gemm
+    curve = problem.device.gemm
     shape = (1 + curve.half_n / outputs) * (1 + curve.half_k * pace / inputs)
     weights = memory_bound_s(problem, 2.0 * num_local * inputs * outputs)
     start_s = curve.start_s * problem.calibration.gemm
@@ -238,7 +238,7 @@ def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats,
 
 def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, ...]:
     """(forward, backward) of the attention core on one rank."""
-    model, training, device = problem.model, problem.training, problem.cluster.device
+    model, training, device = problem.model, problem.training, problem.device
     peak = device.peak_flops_per_s.get("bf16", device.peak_flops_per_s.get("fp16", 0.0))
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     widths = model.qk_head_dim + model.v_head_dim

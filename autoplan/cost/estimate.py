@@ -341,7 +341,8 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     own = own.max(axis=1)
     held = (parameters.dense + parameters.expert).max(axis=1)
     update = memory_bound_s(problem, framework.bytes_moved_per_update * own)
-    update = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None]).otherwise(update)
+    measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
+    update = measured.scaled(1 / problem.device_share).otherwise(update)
     update = update + memory_bound_s(problem, framework.bytes_per_grad * held)
     # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
     link = problem.cluster.device.host_link_bytes_per_s

@@ -28,6 +28,10 @@ class Level:
     latency_s: float
     half_rate_bytes: float
     is_mesh: bool = False  # the rate is that of all direct links together
+    is_network: bool = (
+        False  # beyond the first, a tier of switches or a site: what leads to it has come over all before
+    )
+    is_reducing: bool = False  # its switches add up what is reduced (SHARP)
     collectives: CollectiveCurve | None = None  # where measured
 
 
@@ -36,6 +40,11 @@ class Topology:
     """Levels from the innermost outwards; the last one joins all devices."""
 
     levels: tuple[Level, ...]
+
+    @property
+    def network(self) -> tuple[int, ...]:
+        """Indices of the levels that the NICs lead to."""
+        return tuple(at for at, level in enumerate(self.levels) if level.is_network)
 
     def members(self, stride: Ints, size: Ints) -> Ints:
         """How many members of each group share one domain of each level: shape (levels, groups).
@@ -72,13 +81,14 @@ def _used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
 def compile_topology(cluster: ClusterSpec) -> Topology:
     """The levels of `cluster` that its devices need, with sustained rates."""
     total = cluster.num_devices
+    slow_link = cluster.slowest_share("link")
     levels = []
     for link in cluster.levels:
         levels.append(
             Level(
                 name=link.name,
                 num_devices=_used_of_domain(link.num_devices, cluster.devices_per_node, total),
-                bytes_per_s=link.bandwidth_bytes_per_s * link.efficiency,
+                bytes_per_s=link.rate_bytes_per_s * link.efficiency * slow_link,
                 latency_s=link.latency_s,
                 half_rate_bytes=link.half_rate_bytes,
                 is_mesh=link.is_mesh,
@@ -95,19 +105,27 @@ def compile_topology(cluster: ClusterSpec) -> Topology:
         bytes_per_s=rate,
         latency_s=network.latency_s,
         half_rate_bytes=network.half_rate_bytes,
+        is_network=True,
+        is_reducing=network.sharp,
     )
+    site = cluster.wan.nodes_per_site * cluster.devices_per_node if cluster.wan else total
     oversubscription = 1.0
-    for tier in network.tiers:
+    for at, tier in enumerate(network.tiers):
         num_devices = tier.num_nodes * cluster.devices_per_node
-        if num_devices >= total:
+        if num_devices >= min(site, total):
             break
-        if tier.oversubscription > 1:
+        narrowed = tier.oversubscription / cluster.slowest_share("uplink", at)
+        if narrowed > 1:
             name = f"{network.kind} {tier.name}"
             levels.append(replace(fabric, name=name, num_devices=num_devices, bytes_per_s=rate / oversubscription))
-            oversubscription *= tier.oversubscription
+            oversubscription *= narrowed
     fabric = replace(fabric, bytes_per_s=rate / oversubscription)
-    if cluster.wan and (site := cluster.wan.nodes_per_site * cluster.devices_per_node) < total:
+    if cluster.wan and site < total:
         share = min(cluster.wan.rate_bytes_per_s / site, fabric.bytes_per_s)
         levels.append(replace(fabric, num_devices=site))
-        fabric = replace(fabric, name="wan", bytes_per_s=share, latency_s=cluster.wan.latency_s)
-    return Topology(levels=(*levels, fabric))
+        fabric = replace(fabric, name="wan", bytes_per_s=share, latency_s=cluster.wan.latency_s, is_reducing=False)
+    levels.append(fabric)
+    # Ranks wait for those behind the slowest NIC; what shares the links out of a switch does not.
+    first = next(at for at, level in enumerate(levels) if level.is_network)
+    slow_nic = replace(levels[first], bytes_per_s=levels[first].bytes_per_s * cluster.slowest_share("nic"))
+    return Topology(levels=(*levels[:first], slow_nic, *levels[first + 1 :]))
