@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.cli import main
-from autoplan.cluster import NodeGroup
+from autoplan.cluster import Fault, NodeGroup
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.timing import Measurement, Operation
@@ -73,6 +73,11 @@ def written(description: Description, folder: Path) -> None:
     path.write_text(cluster_toml(description.cluster, description.remarks))
     assert load_cluster(str(path)) == description.cluster
     assert compile_topology(description.cluster).levels
+
+
+def described(node: SeenNode) -> Description:
+    """One node of which nothing else is known."""
+    return describe_all(found_in([Report(seen=(node,))]))
 
 
 # Nodes of a shipped kind
@@ -138,9 +143,19 @@ def test_fewer_links_than_shipped_are_said_and_priced(tmp_path: Path) -> None:
 def test_a_device_that_lost_its_links_is_named() -> None:
     whole = hgx()
     lost = replace(whole, links=tuple(link for link in whole.links if link.b is None or 3 not in (link.a, link.b)))
-    found = describe(lost)
+    found = described(lost)
     assert found.cluster.levels[0].num_devices == 8
-    assert found.warnings[0].startswith("device 3 is not joined to the others as 7 of 8 are")
+    assert found.warnings == ("device 3 not joined to the others by nvlink: are links down?",)
+
+
+def test_a_device_with_fewer_links_is_a_fault(tmp_path: Path) -> None:
+    whole = hgx()
+    links = tuple(replace(link, num_links=16) if 3 in (link.a, link.b) and link.b else link for link in whole.links)
+    found = described(replace(whole, links=links))
+    assert found.cluster.levels == load_cluster("h100-sxm").levels
+    assert found.cluster.faults == (Fault(part="link", rate_share=16 / 18, node=0, index=3),)
+    assert found.warnings == ("device 3 has 16 links where others have 18: are links down?",)
+    written(found, tmp_path)
 
 
 def test_bridges_between_pairs_are_a_level_below_pcie(tmp_path: Path) -> None:
@@ -191,12 +206,15 @@ def test_the_network_is_what_was_seen_over_the_shipped_kind(tmp_path: Path) -> N
     written(roce, tmp_path)
 
 
-def test_a_slow_and_a_dead_nic_are_named() -> None:
+def test_a_slow_and_a_dead_nic_are_named(tmp_path: Path) -> None:
     seen = hgx()
-    slow, dead = replace(seen.nics[2], bytes_per_s=45e9), replace(seen.nics[5], bytes_per_s=0.0)
-    found = describe(replace(seen, nics=(*seen.nics[:2], slow, *seen.nics[3:5], dead, *seen.nics[6:])))
-    assert set(found.warnings) == {"mlx5_5 is down", "mlx5_2 has 360 Gb/s, others 400"}
+    slow, dead = replace(seen.nics[2], bytes_per_s=25e9), replace(seen.nics[5], bytes_per_s=0.0)
+    found = described(replace(seen, nics=(*seen.nics[:2], slow, *seen.nics[3:5], dead, *seen.nics[6:])))
+    assert found.warnings[0] == "mlx5_2 has 200 Gb/s where others have 400"
+    assert found.warnings[1].startswith("mlx5_5 is down")
     assert found.cluster.network.nics_per_device == 7 / 8
+    assert found.cluster.faults == (Fault(part="nic", rate_share=0.5, node=0, index=2),)
+    written(found, tmp_path)
 
 
 # Devices
@@ -308,8 +326,8 @@ def test_a_node_with_gpus_is_read_from_its_kernel(tmp_path: Path) -> None:
 def test_a_nic_whose_link_is_down_is_seen_as_such(tmp_path: Path) -> None:
     seen = gpus(node(tmp_path, buses=("17", "a3"), state="1: DOWN"))
     assert seen.nics[0].bytes_per_s == 0
-    found = describe(seen)
-    assert "mlx5_0 is down" in found.warnings
+    found = described(seen)
+    assert found.warnings[0].partition(": ")[2].startswith("mlx5_0 is down")
     assert found.cluster.network.kind == "ethernet"
 
 
@@ -387,7 +405,7 @@ def test_a_batch_script_knows_its_nodes_and_sees_one() -> None:
     assert (alone.cluster.num_nodes, alone.cluster.nodes) == (3, ())
 
 
-def test_nodes_unlike_the_others_are_named() -> None:
+def test_nodes_unlike_the_others_are_named(tmp_path: Path) -> None:
     whole = hgx("n1")
     short = hgx("n2", size=7, nics=8)
     slow = replace(hgx("n3"), nics=(replace(whole.nics[0], bytes_per_s=25e9), *whole.nics[1:]))
@@ -396,11 +414,13 @@ def test_nodes_unlike_the_others_are_named() -> None:
     found = describe_all(found_in(reports))
     assert found.cluster.devices_per_node == 8
     assert found.warnings == (
-        "n2 has 7 devices, n1 8: leave it out",
-        "n3: mlx5_0 has 200 Gb/s, others 400",
-        "n4: mlx5_0 is down",
-        "n4: mlx5_1 is missing",
+        "n2: 7 devices where others have 8: leave the node out",
+        "n3: mlx5_0 has 200 Gb/s where others have 400",
+        "n4: mlx5_1 is missing: repair the node or leave it out",
+        "n4: mlx5_0 is down: repair the node or leave it out, if that adapter is for training",
     )
+    assert found.cluster.faults == (Fault(part="nic", rate_share=0.5, node="n3", index=0),)
+    written(found, tmp_path)
 
 
 def test_what_has_no_host_tells_of_every_node() -> None:

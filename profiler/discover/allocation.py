@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.cluster import NodeGroup, SwitchTier
+from autoplan.cluster import Fault, NodeGroup, SwitchTier
 from autoplan.errors import AutoplanError, InputError
 from autoplan.hostlist import expand_hosts
 from profiler.discover.describe import Description, describe, training_nics
+from profiler.discover.fabric import fabric_of
+from profiler.discover.flaws import flaws_of
 from profiler.discover.merge import merge
 from profiler.discover.report import Report, ReportFile, decode, encode
 from profiler.discover.seen import SeenNode
@@ -99,12 +101,13 @@ def describe_all(
     usual = _usual(found.nodes)
     number = num_nodes or max(len(hosts), len(found.nodes))
     description = describe(usual, num_nodes=number, name=name, device=device)
-    warnings = [*found.warnings, *description.warnings, *_irregular(found.nodes, usual)]
+    if len(hosts) == number:
+        description = _allocated(description, hosts, found.switches, tree)
+    description = _with_flaws(description, found.nodes, usual)
+    warnings = [*found.warnings, *description.warnings]
     if number > len(found.nodes):
         warnings.append(f"{len(found.nodes)} of {number} nodes were seen: the others are taken to be like them")
-    if len(hosts) != number:  # their names are not known
-        return replace(description, warnings=tuple(warnings))
-    return _allocated(replace(description, warnings=tuple(warnings)), hosts, found.switches, tree)
+    return replace(description, warnings=tuple(warnings))
 
 
 def _kind(node: SeenNode) -> tuple[object, ...]:
@@ -119,25 +122,22 @@ def _usual(nodes: Mapping[str, SeenNode]) -> SeenNode:
     return max(nodes.values(), key=lambda node: (counts[_kind(node)], len(node.devices), len(training_nics(node))))
 
 
-def _irregular(nodes: Mapping[str, SeenNode], usual: SeenNode) -> Iterator[str]:
-    """A line for each node that is unlike the usual one."""
-    expected = {nic.name: nic.bytes_per_s for nic in training_nics(usual)}
-    for host, node in nodes.items():
-        if node is usual:
-            continue
-        if len(node.devices) != len(usual.devices):
-            yield f"{host} has {len(node.devices)} devices, {usual.host or 'others'} {len(usual.devices)}: leave it out"
-        elif {one.name for one in node.devices} != {one.name for one in usual.devices}:
-            names = " and ".join(sorted({one.name for one in node.devices}))
-            yield f"{host} has other devices ({names}): describe them as a cluster of their own"
-        rates = {nic.name: nic.bytes_per_s for nic in node.nics}
-        for name, rate in expected.items():
-            if not rates.get(name, rate):
-                yield f"{host}: {name} is down"
-            elif name not in rates:
-                yield f"{host}: {name} is missing"
-            elif rate and (there := rates[name]) and abs(there / rate - 1) > 0.02:
-                yield f"{host}: {name} has {there * 8 / 1e9:g} Gb/s, others {rate * 8 / 1e9:g}"
+def _with_flaws(description: Description, nodes: Mapping[str, SeenNode], usual: SeenNode) -> Description:
+    """The cluster with what is wrong with its nodes: as faults what can be priced, and as warnings all of it."""
+    cluster, nics = description.cluster, training_nics(usual)
+    named = {name for group in cluster.nodes for name in group.names}
+    warnings, faults = list(description.warnings), []
+    for at, (host, node) in enumerate(nodes.items()):
+        for flaw in flaws_of(node, usual, fabric_of(node, cluster.device), nics, cluster.network):
+            warnings.append(f"{host}: {flaw.text}" if host else flaw.text)
+            if flaw.part is not None and (host in named or not named):
+                place = host if named else at
+                faults.append(Fault(part=flaw.part, rate_share=flaw.rate_share, node=place, index=flaw.index))
+    try:
+        cluster = replace(cluster, faults=tuple(faults))
+    except InputError as error:
+        warnings.append(f"faults are left out of the file: {error}")
+    return replace(description, cluster=cluster, warnings=tuple(warnings))
 
 
 def _allocated(

@@ -9,6 +9,7 @@ from typing import get_args
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
 from autoplan.read.cluster import load_cluster, preset_clusters
 from profiler.discover.fabric import Fabric, fabric_of
+from profiler.discover.flaws import SAME_RATE
 from profiler.discover.identify import STAND_IN_FIGURES, identify
 from profiler.discover.seen import Path, SeenNic, SeenNode
 
@@ -22,7 +23,6 @@ _NETWORKS = {
 }
 _PCIE = "a100-pcie"  # whose efficiency and latency PCIe between devices has
 _NEAR = ("switch", "switches")
-_SAME_RATE = 0.02  # Tools round rates in their own ways.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,8 @@ def _levels(
     cluster: ClusterSpec, device: DeviceSpec, node: SeenNode, base: ClusterSpec
 ) -> tuple[tuple[LinkLevel, ...], dict[str, str], list[str]]:
     """(levels of a node, remarks on them, warnings)."""
-    fabric, warnings = fabric_of(node, device)
+    fabric = fabric_of(node, device)
+    warnings: list[str] = []
     size = cluster.devices_per_node
     shipped = [level for level in cluster.levels if level.kind in ("nvlink", "xgmi")]
     if size == 1 or device.vendor == "cpu" or not node.links:
@@ -91,7 +92,7 @@ def _levels(
         rate = fabric.bytes_per_s
         nominal = shipped[-1].bandwidth_bytes_per_s
         is_mesh = shipped[-1].is_mesh or fabric.is_mesh
-        is_alike = rate is None or abs(rate / nominal - 1) <= _SAME_RATE
+        is_alike = rate is None or abs(rate / nominal - 1) <= SAME_RATE
         if len(shipped) > 1 or (is_alike and is_mesh == shipped[-1].is_mesh):
             return cluster.levels, _remarks_on(cluster.levels, f"nominal{_links(fabric, node)}"), warnings
         level = replace(shipped[-1], bandwidth_bytes_per_s=rate or nominal, is_mesh=is_mesh)
@@ -179,8 +180,8 @@ def _remarks_on(levels: tuple[LinkLevel, ...], text: str) -> dict[str, str]:
 def training_nics(node: SeenNode) -> tuple[SeenNic, ...]:
     """The adapters that a job will use: not those for storage and logins.
 
-    The fastest kind that is there; of those the ones next to a device where some are, as libraries choose them; and
-    of those the ones with the highest rate.
+    Not Ethernet where there is another kind; of those the ones next to a device where some are, as libraries choose
+    them; and of those the fast ones.
     """
     up = [nic for nic in node.nics if nic.bytes_per_s != 0]
     fast = [nic for nic in up if nic.kind != "ethernet"] or up
@@ -189,9 +190,11 @@ def training_nics(node: SeenNode) -> tuple[SeenNic, ...]:
     for link in node.links:
         if link.nic in best and order.index(link.path) < order.index(best[link.nic] or "system"):
             best[link.nic] = link.path
-    near = [nic for nic in fast if best[nic.name] in _NEAR] or fast
-    most = max((nic.bytes_per_s or 0.0 for nic in near), default=0.0)
-    return tuple(nic for nic in near if not most or nic.bytes_per_s is None or nic.bytes_per_s >= most / 1.5)
+    near = [nic for nic in fast if best[nic.name] in _NEAR]
+    most = max((nic.bytes_per_s or 0.0 for nic in near or fast), default=0.0)
+    # One next to a device may have come up at a lower rate.
+    least = most / (4 if near else 1.5)
+    return tuple(nic for nic in near or fast if nic.bytes_per_s is None or nic.bytes_per_s >= least)
 
 
 def _network(
@@ -199,7 +202,7 @@ def _network(
 ) -> tuple[NetworkSpec, dict[str, str], list[str]]:
     """(network of a node, remarks on it, warnings)."""
     network, nics = cluster.network, training_nics(node)
-    warnings = [f"{nic.name} is down" for nic in node.nics if nic.bytes_per_s == 0 and nic.kind != "ethernet"]
+    warnings: list[str] = []
     tiers = {
         f"network.tiers[{at}].{one}": f"assumed, {shipped}"
         for at, _ in enumerate(network.tiers)
@@ -222,11 +225,6 @@ def _network(
         rate = Counter(rates).most_common(1)[0][0]
         network = replace(network, nic_bytes_per_s=rate)
         remarks["network.nic_bytes_per_s"] = f"nominal: {node.source}"
-        warnings += [
-            f"{nic.name} has {nic.bytes_per_s * 8 / 1e9:g} Gb/s, others {rate * 8 / 1e9:g}"
-            for nic in nics
-            if nic.bytes_per_s and abs(nic.bytes_per_s / rate - 1) > _SAME_RATE
-        ]
     else:
         remarks["network.nic_bytes_per_s"] = f"assumed, {shipped}: the rate was not seen"
         warnings.append(f"the rate of the adapters was not seen: nic_gb_per_s is assumed, {shipped}")
