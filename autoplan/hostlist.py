@@ -1,65 +1,82 @@
-"""How are the names of many hosts written short?  As Slurm does: 'gpu[001-003,007],login1'."""
+"""How are the names of many hosts written short?  As Slurm does: 'node[001-016,020],login1'."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import product
 
 from autoplan.errors import InputError
 
-MOST_HOSTS = 10**6
+MOST_HOSTS = 100_000
 
+_TEXT = re.compile(r"[^\s\[\],]+")
 _RANGE = re.compile(r"(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?")
 _NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>\d{1,9})(?P<tail>\D*)")
 
 
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """The names that a host list stands for, in its order."""
+def expand_hosts(text: str) -> list[str]:
+    """The names in the order in which they are written; a number keeps the zeros before it."""
     names: list[str] = []
-    for part in _parts(text):
-        for name in _expanded(part, text):
-            names.append(name)
-            if len(names) > MOST_HOSTS:
-                raise InputError(f"host list {text[:60]!r} names more than {MOST_HOSTS:,} hosts")
-    return tuple(names)
+    for column, part in _parts(text):
+        axes = [_axis(word, column + at) for at, word in _pieces(part, column)]
+        size = 1
+        for axis in axes:
+            size *= len(axis)
+        if len(names) + size > MOST_HOSTS:
+            raise InputError(f"column {column}: names more than {MOST_HOSTS:,} hosts")
+        names += ["".join(pieces) for pieces in product(*axes)]
+    if not names:
+        raise InputError("names no host")
+    return names
 
 
-def _parts(text: str) -> Iterator[str]:
-    """What stands between the commas outside brackets."""
-    part, inside = "", False
-    for letter in text.strip():
+def _parts(text: str) -> list[tuple[int, str]]:
+    """The comma-separated parts, brackets left whole, and the column at which each begins."""
+    parts, start, inside = [], 0, False
+    for at, letter in enumerate(text + ","):
         if letter in "[]":
             if inside == (letter == "["):
-                raise InputError(f"host list {text[:60]!r}: brackets do not match")
+                raise InputError(f"column {at + 1}: a bracket that does not match")
             inside = letter == "["
-        if letter == "," and not inside:
-            yield part
-            part = ""
-        else:
-            part += letter
+        elif letter == "," and not inside:
+            if text[start:at].strip():
+                parts.append((start + 1, text[start:at]))
+            start = at + 1
     if inside:
-        raise InputError(f"host list {text[:60]!r}: brackets do not match")
-    if part:
-        yield part
+        raise InputError(f"column {len(text)}: a bracket is not closed")
+    return parts
 
 
-def _expanded(part: str, text: str) -> Iterator[str]:
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        if not part.strip():
-            raise InputError(f"host list {text[:60]!r} has an empty name")
-        yield part.strip()
-        return
-    ranges, _, tail = rest.partition("]")
-    for span in ranges.split(","):
-        match = _RANGE.fullmatch(span.strip())
-        first = match["first"] if match else ""
-        last = (match["last"] or first) if match else ""
-        if not first or int(last) < int(first):
-            raise InputError(f"host list {text[:60]!r}: {span!r} is no number or range such as 001-016")
-        for number in range(int(first), int(last) + 1):
-            for end in _expanded(tail, text) if tail else ("",):
-                yield f"{head.strip()}{number:0{len(first)}d}{end}"
+def _pieces(part: str, column: int) -> list[tuple[int, str]]:
+    """What is inside and outside of brackets, and where it begins in the part."""
+    pieces = [(match.start(), match[0]) for match in re.finditer(r"\[[^\]]*\]|[^\[\]]+", part)]
+    for at, piece in pieces:
+        if not piece.startswith("[") and not _TEXT.fullmatch(piece):
+            raise InputError(f"column {column + at}: {_shown(piece)} is no part of a host name")
+    return pieces
+
+
+def _axis(piece: str, column: int) -> list[str]:
+    """All values of one piece."""
+    if not piece.startswith("["):
+        return [piece]
+    values: list[str] = []
+    for word in piece[1:-1].split(","):
+        match = _RANGE.fullmatch(word.strip())
+        first = int(match["first"]) if match else 0
+        last = int(match["last"] or first) if match else -1
+        if not match or last < first:
+            raise InputError(f"column {column}: {_shown(word)} is no range such as 001-016")
+        if len(values) + last - first >= MOST_HOSTS:
+            raise InputError(f"column {column}: names more than {MOST_HOSTS:,} hosts")
+        width = len(match["first"])
+        values += [f"{number:0{width}d}" for number in range(first, last + 1)]
+    return values
+
+
+def _shown(word: str) -> str:
+    return repr(word if len(word) <= 40 else word[:40] + "...")
 
 
 def compress_hosts(names: Iterable[str]) -> str:

@@ -22,7 +22,8 @@ from profiler.launch import START_S, Place
 
 def job_hosts(variables: Mapping[str, str]) -> tuple[str, ...]:
     """The nodes that Slurm gave to this job; none outside of one."""
-    return expand_hosts(variables.get("SLURM_JOB_NODELIST", ""))
+    text = variables.get("SLURM_JOB_NODELIST", "")
+    return tuple(expand_hosts(text)) if text else ()
 
 
 def switches_above(variables: Mapping[str, str]) -> tuple[str, ...]:
