@@ -227,10 +227,13 @@ def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path)
     device = found.cluster.device
     assert (device.name, device.visible_memory_bytes, device.host_link_bytes_per_s) == ("NVIDIA H20", 95 * GIB, 63e9)
     assert device.generation == "hopper"
-    assert "figures of gh200 stand in, correct [device]" in found.warnings[0]
+    assert "figures of h100-sxm stand in, correct [device]" in found.warnings[0]
     text = cluster_toml(found.cluster, found.remarks)
-    assert "tdp_w = 700.0  # of gh200: correct it" in text
+    assert "tdp_w = 700.0  # of h100-sxm: correct it" in text
+    assert "visible_memory_gib = 95.0\n" in text
     written(found, tmp_path)
+    card = describe(hgx(name="NVIDIA H100 NVL", num_links=0))
+    assert "figures of h100-pcie stand in" in card.warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def discover(
         description = describe_all(found_in(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
         machine = None if sources else _machine()
         if machine is not None:
-            description = replace(description, cluster=replace(description.cluster, machine=machine))
+            remarks = description.remarks | {"machine": "by this the timing database knows such nodes"}
+            description = replace(description, cluster=replace(description.cluster, machine=machine), remarks=remarks)
         if url is not None:
             description = _measured(description, whole_url(context, url))
         heading = ("Found by `autoplan discover`: correct what is assumed.",)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
+from autoplan.hostlist import compress_hosts
 from autoplan.read.cluster import load_cluster, preset_clusters
 from profiler.discover.fabric import Fabric, fabric_of
 from profiler.discover.flaws import SAME_RATE
-from profiler.discover.identify import STAND_IN_FIGURES, identify
+from profiler.discover.identify import identify
 from profiler.discover.seen import Path, SeenNic, SeenNode
 
 # From whose network the efficiency and latency come where a node has another kind than the shipped one.
@@ -36,16 +37,16 @@ class Description:
 
 def describe(node: SeenNode, *, num_nodes: int = 1, name: str = "", device: str = "") -> Description:
     """A cluster of `num_nodes` such nodes; `device` is the id of a shipped one, where sources do not tell."""
-    spec, stand_in = identify(node, device)
-    base, rest = _nearest(stand_in or spec.name, node), len(node.devices) or None
-    size = rest or base.devices_per_node
+    found = identify(node, device)
+    spec, base = found.device, _nearest(found.like, node)
+    size = len(node.devices) or base.devices_per_node
     cluster = replace(load_cluster(f"{base.name}:{num_nodes}x{size}"), device=spec)
     shipped = _shipped(base)
-    remarks = {"device": node.source, "devices_per_node": node.source if rest else shipped}
+    remarks = {"device": node.source, "devices_per_node": node.source if node.devices else shipped}
     warnings = []
-    if stand_in:
-        warnings.append(f"{spec.name!r} is not shipped: figures of {stand_in} stand in, correct [device] in the file")
-        remarks |= {f"device.{one}": f"of {stand_in}: correct it" for one in STAND_IN_FIGURES}
+    if found.assumed:
+        warnings.append(f"{spec.name!r} is not shipped: figures of {found.like} stand in, correct [device] in the file")
+        remarks |= {f"device.{one}": f"of {found.like}: correct it" for one in found.assumed}
         remarks["device"] = "not shipped by autoplan"
     odd = Counter(one.name for one in node.devices)
     if len(odd) > 1:
@@ -55,6 +56,7 @@ def describe(node: SeenNode, *, num_nodes: int = 1, name: str = "", device: str 
     if domain > size and domain % size == 0 and levels[-1].kind in ("nvlink", "xgmi"):
         levels = (*levels[:-1], replace(levels[-1], num_devices=domain))
         level_remarks[f"levels[{len(levels) - 1}].num_devices"] = node.source
+    level_remarks = {f"levels[{at}].efficiency": shipped for at in range(len(levels))} | level_remarks
     network, network_remarks, network_warnings = _network(cluster, node, size, shipped)
     sources = (f"seen: {node.source}", f"what was not seen: {shipped}", *base.sources)
     cluster = replace(cluster, name=name or base.name, levels=levels, network=network, sources=sources)
@@ -91,7 +93,7 @@ def _levels(
     if fabric is not None and shipped and fabric.num_devices == min(shipped[-1].num_devices, size):
         rate = fabric.bytes_per_s
         nominal = shipped[-1].bandwidth_bytes_per_s
-        is_mesh = shipped[-1].is_mesh or fabric.is_mesh
+        is_mesh = fabric.is_mesh or (shipped[-1].is_mesh and not fabric.is_switched)
         is_alike = rate is None or abs(rate / nominal - 1) <= SAME_RATE
         if len(shipped) > 1 or (is_alike and is_mesh == shipped[-1].is_mesh):
             return cluster.levels, _remarks_on(cluster.levels, f"nominal{_links(fabric, node)}"), warnings
@@ -136,7 +138,7 @@ def _own_levels(
             like, num_devices=fabric.num_devices, bandwidth_bytes_per_s=rate, is_mesh=fabric.is_mesh, collectives=None
         )
         levels.append(joined)
-        remarks |= _remarks_on((joined,), f"nominal{_links(fabric, node)}")
+        remarks |= _remarks_on((joined,), f"nominal{_links(fabric, node)}") | {"levels[0].efficiency": "assumed"}
     if not levels or levels[-1].num_devices < size:
         host = min((one.host_bytes_per_s for one in node.devices if one.host_bytes_per_s), default=None)
         pcie = replace(
@@ -213,12 +215,12 @@ def _network(
         return network, {"network.nic_bytes_per_s": unseen, "network.nics_per_device": unseen, **tiers}, warnings
     kinds = Counter(nic.kind for nic in nics if nic.kind)
     kind = kinds.most_common(1)[0][0] if kinds else network.kind
-    remarks = {"network.kind": node.source if kinds else f"assumed, {shipped}"}
+    remarks = {"network.kind": node.source if kinds else f"assumed, {shipped}", "network.efficiency": shipped}
     if kind and kind != network.kind:
         like = load_cluster(_NETWORKS[kind])
         network = replace(like.network, tiers=network.tiers)
         remarks["network.efficiency"] = f"assumed, as shipped for {like.name}"
-    names = ", ".join(nic.name for nic in nics)
+    names = compress_hosts(nic.name for nic in nics)
     remarks["network.nics_per_device"] = f"{len(nics)} for {size} devices: {names}"
     rates = [nic.bytes_per_s for nic in nics if nic.bytes_per_s]
     if rates:

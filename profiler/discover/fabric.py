@@ -21,7 +21,8 @@ class Fabric:
 
     kind: str  # nvlink, xgmi
     num_devices: int  # that it joins: a node, or a part of it
-    is_mesh: bool  # direct links between all of them, without switches
+    is_switched: bool  # every link of a device leads to switches
+    is_mesh: bool  # a direct link between any two
     num_links: int  # of each device, 0 where it is not known
     bytes_per_s: float | None  # of each device, one direction
     apart: tuple[tuple[int, ...], ...] = ()  # devices that are not joined as the others are
@@ -46,6 +47,7 @@ def fabric_of(node: SeenNode, device: DeviceSpec) -> Fabric | None:
     return Fabric(
         kind="nvlink" if most else "xgmi",
         num_devices=len(indices) if apart and len(indices) % size else size,
+        is_switched=is_switched,
         is_mesh=not is_switched and is_complete and size > 2 and len({link.num_links for link in direct}) == 1,
         num_links=num_links,
         bytes_per_s=_told_rate(direct, is_switched=is_switched)

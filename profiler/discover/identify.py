@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autoplan.cluster import DeviceSpec
 from autoplan.errors import InputError
-from autoplan.read.cluster import load_device, preset_devices
+from autoplan.read.cluster import load_cluster, load_device, preset_clusters, preset_devices
 from profiler.devices import devices_named
 from profiler.discover.seen import SeenDevice, SeenNode
+
+_FIGURES = (
+    "memory_bytes",
+    "visible_memory_bytes",
+    "memory_bandwidth_bytes_per_s",
+    "compute_units",
+    "tdp_w",
+    "host_link_bytes_per_s",
+    "gemm_efficiency",
+    "memory_efficiency",
+    "peak_flops_per_s",
+)
+
+_FASTEST_PCIE = 128e9  # generation 6, 16 lanes
 
 _GENERATIONS = (
     ("volta", r"sm_7[02]", r"V100"),
@@ -23,19 +38,18 @@ _GENERATIONS = (
     ("cdna4", r"gfx950", r"MI35\dX?"),
 )
 
-# Figures of a device that a stand-in takes from another.
-STAND_IN_FIGURES = (
-    "memory_bandwidth_bytes_per_s",
-    "compute_units",
-    "tdp_w",
-    "gemm_efficiency",
-    "memory_efficiency",
-    "peak_flops_per_s",
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identified:
+    """The devices of a node."""
+
+    device: DeviceSpec
+    like: str  # the shipped device that it is, or whose figures stand in for its own
+    assumed: tuple[str, ...] = ()  # fields with such figures
 
 
-def identify(node: SeenNode, wanted: str = "") -> tuple[DeviceSpec, str]:
-    """(the devices of `node`, the shipped one whose figures stand in for theirs, blank where it is this one).
+def identify(node: SeenNode, wanted: str = "") -> Identified:
+    """Which device the devices of `node` are.
 
     `wanted` is the id of a shipped device, where a person knows better than the sources.
     """
@@ -43,7 +57,7 @@ def identify(node: SeenNode, wanted: str = "") -> tuple[DeviceSpec, str]:
         known = load_device(wanted)
         if known is None:
             raise InputError(f"--device {wanted!r} is not shipped: known are {', '.join(preset_devices())}")
-        return known, ""
+        return Identified(device=known, like=wanted)
     if not node.devices:
         raise InputError(f"{node.source}: names no device: give a source that does, or pass --device")
     seen = _usual(node)
@@ -51,7 +65,7 @@ def identify(node: SeenNode, wanted: str = "") -> tuple[DeviceSpec, str]:
     if len(ids) == 1:
         found = load_device(ids[0])
         assert found is not None
-        return found, ""
+        return Identified(device=found, like=found.name)
     if ids:
         raise InputError(f"{node.source}: {seen.name or 'the device'} may be {' or '.join(ids)}: pass --device")
     generation = _generation(seen)
@@ -61,20 +75,32 @@ def identify(node: SeenNode, wanted: str = "") -> tuple[DeviceSpec, str]:
         raise InputError(f"{node.source} does not say which devices these are: pass --device, such as {hint}")
     if not alike:
         raise InputError(f"{node.source}: nothing is known about {seen.name!r}: pass --device with the one like it")
-    return _stand_in(seen, alike)
+    return _stand_in(node, seen, alike)
 
 
-def _stand_in(seen: SeenDevice, alike: list[DeviceSpec]) -> tuple[DeviceSpec, str]:
+def _stand_in(node: SeenNode, seen: SeenDevice, alike: list[DeviceSpec]) -> Identified:
+    """The device with the figures that were seen, and all others of the shipped one that is most like it."""
+    has_fabric = any(link.b is not None and link.path == "fabric" for link in node.links)
     memory = float(seen.memory_bytes or 0)
-    nearest = min(alike, key=lambda one: (abs(memory - one.visible_memory_bytes) if memory else 0.0, one.name))
-    return replace(
-        nearest,
-        name=seen.name,
-        memory_bytes=memory or nearest.memory_bytes,
-        visible_memory_bytes=memory or nearest.visible_memory_bytes,
-        host_link_bytes_per_s=seen.host_bytes_per_s or nearest.host_link_bytes_per_s,
-        sources=(f"not shipped: figures of {nearest.name} stand in where they were not seen",),
-    ), nearest.name
+
+    def unlike(one: DeviceSpec) -> tuple[bool, bool, float, str]:
+        shipped = one.name in preset_clusters() and load_cluster(one.name).levels[-1].kind in ("nvlink", "xgmi")
+        distance = abs(memory - one.visible_memory_bytes) if memory else 0.0
+        is_coupled = one.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
+        return (shipped != has_fabric, is_coupled != ((seen.host_bytes_per_s or 0) > _FASTEST_PCIE), distance, one.name)
+
+    nearest = min(alike, key=unlike)
+    known: dict[str, Any] = {"name": seen.name}
+    if memory:
+        known |= {"memory_bytes": memory, "visible_memory_bytes": memory}
+    if seen.host_bytes_per_s:
+        known["host_link_bytes_per_s"] = seen.host_bytes_per_s
+    sources = (f"not shipped: figures of {nearest.name} stand in where they were not seen",)
+    return Identified(
+        device=replace(nearest, sources=sources, **known),
+        like=nearest.name,
+        assumed=tuple(name for name in _FIGURES if name not in known),
+    )
 
 
 def _usual(node: SeenNode) -> SeenDevice:
