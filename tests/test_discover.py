@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.cli import main
-from autoplan.cluster import Fault, NodeGroup
+from autoplan.cli.inputs import stored_timings
+from autoplan.cluster import Fault, MachineSpec, NodeGroup
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.timing import Measurement, Operation
@@ -35,6 +36,8 @@ from profiler.discover.seen import NicKind, SeenDevice, SeenLink, SeenNic, SeenN
 from profiler.discover.write import cluster_toml
 from profiler.hardware import Gpu, GpuLink
 from profiler.launch import Place
+from profiler.record import Fingerprint, Record
+from profiler.store import open_store
 
 
 def hgx(
@@ -227,11 +230,12 @@ def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path)
     device = found.cluster.device
     assert (device.name, device.visible_memory_bytes, device.host_link_bytes_per_s) == ("NVIDIA H20", 95 * GIB, 63e9)
     assert device.generation == "hopper"
-    assert "figures of h100-sxm stand in, correct [device]" in found.warnings[0]
+    assert "figures of h100-96g-500w stand in, correct [device]" in found.warnings[0]
     text = cluster_toml(found.cluster, found.remarks)
-    assert "tdp_w = 700.0  # of h100-sxm: correct it" in text
+    assert "tdp_w = 500.0  # of h100-96g-500w: correct it" in text
     assert "visible_memory_gib = 95.0\n" in text
     written(found, tmp_path)
+    assert "figures of h100-sxm stand in" in describe(hgx(name="NVIDIA H20")).warnings[0]
     card = describe(hgx(name="NVIDIA H100 NVL", num_links=0))
     assert "figures of h100-pcie stand in" in card.warnings[0]
 
@@ -587,6 +591,32 @@ def test_this_machine_becomes_a_cluster_that_a_search_accepts(
     place = ("--cluster", "c.toml", "--global-batch", "4", "--seq-len", "32")
     assert typed("search", "small.toml", *place, "--quiet")[0] == 0
     assert (tmp_path / "plan.json").exists()
+
+
+def test_the_database_is_asked_for_the_machine_of_the_file(
+    tmp_path: Path, typed: Callable[..., tuple[int, str, str]]
+) -> None:
+    (tmp_path / "topo.txt").write_text(matrix(8, "NV18"))
+    machines = [Fingerprint(device="h100-sxm", torch="2.13.0", topology=one) for one in ("mine", "another")]
+    with open_store(str(tmp_path / "lab.db")) as store:
+        for machine, gb_per_s in zip(machines, (360, 300), strict=True):  # the other one is measured last
+            shapes = (((8, 8, 1, GIB), 1.75 * GIB / gb_per_s / 1e9), ((8, 8, 1, 1024), 28e-6))
+            tests = [
+                Record(fingerprint=machine, operation="all_reduce", shape=shape, dtype="bf16", samples_s=(seconds,))
+                for shape, seconds in shapes
+            ]
+            assert store.add(tests).quarantined == 0
+    flags = ("discover", "--from", "topo.txt", "--device", "h100-sxm", "--db", "lab.db", "--out", "c.toml")
+    status, _, err = typed(*flags)
+    assert status == 0
+    assert "measured: all_reduce of 8 devices" in err
+    last = load_cluster(str(tmp_path / "c.toml"))
+    assert last.levels[0].efficiency == pytest.approx(300 / 450)
+    mine = replace(last, machine=MachineSpec(torch="2.13.0", topology="mine"))
+    (tmp_path / "mine.toml").write_text(cluster_toml(mine, {}))
+    mine = load_cluster(str(tmp_path / "mine.toml"))
+    taken = stored_timings(mine, str(tmp_path / "lab.db"), ["all_reduce"])
+    assert max(one.seconds for one in taken) == pytest.approx(1.75 * GIB / 360e9)
 
 
 def test_the_ranks_of_a_job_meet_and_rank_0_hears_of_every_node() -> None:

@@ -82,12 +82,18 @@ def _stand_in(node: SeenNode, seen: SeenDevice, alike: list[DeviceSpec]) -> Iden
     """The device with the figures that were seen, and all others of the shipped one that is most like it."""
     has_fabric = any(link.b is not None and link.path == "fabric" for link in node.links)
     memory = float(seen.memory_bytes or 0)
+    clusters = [load_cluster(name) for name in preset_clusters()]
+    joined = {one.device.name for one in clusters if one.levels[-1].kind in ("nvlink", "xgmi")}
 
-    def unlike(one: DeviceSpec) -> tuple[bool, bool, float, str]:
-        shipped = one.name in preset_clusters() and load_cluster(one.name).levels[-1].kind in ("nvlink", "xgmi")
-        distance = abs(memory - one.visible_memory_bytes) if memory else 0.0
+    def unlike(one: DeviceSpec) -> tuple[bool, bool, float, bool, str]:
         is_coupled = one.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
-        return (shipped != has_fabric, is_coupled != ((seen.host_bytes_per_s or 0) > _FASTEST_PCIE), distance, one.name)
+        return (
+            (one.name in joined) != has_fabric,
+            is_coupled != ((seen.host_bytes_per_s or 0) > _FASTEST_PCIE),
+            abs(memory - one.visible_memory_bytes) if memory else 0.0,
+            one.name not in preset_clusters(),  # a variant
+            one.name,
+        )
 
     nearest = min(alike, key=unlike)
     known: dict[str, Any] = {"name": seen.name}
