@@ -75,6 +75,11 @@ def test_fabric_over_several_hosts_is_one_node_and_the_size_of_the_domain():
     assert node.devices[0].host_bytes_per_s == pytest.approx(447.12e9)  # NVLink-C2C rather than PCIe
 
 
+def test_speeds_that_the_kernel_does_not_know_are_left_open():
+    text = sample("gcp-a3.xml").replace("16.0 GT/s PCIe", "Unknown").replace('"16"', '"255"')
+    assert [device.host_bytes_per_s for device in parse(text).devices] == [None, None]
+
+
 def test_links_that_failed_count_no_more():
     text = sample("gcp-a3.xml").replace('count="18"', 'count="17"', 1)
     assert fabric(parse(text)) == {(0, 1): 17}
@@ -100,12 +105,13 @@ BOMB = '<!DOCTYPE system [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]><s
         ('<!DOCTYPE a SYSTEM "file:///etc/passwd"><system/>', "neither a device"),
         ("<system>" + "<a>" * 200, "line 1, column .*: elements are nested more than 100 deep"),
         ("<system>" + "<a/>" * 50_001 + "</system>", "more than 50,000 elements"),
+        ("<system>" + "word\n" * 50_000 + "</system>", "more than 100,000 characters of text"),
         ("<topology/>", "must be <system>, got 'topology'"),
         ("<system/>", "holds neither a device nor a network adapter"),
         (TEXT.replace('count="18"', 'count="1e3"', 1), r"line 11: count of nvlink must be a whole number .* '1e3'"),
         (TEXT.replace('count="18"', f'count="{10**30}"', 1), "line 11: count of nvlink must be"),
         (TEXT.replace('speed="200000"', f'speed="{10**11}"'), "line 5: speed of net must be"),
-        (TEXT.replace("16.0 GT/s", "fast", 1), "line 8: link_speed of pci must be like 16.0 GT/s, got 'fast'"),
+        (TEXT.replace("16.0 GT/s", "fast", 1), "line 8: link_speed of pci must be like 16.0 GT/s, got 'fast PCIe'"),
         (TEXT.replace('dev="1" sm', 'dev="0" sm'), r"line 15: two devices of one host have dev 0"),
         (TEXT.replace('numaid="0"', 'numaid="zero"'), "line 2: numaid of cpu must be a whole number"),
         (TEXT.replace('name="eth0"', 'name=""').replace("0000:00:0c.0", "here"), "line 5: the adapter's name"),

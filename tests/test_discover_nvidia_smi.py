@@ -144,7 +144,8 @@ TABLE = sample("l40s.txt")
         (TABLE.replace("GPU1\tNODE", "GPU0\tNODE"), "line 3, column"),
         (TABLE.replace("\tNIC1\t", "\tNIC0\t"), r"line 1, column \d+: 'NIC0' heads two columns"),
         (TABLE.replace("mlx5_1", "mlx5_0"), "one name to two"),
-        ("GPU0 " + " ".join(f"GPU{at}" for at in range(1, 2000)) + "\nGPU0 X", "line 1: more than 1,024 columns"),
+        ("GPU0 " + " ".join(f"GPU{at}" for at in range(1, 2000)) + "\nGPU0 X", "line 1: more than 256 columns"),
+        ("GPU0 GPU1\nGPU0 X NV1\n" + "word\n" * 1000, "line 5[01][0-9]: the row of GPU0 does not end"),
         ("GPU0 " + "x" * 5000 + "\nGPU0 X", "line 1, column 6"),
     ],
 )

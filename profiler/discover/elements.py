@@ -13,6 +13,7 @@ from profiler.record import cleaned
 
 MOST_ELEMENTS = 50_000  # hwloc writes about ten for every core
 MOST_DEPTH = 100  # NCCL's and hwloc's trees have about 20 levels
+MOST_TEXT = 100_000  # characters right inside one element; hwloc breaks its matrices into pieces of some hundred
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class _Reader:
         self.expat.StartElementHandler = self._start
         self.expat.EndElementHandler = self._end
         self.expat.CharacterDataHandler = self._text
+        self.expat.buffer_text = True
         self.expat.StartDoctypeDeclHandler = self._doctype
         self.expat.EntityDeclHandler = self._entity
         self.root: Element | None = None
@@ -83,6 +85,8 @@ class _Reader:
     def _text(self, data: str) -> None:
         if self.open:
             self.open[-1].text += data
+            if len(self.open[-1].text) > MOST_TEXT:
+                raise InputError(f"{self._place()}: more than {MOST_TEXT:,} characters of text in one element")
 
     def _doctype(self, _name: str, _system: str | None, _public: str | None, has_internal_subset: bool) -> None:
         if has_internal_subset:  # hwloc names an external one, which expat does not read

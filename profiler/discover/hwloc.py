@@ -23,7 +23,7 @@ from profiler.discover.text import pci_address, shown, whole_number
 SOURCE = "hwloc XML"
 
 _FABRICS = ("NVLinkBandwidth", "XGMIBandwidth")
-_MOST_OBJECTS = 2 * MOST_DEVICES  # of a matrix: devices and switches
+_MOST_OBJECTS = 2 * MOST_DEVICES  # of a matrix: devices and switches of the fabric
 _MOST_MEGABYTES_PER_S = 100_000_000
 _IDS = re.compile(r"(?P<kind>[0-9a-f]{4}) \[(?P<vendor>[0-9a-f]{4}):(?P<device>[0-9a-f]{4})\].*")
 _NUMBERED = re.compile(r"(nvml|rsmi|cuda)(\d{1,4})")

@@ -31,7 +31,9 @@ _FIELD = re.compile(r"(?P<key>[A-Za-z][\w /]{0,40}?)\s*:\s*(?P<value>.*)")
 _DOMAIN = re.compile(r"(?P<name>\S+?)(-rdm|-dgrm)?")
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)(?:\s*Gb/sec\b.*)?")
 _LANES = re.compile(r"(\d{1,2})X\b.*")
-_LANE_SPEED = re.compile(r"(\d{1,4}(?:\.\d{1,3})?) Gbps\b.*")
+_LANE_SPEED = re.compile(r"(?:(?P<gbps>\d{1,4}(?:\.\d{1,3})?) Gbps|invalid speed)(?: \((?P<code>\d{1,4})\))?")
+# Of one lane in Gb/s, where the tool is older than the adapter.  Source: enum ib_port_speed of the kernel.
+_LANE_GBPS = {"64": 50.0, "128": 100.0, "256": 200.0}
 _SLINGSHOT_SPEED = re.compile(r"[A-Z]{2}_(\d{1,4})G")  # BS_200G, CK_400G
 _UP = re.compile(r"(\d: *)?(PORT_)?(ACTIVE|up|FI_LINK_UP)\b.*", re.IGNORECASE)
 _MOST_BITS_PER_S = 10**14
@@ -41,8 +43,12 @@ _AMAZON = "0x1d0f"
 
 @dataclass(slots=True, kw_only=True)
 class _Port:
-    line: int
+    line: int  # 0 of a folder
     fields: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        return f"line {self.line}: " if self.line else ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,10 +81,10 @@ def read_folder(folder: Path) -> SeenNode:
         raise InputError(f"{folder}: holds more than {MOST_DEVICES:,} devices")
     nics = []
     for device in devices:
-        adapter = _Adapter(name=cleaned(device.name), line=1)
+        adapter = _Adapter(name=cleaned(device.name), line=0)
         for port in sorted(device.glob("ports/*")):
             names = ("state", "rate", "link_layer")
-            adapter.ports.append(_Port(line=1, fields={name: _file(port / name) for name in names}))
+            adapter.ports.append(_Port(line=0, fields={name: _file(port / name) for name in names}))
         try:
             nic = _nic(adapter)
         except InputError as error:
@@ -155,13 +161,13 @@ def _is_up(port: _Port, adapter: _Adapter) -> bool:
     if state is None:
         if "domain" in adapter.fields:  # fi_info lists only what can be used
             return True
-        raise InputError(f"line {port.line}: {shown(adapter.name)} has a port without a state: the output is cut")
+        raise InputError(f"{port.place}{shown(adapter.name)} has a port without a state: the output is cut")
     return _UP.fullmatch(state) is not None
 
 
 def _bytes_per_s(port: _Port) -> float | None:
     fields = port.fields
-    where = f"line {port.line}: the rate"
+    where = f"{port.place}the rate"
     if rate := fields.get("rate"):
         if match := _RATE.fullmatch(rate):
             return float(match[1]) * 1e9 / 8
@@ -172,8 +178,9 @@ def _bytes_per_s(port: _Port) -> float | None:
         raise InputError(f"{where} must be like BS_200G, got {shown(speed)}")
     if speed := fields.get("active_speed"):
         lanes, lane = _LANES.fullmatch(fields.get("active_width", "")), _LANE_SPEED.fullmatch(speed)
-        if lanes and lane:
-            return int(lanes[1]) * float(lane[1]) * 1e9 / 8
+        gbps = lane and float(lane["gbps"] or _LANE_GBPS.get(lane["code"] or "", 0))
+        if lanes and gbps:
+            return int(lanes[1]) * gbps * 1e9 / 8
         raise InputError(f"{where} must be a width and Gbps of a lane, got {shown(speed)}")
     if speed := fields.get("speed"):  # of libfabric, in bits per second
         return whole_number(speed, where, most=_MOST_BITS_PER_S) / 8 or None

@@ -8,6 +8,7 @@ may hold <pci> only; then the PCI classes say what is a device.  Virtual machine
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ _SWITCH_CLASS = "0x0680"  # of an NVSwitch; 0x068001 is the NVLink bridge of a P
 _POWER_CLASS = "0x068001"
 # The generation numbers that RCCL once wrote for the instruction set.
 _GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx940", "941": "gfx941", "942": "gfx942"}
+_SPEED = re.compile(r"(\d{1,3}(?:\.\d)?) GT/s.*")
 _MOST_MEGABITS_PER_S = 100_000_000  # 100 Tb/s
 _MOST_MEGABYTES_PER_S = 10_000_000
 
@@ -79,15 +81,12 @@ def _leaves(cpu: Element) -> Iterator[_Leaf]:
 
 
 def _link(pci: Element) -> float | None:
-    speed = pci.get("link_speed").split()
-    if not speed:
+    text = pci.get("link_speed")
+    if not text or text.startswith("Unknown"):  # as the kernel says in virtual machines
         return None
-    try:
-        return link_bytes_per_s(float(speed[0]), pci.number("link_width", most=64))
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"line {pci.line}: link_speed of pci must be like 16.0 GT/s, got {shown(speed[0])}") from None
+    if not (speed := _SPEED.fullmatch(text)):
+        raise InputError(f"line {pci.line}: link_speed of pci must be like 16.0 GT/s, got {shown(text)}")
+    return link_bytes_per_s(float(speed[1]), pci.number("link_width", most=255))
 
 
 def _narrower(one: float | None, other: float | None) -> float | None:

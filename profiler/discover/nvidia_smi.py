@@ -8,8 +8,9 @@ explained in its legend (https://docs.nvidia.com/deploy/nvidia-smi/).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from autoplan.errors import InputError
 from profiler.discover.seen import MOST_DEVICES, Path, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
@@ -48,42 +49,48 @@ class _Row:
 
 def parse(text: str) -> SeenNode:
     """The node of the first matrix in `text`, which may stand among other output."""
-    lines = [_words(line, number) for number, line in enumerate(plain_lines(text), start=1)]
-    names, start = _header(lines)
-    rows = _rows(lines[start:], names, has_numa="NUMA" in {word.text for line in lines[:start] for word in line})
+    plain = plain_lines(text)
+    lines = _from_header(plain)
+    names, first, has_numa = _header(lines)
+    rows = _rows(chain([first], lines), names, has_numa=has_numa)
     # The rows of the NICs say nothing that those of the GPUs do not; people leave them out.
     missing = [name for name in names if _GPU.fullmatch(name) and name not in rows]
     if missing:
-        raise InputError(f"line {len(lines)}: the table ends before the row of {missing[0]}: give the whole output")
+        raise InputError(f"line {len(plain)}: the table ends before the row of {missing[0]}: give the whole output")
     _check_symmetry(rows, names)
-    aliases = {m[1]: m[2] for line in plain_lines(text) if (m := _ALIAS.fullmatch(line))}
+    aliases = {m[1]: m[2] for line in plain if (m := _ALIAS.fullmatch(line))}
     return _node(rows, names, aliases)
 
 
-def _words(line: str, number: int) -> list[_Word]:
-    return [_Word(text=m[0], line=number, column=m.start() + 1) for m in _WORD.finditer(line)]
+def _from_header(lines: Sequence[str]) -> Iterator[list[_Word]]:
+    """The words of the lines from the header on; nothing where there is none."""
+    start = next((at for at, line in enumerate(lines) if line.split(maxsplit=1)[:1] == ["GPU0"]), len(lines))
+    for number, line in enumerate(lines[start:], start=start + 1):
+        yield [_Word(text=m[0], line=number, column=m.start() + 1) for m in _WORD.finditer(line)]
 
 
 def _is_cell(word: _Word) -> bool:
     return _CELL.fullmatch(word.text) is not None
 
 
-def _header(lines: Sequence[Sequence[_Word]]) -> tuple[list[str], int]:
-    """(names of the columns, number of lines up to the first row)."""
-    for at, line in enumerate(lines):
-        if not line or line[0].text != "GPU0":
-            continue
-        names: list[str] = []
-        for end, more in enumerate(lines[at:], start=at):
-            if any(_is_cell(word) for word in more) or not more:
-                return names, end
-            names += _columns(more, names)
-        break
+def _header(lines: Iterator[list[_Word]]) -> tuple[list[str], list[_Word], bool]:
+    """(names of the columns, the first row, whether there is a column of NUMA nodes)."""
+    names: list[str] = []
+    has_numa = False
+    for line in lines:
+        if not line or any(_is_cell(word) for word in line):
+            return names, line, has_numa
+        has_numa |= any(word.text == "NUMA" for word in line)
+        names += _columns(line, names)
+    if names:
+        return names, [], has_numa
     raise InputError("holds no table of `nvidia-smi topo -m`: no line begins with GPU0 and the other columns")
 
 
 def _columns(line: Sequence[_Word], before: Sequence[str]) -> list[str]:
     """The devices and NICs among the words of a header."""
+    if len(before) + len(line) > MOST_DEVICES:
+        raise InputError(f"line {line[0].line}: more than {MOST_DEVICES:,} columns")
     names: list[str] = []
     for word in line:
         if word.text in _AFFINITY:
@@ -93,12 +100,10 @@ def _columns(line: Sequence[_Word], before: Sequence[str]) -> list[str]:
         if not _NAME.fullmatch(word.text):
             raise InputError(f"line {word.line}, column {word.column}: {shown(word.text)} is no name of a device")
         names.append(word.text)
-    if len(before) + len(names) > MOST_DEVICES:
-        raise InputError(f"line {line[0].line}: more than {MOST_DEVICES:,} columns")
     return names
 
 
-def _rows(lines: Sequence[Sequence[_Word]], names: Sequence[str], *, has_numa: bool) -> dict[str, _Row]:
+def _rows(lines: Iterable[list[_Word]], names: Sequence[str], *, has_numa: bool) -> dict[str, _Row]:
     """The rows by name; a row ends where the next begins, or the table."""
     known = set(names)
     rows: dict[str, _Row] = {}
@@ -113,9 +118,11 @@ def _rows(lines: Sequence[Sequence[_Word]], names: Sequence[str], *, has_numa: b
         if line and line[0].text.rstrip(":") == "Legend":
             break
         if begins:
-            pending = list(line)
+            pending = line
         elif pending:
             pending += line  # wrapped
+            if len(pending) > 2 * MOST_DEVICES:
+                raise InputError(f"line {line[0].line}: the row of {pending[0].text} does not end")
         elif line:
             place = f"line {line[0].line}, column {line[0].column}"
             raise InputError(f"{place}: a row must begin with one of the columns, got {shown(line[0].text)}")

@@ -65,9 +65,9 @@ def path_between(one: Place, other: Place) -> Path:
 
 
 def link_bytes_per_s(gigatransfers: float, width: int) -> float | None:
-    """Of `width` lanes, one direction, before packet headers; None of a speed that no generation has."""
+    """Of `width` lanes, one direction, before packet headers; None of what no generation has (255 is unknown)."""
     per_transfer = _BYTES_PER_TRANSFER.get(gigatransfers)
-    return None if per_transfer is None or not width else gigatransfers * 1e9 * per_transfer * width
+    return gigatransfers * 1e9 * per_transfer * width if per_transfer and 0 < width <= 32 else None
 
 
 def device_called(vendor: str, device: str) -> str:

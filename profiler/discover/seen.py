@@ -13,7 +13,7 @@ Path = Literal["fabric", "switch", "switches", "host", "node", "system"]
 NicKind = Literal["infiniband", "roce", "efa", "slingshot", "ethernet", ""]
 
 # Far above what a node holds; what is larger was not written by one of the tools.
-MOST_DEVICES = 1024
+MOST_DEVICES = 256
 MOST_LINKS = 10_000
 
 _KINDS: tuple[tuple[str, NicKind], ...] = (

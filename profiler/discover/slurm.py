@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Literal
 
 import yaml
 
@@ -18,9 +19,10 @@ from autoplan.cluster import NodeGroup
 from autoplan.errors import InputError
 from autoplan.files import decode
 from profiler.discover.hostlist import MOST_HOSTS, expand
-from profiler.discover.text import plain_lines, shown, whole_number
+from profiler.discover.text import plain, shown, whole_number
 
-_MOST_YAML_CHARACTERS = 2**20  # the reader of YAML takes some seconds for it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads ten times as fast; not every build has it
+_MOST_YAML_CHARACTERS = 2**20
 _MOST_YAML_DEPTH = 20
 _MOST_TIERS = 8
 _PAIR = re.compile(r"(?P<key>\w+)\s*=\s*(?P<value>\S+)")
@@ -51,7 +53,7 @@ def parse(text: str, *, topology: str = "") -> SwitchTree:
 
     Without a name it is the default of the cluster, or the only one.
     """
-    lines = [line.partition("#")[0].strip() for line in plain_lines(text)]
+    lines = [line.partition("#")[0].strip() for line in plain(text).split("\n")]
     if any(_PAIR.match(line) for line in lines):
         return _from_conf(lines)
     return _from_yaml(text, topology)
@@ -61,25 +63,23 @@ def parse(text: str, *, topology: str = "") -> SwitchTree:
 
 
 def _from_conf(lines: Sequence[str]) -> SwitchTree:
-    nodes: dict[str, list[str]] = {}
-    children: dict[str, list[str]] = {}
-    blocks: dict[str, list[str]] = {}
+    switches: list[_Entry] = []
+    blocks: list[_Entry] = []
     sizes: list[int] = []
     for number, line in _continued(lines):
         where = f"line {number}"
         pairs = _pairs(line, where)
+        entry = _Entry(where=where, nodes=pairs.get("nodes", ""), children=pairs.get("switches", ""))
         if "switchname" in pairs:
-            name = _new(pairs["switchname"], {**nodes, **children}, where)
-            nodes[name] = _expand(pairs["nodes"], where) if "nodes" in pairs else []
-            children[name] = _expand(pairs["switches"], where) if "switches" in pairs else []
+            switches.append(replace(entry, name=pairs["switchname"]))
         elif "blockname" in pairs:
-            blocks[_new(pairs["blockname"], blocks, where)] = _expand(pairs.get("nodes", ""), where)
+            blocks.append(replace(entry, name=pairs["blockname"]))
         if "blocksizes" in pairs:
             words = pairs["blocksizes"].split(",")
             sizes = [whole_number(word, f"{where}: a size of BlockSizes", most=MOST_HOSTS) for word in words]
-    if blocks and nodes:
+    if blocks and switches:
         raise InputError("has switches and blocks: Slurm reads one or the other")
-    return _block(blocks, sizes) if blocks else _tree(nodes, children)
+    return _block(blocks, sizes) if blocks else _tree(switches)
 
 
 def _continued(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
@@ -103,19 +103,6 @@ def _pairs(line: str, where: str) -> dict[str, str]:
     if unknown := sorted(set(pairs) - _KEYS):
         raise InputError(f"{where}: {shown(unknown[0])} is no key of topology/tree or topology/block")
     return pairs
-
-
-def _new(name: str, known: Iterable[str], where: str) -> str:
-    if name in known:
-        raise InputError(f"{where}: {shown(name)} is described twice")
-    return name
-
-
-def _expand(hosts: str, where: str) -> list[str]:
-    try:
-        return expand(hosts)
-    except InputError as error:
-        raise InputError(f"{where}: {shown(hosts)}: {error}") from None
 
 
 # topology.yaml
@@ -167,17 +154,10 @@ def _from_yaml(text: str, name: str) -> SwitchTree:
     place = "topology " + shown(str(chosen[0].get("topology")))
     found = decode(_YamlTopology, chosen[0], place)
     if found.block is not None:
-        blocks: dict[str, list[str]] = {}
-        for one in found.block.blocks:
-            blocks[_new(one.block, blocks, place)] = _expand(one.nodes, place)
+        blocks = [_Entry(where=place, name=one.block, nodes=one.nodes) for one in found.block.blocks]
         return _block(blocks, found.block.block_sizes)
-    nodes: dict[str, list[str]] = {}
-    children: dict[str, list[str]] = {}
-    for switch in found.tree.switches if found.tree else ():
-        key = _new(switch.switch, nodes, place)
-        nodes[key] = _expand(switch.nodes, place) if switch.nodes else []
-        children[key] = _expand(switch.children, place) if switch.children else []
-    return _tree(nodes, children)
+    switches = found.tree.switches if found.tree else ()
+    return _tree([_Entry(where=place, name=one.switch, nodes=one.nodes, children=one.children) for one in switches])
 
 
 def _yaml(text: str) -> object:
@@ -185,13 +165,13 @@ def _yaml(text: str) -> object:
         raise InputError(f"a topology.yaml of more than {_MOST_YAML_CHARACTERS:,} characters")
     depth = 0
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        for event in yaml.parse(text, Loader=_LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent):
                 raise InputError(f"line {event.start_mark.line + 1}: an alias, which no topology.yaml needs")
             if depth > _MOST_YAML_DEPTH:
                 raise InputError(f"line {event.start_mark.line + 1}: nested more than {_MOST_YAML_DEPTH} deep")
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
@@ -203,49 +183,74 @@ def _yaml(text: str) -> object:
 # Both
 
 
-def _tree(nodes: Mapping[str, Sequence[str]], children: Mapping[str, Sequence[str]]) -> SwitchTree:
-    parent: dict[str, str] = {}
-    for switch, below in children.items():
-        for child in below:
-            if child not in nodes:
-                raise InputError(f"switch {shown(switch)} is above {shown(child)}, which is not described")
-            if child in parent:
-                raise InputError(f"switch {shown(child)} is below {shown(parent[child])} and {shown(switch)}")
-            parent[child] = switch
-    paths: dict[str, tuple[str, ...]] = {}
-    for leaf, names in nodes.items():
-        path = [leaf]
-        while path[-1] in parent:
-            path.append(parent[path[-1]])
-            if len(path) > _MOST_TIERS:
-                raise InputError(f"more than {_MOST_TIERS} switches above each other from {shown(leaf)}, or a loop")
-        for name in names:
-            if name in paths:
-                raise InputError(f"node {shown(name)} hangs on {shown(paths[name][0])} and {shown(leaf)}")
-            paths[name] = tuple(path)
-    return _switch_tree(paths)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A switch or block as the file describes it; its nodes and children are host lists."""
+
+    where: str
+    name: str = ""
+    nodes: str = ""
+    children: str = ""
 
 
-def _block(blocks: Mapping[str, Sequence[str]], sizes: Sequence[int]) -> SwitchTree:
+def _tree(switches: Sequence[_Entry]) -> SwitchTree:
+    leaf = _owners(switches, "nodes")
+    parent = _owners(switches, "children")
+    names = {switch.name for switch in switches}
+    if unknown := next((child for child in parent if child not in names), None):
+        raise InputError(f"switch {shown(parent[unknown])} is above {shown(unknown)}, which is not described")
+    return _switch_tree({node: _path(switch, parent) for node, switch in leaf.items()})
+
+
+def _path(switch: str, parent: Mapping[str, str]) -> tuple[str, ...]:
+    """The switches from a leaf outwards."""
+    path = [switch]
+    while path[-1] in parent:
+        path.append(parent[path[-1]])
+        if len(path) > _MOST_TIERS:
+            raise InputError(f"more than {_MOST_TIERS} switches above each other from {shown(switch)}, or a loop")
+    return tuple(path)
+
+
+def _block(blocks: Sequence[_Entry], sizes: Sequence[int]) -> SwitchTree:
     """Blocks, and the larger ones that BlockSizes makes of as many neighbours."""
-    order = {block: at for at, block in enumerate(blocks)}
-    if sizes and (sizes[0] < 1 or any(outer % sizes[0] for outer in sizes)):
+    if sizes and (sizes[0] < 1 or any(size < 1 or size % sizes[0] for size in sizes)):
         raise InputError(f"block sizes must be multiples of the first, got {list(sizes)}")
-    paths: dict[str, tuple[str, ...]] = {}
-    for block, names in blocks.items():
-        larger = [f"{size}-node block {order[block] // (size // sizes[0]) + 1}" for size in sizes[1:]]
-        for name in names:
-            if name in paths:
-                raise InputError(f"node {shown(name)} is in blocks {shown(paths[name][0])} and {shown(block)}")
-            paths[name] = (block, *larger)
-    return _switch_tree(paths)
+    paths = {}
+    for at, block in enumerate(blocks):
+        larger = [f"{size}-node block {at // (size // sizes[0]) + 1}" for size in sizes[1:]]
+        paths[block.name] = (block.name, *larger)
+    return _switch_tree({node: paths[block] for node, block in _owners(blocks, "nodes").items()})
+
+
+def _owners(entries: Sequence[_Entry], key: Literal["nodes", "children"]) -> dict[str, str]:
+    """By node, or by switch, the one entry that lists it."""
+    owners: dict[str, str] = {}
+    described: set[str] = set()
+    for entry in entries:
+        if entry.name in described:
+            raise InputError(f"{entry.where}: {shown(entry.name)} is described twice")
+        described.add(entry.name)
+        hosts: str = getattr(entry, key)
+        for name in _expand(hosts, entry.where) if hosts else ():
+            if name in owners:
+                raise InputError(f"{entry.where}: {shown(name)} is below {shown(owners[name])} and {shown(entry.name)}")
+            owners[name] = entry.name
+        if len(owners) > MOST_HOSTS:
+            raise InputError(f"{entry.where}: more than {MOST_HOSTS:,} names")
+    return owners
+
+
+def _expand(hosts: str, where: str) -> list[str]:
+    try:
+        return expand(hosts)
+    except InputError as error:
+        raise InputError(f"{where}: {shown(hosts)}: {error}") from None
 
 
 def _switch_tree(paths: Mapping[str, tuple[str, ...]]) -> SwitchTree:
     if not paths:
         raise InputError("holds no node: give the file with the lines SwitchName= or BlockName=")
-    if len(paths) > MOST_HOSTS:
-        raise InputError(f"holds more than {MOST_HOSTS:,} nodes")
     outermost = {path[-1] for path in paths.values()}
     if len(outermost) == 1 and all(len(path) > 1 for path in paths.values()):
         paths = {name: path[:-1] for name, path in paths.items()}

@@ -12,18 +12,21 @@ _STYLE = re.compile(r"\x1b?\[(?:\d{1,3}(?:;\d{1,3})*)?m")
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-fA-F]{4,8}):)?(?P<rest>[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])")
 
 _SHOWN = 40  # characters of a wrong word that a message repeats
+MOST_COLUMNS = 32_000  # characters of a line; a row of the widest table has some thousand
+
+
+def plain(text: str) -> str:
+    """`text` without control characters and styles; line ends and tabs stay, other blanks become spaces."""
+    text = _STYLE.sub("", text)
+    if text.replace("\n", " ").replace("\t", " ").isprintable():
+        return text
+    letters = (letter if letter in "\n\t" or not letter.isspace() else " " for letter in text)
+    return "".join(letter for letter in letters if letter in "\n\t" or letter.isprintable())
 
 
 def plain_lines(text: str) -> list[str]:
-    """The lines of `text` without control characters and styles; tabs stay, other blanks become spaces."""
-    return [_plain(_STYLE.sub("", line)) for line in text.split("\n")]
-
-
-def _plain(line: str) -> str:
-    if line.replace("\t", " ").isprintable():
-        return line
-    letters = (letter if letter == "\t" or not letter.isspace() else " " for letter in line)
-    return "".join(letter for letter in letters if letter == "\t" or letter.isprintable())
+    """The lines of `plain(text)`; what is longer than any row of a table is cut, and no row then."""
+    return [line[:MOST_COLUMNS] for line in plain(text).split("\n")]
 
 
 def shown(word: str) -> str:
