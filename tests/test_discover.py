@@ -393,6 +393,15 @@ def test_an_allocation_is_put_on_the_switches_of_slurm(tmp_path: Path) -> None:
     written(found, tmp_path)
 
 
+def test_a_job_reads_the_file_beside_slurms_own(tmp_path: Path) -> None:
+    (tmp_path / "topology.conf").write_text("SwitchName=s1 Nodes=n[1-2]\nSwitchName=s2 Nodes=n[3-4]\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_CONF": str(tmp_path / "slurm.conf")}
+    tree = local.switch_tree(job)
+    assert tree is not None
+    assert tree.of(["n3"]) == (NodeGroup(names=("n3",), switches=("s2",)),)
+    assert local.switch_tree({"SLURM_CONF": job["SLURM_CONF"]}) is None
+
+
 def test_switches_come_from_the_steps_where_nothing_else_tells(tmp_path: Path) -> None:
     reports = [
         Report(host=host, switches=(leaf, "pod"), seen=(hgx(host),))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -150,6 +151,51 @@ def test_a_node_with_fewer_links_or_nics_is_another_one(tmp_path: Path) -> None:
     cut = node(tmp_path / "cut", buses=("17", "a3"), state="1: DOWN")
     assert topology(whole, ("17", "a3"), links) != topology(whole, ("17", "a3"), nvlinks(18, 17))
     assert topology(whole, ("17", "a3"), links) != topology(cut, ("17", "a3"), links)
+
+
+class TwoGpus:
+    """NVML of a node with two GPUs: two links between them and one of each to a switch."""
+
+    NVMLError = RuntimeError
+    NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED = 4, 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, at: int) -> int:  # noqa: N802
+        return at
+
+    def nvmlDeviceGetPciInfo(self, at: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=b"00000000:17:00.0" if at == 0 else b"00000000:A3:00.0")
+
+    def nvmlDeviceGetName(self, at: int) -> str:  # noqa: N802
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, at: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=150_000_000_000)
+
+    def nvmlDeviceGetNvLinkState(self, at: int, link: int) -> int:  # noqa: N802
+        if link == 3:
+            raise self.NVMLError("not supported")
+        return 1
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, at: int, link: int) -> int:  # noqa: N802
+        return 2 if link == 2 else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, at: int, link: int) -> SimpleNamespace:  # noqa: N802
+        return self.nvmlDeviceGetPciInfo(1 - at)
+
+
+def test_nvidia_gpus_and_their_links_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "nvml", TwoGpus)
+    gpus, links = hardware.nvidia_gpus()
+    assert [gpu.pci for gpu in gpus] == ["0000:17:00.0", "0000:a3:00.0"]
+    assert device_id(gpus[0].name, gpus[0].memory_bytes) == "h200-sxm"
+    assert {pair: str(link) for pair, link in links.items()} == {
+        (0, 1): "nvlink x2",
+        (0, 0): "nvlink x1",
+        (1, 1): "nvlink x1",
+    }
 
 
 def test_amd_gpus_and_links_are_read_from_the_kernel(tmp_path: Path) -> None:

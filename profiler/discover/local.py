@@ -7,10 +7,12 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
 from autoplan.errors import InputError
+from autoplan.files import MOST_BYTES, read_text
 from profiler.discover import hwloc, nvidia_smi, rocm_smi, scontrol
 from profiler.discover.pci import Place, link_bytes_per_s, path_between
 from profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
@@ -19,7 +21,6 @@ from profiler.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, n
 from profiler.record import cleaned
 
 TOOL_S = 20.0  # a tool that talks to a device in trouble may never end
-MOST_BYTES = 8 * 2**20
 
 Tool = tuple[str, ...]
 TOOLS: Mapping[Tool, Callable[[str], SeenNode]] = {
@@ -38,11 +39,16 @@ def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
     """The switches of the cluster as Slurm tells a job; None outside of one, or where it tells of none."""
     if "SLURM_JOB_ID" not in variables:
         return None
-    try:
-        text = _output(("scontrol", "show", "topology"))
-        return scontrol.parse(text) if text else None
-    except InputError:  # a plugin without switches
-        return None
+    folder = Path(variables.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
+    for tell in (
+        lambda: _output(("scontrol", "show", "topology")),
+        lambda: read_text(folder / "topology.yaml"),  # which Slurm reads before the other
+        lambda: read_text(folder / "topology.conf"),
+    ):
+        with suppress(InputError):  # not readable, or of a plugin without switches
+            if text := tell():
+                return scontrol.parse(text)
+    return None
 
 
 def see(sys: Path = SYS, tools: Mapping[Tool, Callable[[str], SeenNode]] = TOOLS) -> tuple[list[SeenNode], list[str]]:
