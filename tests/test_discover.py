@@ -20,7 +20,7 @@ from autoplan.cli import main
 from autoplan.cli.inputs import stored_timings
 from autoplan.cluster import Fault, MachineSpec, NodeGroup
 from autoplan.errors import InputError
-from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.read.cluster import load_cluster, preset_clusters, preset_devices
 from autoplan.timing import Measurement, Operation
 from autoplan.topology.levels import compile_topology
 from autoplan.units import GIB, MIB
@@ -113,6 +113,10 @@ def test_every_shipped_kind_of_node_is_itself_when_nothing_else_is_known_of_it(n
     found = describe(seen, name=name)
     assert (found.cluster.levels, found.cluster.network) == (shipped.levels, network)
     written(found, tmp_path)
+
+
+def test_every_shipped_device_is_in_a_shipped_cluster() -> None:
+    assert {load_cluster(name).device.name for name in preset_clusters()} == set(preset_devices())
 
 
 # NVLinks of a device, and what they give in one direction: data sheets of V100, A100, A800, H100 and B200.

@@ -82,31 +82,29 @@ def _levels(
 ) -> tuple[tuple[LinkLevel, ...], dict[str, str], list[str]]:
     """(levels of a node, remarks on them, warnings)."""
     fabric = fabric_of(node, device)
-    warnings: list[str] = []
     size = cluster.devices_per_node
     shipped = [level for level in cluster.levels if level.kind in ("nvlink", "xgmi")]
     if size == 1 or device.vendor == "cpu" or not node.links:
         remark = f"nominal, {_shipped(base)}: links between devices were not seen"
-        return cluster.levels, _remarks_on(cluster.levels, remark), warnings
+        return cluster.levels, _remarks_on(cluster.levels, remark), []
     if fabric is None and not shipped:
-        return cluster.levels, _remarks_on(cluster.levels, f"nominal, {_shipped(base)}"), warnings
+        return cluster.levels, _remarks_on(cluster.levels, f"nominal, {_shipped(base)}"), []
     if fabric is not None and shipped and fabric.num_devices == min(shipped[-1].num_devices, size):
         rate = fabric.bytes_per_s
         nominal = shipped[-1].bandwidth_bytes_per_s
         is_mesh = fabric.is_mesh or (shipped[-1].is_mesh and not fabric.is_switched)
         is_alike = rate is None or abs(rate / nominal - 1) <= SAME_RATE
         if len(shipped) > 1 or (is_alike and is_mesh == shipped[-1].is_mesh):
-            return cluster.levels, _remarks_on(cluster.levels, f"nominal{_links(fabric, node)}"), warnings
+            return cluster.levels, _remarks_on(cluster.levels, f"nominal{_links(fabric, node)}"), []
         level = replace(shipped[-1], bandwidth_bytes_per_s=rate or nominal, is_mesh=is_mesh)
-        warnings.append(
-            f"{_rate(level)} where the shipped {base.name} has {_rate(shipped[-1])}: "
-            "efficiency and latency are as shipped"
-        )
-        return (level,), _remarks_on((level,), f"nominal{_links(fabric, node)}"), warnings
+        unlike = f"{_rate(level)} where the shipped {base.name} has {_rate(shipped[-1])}"
+        remarks = _remarks_on((level,), f"nominal{_links(fabric, node)}")
+        return (level,), remarks, [f"{unlike}: efficiency and latency are as shipped"]
     if fabric is None and not _shows_fabrics(node):
-        warnings.append(f"{node.source} shows no {shipped[-1].name}: it is assumed, {_shipped(base)}")
-        return cluster.levels, _remarks_on(cluster.levels, f"assumed, {_shipped(base)}"), warnings
-    return _own_levels(cluster, device, node, fabric, warnings)
+        assumed = f"assumed, {_shipped(base)}"
+        warning = f"{node.source} shows no {shipped[-1].name}: it is {assumed}"
+        return cluster.levels, _remarks_on(cluster.levels, assumed), [warning]
+    return _own_levels(cluster, device, node, fabric)
 
 
 def _rate(level: LinkLevel) -> str:
@@ -125,7 +123,7 @@ def _shipped(base: ClusterSpec) -> str:
 
 
 def _own_levels(
-    cluster: ClusterSpec, device: DeviceSpec, node: SeenNode, fabric: Fabric | None, warnings: list[str]
+    cluster: ClusterSpec, device: DeviceSpec, node: SeenNode, fabric: Fabric | None
 ) -> tuple[tuple[LinkLevel, ...], dict[str, str], list[str]]:
     """Levels unlike those of any shipped cluster: a fabric that joins other devices, and PCIe between."""
     levels: list[LinkLevel] = []
@@ -151,7 +149,6 @@ def _own_levels(
         remarks[f"levels[{len(levels) - 1}].bandwidth_bytes_per_s"] = f"nominal: {of}"
         remarks[f"levels[{len(levels) - 1}].efficiency"] = "assumed"
     warnings = [
-        *warnings,
         "devices are joined otherwise than in the shipped "
         f"{cluster.name}: efficiency and latency of {' and '.join(one.name for one in levels)} are assumed",
     ]

@@ -30,14 +30,18 @@ class Fabric:
 
 
 def fabric_of(node: SeenNode, device: DeviceSpec) -> Fabric | None:
-    """The fabric; None where no link of it was seen."""
+    """The fabric; None where no link of it was seen, or none that joins parts of which a node is made."""
     direct = [link for link in node.links if link.b is not None and link.path == "fabric"]
     if not direct:
         return None
     indices = [one.index for one in node.devices]
     parts = _parts(indices, direct)
     size = mode(len(part) for part in parts for _ in part)
-    apart = tuple(tuple(part) for part in parts if len(part) != size)
+    if len(indices) % size:
+        if size <= len(indices) / 2:
+            return None
+        size = len(indices)
+    apart = tuple(tuple(part) for part in parts if len(part) <= size / 2 and len(part) != size)
     most = MOST_NVLINKS.get(device.generation, 0)
     counts = {index: [link.num_links for link in direct if index in (link.a, link.b)] for index in indices}
     is_switched = bool(most) and any(sum(each) > most for each in counts.values())
@@ -46,7 +50,7 @@ def fabric_of(node: SeenNode, device: DeviceSpec) -> Fabric | None:
     is_complete = len(direct) == sum(len(part) * (len(part) - 1) // 2 for part in parts)
     return Fabric(
         kind="nvlink" if most else "xgmi",
-        num_devices=len(indices) if apart and len(indices) % size else size,
+        num_devices=size,
         is_switched=is_switched,
         is_mesh=not is_switched and is_complete and size > 2 and len({link.num_links for link in direct}) == 1,
         num_links=num_links,

@@ -40,11 +40,12 @@ def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
     if "SLURM_JOB_ID" not in variables:
         return None
     folder = Path(variables.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
-    for tell in (
+    ways: tuple[Callable[[], str | None], ...] = (
         lambda: _output(("scontrol", "show", "topology")),
         lambda: read_text(folder / "topology.yaml"),  # which Slurm reads before the other
         lambda: read_text(folder / "topology.conf"),
-    ):
+    )
+    for tell in ways:
         with suppress(InputError):  # not readable, or of a plugin without switches
             if text := tell():
                 return scontrol.parse(text)
