@@ -37,7 +37,7 @@ def discover(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to stdout.")] = None,
     force: ForceOption = False,
     name: Annotated[str, typer.Option(metavar="NAME", help="Of the cluster.")] = "",
-    nodes: Annotated[int, whole_number("--nodes", "N", "How many such nodes there are.")] = 0,
+    nodes: Annotated[int, whole_number("--nodes", "N", "How many such nodes there are; 0: those of the job.")] = 0,
     device: Annotated[
         str, typer.Option(metavar="ID", help="The shipped device, where the sources do not say which it is.")
     ] = "",
@@ -172,7 +172,8 @@ def _tell(description: Description) -> None:
     rows = [("device", f"{cluster.devices_per_node} x {cluster.device.name}", remarks.get("device", ""))]
     for at, level in enumerate(cluster.levels):
         rate = f"{level.bandwidth_bytes_per_s / 1e9:g} GB/s x {format_percent(level.efficiency)}"
-        remark = remarks.get(f"levels[{at}].efficiency") or remarks.get(f"levels[{at}].bandwidth_bytes_per_s", "")
+        measured, nominal = (remarks.get(f"levels[{at}].{one}", "") for one in ("efficiency", "bandwidth_bytes_per_s"))
+        remark = measured if measured.startswith("measured") else nominal
         rows.append((level.name, f"{level.num_devices} devices, {rate}", remark))
     network = cluster.network
     rate = (

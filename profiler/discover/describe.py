@@ -42,7 +42,10 @@ def describe(node: SeenNode, *, num_nodes: int = 1, name: str = "", device: str 
     size = len(node.devices) or base.devices_per_node
     cluster = replace(load_cluster(f"{base.name}:{num_nodes}x{size}"), device=spec)
     shipped = _shipped(base)
-    remarks = {"device": node.source, "devices_per_node": node.source if node.devices else shipped}
+    remarks = {
+        "device": "as told by --device" if device else node.source,
+        "devices_per_node": node.source if node.devices else shipped,
+    }
     warnings = []
     if found.assumed:
         warnings.append(f"{spec.name!r} is not shipped: figures of {found.like} stand in, correct [device] in the file")
