@@ -217,6 +217,16 @@ class HostSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpec:
+    """By what the timing database knows nodes like these, beside their device.  Blank is unknown."""
+
+    runtime: str = ""  # cuda 13.0, rocm 7.1, cpu
+    torch: str = ""
+    collectives: str = ""  # nccl 2.28.3
+    topology: str = ""  # hash of the links between devices, sockets and NICs of a node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """`num_nodes` equal nodes of `devices_per_node` devices.  `levels` are innermost first."""
 
@@ -230,6 +240,7 @@ class ClusterSpec:
     nodes: tuple[NodeGroup, ...] = ()  # where a scheduler put the job; none: nodes fill the switches in order
     faults: tuple[Fault, ...] = ()
     host: HostSpec = HostSpec()
+    machine: MachineSpec | None = None
     price_per_device_hour: float | None = None
     sources: tuple[str, ...] = ()
 

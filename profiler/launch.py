@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import AutoplanError, InputError
+from autoplan.hostlist import expand_hosts
 from profiler.protocol import Fault, Hello, Job
 from profiler.record import cleaned
 
@@ -98,10 +99,10 @@ def _meeting_point(launcher: str, variables: Mapping[str, str]) -> str:
 
 def _first_host(nodes: str) -> str:
     """The first host of Slurm's 'gpu[003-010,012],login1'."""
-    found = re.match(r"(?P<name>[^\[,]+)(\[(?P<first>\d+)[^\]]*\](?P<rest>[^,]*))?", nodes)
-    if not found:
-        raise InputError(f"SLURM_STEP_NODELIST {nodes!r} names no host: pass MASTER_ADDR=<host of rank 0> on")
-    return found["name"] + (found["first"] or "") + (found["rest"] or "")
+    try:
+        return expand_hosts(nodes)[0]
+    except InputError:
+        raise InputError(f"SLURM_STEP_NODELIST {nodes!r} names no host: pass MASTER_ADDR=<host of rank 0> on") from None
 
 
 def local_places(num_ranks: int, meeting_file: Path) -> list[Place]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from profiler.environment import nvml, nvml_handle
+from profiler.environment import nvml_handle
+from profiler.hardware import nvml
 
 # Reasons for which NVML says that clocks are down and which are no part of sustained work within the power cap.
 _SLOWDOWNS = {0x08: "hardware", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}

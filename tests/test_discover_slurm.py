@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.errors import InputError
-from profiler.discover.hostlist import expand
+from autoplan.hostlist import expand_hosts
 from profiler.discover.slurm import parse
 
 
@@ -19,13 +19,13 @@ from profiler.discover.slurm import parse
     ],
 )
 def test_host_lists(text, names):
-    assert expand(text) == names
+    assert expand_hosts(text) == names
 
 
 @given(st.integers(0, 99_000), st.integers(0, 900), st.integers(1, 6))
 @settings(max_examples=20)
 def test_range_holds_every_number_once_with_its_zeros(first, more, width):
-    names = expand(f"n[{first:0{width}d}-{first + more:0{width}d}]")
+    names = expand_hosts(f"n[{first:0{width}d}-{first + more:0{width}d}]")
     assert [int(name[1:]) for name in names] == list(range(first, first + more + 1))
     assert all(len(name) >= width + 1 for name in names)
 
@@ -49,7 +49,7 @@ def test_range_holds_every_number_once_with_its_zeros(first, more, width):
 )
 def test_wrong_host_list_names_the_column(text, message):
     with pytest.raises(InputError, match=message):
-        expand(text)
+        expand_hosts(text)
 
 
 TREE = """# three leaves below one spine, as in topology.conf(5)

@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from machines import node, write
+
 torch = pytest.importorskip("torch")
 
 from autoplan.read.cluster import load_device, preset_devices  # noqa: E402
 from autoplan.units import GIB  # noqa: E402
-from profiler import devices, environment  # noqa: E402
-from profiler.environment import canonical_hash, device_id, fingerprint  # noqa: E402
+from profiler import devices, environment, hardware  # noqa: E402
+from profiler.environment import canonical_hash, fingerprint  # noqa: E402
+from profiler.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nics  # noqa: E402
 
 
 # Names as drivers report them, with the memory that torch shows: pytorch/test-infra #7631, NVIDIA/cosmos-framework
@@ -77,14 +81,14 @@ def test_a_device_without_a_name_is_known_by_architecture_memory_and_units() -> 
 
 def test_without_the_management_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    environment.nvml.cache_clear()
-    assert environment.nvml() is None
-    environment.nvml.cache_clear()
+    hardware.nvml.cache_clear()
+    assert hardware.nvml() is None
+    hardware.nvml.cache_clear()
 
 
 def test_every_rule_leads_to_a_shipped_device() -> None:
     ids = {known for _, ids in devices._NAMES for known in ids}
-    ids |= {known for ids in environment._ARCHITECTURES.values() for known in ids}
+    ids |= {known for ids in hardware._ARCHITECTURES.values() for known in ids}
     assert ids <= set(preset_devices())
     # What no name tells: no product, and a variant that its driver calls by the plain product's name.
     assert set(preset_devices()) - ids == {"cpu", "h100-96g-500w"}
@@ -110,59 +114,31 @@ def test_topologies_that_differ_in_one_link_differ() -> None:
     assert canonical_hash(labels, {}) != canonical_hash(["gpu"] * 3, {})
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
+def ports(sys: Path) -> list[Nic]:
+    return [nic for nic in nics(sys) if nic.is_up]
 
 
-def link(path: Path, target: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(target)
+def nvlinks(first: int, second: int) -> Links:
+    """Of two GPUs to switches."""
+    return {(at, at): GpuLink(kind="nvlink", num_links=number) for at, number in enumerate((first, second))}
 
 
-def node(sys: Path, *, buses: tuple[str, str], nic: str = "mlx5_0", state: str = "4: ACTIVE") -> Path:
-    """A /sys with two GPUs, an InfiniBand NIC below the first one's switch, its netdev, an Ethernet port, and lo."""
-    gpus = [sys / f"devices/pci0000:{bus}/0000:{bus}:01.0/0000:{bus}:02.0/0000:{bus}:03.0" for bus in buses]
-    for at, gpu in enumerate(gpus):
-        write(gpu / "numa_node", str(at))
-        link(sys / f"bus/pci/devices/{gpu.name}", gpu)
-    infiniband = gpus[0].parents[1] / f"0000:{buses[0]}:04.0"
-    port = infiniband / f"infiniband/{nic}/ports/1"
-    for name, text in (("state", state), ("rate", "400 Gb/sec (4X NDR)"), ("link_layer", "InfiniBand")):
-        write(port / name, text)
-    link(infiniband / f"infiniband/{nic}/device", infiniband)
-    link(sys / f"class/infiniband/{nic}", infiniband / f"infiniband/{nic}")
-    write(infiniband / "net/ib0/operstate", "up")
-    link(infiniband / "net/ib0/device", infiniband)
-    link(sys / "class/net/ib0", infiniband / "net/ib0")
-    ethernet = sys / "devices/pci0000:00/0000:00:19.0"
-    for name, text in (("net/eth0/operstate", "up"), ("net/eth0/speed", "25000"), ("numa_node", "0")):
-        write(ethernet / name, text)
-    link(ethernet / "net/eth0/device", ethernet)
-    link(sys / "class/net/eth0", ethernet / "net/eth0")
-    write(sys / "devices/virtual/net/lo/operstate", "unknown")
-    link(sys / "class/net/lo", sys / "devices/virtual/net/lo")
-    for at in (0, 1):
-        write(sys / f"devices/system/node/node{at}/distance", "10 21" if at == 0 else "21 10")
-    return sys
-
-
-def topology(sys: Path, buses: tuple[str, str], links: dict[tuple[int, int], str]) -> str:
-    return environment._node_topology(sys, [f"0000:{bus}:03.0" for bus in buses], links, environment._nics(sys))
+def topology(sys: Path, buses: tuple[str, str], links: Links) -> str:
+    return environment._node_topology(sys, [Gpu(pci=f"0000:{bus}:03.0") for bus in buses], links, ports(sys))
 
 
 def test_nics_are_told_by_kind_and_rate_and_virtual_ones_are_not(tmp_path: Path) -> None:
-    names = [label for label, _ in environment._nics(node(tmp_path, buses=("17", "a3")))]
+    names = [str(nic) for nic in nics(node(tmp_path, buses=("17", "a3")))]
     assert sorted(names) == ["ethernet 25 Gb/s", "infiniband 400 Gb/s"]
 
 
-def test_a_link_that_is_down_is_no_nic(tmp_path: Path) -> None:
-    names = [label for label, _ in environment._nics(node(tmp_path, buses=("17", "a3"), state="1: DOWN"))]
-    assert names == ["ethernet 25 Gb/s"]
+def test_a_nic_knows_whether_its_link_is_down(tmp_path: Path) -> None:
+    found = nics(node(tmp_path, buses=("17", "a3"), state="1: DOWN"))
+    assert [(nic.name, nic.is_up) for nic in found] == [("mlx5_0", False), ("eth0", True)]
 
 
 def test_a_node_stays_itself_when_buses_and_nics_are_counted_anew(tmp_path: Path) -> None:
-    links = {(0, 0): "nvlink x18", (1, 1): "nvlink x18"}
+    links = nvlinks(18, 18)
     before = topology(node(tmp_path / "before", buses=("17", "a3")), ("17", "a3"), links)
     after = topology(node(tmp_path / "after", buses=("c1", "05"), nic="mlx5_3"), ("c1", "05"), links)
     swapped = topology(tmp_path / "before", ("a3", "17"), links)
@@ -171,20 +147,71 @@ def test_a_node_stays_itself_when_buses_and_nics_are_counted_anew(tmp_path: Path
 
 def test_a_node_with_fewer_links_or_nics_is_another_one(tmp_path: Path) -> None:
     whole = node(tmp_path / "whole", buses=("17", "a3"))
-    links = {(0, 0): "nvlink x18", (1, 1): "nvlink x18"}
+    links = nvlinks(18, 18)
     cut = node(tmp_path / "cut", buses=("17", "a3"), state="1: DOWN")
-    assert topology(whole, ("17", "a3"), links) != topology(whole, ("17", "a3"), links | {(1, 1): "nvlink x17"})
+    assert topology(whole, ("17", "a3"), links) != topology(whole, ("17", "a3"), nvlinks(18, 17))
     assert topology(whole, ("17", "a3"), links) != topology(cut, ("17", "a3"), links)
 
 
-def test_amd_links_are_read_from_the_kernel(tmp_path: Path) -> None:
+class TwoGpus:
+    """NVML of a node with two GPUs: two links between them and one of each to a switch."""
+
+    NVMLError = RuntimeError
+    NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED = 4, 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, at: int) -> int:  # noqa: N802
+        return at
+
+    def nvmlDeviceGetPciInfo(self, at: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=b"00000000:17:00.0" if at == 0 else b"00000000:A3:00.0")
+
+    def nvmlDeviceGetName(self, at: int) -> str:  # noqa: N802
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, at: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=150_000_000_000)
+
+    def nvmlDeviceGetNvLinkState(self, at: int, link: int) -> int:  # noqa: N802
+        if link == 3:
+            raise self.NVMLError("not supported")
+        return 1
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, at: int, link: int) -> int:  # noqa: N802
+        return 2 if link == 2 else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, at: int, link: int) -> SimpleNamespace:  # noqa: N802
+        return self.nvmlDeviceGetPciInfo(1 - at)
+
+
+def test_nvidia_gpus_and_their_links_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "nvml", TwoGpus)
+    gpus, links = hardware.nvidia_gpus()
+    assert [gpu.pci for gpu in gpus] == ["0000:17:00.0", "0000:a3:00.0"]
+    assert device_id(gpus[0].name, gpus[0].memory_bytes) == "h200-sxm"
+    assert {pair: str(link) for pair, link in links.items()} == {
+        (0, 1): "nvlink x2",
+        (0, 0): "nvlink x1",
+        (1, 1): "nvlink x1",
+    }
+
+
+def test_amd_gpus_and_links_are_read_from_the_kernel(tmp_path: Path) -> None:
     nodes = tmp_path / "class/kfd/kfd/topology/nodes"
     write(nodes / "0/properties", "cpu_cores_count 96\nsimd_count 0")
     for at, place in ((1, 0x0500), (2, 0x2600)):
-        write(nodes / f"{at}/properties", f"simd_count 1216\nlocation_id {place}\ndomain 0")
+        about = f"simd_count 1216\nsimd_per_cu 4\nlocation_id {place}\ndomain 0\ngfx_target_version 90402"
+        write(nodes / f"{at}/properties", about)
         write(nodes / f"{at}/io_links/0/properties", "type 2\nnode_to 0\nweight 20")
-        write(nodes / f"{at}/io_links/1/properties", f"type 11\nnode_to {3 - at}\nweight 15")
-    assert environment._amd_links(tmp_path) == (["0000:05:00.0", "0000:26:00.0"], {(0, 1): "xgmi 15"})
+        write(nodes / f"{at}/io_links/1/properties", f"type 11\nnode_to {3 - at}\nweight 15\nmax_bandwidth 64000")
+    write(tmp_path / "bus/pci/devices/0000:05:00.0/mem_info_vram_total", "206141652992")
+    gpus, links = amd_gpus(tmp_path)
+    assert [gpu.pci for gpu in gpus] == ["0000:05:00.0", "0000:26:00.0"]
+    assert gpus[0] == Gpu(pci="0000:05:00.0", memory_bytes=206141652992, architecture="gfx942", compute_units=304)
+    assert {pair: str(link) for pair, link in links.items()} == {(0, 1): "xgmi 15"}
+    assert links[0, 1].bytes_per_s == 64e9
 
 
 def test_a_machine_without_devices_is_known_by_its_cpu() -> None:
@@ -208,7 +235,7 @@ def test_a_gpu_is_known_by_more_than_its_name() -> None:
     assert here.runtime.split()[0] in ("cuda", "rocm")
     assert here.collectives.split()[0] in ("nccl", "rccl")
     assert here.clock_mhz > 100
-    if environment.nvml() is not None or torch.version.hip:
+    if hardware.nvml() is not None or torch.version.hip:
         assert here.driver
         assert here.topology
         assert here.power_cap_w > 0

@@ -10,6 +10,7 @@ import typer
 from autoplan import __version__
 from autoplan.cli.calibrate import calibrate
 from autoplan.cli.db import db
+from autoplan.cli.discover import discover
 from autoplan.cli.estimate import estimate
 from autoplan.cli.export import export
 from autoplan.cli.predict import predict
@@ -34,6 +35,7 @@ app.command(no_args_is_help=True)(export)
 app.command(no_args_is_help=True)(predict)
 app.command(no_args_is_help=True)(score)
 app.command(no_args_is_help=True)(calibrate)
+app.command()(discover)
 app.command(no_args_is_help=True)(profile)
 app.command(no_args_is_help=True)(topo)
 app.command(no_args_is_help=True)(schema)

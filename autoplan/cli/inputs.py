@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -13,9 +13,10 @@ import typer
 from autoplan.errors import AutoplanError, InputError, UnpricedError
 
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
+    from autoplan.cluster import ClusterSpec
     from autoplan.framework import Framework
     from autoplan.problem import Problem
-    from autoplan.timing import Measurement
+    from autoplan.timing import Measurement, Operation
     from search.space import Space
 
 
@@ -190,7 +191,7 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
     if source not in TIMINGS:
         raise InputError(f"no timings are known as {source!r}: use {' or '.join(TIMINGS)}")
     device = problem.cluster.device
-    measurements = _published(problem) if source == "aiconfigurator" else _stored(device.name, url)
+    measurements = _published(problem) if source == "aiconfigurator" else _stored(problem.cluster, url)
     if not measurements:
         raise InputError(f"{source} has no timings of {device.name}: leave --timings out")
     factors = burst_factors(device, problem.calibration)
@@ -209,15 +210,24 @@ def _published(problem: Problem) -> list[Measurement]:
     return for_training(wide, device)
 
 
-def _stored(device: str, url: str | None) -> list[Measurement]:
-    """Of the machine with that device that was measured last, and what others have beyond it."""
+def _stored(cluster: ClusterSpec, url: str | None) -> list[Measurement]:
     from autoplan.timing import SHAPES
+
+    return stored_timings(cluster, url, [operation for operation in SHAPES if operation not in _FUSED])
+
+
+def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> list[Measurement]:
+    """Of the machine that the cluster file names, else of the one with its device that was measured last."""
     from profiler.record import Fingerprint
     from profiler.store import open_store
 
+    device, machine = cluster.device.name, cluster.machine
     with open_store(url, writable=False) as store:
-        wanted = store.latest(device) or Fingerprint(device=device)
-        return store.timings(wanted, operations=[operation for operation in SHAPES if operation not in _FUSED])
+        if machine is not None:
+            wanted = Fingerprint(device=device, **asdict(machine))
+        else:
+            wanted = store.latest(device) or Fingerprint(device=device)
+        return store.timings(wanted, operations=operations)
 
 
 def check_framework(framework: Framework) -> None:

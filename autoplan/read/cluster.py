@@ -13,6 +13,7 @@ from typing import Any
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.errors import InputError
 from autoplan.files import decode, is_file, read_table, schema
+from autoplan.hostlist import expand_hosts
 
 _SIZED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
 
@@ -116,4 +117,17 @@ def _from_table(table: dict[str, Any], where: str) -> ClusterSpec:
         if device not in presets:
             raise InputError(f"{where}: unknown device {device!r}: {_closest(device, tuple(sorted(presets)))}")
         table = {**table, "device": read_table(presets[device])}
+    if isinstance(table.get("nodes"), list):
+        table = {**table, "nodes": [_expanded(group, where) for group in table["nodes"]]}
     return decode(ClusterSpec, table, where)
+
+
+def _expanded(group: Any, where: str) -> Any:
+    """A group of nodes whose `names` may be host lists, 'gpu[001-016]'; the decoder says what else is wrong with it."""
+    names = group.get("names") if isinstance(group, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return group
+    try:
+        return {**group, "names": [one for name in names for one in expand_hosts(name)]}
+    except InputError as error:
+        raise InputError(f"{where}: nodes: {error}") from None

@@ -34,6 +34,7 @@ class SeenDevice:
     architecture: str = ""  # "sm_90", "gfx942"
     pci: str = ""  # bus address, lower case: "0000:1b:00.0"
     numa: int | None = None
+    memory_bytes: int | None = None  # visible
     host_bytes_per_s: float | None = None  # narrowest link on its way to the host, one direction: PCIe or NVLink-C2C
 
 

@@ -18,7 +18,7 @@ import yaml
 from autoplan.cluster import NodeGroup
 from autoplan.errors import InputError
 from autoplan.files import decode
-from profiler.discover.hostlist import MOST_HOSTS, expand
+from autoplan.hostlist import MOST_HOSTS, expand_hosts
 from profiler.discover.text import plain, shown, whole_number
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads ten times as fast; not every build has it
@@ -243,7 +243,7 @@ def _owners(entries: Sequence[_Entry], key: Literal["nodes", "children"]) -> dic
 
 def _expand(hosts: str, where: str) -> list[str]:
     try:
-        return expand(hosts)
+        return expand_hosts(hosts)
     except InputError as error:
         raise InputError(f"{where}: {shown(hosts)}: {error}") from None
 

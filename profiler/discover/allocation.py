@@ -1,0 +1,195 @@
+"""Which nodes has this job, and what does each of them say of itself?"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoplan.cluster import Fault, NodeGroup, SwitchTier
+from autoplan.errors import AutoplanError, InputError
+from autoplan.hostlist import expand_hosts
+from profiler.discover.describe import Description, describe, training_nics
+from profiler.discover.fabric import fabric_of
+from profiler.discover.flaws import flaws_of
+from profiler.discover.merge import merge
+from profiler.discover.report import Report, ReportFile, decode, encode
+from profiler.discover.seen import SeenNode
+from profiler.discover.slurm import SwitchTree
+from profiler.launch import START_S, Place
+
+
+def job_hosts(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The nodes that Slurm gave to this job; none outside of one."""
+    text = variables.get("SLURM_JOB_NODELIST", "")
+    return tuple(expand_hosts(text)) if text else ()
+
+
+def switches_above(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The switches of this node, innermost first, as Slurm tells a step: 'core.pod1.leaf3.gpu017' without its core."""
+    pattern = variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    names = variables.get("SLURM_TOPOLOGY_ADDR", "").split(".", maxsplit=len(pattern) - 1)
+    if len(pattern) < 3 or len(names) != len(pattern) or {*pattern[:-1]} - {"switch", "block"}:
+        return ()
+    return tuple(reversed(names[1:-1]))
+
+
+def gather(place: Place, mine: Report | None) -> list[Report] | None:
+    """The reports of all nodes on rank 0, None on another one; a rank that is not the first on its node has none.
+
+    They go through the store by which the ranks of a job meet, as text: no device is touched.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    limit = datetime.timedelta(seconds=START_S)
+    try:
+        store, rank, size = next(rendezvous(place.meeting_point, place.rank, place.num_ranks, timeout=limit))
+        store.set(f"autoplan/discover/{rank}", encode(ReportFile(nodes=(mine,) if mine else ())))
+        if rank:
+            return None
+        texts = [store.get(f"autoplan/discover/{other}") for other in range(size)]
+    except (RuntimeError, OSError, ValueError) as error:
+        raise AutoplanError(f"the ranks of {place.launcher} did not meet: {error}") from None
+    return [report for text in texts for report in decode(text.decode(errors="replace")).nodes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All nodes, each with what its sources say together."""
+
+    nodes: Mapping[str, SeenNode]  # by host, in the order of their ranks
+    switches: Mapping[str, tuple[str, ...]]
+    warnings: tuple[str, ...]
+
+
+def found_in(reports: Sequence[Report]) -> Found:
+    """What `reports` say; reports about one host are taken together, and those without a host tell of every one."""
+    by_host: dict[str, list[SeenNode]] = {}
+    warnings: list[str] = []
+    for report in reports:
+        for seen in report.seen:
+            by_host.setdefault(report.host or seen.host, []).append(seen)
+        warnings += [f"{report.host}: {trouble}" for trouble in report.troubles]
+    general = by_host.pop("", []) if len(by_host) > 1 else []
+    nodes = {}
+    for host, seen_there in by_host.items():
+        nodes[host], contradictions = merge([*seen_there, *general])
+        warnings += [f"{host}: {one}" if host else one for one in contradictions]
+    return Found(
+        nodes=nodes,
+        switches={report.host: report.switches for report in reports if report.switches},
+        warnings=tuple(warnings),
+    )
+
+
+def describe_all(
+    found: Found,
+    *,
+    hosts: Sequence[str] = (),
+    num_nodes: int = 0,
+    tree: SwitchTree | None = None,
+    name: str = "",
+    device: str = "",
+) -> Description:
+    """The cluster of the nodes that were found.
+
+    `hosts` are the nodes of the job where not all were seen, or `num_nodes` says how many there are: they are taken to
+    be alike.  `tree` holds the switches above them.
+    """
+    if len(found.nodes) > 1 or tree is not None:
+        hosts = hosts or tuple(host for host in found.nodes if host)
+    usual = _usual(found.nodes)
+    number = num_nodes or max(len(hosts), len(found.nodes))
+    description = describe(usual, num_nodes=number, name=name, device=device)
+    if len(hosts) == number:
+        description = _allocated(description, hosts, found.switches, tree)
+    description = _with_flaws(description, found.nodes, usual)
+    warnings = [*found.warnings, *description.warnings]
+    if number > len(found.nodes):
+        warnings.append(f"{len(found.nodes)} of {number} nodes were seen: the others are taken to be like them")
+    return replace(description, warnings=tuple(warnings))
+
+
+def _kind(node: SeenNode) -> tuple[object, ...]:
+    """What two nodes of one type have in common."""
+    names = tuple(sorted(device.name for device in node.devices))
+    return (names, tuple(sorted((nic.kind, nic.bytes_per_s or 0.0) for nic in training_nics(node))))
+
+
+def _usual(nodes: Mapping[str, SeenNode]) -> SeenNode:
+    """One of the nodes of which there are most; of as many, the one with more devices."""
+    counts = Counter(_kind(node) for node in nodes.values())
+    return max(nodes.values(), key=lambda node: (counts[_kind(node)], len(node.devices), len(training_nics(node))))
+
+
+def _with_flaws(description: Description, nodes: Mapping[str, SeenNode], usual: SeenNode) -> Description:
+    """The cluster with what is wrong with its nodes: as faults what can be priced, and as warnings all of it."""
+    cluster, nics = description.cluster, training_nics(usual)
+    named = {name for group in cluster.nodes for name in group.names}
+    warnings, faults = list(description.warnings), []
+    for at, (host, node) in enumerate(nodes.items()):
+        for flaw in flaws_of(node, usual, fabric_of(node, cluster.device), nics, cluster.network):
+            warnings.append(f"{host}: {flaw.text}" if host else flaw.text)
+            if flaw.part is not None and (host in named or not named):
+                place = host if named else at
+                faults.append(Fault(part=flaw.part, rate_share=flaw.rate_share, node=place, index=flaw.index))
+    try:
+        cluster = replace(cluster, faults=tuple(faults))
+    except InputError as error:
+        warnings.append(f"faults are left out of the file: {error}")
+    return replace(description, cluster=cluster, warnings=tuple(warnings))
+
+
+def _allocated(
+    description: Description,
+    hosts: Sequence[str],
+    switches: Mapping[str, tuple[str, ...]],
+    tree: SwitchTree | None,
+) -> Description:
+    """The cluster with its nodes by name, on the switches that Slurm names where it does."""
+    cluster, remarks, warnings = description.cluster, dict(description.remarks), list(description.warnings)
+    if tree is not None:
+        groups, tier_nodes, source = tree.of(hosts), tree.tier_nodes, "topology of Slurm"
+    elif all(host in switches for host in hosts) and len({len(switches[host]) for host in hosts}) == 1:
+        groups, source = _grouped(hosts, switches), "SLURM_TOPOLOGY_ADDR"
+        tier_nodes = tuple(
+            max(Counter(switches[host][at] for host in hosts).values()) for at in range(len(groups[0].switches))
+        )
+    else:
+        groups, tier_nodes, source = (NodeGroup(names=tuple(hosts)),), (), ""
+        if any(tier.oversubscription > 1 for tier in cluster.network.tiers):
+            warnings.append("which switches the nodes hang on is not known: they are taken to fill them in order")
+            return replace(description, warnings=tuple(warnings))
+    kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
+    for at in range(len(tier_nodes)):
+        kept[f"network.tiers[{at}].num_nodes"] = source
+        kept[f"network.tiers[{at}].oversubscription"] = "assumed: Slurm does not tell, correct it"
+    kept["nodes[0]"] = f"the allocation; switches: {source}" if source else "the allocation; switches are not known"
+    network = replace(cluster.network, tiers=_tiers(tier_nodes))
+    try:
+        cluster = replace(cluster, network=network, nodes=groups)
+    except InputError as error:
+        warnings.append(f"the allocation is left out of the file: {error}")
+        return replace(description, warnings=tuple(warnings))
+    return Description(cluster=cluster, remarks=kept, warnings=tuple(warnings))
+
+
+def _grouped(hosts: Sequence[str], switches: Mapping[str, tuple[str, ...]]) -> tuple[NodeGroup, ...]:
+    groups: list[NodeGroup] = []
+    for host in hosts:
+        if groups and groups[-1].switches == switches[host]:
+            groups[-1] = replace(groups[-1], names=(*groups[-1].names, host))
+        else:
+            groups.append(NodeGroup(names=(host,), switches=switches[host]))
+    return tuple(groups)
+
+
+def _tiers(tier_nodes: Sequence[int]) -> tuple[SwitchTier, ...]:
+    """Tiers that hold so many nodes at most: each several whole ones of the one below."""
+    tiers: list[SwitchTier] = []
+    for at, number in enumerate(tier_nodes):
+        below = tiers[-1].num_nodes if tiers else 1
+        size = max(-(-number // below), 2 if tiers else 1) * below
+        tiers.append(SwitchTier(name=f"tier {at + 1}" if at else "leaf", num_nodes=size))
+    return tuple(tiers)

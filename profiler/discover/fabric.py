@@ -1,0 +1,86 @@
+"""Which devices of a node does NVLink or xGMI join, how, and are all of them joined alike?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mode
+
+from autoplan.cluster import DeviceSpec
+from profiler.discover.seen import SeenLink, SeenNode
+
+# Of one link, one direction, and how many a device has: data sheets of V100, A100, H100, B200 (NVLink 2, 3, 4, 5).
+NVLINK_BYTES_PER_S: Mapping[str, float] = {"volta": 25e9, "ampere": 25e9, "hopper": 25e9, "blackwell": 50e9}
+MOST_NVLINKS: Mapping[str, int] = {"volta": 6, "ampere": 12, "hopper": 18, "blackwell": 18}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The scale-up fabric of a node, as far as its devices have one."""
+
+    kind: str  # nvlink, xgmi
+    num_devices: int  # that it joins: a node, or a part of it
+    is_switched: bool  # every link of a device leads to switches
+    is_mesh: bool  # a direct link between any two
+    num_links: int  # of each device, 0 where it is not known
+    bytes_per_s: float | None  # of each device, one direction
+    apart: tuple[tuple[int, ...], ...] = ()  # devices that are not joined as the others are
+    fewer_links: Mapping[int, int] = field(default_factory=dict)  # of devices with fewer than the others
+
+
+def fabric_of(node: SeenNode, device: DeviceSpec) -> Fabric | None:
+    """The fabric; None where no link of it was seen, or none that joins parts of which a node is made."""
+    direct = [link for link in node.links if link.b is not None and link.path == "fabric"]
+    if not direct:
+        return None
+    indices = [one.index for one in node.devices]
+    parts = _parts(indices, direct)
+    size = mode(len(part) for part in parts for _ in part)
+    if len(indices) % size:
+        if size <= len(indices) / 2:
+            return None
+        size = len(indices)
+    apart = tuple(tuple(part) for part in parts if len(part) <= size / 2 and len(part) != size)
+    most = MOST_NVLINKS.get(device.generation, 0)
+    counts = {index: [link.num_links for link in direct if index in (link.a, link.b)] for index in indices}
+    is_switched = bool(most) and any(sum(each) > most for each in counts.values())
+    per_device = {index: (max(each) if is_switched else sum(each)) for index, each in counts.items() if each}
+    num_links = mode(per_device.values()) if most else 0
+    is_complete = len(direct) == sum(len(part) * (len(part) - 1) // 2 for part in parts)
+    return Fabric(
+        kind="nvlink" if most else "xgmi",
+        num_devices=size,
+        is_switched=is_switched,
+        is_mesh=not is_switched and is_complete and size > 2 and len({link.num_links for link in direct}) == 1,
+        num_links=num_links,
+        bytes_per_s=_told_rate(direct, is_switched=is_switched)
+        or num_links * NVLINK_BYTES_PER_S.get(device.generation, 0.0)
+        or None,
+        apart=apart,
+        fewer_links={} if apart else {index: each for index, each in per_device.items() if each < num_links},
+    )
+
+
+def _told_rate(direct: Sequence[SeenLink], *, is_switched: bool) -> float | None:
+    """Of one device to all others, where the sources say it of every link."""
+    told: Counter[int] = Counter()
+    for link in direct:
+        if link.bytes_per_s is None:
+            return None
+        for end in (link.a, link.b):
+            assert end is not None
+            told[end] = max(told[end], round(link.bytes_per_s)) if is_switched else told[end] + round(link.bytes_per_s)
+    return float(mode(told.values()))
+
+
+def _parts(indices: Sequence[int], links: Sequence[SeenLink]) -> list[list[int]]:
+    """Devices by what the links join."""
+    part = {index: {index} for index in indices}
+    for link in links:
+        assert link.b is not None
+        if link.a in part and link.b in part and part[link.a] is not part[link.b]:
+            part[link.a] |= part[link.b]
+            for index in part[link.b]:
+                part[index] = part[link.a]
+    return [sorted(one) for one in {id(one): one for one in part.values()}.values()]

@@ -1,0 +1,127 @@
+"""Which device that autoplan ships are these, and what stands in for one that it does not ship?"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.cluster import DeviceSpec
+from autoplan.errors import InputError
+from autoplan.read.cluster import load_cluster, load_device, preset_clusters, preset_devices
+from profiler.devices import devices_named
+from profiler.discover.seen import SeenDevice, SeenNode
+
+_FIGURES = (
+    "memory_bytes",
+    "visible_memory_bytes",
+    "memory_bandwidth_bytes_per_s",
+    "compute_units",
+    "tdp_w",
+    "host_link_bytes_per_s",
+    "gemm_efficiency",
+    "memory_efficiency",
+    "peak_flops_per_s",
+)
+
+_FASTEST_PCIE = 128e9  # generation 6, 16 lanes
+
+_GENERATIONS = (
+    ("volta", r"sm_7[02]", r"V100"),
+    ("ampere", r"sm_8[067]", r"A(10|16|30|40|100|800)G?|RTX A\d+|RTX 30\d\d.*"),
+    ("ada", r"sm_89", r"L(4|20|40)S?|RTX 40\d\d.*|RTX \d+ Ada.*"),
+    ("hopper", r"sm_90", r"G?H(100|20|200|800)"),
+    ("blackwell", r"sm_1[0-2]\d", r"G?B(100|200|300)|RTX 50\d\d.*"),
+    ("cdna2", r"gfx90a", r"MI2\d\dX?"),
+    ("cdna3", r"gfx94\d", r"MI3[012]\dX?"),
+    ("cdna4", r"gfx950", r"MI35\dX?"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identified:
+    """The devices of a node."""
+
+    device: DeviceSpec
+    like: str  # the shipped device that it is, or whose figures stand in for its own
+    assumed: tuple[str, ...] = ()  # fields with such figures
+
+
+def identify(node: SeenNode, wanted: str = "") -> Identified:
+    """Which device the devices of `node` are.
+
+    `wanted` is the id of a shipped device, where a person knows better than the sources.
+    """
+    if wanted:
+        known = load_device(wanted)
+        if known is None:
+            raise InputError(f"--device {wanted!r} is not shipped: known are {', '.join(preset_devices())}")
+        return Identified(device=known, like=wanted)
+    if not node.devices:
+        raise InputError(f"{node.source}: names no device: give a source that does, or pass --device")
+    seen = _usual(node)
+    ids = _ids(seen)
+    if len(ids) == 1:
+        found = load_device(ids[0])
+        assert found is not None
+        return Identified(device=found, like=found.name)
+    if ids:
+        raise InputError(f"{node.source}: {seen.name or 'the device'} may be {' or '.join(ids)}: pass --device")
+    generation = _generation(seen)
+    alike = [device for device in map(load_device, preset_devices()) if device and device.generation == generation]
+    if not seen.name:
+        hint = " or ".join(one.name for one in alike) or "h100-sxm"
+        raise InputError(f"{node.source} does not say which devices these are: pass --device, such as {hint}")
+    if not alike:
+        raise InputError(f"{node.source}: nothing is known about {seen.name!r}: pass --device with the one like it")
+    return _stand_in(node, seen, alike)
+
+
+def _stand_in(node: SeenNode, seen: SeenDevice, alike: list[DeviceSpec]) -> Identified:
+    """The device with the figures that were seen, and all others of the shipped one that is most like it."""
+    has_fabric = any(link.b is not None and link.path == "fabric" for link in node.links)
+    memory = float(seen.memory_bytes or 0)
+    clusters = [load_cluster(name) for name in preset_clusters()]
+    joined = {one.device.name for one in clusters if one.levels[-1].kind in ("nvlink", "xgmi")}
+
+    def unlike(one: DeviceSpec) -> tuple[bool, bool, float, bool, str]:
+        is_coupled = one.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
+        return (
+            (one.name in joined) != has_fabric,
+            is_coupled != ((seen.host_bytes_per_s or 0) > _FASTEST_PCIE),
+            abs(memory - one.visible_memory_bytes) if memory else 0.0,
+            one.name not in preset_clusters(),  # a variant
+            one.name,
+        )
+
+    nearest = min(alike, key=unlike)
+    known: dict[str, Any] = {"name": seen.name}
+    if memory:
+        known |= {"memory_bytes": memory, "visible_memory_bytes": memory}
+    if seen.host_bytes_per_s:
+        known["host_link_bytes_per_s"] = seen.host_bytes_per_s
+    sources = (f"not shipped: figures of {nearest.name} stand in where they were not seen",)
+    return Identified(
+        device=replace(nearest, sources=sources, **known),
+        like=nearest.name,
+        assumed=tuple(name for name in _FIGURES if name not in known),
+    )
+
+
+def _usual(node: SeenNode) -> SeenDevice:
+    """One of the devices of which there are most."""
+    name = Counter(device.name for device in node.devices).most_common(1)[0][0]
+    return next(device for device in node.devices if device.name == name)
+
+
+def _ids(device: SeenDevice) -> tuple[str, ...]:
+    """Ids of the shipped devices that it may be."""
+    return (device.name,) if device.name in preset_devices() else devices_named(device.name)
+
+
+def _generation(device: SeenDevice) -> str:
+    for generation, architecture, names in _GENERATIONS:
+        if re.fullmatch(architecture, device.architecture) or re.search(rf"\b({names})\b", device.name):
+            return generation
+    return ""

@@ -1,0 +1,116 @@
+"""How fast are the links of a cluster by the tests that the timing database holds?  They count before data sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoplan.cluster import ClusterSpec, LinkLevel
+from autoplan.errors import InputError
+from autoplan.timing import Measurement, Operation
+from autoplan.units import MIB
+from profiler.fit import LEAST_POINTS, VOLUMES, collective_points, fit_collectives
+
+LEAST_BYTES = 16 * MIB  # of the largest buffer: below, no link is at its plateau
+OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")  # as they are preferred
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sustained:
+    """What buffers of growing size show of the links of one device."""
+
+    bytes_per_s: float  # bus bandwidth of the largest
+    latency_s: float  # of one step, with the smallest
+    half_rate_bytes: float  # one device's part of the buffer at which half of the rate is reached
+    text: str  # which measurements
+
+
+def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tuple[ClusterSpec, dict[str, str]]:
+    """(the cluster with the links that were measured, remarks on them by place)."""
+    levels, remarks = [], {}
+    for at, level in enumerate(cluster.levels):
+        below = cluster.levels[at - 1].num_devices if at else 1
+        found = _measured_level(level, [one for one in measured if _is_inside(one, below, level.num_devices)])
+        levels.append(found[0] if found else level)
+        if found:
+            remarks[f"levels[{at}].efficiency"] = found[1]
+    network = cluster.network
+    if sustained := _sustained([one for one in measured if _is_between(one, cluster)]):
+        nominal = network.nic_bytes_per_s * network.nics_per_device
+        network = replace(
+            network,
+            nic_bytes_per_s=max(sustained.bytes_per_s, nominal) / network.nics_per_device,
+            efficiency=min(sustained.bytes_per_s / nominal, 1.0),
+            latency_s=sustained.latency_s,
+            half_rate_bytes=sustained.half_rate_bytes,
+        )
+        remarks["network.efficiency"] = sustained.text
+    return replace(cluster, levels=tuple(levels), network=network), remarks
+
+
+def _is_inside(one: Measurement, least: int, most: int) -> bool:
+    """Whether it tells of a group inside one domain that needs more than the level below."""
+    members, inside, *_ = one.shape
+    return members == inside and least < members <= most
+
+
+def _is_between(one: Measurement, cluster: ClusterSpec) -> bool:
+    """Whether it tells of NICs: one member on a node; the others of the node beside it, if they share NICs."""
+    members, inside, groups, _ = one.shape
+    alone = cluster.network.nics_per_device >= 1
+    return inside == 1 < members and (groups == cluster.devices_per_node or (alone and groups == 1))
+
+
+def _measured_level(level: LinkLevel, measured: Sequence[Measurement]) -> tuple[LinkLevel, str] | None:
+    """(the level as measured, by what); None where that does not suffice."""
+    points = collective_points(one for one in measured if one.operation in VOLUMES)
+    if len(points.seconds) >= LEAST_POINTS and not level.is_mesh:
+        try:
+            fit = fit_collectives(level, points)
+        except InputError:  # sizes that leave nothing to check the fit with
+            pass
+        else:
+            text = f"measured: fitted to {fit.num_points} collectives, {100 * fit.error:.0f} % off on those held out"
+            curve = replace(fit.curve, source=text)
+            return replace(level, efficiency=fit.plateau, collectives=curve), text
+    sustained = _sustained(measured, level)
+    if sustained is None:
+        return None
+    nominal = level.bandwidth_bytes_per_s
+    return replace(
+        level,
+        bandwidth_bytes_per_s=max(sustained.bytes_per_s, nominal),
+        efficiency=min(sustained.bytes_per_s / nominal, 1.0),
+        latency_s=sustained.latency_s,
+        half_rate_bytes=sustained.half_rate_bytes,
+        collectives=None,
+    ), sustained.text
+
+
+def _sustained(measured: Sequence[Measurement], mesh: LinkLevel | None = None) -> Sustained | None:
+    """From the largest groups of the first of `OPERATIONS` that was measured with large buffers.
+
+    Of a mesh a group uses the links between its members only.
+    """
+    for operation in OPERATIONS:
+        of_it = [one for one in measured if one.operation == operation]
+        members = max((one.shape[0] for one in of_it), default=0)
+        ones = sorted((one for one in of_it if one.shape[0] == members), key=lambda one: one.shape[-1])
+        if len(ones) < 2 or ones[-1].shape[-1] < LEAST_BYTES:
+            continue
+        volume = VOLUMES.get(operation, members / (members - 1))  # a message crosses the link once, whole
+        buffers = np.array([float(one.shape[-1]) for one in ones])
+        seconds = np.array([one.seconds for one in ones])
+        rates = volume * buffers * (1 - 1 / members) / seconds
+        share = (members - 1) / (mesh.num_devices - 1) if mesh and mesh.is_mesh else 1.0
+        half = np.interp(0.5, np.maximum.accumulate(rates) / rates.max(), np.log(buffers))
+        steps = volume * (members - 1) if operation in VOLUMES else 1.0
+        return Sustained(
+            bytes_per_s=float(rates.max()) / share,
+            latency_s=float(seconds[0]) / steps,
+            half_rate_bytes=float(np.exp(half)) / members,
+            text=f"measured: {operation} of {members} devices, up to {buffers[-1] / MIB:,.0f} MiB",
+        )
+    return None

@@ -1,0 +1,197 @@
+"""What does this machine say it is made of?  The kernel, NVML and the tools that are installed, each asked once."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+
+from autoplan.errors import InputError
+from autoplan.files import MOST_BYTES, read_text
+from profiler.discover import hwloc, nvidia_smi, rocm_smi, scontrol
+from profiler.discover.pci import Place, link_bytes_per_s, path_between
+from profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
+from profiler.discover.slurm import SwitchTree
+from profiler.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, nvidia_gpus, read
+from profiler.record import cleaned
+
+TOOL_S = 20.0  # a tool that talks to a device in trouble may never end
+
+Tool = tuple[str, ...]
+TOOLS: Mapping[Tool, Callable[[str], SeenNode]] = {
+    ("nvidia-smi", "topo", "-m"): nvidia_smi.parse,
+    ("rocm-smi", "--showtopo"): rocm_smi.parse,
+    ("lstopo", "--whole-io", "--of", "xml"): hwloc.parse,
+}
+
+
+def host_name() -> str:
+    """The name by which Slurm knows this node, else its own."""
+    return cleaned(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+
+
+def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
+    """The switches of the cluster as Slurm tells a job; None outside of one, or where it tells of none."""
+    if "SLURM_JOB_ID" not in variables:
+        return None
+    folder = Path(variables.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
+    ways: tuple[Callable[[], str | None], ...] = (
+        lambda: _output(("scontrol", "show", "topology")),
+        lambda: read_text(folder / "topology.yaml"),  # which Slurm reads before the other
+        lambda: read_text(folder / "topology.conf"),
+    )
+    for tell in ways:
+        with suppress(InputError):  # not readable, or of a plugin without switches
+            if text := tell():
+                return scontrol.parse(text)
+    return None
+
+
+def see(sys: Path = SYS, tools: Mapping[Tool, Callable[[str], SeenNode]] = TOOLS) -> tuple[list[SeenNode], list[str]]:
+    """(what each source says about this machine, the kernel and NVML first, what went wrong with tools)."""
+    gpus, links = nvidia_gpus()
+    source = "NVML and sysfs"
+    if not gpus:
+        gpus, links = amd_gpus(sys)
+        source = "amdkfd and sysfs" if gpus else "sysfs"
+    seen, troubles = [as_seen(sys, gpus, links, source)], []
+    for tool, parse in tools.items():
+        try:
+            if (text := _output(tool)) is not None:
+                seen.append(parse(text))
+        except InputError as error:
+            troubles.append(f"`{' '.join(tool)}` is left out: {error}")
+    return seen, troubles
+
+
+def _output(tool: Tool) -> str | None:
+    """What `tool` prints; None where it is not installed."""
+    try:
+        done = subprocess.run(
+            tool,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TOOL_S,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"it cannot be started: {error.strerror or error}") from None
+    except subprocess.TimeoutExpired:
+        raise InputError(f"it did not end within {TOOL_S:.0f} s") from None
+    if done.returncode:
+        words = cleaned(" ".join(done.stderr.decode(errors="replace").split()))[:120]
+        raise InputError(f"it ended with status {done.returncode} {words}".rstrip())
+    return done.stdout[:MOST_BYTES].decode(errors="replace")
+
+
+def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> SeenNode:
+    """What the kernel says; on a machine without accelerators its cores are the devices."""
+    if not gpus:
+        cores = len(os.sched_getaffinity(0))
+        return SeenNode(
+            source=source,
+            host=host_name(),
+            devices=tuple(SeenDevice(index=at, name="cpu") for at in range(cores)),
+            nics=_adapters(nics(sys)),
+            num_sockets=_num_sockets(sys),
+        )
+    paths = [(sys / "bus/pci/devices" / gpu.pci).resolve() for gpu in gpus]
+    ports = nics(sys)
+    near = {port.name: _place(port.path) for port in ports}
+    places = [_place(path) for path in paths]
+    pairs = [
+        _pair(links, one, other) or SeenLink(a=one, b=other, path=path_between(places[one], places[other]))
+        for one, other in combinations(range(len(gpus)), 2)
+    ]
+    to_nics = [
+        SeenLink(a=at, nic=name, path=path_between(place, other))
+        for at, place in enumerate(places)
+        for name, other in near.items()
+    ]
+    return SeenNode(
+        source=source,
+        host=host_name(),
+        devices=tuple(_device(at, gpu, path) for at, (gpu, path) in enumerate(zip(gpus, paths, strict=True))),
+        nics=_adapters(ports),
+        links=(*pairs, *to_nics),
+        num_sockets=_num_sockets(sys),
+    )
+
+
+def _pair(links: Links, one: int, other: int) -> SeenLink | None:
+    """What joins two devices beyond PCIe: links of their own, or those of both to the switches of a fabric."""
+    direct = links.get((one, other))
+    if direct is not None and direct.kind != "pcie":
+        return SeenLink(a=one, b=other, path="fabric", num_links=direct.num_links, bytes_per_s=direct.bytes_per_s)
+    if (one, one) in links and (other, other) in links:
+        num_links = min(links[one, one].num_links, links[other, other].num_links)
+        return SeenLink(a=one, b=other, path="fabric", num_links=num_links)
+    return None
+
+
+def _device(index: int, gpu: Gpu, path: Path) -> SeenDevice:
+    return SeenDevice(
+        index=index,
+        name=device_id(gpu.name, gpu.memory_bytes, architecture=gpu.architecture, compute_units=gpu.compute_units),
+        architecture=gpu.architecture,
+        pci=gpu.pci,
+        numa=_numa(path),
+        memory_bytes=gpu.memory_bytes or None,
+        host_bytes_per_s=_host_bytes_per_s(path),
+    )
+
+
+def _adapters(ports: Sequence[Nic]) -> tuple[SeenNic, ...]:
+    """One adapter for each name; a rate of 0 is a link that is down."""
+    found: dict[str, SeenNic] = {}
+    for port in ports:
+        before = found[port.name].bytes_per_s if port.name in found else None
+        rate = (port.gbit_per_s * 1e9 / 8 if port.gbit_per_s else None) if port.is_up else 0.0
+        found[port.name] = SeenNic(
+            name=cleaned(port.name),
+            kind=port.kind,
+            bytes_per_s=rate if before is None else before + (rate or 0.0),
+            pci=port.path.name if re.fullmatch(r"[0-9a-f:.]{12,16}", port.path.name) else "",
+            numa=_numa(port.path),
+        )
+    return tuple(found.values())
+
+
+def _place(path: Path) -> Place:
+    """Where a device hangs, from its path: host bridge, root port, two ports of each switch, device."""
+    parts = path.parts
+    roots = [at for at, part in enumerate(parts) if part.startswith("pci")]
+    if not roots:
+        return Place(bridge="", numa=_numa(path), switches=())
+    below = parts[roots[-1] + 1 : -1]
+    return Place(bridge=parts[roots[-1]], numa=_numa(path), switches=tuple(below[1::2]))
+
+
+def _numa(path: Path) -> int | None:
+    text = read(path / "numa_node")  # -1 where the firmware does not tell
+    return int(text) if text.isdigit() else None
+
+
+def _host_bytes_per_s(path: Path) -> float | None:
+    """The narrowest link from a device up to its root: idle links slow down, so what they are capable of counts."""
+    rates = []
+    for place in (path, *path.parents):
+        if place.name.startswith("pci") or not place.name:
+            break
+        speed, width = read(place / "max_link_speed").partition(" ")[0], read(place / "current_link_width")
+        if re.fullmatch(r"\d{1,3}\.\d", speed) and width.isdigit() and int(width) > 0:
+            rates.append(link_bytes_per_s(float(speed), int(width)))
+    return min((rate for rate in rates if rate), default=None)
+
+
+def _num_sockets(sys: Path) -> int | None:
+    packages = {read(path) for path in (sys / "devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id")}
+    return len(packages - {""}) or None

@@ -1,0 +1,122 @@
+"""What do several sources say about one node together, and where do they contradict each other?
+
+The first source that says something is believed: callers give them in their order of precedence, which is the kernel
+and NVML of the machine itself, then NCCL's topology, `nvidia-smi` and `rocm-smi`, hwloc, and the lists of adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
+
+Part = TypeVar("Part", SeenDevice, SeenNic, SeenLink)
+
+
+def merge(seen: Sequence[SeenNode]) -> tuple[SeenNode, list[str]]:
+    """(the node, where sources contradict those before them)."""
+    node, contradictions = seen[0], []
+    for other in seen[1:]:
+        node, more = _merged(node, other)
+        contradictions += more
+    return node, contradictions
+
+
+def _merged(node: SeenNode, other: SeenNode) -> tuple[SeenNode, list[str]]:
+    other = _counted_as(node, other)
+    says: list[str] = []
+    devices = _joined(node.devices, other.devices, lambda one: one.index, says)
+    if node.devices and other.devices and len(node.devices) != len(other.devices):
+        devices = devices[: len(node.devices)]
+        says.insert(0, f"{len(other.devices)} devices, not {len(node.devices)}")
+    indices = {device.index for device in devices}
+    links = _joined(node.links, other.links, lambda one: (one.a, one.b, one.nic), says)
+    source = ", ".join(dict.fromkeys((*node.source.split(", "), other.source)))
+    named = node.source.partition(", ")[0]
+    for name in ("num_sockets", "devices_per_domain"):
+        ours, theirs = getattr(node, name), getattr(other, name)
+        if None not in (ours, theirs) and ours != theirs:
+            says.append(f"{name} {theirs}, not {ours}")
+    merged = replace(
+        node,
+        source=source,
+        host=node.host or other.host,
+        devices=devices,
+        nics=_joined(node.nics, other.nics, lambda one: one.name, says),
+        links=tuple(link for link in links if link.a in indices and (link.b is None or link.b in indices)),
+        num_sockets=node.num_sockets if node.num_sockets is not None else other.num_sockets,
+        devices_per_domain=node.devices_per_domain or other.devices_per_domain,
+    )
+    if not says:
+        return merged, []
+    more = f" and {len(says) - 1} more" if len(says) > 1 else ""
+    return merged, [f"{other.source} says {says[0]}{more}: {named} is believed"]
+
+
+def _counted_as(node: SeenNode, other: SeenNode) -> SeenNode:
+    """`other` with devices and NICs counted and named as those of `node` that have their PCI addresses."""
+    index_at = {device.pci: device.index for device in node.devices if device.pci}
+    name_at = {nic.pci: nic.name for nic in node.nics if nic.pci}
+    if not all(device.pci in index_at for device in other.devices):
+        index_at = {}
+    index = {device.index: index_at.get(device.pci, device.index) for device in other.devices}
+    name = {nic.name: name_at.get(nic.pci, nic.name) for nic in other.nics}
+    return replace(
+        other,
+        devices=tuple(
+            sorted((replace(one, index=index[one.index]) for one in other.devices), key=lambda one: one.index)
+        ),
+        nics=tuple(replace(one, name=name[one.name]) for one in other.nics),
+        links=tuple(_link(one, index, name) for one in other.links),
+    )
+
+
+def _link(link: SeenLink, index: dict[int, int], name: dict[str, str]) -> SeenLink:
+    a = index.get(link.a, link.a)
+    if link.b is None:
+        return replace(link, a=a, nic=name.get(link.nic, link.nic))
+    a, b = sorted((a, index.get(link.b, link.b)))
+    return replace(link, a=a, b=b)
+
+
+def _joined(
+    ours: Iterable[Part], theirs: Iterable[Part], key: Callable[[Part], object], says: list[str]
+) -> tuple[Part, ...]:
+    """Ours with what they lack of theirs, then theirs alone; `says` takes contradictions."""
+    found = {key(part): part for part in ours}
+    for part in theirs:
+        known = found.get(key(part))
+        if known is None:
+            found[key(part)] = part
+            continue
+        blank = {name: getattr(part, name) for name in part.__slots__ if getattr(known, name) in (None, "")}
+        if remark := _contradiction(known, part):
+            says.append(remark)
+        found[key(part)] = replace(known, **blank)
+    return tuple(found.values())
+
+
+def _contradiction(one: Part, other: Part) -> str:
+    """How `other` contradicts `one`; blank where it does not."""
+    if isinstance(one, SeenNic) and isinstance(other, SeenNic):
+        for name in ("kind", "bytes_per_s", "numa"):
+            ours, theirs = getattr(one, name), getattr(other, name)
+            if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
+                return f"{one.name} has {name} {theirs}, not {ours}"
+    if isinstance(one, SeenDevice) and isinstance(other, SeenDevice):
+        for name in ("pci", "numa", "architecture"):
+            ours, theirs = getattr(one, name), getattr(other, name)
+            if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
+                return f"device {one.index} has {name} {theirs}, not {ours}"
+    if isinstance(one, SeenLink) and isinstance(other, SeenLink):
+        counts = one.num_links != other.num_links and min(one.num_links, other.num_links) > 1
+        if counts or (one.path == "fabric") != (other.path == "fabric"):
+            ends = f"{one.a} and {one.nic or one.b}"
+            return f"{ends} are joined by {_way(other)}, not {_way(one)}"
+    return ""
+
+
+def _way(link: SeenLink) -> str:
+    return f"{link.num_links} links of a fabric" if link.path == "fabric" else f"PCIe ({link.path})"

@@ -1,0 +1,96 @@
+"""What does a node report of itself, and how is it kept: in a file, or sent to rank 0?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from autoplan.errors import InputError
+from autoplan.files import MOST_BYTES, read_text
+from profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi, scontrol
+from profiler.discover.seen import SeenNode
+from profiler.discover.slurm import SwitchTree
+from profiler.record import cleaned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the sources on one node say about it, in their order of precedence."""
+
+    host: str = ""
+    switches: tuple[str, ...] = ()  # that it hangs on, innermost first
+    seen: tuple[SeenNode, ...]
+    troubles: tuple[str, ...] = ()  # tools that failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFile:
+    """What `autoplan discover --json` prints."""
+
+    autoplan_discover: int = 1  # version of the format
+    nodes: tuple[Report, ...]
+
+
+Parsed = SeenNode | SwitchTree | ReportFile
+
+
+def encode(reports: ReportFile) -> str:
+    """The text of a report file."""
+    return msgspec.json.format(msgspec.json.encode(reports), indent=1).decode() + "\n"
+
+
+def decode(text: str) -> ReportFile:
+    """The report file that `text` is."""
+    try:
+        found = msgspec.json.decode(text, type=ReportFile)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InputError(f"is no report of autoplan discover: {cleaned(str(error))}") from None
+    if any(not one.isprintable() for one in _texts(msgspec.to_builtins(found))):
+        raise InputError("is no report of autoplan discover: it holds control characters")
+    return found
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+# By name: how a text of the format is recognised, and read.  In the order in which sources about a node are believed.
+FORMATS: Mapping[str, tuple[str, Callable[[str], Parsed]]] = {
+    "autoplan": (r'\A\s*\{\s*"autoplan_discover"', decode),
+    "nccl-xml": (r"<system\b", nccl_xml.parse),
+    "rocm-smi": (r"Weight between two GPUs|ROCm System Management Interface", rocm_smi.parse),
+    "nvidia-smi": (r"(?m)^\W*(\x1b?\[\d*m)*\s*GPU0\s", nvidia_smi.parse),
+    "hwloc": (r"<topology\b", hwloc.parse),
+    "adapters": (
+        r"(?m)^\s*(CA '|Infiniband device '|hca_id:|Device:\s*cxi\d|provider:\s*(efa|cxi))",
+        infiniband.parse,
+    ),
+    "slurm": (r"(?im)^\s*(SwitchName|BlockName)\s*=|^\s*-\s*topology\s*:", scontrol.parse),
+}
+
+
+def read_source(path: Path, kind: str = "auto") -> tuple[str, Parsed]:
+    """(format, what a saved file says); the format is recognised by its content."""
+    if kind != "auto" and kind not in FORMATS:
+        raise InputError(f"--format {kind!r} is unknown: known are auto, {', '.join(FORMATS)}")
+    text = read_text(path, most_bytes=MOST_BYTES)
+    found = recognise(text) if kind == "auto" else kind
+    if not found:
+        raise InputError(f"{path}: of no format that is known: pass --format with one of {', '.join(FORMATS)}")
+    try:
+        return found, FORMATS[found][1](text)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def recognise(text: str) -> str:
+    """The format of `text`; blank where it is none of them."""
+    return next((name for name, (pattern, _) in FORMATS.items() if re.search(pattern, text)), "")

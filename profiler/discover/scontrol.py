@@ -1,0 +1,26 @@
+"""Which switches does Slurm say the nodes of the cluster hang on?  Its file, or what it tells a job of it."""
+
+from __future__ import annotations
+
+import re
+
+from profiler.discover import slurm
+from profiler.discover.slurm import SwitchTree
+
+_TOLD = re.compile(r"(?i)\s*\b(Level|BlockIndex|BlockSize)=\S*")
+_NODES = re.compile(r"(?i)\s*\bNodes=\S*")
+
+
+def parse(text: str) -> SwitchTree:
+    """The tree of a `topology.conf`, a `topology.yaml`, or of what `scontrol show topology` prints.
+
+    The latter has a level on each line, and under a switch of switches all nodes below once more.
+    """
+    return slurm.parse("\n".join(_as_file(line) for line in text.split("\n")))
+
+
+def _as_file(line: str) -> str:
+    if re.match(r"(?i)\s*AggregatedBlock=", line):
+        return ""  # made of the blocks on other lines
+    told = _TOLD.sub("", line)
+    return _NODES.sub("", told) if told != line and re.search(r"(?i)\bSwitches=\S", line) else told

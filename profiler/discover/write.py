@@ -1,0 +1,118 @@
+"""How is a cluster written, so that a person can read and correct it?  As TOML in human units, with remarks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+from autoplan.cluster import ClusterSpec, DeviceSpec
+from autoplan.hostlist import compress_hosts
+from autoplan.read.cluster import load_device
+from autoplan.units import file_units
+from profiler.record import cleaned
+
+WIDTH = 120
+
+
+def cluster_toml(cluster: ClusterSpec, remarks: Mapping[str, str], heading: tuple[str, ...] = ()) -> str:
+    """The text of a cluster file that decodes to `cluster`.
+
+    `remarks` are comments by the place of a field, such as `levels[0].bandwidth_bytes_per_s`; `heading` are those above
+    all.  What is as it would be without being said is left out, unless there is a remark on it.
+    """
+    lines = [f"# {cleaned(line)}" for line in heading]
+    lines += _table(cluster, "", "", remarks)
+    return "\n".join(lines) + "\n"
+
+
+def _table(value: Any, key: str, place: str, remarks: Mapping[str, str]) -> Iterator[str]:
+    """The lines of a table: its own keys first, then the tables in it."""
+    tables: list[tuple[str, str, Any]] = []
+    for field in fields(value):
+        own, where = getattr(value, field.name), f"{place}.{field.name}".lstrip(".")
+        if isinstance(own, DeviceSpec) and own == load_device(own.name):
+            own = own.name
+        if own is None or (own == _default(field) and not any(one.startswith(where) for one in remarks)):
+            continue
+        if field.name == "names":  # of the nodes of an allocation
+            own = (compress_hosts(own),)
+        if is_dataclass(own) or isinstance(own, dict) or (isinstance(own, tuple) and own and is_dataclass(own[0])):
+            tables.append((field.name, where, own))
+        else:
+            name, text = _scalar(field.name, own)
+            yield from _remarked(f"{name} = {text}", remarks.get(where, ""))
+    for name, where, own in tables:
+        inner = f"{key}.{name}".lstrip(".")
+        if isinstance(own, dict):
+            yield from _dict(inner, own, remarks.get(where, ""))
+            continue
+        parts = [(where, own)] if is_dataclass(own) else [(f"{where}[{at}]", one) for at, one in enumerate(own)]
+        for at, part in parts:
+            yield ""
+            yield from _remarked(f"[{inner}]" if is_dataclass(own) else f"[[{inner}]]", remarks.get(at, ""))
+            yield from _table(part, inner, at, remarks)
+
+
+def _dict(key: str, values: Mapping[str, float], remark: str) -> Iterator[str]:
+    """A table of numbers, whose unit its name tells."""
+    path, _, name = key.rpartition(".")
+    human, factor = _unit(name, max(values.values(), default=1.0))
+    yield ""
+    yield from _remarked(f"[{path}.{human}]", remark)
+    for one, value in values.items():
+        yield f"{one} = {_number(value, factor)}"
+
+
+def _scalar(name: str, value: Any) -> tuple[str, str]:
+    """(key, value) as they stand in a file."""
+    if isinstance(value, float):
+        human, factor = _unit(name, value)
+        return human, _number(value, factor)
+    if isinstance(value, bool | int | str):
+        return name, _plain(value)
+    texts = [_plain(one) for one in value]
+    line = f"[{', '.join(texts)}]"
+    if len(line) > WIDTH - 20:
+        line = "[\n" + "".join(f"    {text},\n" for text in texts) + "]"
+    return name, line
+
+
+def _plain(value: bool | int | str) -> str:
+    if isinstance(value, str):
+        return json.dumps(cleaned(value), ensure_ascii=False)  # which escapes as TOML does
+    return str(value).lower()
+
+
+def _unit(name: str, value: float) -> tuple[str, float]:
+    """(key, factor) in the largest human unit in which `value` is at least a half."""
+    choices = [(name[: -len(inside)] + human, factor) for human, inside, factor in file_units(name)]
+    choices.sort(key=lambda choice: -choice[1])
+    return next((choice for choice in choices if value >= choice[1] / 2), choices[-1] if choices else (name, 1.0))
+
+
+def _number(value: float, factor: float) -> str:
+    """`value` in units of `factor`: as few digits as give the same number back."""
+    for digits in range(6, 18):
+        text = f"{value / factor:.{digits}g}"
+        if float(text) * factor == value:
+            return repr(float(text))
+    return repr(value / factor)
+
+
+def _remarked(line: str, remark: str) -> Iterator[str]:
+    """The line with a comment behind it, or above it where both are long."""
+    remark = cleaned(remark)
+    if not remark:
+        yield line
+    elif "\n" in line or len(line) + len(remark) + 4 > WIDTH:
+        yield from (f"# {remark}", line)
+    else:
+        yield f"{line}  # {remark}"
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default

@@ -1,0 +1,258 @@
+"""What hardware is in this node, as NVML, the kernel's amdkfd and sysfs tell?  Read without torch; nothing is set."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from autoplan.read.cluster import load_device
+from profiler.devices import devices_named
+from profiler.record import cleaned
+
+SYS = Path("/sys")
+
+# ROCm may name every device "AMD Radeon Graphics": then the architecture says which it can be.
+_ARCHITECTURES = {"gfx90a": ("mi250x-gcd",), "gfx942": ("mi300x", "mi325x"), "gfx950": ("mi355x",)}
+_MEMORY_TOLERANCE = 0.04  # drivers keep different amounts for themselves; the nearest two products differ by a tenth
+
+_KFD_LINKS = {"2": "pcie", "11": "xgmi"}  # io_link types of the kernel's amdkfd topology
+_GPU_TO_GPU, _GPU_TO_SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_GPU and _SWITCH
+
+# How close two PCI devices are: below one switch, one root complex, one socket, or none of them.
+PciRelation = Literal["switch", "root", "socket", "far"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """An accelerator of the node; what cannot be read is blank or 0."""
+
+    pci: str  # as sysfs writes it: 0000:17:00.0
+    name: str = ""
+    memory_bytes: int = 0
+    architecture: str = ""  # gfx942
+    compute_units: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLink:
+    """What joins two GPUs, or one GPU and the switches of the fabric."""
+
+    kind: str  # nvlink, xgmi, pcie
+    num_links: int = 1  # side by side
+    weight: str = ""  # as amdkfd rates the distance
+    bytes_per_s: float | None = None  # of all of them, one direction
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.weight}" if self.weight else f"{self.kind} x{self.num_links}"
+
+
+Links = dict[tuple[int, int], GpuLink]  # by the indices of two GPUs; of one and itself: to switches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """A port of a network adapter."""
+
+    name: str
+    kind: Literal["infiniband", "roce", "efa", "slingshot", "ethernet"]
+    gbit_per_s: float | None
+    is_up: bool
+    path: Path  # its place on the PCI bus
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.gbit_per_s:g} Gb/s" if self.gbit_per_s else self.kind
+
+
+def device_id(name: str, memory_bytes: int, *, architecture: str = "", compute_units: int = 0) -> str:
+    """autoplan's id of the device that the driver calls `name`, else that name.
+
+    The name must match a rule and the visible memory that of a shipped device within 4 %; a device that ROCm names in
+    general only is known by its architecture, memory and number of compute units.
+    """
+    ids = devices_named(name)
+    by_architecture = not ids and "Instinct" not in name
+    if by_architecture:
+        ids = _ARCHITECTURES.get(architecture.partition(":")[0], ())
+    for known in ids:
+        spec = load_device(known)
+        assert spec is not None, known
+        if abs(memory_bytes / spec.visible_memory_bytes - 1) > _MEMORY_TOLERANCE:
+            continue
+        if not by_architecture or compute_units == spec.compute_units:
+            return known
+    return cleaned(name) or "unknown"
+
+
+@lru_cache(maxsize=1)
+def nvml() -> Any | None:
+    """NVIDIA's management library (nvidia-ml-py), started; None where it or a driver for it is missing."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def nvidia_gpus() -> tuple[list[Gpu], Links]:
+    """The GPUs that NVML counts, and the NVLinks between them."""
+    library = nvml()
+    if library is None:
+        return [], {}
+    handles = [library.nvmlDeviceGetHandleByIndex(at) for at in range(library.nvmlDeviceGetCount())]
+    gpus = [_nvidia_gpu(library, handle) for handle in handles]
+    addresses = [gpu.pci for gpu in gpus]
+    counts: dict[tuple[int, int], int] = {}
+    for at, handle in enumerate(handles):
+        for link in range(library.NVML_NVLINK_MAX_LINKS):
+            with suppress(library.NVMLError):  # a link that this product does not have
+                if library.nvmlDeviceGetNvLinkState(handle, link) != library.NVML_FEATURE_ENABLED:
+                    continue
+                kind = library.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
+                other = at
+                if kind == _GPU_TO_GPU:
+                    remote = _pci_address(library.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+                    other = addresses.index(remote) if remote in addresses else at
+                if kind in (_GPU_TO_GPU, _GPU_TO_SWITCH) and at <= other:
+                    counts[at, other] = counts.get((at, other), 0) + 1
+    return gpus, {pair: GpuLink(kind="nvlink", num_links=count) for pair, count in counts.items()}
+
+
+def _nvidia_gpu(library: Any, handle: Any) -> Gpu:
+    name, memory_bytes = "", 0
+    with suppress(library.NVMLError):
+        name = cleaned(_text(library.nvmlDeviceGetName(handle)))
+        memory_bytes = int(library.nvmlDeviceGetMemoryInfo(handle).total)
+    return Gpu(pci=_pci_address(library.nvmlDeviceGetPciInfo(handle).busId), name=name, memory_bytes=memory_bytes)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _pci_address(bus_id: str | bytes) -> str:
+    """NVML's '00000000:17:00.0' as sysfs writes it: '0000:17:00.0'."""
+    return _text(bus_id).lower()[-12:]
+
+
+def amd_gpus(sys: Path) -> tuple[list[Gpu], Links]:
+    """The GPUs of the kernel's amdkfd topology, and the links between them."""
+    nodes = {}
+    for node in sorted((sys / "class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: int(path.name)):
+        properties = _properties(node / "properties")
+        if int(properties.get("simd_count", 0)) > 0:
+            nodes[node.name] = (node, properties)
+    order = {name: at for at, name in enumerate(nodes)}
+    gpus: list[Gpu] = []
+    links: Links = {}
+    for name, (node, properties) in nodes.items():
+        gpus.append(_amd_gpu(sys, properties))
+        for link in (node / "io_links").glob("*"):
+            about = _properties(link / "properties")
+            other = order.get(about.get("node_to", ""), -1)
+            if order[name] < other:
+                links[order[name], other] = GpuLink(
+                    kind=_KFD_LINKS.get(about.get("type", ""), "link"),
+                    weight=str(about.get("weight")),
+                    bytes_per_s=int(about.get("max_bandwidth", 0)) * 1e6 or None,  # MB/s
+                )
+    return gpus, links
+
+
+def _amd_gpu(sys: Path, properties: dict[str, str]) -> Gpu:
+    place, domain = int(properties.get("location_id", 0)), int(properties.get("domain", 0))
+    address = f"{domain:04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+    version = int(properties.get("gfx_target_version", 0))  # 90402 is gfx942, 90010 is gfx90a
+    memory = read(sys / "bus/pci/devices" / address / "mem_info_vram_total")
+    return Gpu(
+        pci=address,
+        name=read(sys / "bus/pci/devices" / address / "product_name"),
+        memory_bytes=int(memory) if memory.isdigit() else 0,
+        architecture=f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else "",
+        compute_units=int(properties["simd_count"]) // max(int(properties.get("simd_per_cu", 0)), 1),
+    )
+
+
+def nics(sys: Path) -> list[Nic]:
+    """Every port of every NIC; virtual ones are left out."""
+    found = []
+    for port in sorted((sys / "class/infiniband").glob("*/ports/*")):
+        device = (port.parents[1] / "device").resolve()
+        fabric: Literal["infiniband", "roce"] = "infiniband" if read(port / "link_layer") == "InfiniBand" else "roce"
+        found.append(
+            Nic(
+                name=port.parents[1].name,
+                kind="efa" if (device / "driver").resolve().name == "efa" else fabric,
+                gbit_per_s=_number(read(port / "rate").partition(" ")[0]),
+                is_up="ACTIVE" in read(port / "state"),
+                path=device,
+            )
+        )
+    for net in sorted((sys / "class/net").glob("*")):
+        device = (net / "device").resolve()
+        if not device.exists() or (device / "infiniband").exists():
+            continue
+        mbit_per_s = _number(read(net / "speed"))  # -1 where the driver does not know
+        found.append(
+            Nic(
+                name=net.name,
+                kind="slingshot" if (device / "driver").resolve().name.startswith("cxi") else "ethernet",
+                gbit_per_s=mbit_per_s / 1000 if mbit_per_s else None,
+                is_up=read(net / "operstate") != "down",
+                path=device,
+            )
+        )
+    return found
+
+
+def _number(text: str) -> float | None:
+    """A positive number; None for anything else."""
+    return float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,3})?", text) and float(text) > 0 else None
+
+
+def pci_relation(one: Path, other: Path) -> PciRelation:
+    """How close two devices are whose places on the PCI bus are given."""
+    common = os.path.commonpath([one, other])
+    roots = [part for part in Path(common).parts if part.startswith("pci")]
+    if roots:
+        return "switch" if Path(common).name != roots[-1] else "root"
+    return "socket" if read(one / "numa_node") == read(other / "numa_node") else "far"
+
+
+def numa_nodes(sys: Path) -> list[str]:
+    """The distances of every NUMA node to the others, as firmware tells them."""
+    return [
+        "numa " + " ".join(sorted(read(node / "distance").split()))
+        for node in (sys / "devices/system/node").glob("node[0-9]*")
+    ]
+
+
+def cpu_model() -> str:
+    """The processor's name; its architecture where /proc does not tell one, as on Arm."""
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return cleaned(" ".join(found[1].split()))
+    return cleaned(platform.processor() or platform.machine())
+
+
+def read(path: Path) -> str:
+    """The text of a file of sysfs; empty where it is missing or refuses, as `speed` of a link that is down does."""
+    try:
+        lines = path.read_text().strip().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return "\n".join(cleaned(line) for line in lines)
+
+
+def _properties(path: Path) -> dict[str, str]:
+    pairs = (line.split(maxsplit=1) for line in read(path).splitlines())
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
