@@ -61,7 +61,7 @@ def check(cluster: ClusterSpec, algorithm: Algorithm, groups: RankGroups) -> Non
         ALGORITHMS[algorithm](expanded, group, BYTES, 2.0)
     below = [1, *(level.num_devices for level in topology.levels)]
     for at in range(len(topology.levels)):
-        is_shared = at in topology.network[1:]
+        is_shared = at in topology.tiers
         closed = (found.domain_bytes if is_shared else found.device_bytes)[at, 0]
         assert expanded.busiest(at) == pytest.approx(closed, rel=1e-9, abs=1e-6), (algorithm, at, shape)
         in_domain = [group for group in siblings if min(group) < below[at]]

@@ -43,12 +43,7 @@ CONTENTION_SHARE = 0.10
 
 
 def _collective_s(
-    topology: Topology,
-    spans: Spans,
-    moved: Floats,
-    steps: Floats,
-    buffer_bytes: Floats,
-    volume: float,
+    topology: Topology, spans: Spans, moved: Floats, steps: Floats, buffer_bytes: Floats, volume: float
 ) -> Floats:
     """Time of a collective that `moved` so many bytes over the links of each level, in `volume` x `steps` steps.
 
@@ -73,7 +68,7 @@ def _collective_s(
             whole = volume * level.half_rate_bytes * steps[at] / rate
             fill = whole * np.minimum(2 * part / (part + level.half_rate_bytes), 1.0)
             here_beyond = np.maximum(latency, fill)
-        if at in topology.network[1:]:
+        if at in topology.tiers:
             wire, beyond = np.maximum(wire, here_wire), beyond + here_beyond
             times.pop()
         else:
@@ -95,6 +90,7 @@ def all_reduce_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Flo
 
     Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
     """
+    # NCCL's trees are left out: with them predictions of measured runs are worse (nanotron 3.95 % off instead of 3.87).
     spans = Spans.of(topology, topology.members(stride, size))
     time = _ring_s(topology, spans, buffer_bytes, 2.0)
     if not any(level.is_reducing for level in topology.levels):
@@ -140,7 +136,7 @@ def send_s(topology: Topology, stride: Ints, size: Ints, message_bytes: Floats) 
     time = wire = np.zeros(len(size))
     for at, level in enumerate(topology.levels):
         here_wire = moved[at] / level_rate(level, pair)
-        wire = np.maximum(wire, here_wire) if at in topology.network[1:] else here_wire
+        wire = np.maximum(wire, here_wire) if at in topology.tiers else here_wire
         crosses = spans.here[at] > spans.inner[at]
         time = np.where(crosses, np.maximum(time, level.latency_s + wire), time)
     return time

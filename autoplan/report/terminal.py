@@ -137,9 +137,10 @@ def print_table(
 
 def _headline(file: PlanFile) -> str:
     cluster, training = file.cluster, file.training
+    slow = f" ({len(cluster.faults)} of their parts slow)" if cluster.faults else ""
     return (
-        f"{file.model.name} on {cluster.name}: {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}, "
-        f"{training.precision}, {training.seq_len:,} tokens, global batch {file.best.plan.global_batch:,}"
+        f"{file.model.name} on {cluster.name}: {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
+        f"{slow}, {training.precision}, {training.seq_len:,} tokens, global batch {file.best.plan.global_batch:,}"
     )
 
 

@@ -28,9 +28,7 @@ class Level:
     latency_s: float
     half_rate_bytes: float
     is_mesh: bool = False  # the rate is that of all direct links together
-    is_network: bool = (
-        False  # beyond the first, a tier of switches or a site: what leads to it has come over all before
-    )
+    is_network: bool = False  # reached over NICs
     is_reducing: bool = False  # its switches add up what is reduced (SHARP)
     collectives: CollectiveCurve | None = None  # where measured
 
@@ -43,8 +41,13 @@ class Topology:
 
     @property
     def network(self) -> tuple[int, ...]:
-        """Indices of the levels that the NICs lead to."""
+        """Indices of the levels that NICs lead to."""
         return tuple(at for at, level in enumerate(self.levels) if level.is_network)
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Indices of the further tiers of the network, and its sites: their traffic comes over the NICs as well."""
+        return self.network[1:]
 
     def members(self, stride: Ints, size: Ints) -> Ints:
         """How many members of each group share one domain of each level: shape (levels, groups).

@@ -78,9 +78,9 @@ class Spans:
         here = members.astype(np.float64)
         inner = np.concatenate([np.ones((1, here.shape[1])), here[:-1]])
         base, reach = inner.copy(), here.copy()
-        for at in topology.network[1:]:
+        for at in topology.tiers:
             base[at] = base[at - 1]
-        for at in reversed(topology.network[1:]):
+        for at in reversed(topology.tiers):
             reach[at - 1] = reach[at]
         return cls(inner=inner, here=here, base=base, reach=reach)
 
@@ -125,7 +125,7 @@ def tree_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats) -> Floats
     A chain begins at each member in turn, so that all NICs are used alike; the busiest switch decides.
     """
     chain = np.where(spans.is_crossed, 2.0 * buffer_bytes * (1 / spans.inner - 1 / spans.reach), 0.0)
-    for at in list(topology.network):
+    for at in topology.network:
         nodes, below = (spans.reach / spans.base)[at], (spans.inner / spans.base)[at]
         pairs, like = np.unique(np.stack([nodes, below]), axis=1, return_inverse=True)
         crossing = np.array([_crossing_edges(round(n), max(round(b), 1)) for n, b in pairs.T])[like.reshape(-1)]
@@ -138,7 +138,7 @@ def in_network_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats) -> 
     goes up once, and the sum comes down once.
     """
     moved = hierarchical_bytes(spans, buffer_bytes, 2.0)
-    for at in list(topology.network):
+    for at in topology.network:
         moved[at] = np.where(spans.is_crossed[at], buffer_bytes / spans.inner[at], 0.0)
     return moved
 
@@ -162,7 +162,7 @@ def chain_bytes(topology: Topology, spans: Spans, message_bytes: Floats) -> Floa
     the senders alone.
     """
     own = np.ones((len(topology.levels), 1), dtype=np.bool_)
-    own[list(topology.network[1:])] = False
+    own[list(topology.tiers)] = False
     return np.where(spans.is_crossed, message_bytes / np.where(own, 1.0, spans.inner), 0.0)
 
 
