@@ -96,6 +96,7 @@ class Hello:
     hosts: tuple[str, ...]  # of every rank
     dtypes: tuple[str, ...]
     kernels: Mapping[tuple[Operation, str], str]  # how each operation runs here in each type, where it does
+    windowed: Mapping[tuple[Operation, str], str] = field(default_factory=dict)  # the same of attention in a window
     gemm_s: tuple[float, ...] = ()  # of each rank, the same product
     links_s: Mapping[tuple[int, int], float] = field(default_factory=dict)  # the same message between two ranks
 

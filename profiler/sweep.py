@@ -34,8 +34,10 @@ from profiler.protocol import BESIDE, COLLECTIVES, Hello, Outcome, Task, rules_f
 from profiler.record import Fingerprint, Mode, Record
 
 PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
+LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
 BUFFERS = {"cpu": tuple(2**power for power in range(10, 26, 3)), "cuda": tuple(2**power for power in range(16, 31, 2))}
 BESIDE_LEAST_BYTES = 2**22  # smaller ones end before a product has begun
+ACTION_S = 5e-4  # of the host, for an action of a pipeline: the order of what was seen
 OVERHEAD_S = 0.3  # of a measurement: memory, first runs, messages
 MOST_RESTARTS = 3  # in a row
 SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # over the median, worth a word; 5 % between devices are usual (`modelling` C1)
@@ -74,6 +76,16 @@ class Wish:
                 f"tp {wrong[0]} must divide the {self.model.num_heads} heads and ffn_size {self.model.ffn_size} of "
                 f"{self.model.name}: leave it out of --tp"
             )
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are narrower than keys."""
+        return self.model.qk_head_dim != self.model.v_head_dim
+
+    def window_of(self, block: Block) -> int:
+        """Tokens that a query of `block` sees, 0 for all before it."""
+        window = self.model.window or 0
+        return window if block is Block.WINDOW_ATTENTION and window < self.seq_len else 0
 
     def degrees(self) -> tuple[int, ...]:
         """The tensor-parallel degrees that the model admits, of the powers of two that are in use."""
@@ -118,10 +130,8 @@ def unmeasured(wish: Wish) -> list[str]:
     """What the model has and no operation of `timing.SHAPES` names, in words."""
     blocks = {block for layer in wish.model.layers for block in layer}
     found = []
-    if wish.model.qk_head_dim != wish.model.v_head_dim:
-        found.append("latent attention: keys and values of different width")
-    if Block.WINDOW_ATTENTION in blocks and (wish.model.window or 0) < wish.seq_len:
-        found.append("attention within a window")
+    if wish.is_latent and wish.window_of(Block.WINDOW_ATTENTION) and Block.WINDOW_ATTENTION in blocks:
+        found.append("latent attention within a window")
     if Block.MAMBA in blocks:
         found.append("state-space scans")
     return found
@@ -135,7 +145,8 @@ def plan(wish: Wish, hello: Hello, known: Collection[Key]) -> list[Planned]:
     for mode in wish.modes:
         for dtype in hello.dtypes:
             for operation, shape, count, suffix in (*_kernels(wish, hello), *_collectives(wish, hello)):
-                way = hello.kernels.get((operation, dtype))
+                is_windowed = operation.startswith("attention") and shape[-1] > 0
+                way = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
                 if way and (not wish.only or operation in wish.only):
                     task = Task(operation=operation, shape=shape, dtype=dtype, kernel=way + suffix, mode=mode)
                     calls[task] += count
@@ -191,15 +202,18 @@ def _kernels(wish: Wish, hello: Hello) -> Iterator[_Call]:
                         yield operation, (m, outputs, inputs), count * linear.copies, ""
                 yield "norm", (part, model.hidden_size), count * model.norms_per_block, ""
                 yield "norm_backward", (part, model.hidden_size), count * model.norms_per_block, ""
-                is_full = block is Block.ATTENTION or (
-                    block is Block.WINDOW_ATTENTION and (model.window or 0) >= seq_len
-                )
-                if is_full and model.qk_head_dim == model.v_head_dim:
-                    shape = (micro_batch, seq_len, heads, kv_heads, model.qk_head_dim, 0)
-                    yield "attention", shape, count, ""
-                    yield "attention_backward", shape, count, ""
-                if block in (Block.ATTENTION, Block.WINDOW_ATTENTION) and model.position_embedding == "rope":
-                    yield "rope", (tokens, heads + kv_heads, model.qk_head_dim), count, ""
+                if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
+                    window = wish.window_of(block)
+                    if not wish.is_latent:
+                        core = (micro_batch, seq_len, heads, kv_heads, model.qk_head_dim, window)
+                        yield "attention", core, count, ""
+                        yield "attention_backward", core, count, ""
+                    elif not window:
+                        latent = (micro_batch, seq_len, heads, model.qk_head_dim, model.v_head_dim)
+                        yield "latent_attention", latent, count, ""
+                        yield "latent_attention_backward", latent, count, ""
+                    if model.position_embedding == "rope":
+                        yield "rope", (tokens, heads + kv_heads, model.qk_head_dim), count, ""
                 if block is Block.MLP and model.gated_mlp:
                     yield "swiglu", (tokens, model.ffn_size // tp), count, ""
                     yield "swiglu_backward", (tokens, model.ffn_size // tp), count, ""
@@ -211,15 +225,18 @@ def _kernels(wish: Wish, hello: Hello) -> Iterator[_Call]:
                         yield "experts", (part * ep, *experts), count, ""
                         yield "experts_backward", (part * ep, *experts), count, ""
             whole = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
-            if whole and model.gated_mlp and model.qk_head_dim == model.v_head_dim and tokens % tp == 0:
+            if whole and model.gated_mlp and not wish.is_latent and tokens % tp == 0:
                 head = (model.num_heads, model.kv_heads, model.qk_head_dim)
                 sizes = (micro_batch, seq_len, model.hidden_size, model.ffn_size, *head)
-                yield "layer", (*sizes, tp), whole, ""
-                yield "layer_backward", (*sizes, tp), whole, ""
+                for one in LAYERS:
+                    yield one, (*sizes, tp), whole, ""
                 if tp == 1 and hello.ranks_per_node > 1:
                     yield "sharded_layer", (*sizes, hello.ranks_per_node, hello.ranks_per_node), whole, ""
             yield "cross_entropy", (tokens, columns), 1, ""
             yield "head", (tokens, model.hidden_size, columns), 1, ""
+    if (stages := hello.ranks_per_node) > 1:
+        for num_micro_batches in (stages, 4 * stages):  # the difference is what an action takes, the rest the step
+            yield "pipeline_actions", (num_micro_batches, stages, stages), 1, ""
     # Two sizes give its rate and what it costs to begin; 16 bytes a parameter are held.
     most = hello.fingerprint.memory_bytes // 16 // 16
     for share in (64, 8):
@@ -256,6 +273,8 @@ def reference_s(task: Task, device: DeviceSpec) -> float:
     if task.operation in COLLECTIVES:
         # Links are about a twentieth as fast as memory, from NVLink to gloo on loopback.
         return 2e-5 + task.shape[3] / (device.memory_bandwidth_bytes_per_s / 20)
+    if task.operation == "pipeline_actions":
+        return ACTION_S * 2 * task.shape[0]
     moved_s = numbers * width / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
     return max(flops / (peak * device.gemm_efficiency), moved_s) + 5e-6
 
@@ -266,11 +285,15 @@ def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
         m, n, k = shape
         return 2.0 * m * n * k, m * n + n * k + m * k
     if operation.startswith("attention"):
-        batch, seq_len, heads, kv_heads, head_dim, _ = shape
+        batch, seq_len, heads, kv_heads, head_dim, window = shape
         passes = 2.5 if operation.endswith("backward") else 1.0
-        return passes * 2.0 * batch * seq_len**2 * heads * head_dim, 2.0 * batch * seq_len * (
-            heads + kv_heads
-        ) * head_dim
+        seen = 2 * window if 0 < window < seq_len / 2 else seq_len
+        numbers = 2.0 * batch * seq_len * (heads + kv_heads) * head_dim
+        return passes * 2.0 * batch * seq_len * seen * heads * head_dim, numbers
+    if operation.startswith("latent_attention"):
+        batch, seq_len, heads, qk_head_dim, v_head_dim = shape
+        passes, widths = 2.5 if operation.endswith("backward") else 1.0, qk_head_dim + v_head_dim
+        return passes * batch * seq_len**2 * heads * widths, 2.0 * batch * seq_len * heads * widths
     if operation.startswith("experts"):
         tokens, hidden_size, ffn_size, per_token, _, etp, ep = shape
         passes = 2.0 if operation.endswith("backward") else 1.0
@@ -279,7 +302,7 @@ def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
         batch, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, cut, *_ = shape
         tokens = batch * seq_len
         weights = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size)
-        passes = {"layer": 1.0, "layer_backward": 2.0}.get(operation, 3.0)
+        passes = {"layer": 1.0, "layer_backward": 2.0, "layer_backward_selective": 2.0}.get(operation, 3.0)
         flops = 2.0 * tokens * weights + 2.0 * tokens * seq_len * heads * head_dim
         return passes * flops / (1 if operation == "sharded_layer" else cut), passes * 20.0 * tokens * hidden_size
     if operation == "head":

@@ -123,14 +123,15 @@ def greet(ranks: Ranks, job: Job) -> Hello:
         _check_alike(own, other, f"rank 0 on {hosts[0]}", f"rank {rank} on {hosts[rank]}")
     dtypes = job.dtypes or (_default_dtype(device),)
     ways: dict[tuple[Operation, str], str] = {}
+    windowed: dict[tuple[Operation, str], str] = {}
     if ranks.rank == 0:
         for dtype in dtypes:
-            ways |= {
-                (operation, dtype): kernels.implementation(operation, dtype, device) for operation in kernels.KERNELS
-            }
+            for one in kernels.KERNELS:
+                ways[one, dtype] = kernels.implementation(one, dtype, device)
+                windowed[one, dtype] = kernels.implementation_windowed(one, dtype, device)
             if dtype in kernels.DTYPES:
                 ways |= dict.fromkeys([(one, dtype) for one in COLLECTIVES], own.collectives.partition(" ")[0])
-                ways["sharded_layer", dtype] = "fsdp2"
+                ways |= {(one, dtype): way for one, way in units.UNITS.items()}
     gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
     return Hello(
         fingerprint=own,
@@ -138,6 +139,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
         hosts=tuple(hosts),
         dtypes=dtypes,
         kernels=ranks.share({which: way for which, way in ways.items() if way}),
+        windowed=ranks.share({which: way for which, way in windowed.items() if way}),
         gemm_s=tuple(gemm_s),
         links_s=links_s,
     )
@@ -202,8 +204,8 @@ def prepare(task: Task, ranks: Ranks) -> kernels.Run | None:
         return collectives.build_beside_gemm(task.operation, task.shape, maker, ranks.groups, ranks.decide)
     if task.operation in COLLECTIVES:
         return collectives.build(task.operation, task.shape, maker, ranks.groups)
-    if task.operation == "sharded_layer":
-        return units.build_sharded_layer(task.shape, maker, ranks.groups)
+    if task.operation in units.UNITS:
+        return units.build(task.operation, task.shape, maker, ranks.groups)
     run = kernels.build(task.operation, task.shape, maker)
     run()
     synchronise(ranks.device)
@@ -233,7 +235,8 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         device=ranks.device,
         sensors=ranks.sensors,
         rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
-        is_collective=needs_all,
+        # What the host does for a pipeline is its own time: waits for other stages are no part of it.
+        is_collective=needs_all and task.operation != "pipeline_actions",
     )
     del run
     _free(ranks.device)

@@ -81,6 +81,20 @@ def test_a_layer_is_sharded_over_ranks(four: tuple[Crew, Hello]) -> None:
     assert is_measured(crew.ask(Task(operation="sharded_layer", shape=shape, dtype="fp32", kernel="fsdp2")))
 
 
+def test_a_pipeline_runs_over_ranks_and_its_host_work_is_timed_by_the_hosts_own_clock(four: tuple[Crew, Hello]) -> None:
+    crew, hello = four
+    kernel = hello.kernels["pipeline_actions", "fp32"]
+    few, many = (
+        crew.ask(Task(operation="pipeline_actions", shape=(micro_batches, 4, 4), dtype="fp32", kernel=kernel))
+        for micro_batches in (4, 16)
+    )
+    assert is_measured(few)
+    assert is_measured(many)
+    assert few.conditions["clock"] == many.conditions["clock"] == "cpu time"
+    # Every micro-batch brings two actions: four times as many take far longer, whatever else a step costs.
+    assert min(many.samples_s) > 1.5 * min(few.samples_s)
+
+
 def test_running_out_of_memory_is_an_outcome(four: tuple[Crew, Hello]) -> None:
     crew, _ = four
     outcome = crew.ask(Task(operation="gemm", shape=(2**40, 32, 2**10), dtype="fp32", kernel="mm"))

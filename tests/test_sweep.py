@@ -49,6 +49,7 @@ LAB = Hello(
     hosts=("a", "a"),
     dtypes=("fp32",),
     kernels=ALL,
+    windowed={("attention", "fp32"): "window", ("attention_backward", "fp32"): "window"},
 )
 
 
@@ -69,8 +70,30 @@ def test_a_rank_of_two_has_half_the_heads_and_the_vocabulary() -> None:
     assert shapes(WISH, "attention") == {(1, 128, 4, 2, 64, 0), (1, 128, 2, 1, 64, 0)}
     assert shapes(WISH, "head") == {(128, 256, 1024), (128, 256, 512)}  # 1,000 padded to a multiple of 128 tp
     assert shapes(WISH, "norm") == {(128, 256), (64, 256)}  # sequence parallelism
-    assert shapes(WISH, "layer") == {(1, 128, 256, 512, 4, 2, 64, 1), (1, 128, 256, 512, 4, 2, 64, 2)}
+    for one in ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full"):
+        assert shapes(WISH, one) == {(1, 128, 256, 512, 4, 2, 64, 1), (1, 128, 256, 512, 4, 2, 64, 2)}
     assert shapes(WISH, "sharded_layer") == {(1, 128, 256, 512, 4, 2, 64, 2, 2)}
+
+
+def test_windowed_layers_are_measured_with_the_kernel_of_windows() -> None:
+    wish = replace(WISH, model=replace(SMALL, window=32, full_attention_interval=2), tps=(1,))
+    cores = {one.task.shape: one.task.kernel for one in plan(wish, LAB, ()) if one.task.operation == "attention"}
+    assert cores == {(1, 128, 4, 2, 64, 0): "way", (1, 128, 4, 2, 64, 32): "window"}
+    assert shapes(replace(wish, seq_len=32), "attention") == {(1, 32, 4, 2, 64, 0)}
+    assert shapes(wish, "attention", replace(LAB, windowed={})) == {(1, 128, 4, 2, 64, 0)}
+
+
+def test_latent_attention_is_measured_by_the_widths_of_its_keys_and_values() -> None:
+    wish = Wish(model=load_model("deepseek-v3"), framework=MEGATRON, seq_len=4096, tps=(1, 8))
+    for operation in ("latent_attention", "latent_attention_backward"):
+        assert shapes(wish, operation) == {(1, 4096, 128, 192, 128), (1, 4096, 16, 192, 128)}
+    assert shapes(wish, "attention") == set()
+
+
+def test_a_pipeline_over_all_ranks_of_a_node_is_measured_with_few_and_many_micro_batches() -> None:
+    assert shapes(WISH, "pipeline_actions") == {(2, 2, 2), (8, 2, 2)}
+    assert shapes(WISH, "pipeline_actions", replace(LAB, hosts=("a",) * 4 + ("b",) * 4)) == {(4, 4, 4), (16, 4, 4)}
+    assert shapes(WISH, "pipeline_actions", replace(LAB, hosts=("a",))) == set()
 
 
 def test_micro_batches_multiply_tokens() -> None:
@@ -90,10 +113,12 @@ def test_what_no_operation_names_is_told() -> None:
     def lacks(model: str) -> list[str]:
         return unmeasured(Wish(model=load_model(model), framework=MEGATRON, seq_len=8192))
 
-    assert lacks("llama3-8b") == []
-    assert lacks("deepseek-v3") == ["latent attention: keys and values of different width"]
-    assert lacks("gemma3-12b") == ["attention within a window"]
+    for model in ("llama3-8b", "deepseek-v3", "gemma3-12b"):
+        assert lacks(model) == []
     assert lacks("nemotron-h-56b") == ["state-space scans"]
+    both = replace(load_model("deepseek-v3"), window=4096)
+    assert unmeasured(Wish(model=both, framework=MEGATRON, seq_len=8192)) == ["latent attention within a window"]
+    assert unmeasured(Wish(model=both, framework=MEGATRON, seq_len=4096)) == []
 
 
 @pytest.mark.parametrize(
@@ -159,6 +184,14 @@ def test_larger_calls_are_expected_to_take_longer() -> None:
     layer = (1, 4096, 4096, 14336, 32, 8, 128)
     assert call_s("layer", *layer, 2) < call_s("layer", *layer, 1) < call_s("layer_backward", *layer, 1)
     assert call_s("sharded_layer", *layer, 8, 8) > call_s("layer_backward", *layer, 1)
+    assert call_s("layer_backward_full", *layer, 1) > call_s("layer_backward", *layer, 1)
+    whole, windowed = (call_s("attention", 1, 8192, 32, 8, 128, window) for window in (0, 1024))
+    assert windowed == pytest.approx(whole / 4, rel=0.1)
+    # Queries and keys of 192 and values of 128 are products as large as heads of 160.
+    assert call_s("latent_attention", 1, 8192, 128, 192, 128) == pytest.approx(
+        call_s("attention", 1, 8192, 160, 160, 128, 0), rel=0.01
+    )
+    assert call_s("pipeline_actions", 16, 4, 4) == 4 * call_s("pipeline_actions", 4, 4, 4)
     assert call_s("all_reduce", 8, 8, 1, 2**30) > call_s("all_reduce", 8, 8, 1, 2**20)
 
 
