@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from autoplan.read.cluster import load_cluster, load_device
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
 from autoplan.timing import SHAPES, line_of
+from profiler import sweep
 from profiler.launch import Crew, CrewError
 from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Task
 from profiler.record import Fingerprint
@@ -234,6 +236,14 @@ def products(*sizes: int) -> list[Planned]:
     return [Planned(task=task, effect_s=1.0, expected_s=0.1) for task in tasks]
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Crew, Hello]]:
+    with Crew(JOB, None, 2) as crew:
+        hello = crew.start()
+        assert hello is not None
+        yield crew, hello
+
+
 def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "times.db"))
     planned = products(16, faulty_ranks.DIES, 32, faulty_ranks.REFUSES, 48)
@@ -255,7 +265,8 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     assert plan(replace(WISH, only=("gemm",)), hello, store.known(hello.fingerprint)) != []
 
 
-def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path) -> None:
+def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "MOST_RESTARTS", 1)
     store = open_store(str(tmp_path / "times.db"))
     planned = products(*[faulty_ranks.EXITS] * 9)
     with Crew(JOB, None, 2, faulty_ranks.prepare) as crew:
@@ -263,19 +274,17 @@ def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path) -> No
         assert hello is not None
         with pytest.raises(CrewError, match="stored as failed: run the same command again for the rest"):
             run(crew, hello, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
-    # The first and three restarts, all alike: one record by its content.
+    # The first and a restart, both alike: one record by its content.
     (lost,) = store.records()
     assert "rank 1 exited with status 7" in lost.reason
 
 
-def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path) -> None:
+def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple[Crew, Hello]) -> None:
+    crew, hello = pair
     store = open_store(str(tmp_path / "times.db"))
     progress = Progress(total=2)
     planned = [products(16)[0], replace(products(32)[0], expected_s=1e6)]
-    with Crew(JOB, None, 1) as crew:
-        hello = crew.start()
-        assert hello is not None
-        run(crew, hello, store, planned, budget_s=1e3, progress=progress)
+    run(crew, hello, store, planned, budget_s=1e3, progress=progress)
     assert [one.shape for one in store.records()] == [(16, 32, 32)]
     assert progress.num_left == 1
 
@@ -297,22 +306,20 @@ if __name__ == "__main__":
         store, hello = open_store(sys.argv[1]), crew.start()
         planned = plan(WISH, hello, store.known(hello.fingerprint))
         print(len(planned), *crew.pids, flush=True)
-        run(crew, hello, store, planned[: int(sys.argv[2])], budget_s=1e9, progress=Progress(total=len(planned)))
+        run(crew, hello, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, pair: tuple[Crew, Hello]
 ) -> None:
     program, path = tmp_path / "program.py", tmp_path / "times.db"
     program.write_text(PROGRAM)
     folders = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, str(program), str(path)]
-    first = subprocess.Popen(
-        [*command, "1000"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert first.stdout is not None
     total, *pids = map(int, first.stdout.readline().split())
     while len(held(path)) < 3:
@@ -326,10 +333,12 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
     while any(Path(f"/proc/{pid}").exists() for pid in pids):  # no rank is left behind, even by SIGKILL
         assert time.monotonic() < end
         time.sleep(0.1)
-    second = subprocess.run([*command, "2"], env=environment, capture_output=True, text=True, check=True, timeout=300)
+    store, (crew, hello) = open_store(str(path)), pair
+    planned = plan(WISH, hello, store.known(hello.fingerprint))
     # What other load spoilt, or what did not settle, is worth another try.
     num_known = sum(one.status in ("ok", "failed") for one in stored)
-    assert int(second.stdout.split()[0]) == total - num_known
+    assert len(planned) == total - num_known
+    run(crew, hello, store, planned[:2], budget_s=1e9, progress=Progress(total=len(planned)))
     again = held(path)
     assert again[: len(stored)] == stored
     assert len(again) == len(stored) + 2
