@@ -255,7 +255,8 @@ import os, sys
 from profiler.launch import Crew, place_from
 from profiler.protocol import Job, Task
 from profiler.store import open_store
-from profiler.sweep import Planned, Progress, run
+from profiler.sweep import Progress, run
+from profiler.wishes import Planned
 
 if __name__ == "__main__":
     place = place_from(os.environ)
