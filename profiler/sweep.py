@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import signal
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +21,7 @@ from profiler.record import Fingerprint, Record
 from profiler.wishes import Key, Planned
 
 MOST_RESTARTS = 3  # in a row
+WORTH_ANOTHER = ("contaminated", "unstable")  # what the machine was like is no trait of the operation
 SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # over the median, worth a word; 5 % between devices are usual (`modelling` C1)
 
 
@@ -39,7 +40,7 @@ class Progress:
     """How a sweep stands."""
 
     total: int
-    outcomes: list[tuple[Task, Outcome]] = field(default_factory=list)
+    outcomes: dict[Task, Outcome] = field(default_factory=dict)  # the last of each task, in their order
     left_s: float = 0.0
     elapsed_s: float = 0.0
 
@@ -51,7 +52,7 @@ class Progress:
     def counts(self) -> dict[Operation, Counter[str]]:
         """How many measurements of each operation ended in which status."""
         found: dict[Operation, Counter[str]] = {}
-        for task, outcome in self.outcomes:
+        for task, outcome in self.outcomes.items():
             found.setdefault(task.operation, Counter())[outcome.status] += 1
         return found
 
@@ -108,14 +109,20 @@ def run(
     progress: Progress,
     advance: Callable[[Progress], None] = lambda progress: None,
     measured_by: str = "",
+    num_visits: int = 2,
 ) -> None:
     """Measure what is planned until `budget_s` is spent, and store each measurement as soon as it is there.
 
-    Ranks that are lost are stored as what the task failed of, and started again where that is possible.
+    What other load or a slow machine spoilt, or what did not settle, is visited again after all the rest, minutes
+    later, up to `num_visits` times in all.  Ranks that are lost are stored as what the task failed of, and started
+    again where that is possible.
     """
     began = time.monotonic()
     expected_so_far, restarts = 0.0, 0
-    for at, one in enumerate(planned):
+    visits: Counter[Task] = Counter()
+    queue = deque(planned)
+    while queue:
+        one = queue.popleft()
         elapsed = time.monotonic() - began
         pace = elapsed / expected_so_far if expected_so_far else 1.0
         if elapsed + one.expected_s * min(pace, 1.0) > budget_s:
@@ -128,10 +135,14 @@ def run(
             outcome, lost = Outcome(status="failed", reason=str(error)), error
         with _uninterrupted():
             store.add([_record(one.task, outcome, hello, measured_by)])
-            progress.outcomes.append((one.task, outcome))
+            progress.outcomes.pop(one.task, None)
+            progress.outcomes[one.task] = outcome
+        visits[one.task] += 1
+        if outcome.status in WORTH_ANOTHER and visits[one.task] < num_visits:
+            queue.append(one)
         expected_so_far += one.expected_s
         progress.elapsed_s = time.monotonic() - began
-        rest = sum(later.expected_s for later in planned[at + 1 :]) * progress.elapsed_s / expected_so_far
+        rest = sum(later.expected_s for later in queue) * progress.elapsed_s / expected_so_far
         progress.left_s = min(rest, max(budget_s - progress.elapsed_s, 0.0))
         advance(progress)
         if lost is not None:

@@ -115,7 +115,7 @@ def measure(
         times = np.array([report.samples_s for report in working])
         samples = (times.max(axis=0) if is_collective else np.median(times, axis=0)).tolist()
         foreign = foreign_load([report.window for report in reports], on_cpu=device.type == "cpu")
-        slowdown = max(report.window.slowdown for report in reports)
+        slowdown = _slowdown(reports, rules)
         rounds.append((foreign + bool(slowdown), foreign, slowdown, samples, working))
         if foreign <= rules.most_foreign and not slowdown:
             clean += samples
@@ -185,6 +185,13 @@ def _round(
     )
 
 
+def _slowdown(reports: Sequence[_Report], rules: Rules) -> str:
+    """What made a device slower than usual; empty if nothing did."""
+    pace = max(report.window.pace for report in reports)
+    told = max(report.window.slowdown for report in reports)
+    return told or (f"{100 * (pace - 1):.0f} % slower than at its best" if pace > 1 + rules.most_slowdown else "")
+
+
 def _fault(reports: Sequence[object], num_samples: int) -> str:
     """What is wrong with what the ranks returned; empty if nothing is."""
     for rank, report in enumerate(reports):
@@ -202,6 +209,7 @@ def _conditions(
     found = {"calls": str(num_calls), "other_load": f"{100 * foreign:.1f} %"}
     if by_cpu_time:
         found["clock"] = "cpu time"
+        found["pace"] = f"{max(report.window.pace for report in working):.2f}"
         waited = float(np.median([report.wall_over_cpu for report in working]))
         if waited > MOST_WALL_OVER_CPU:
             found["wall_over_cpu"] = f"{waited:.2f}"

@@ -15,8 +15,8 @@ import faulty_ranks
 from autoplan.read.cluster import load_cluster
 from profiler import sweep
 from profiler.launch import Crew, CrewError
-from profiler.protocol import Hello, Job, Task
-from profiler.record import Fingerprint
+from profiler.protocol import Hello, Job, Outcome, Task
+from profiler.record import Fingerprint, Status
 from profiler.store import open_store
 from profiler.sweep import Progress, extrapolations, outliers, run
 from profiler.wishes import Planned, plan
@@ -73,7 +73,7 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     with Crew(JOB, None, 2, faulty_ranks.prepare) as crew:
         hello = crew.start()
         assert hello is not None
-        run(crew, hello, store, planned, budget_s=1e9, progress=progress, measured_by="ada")
+        run(crew, hello, store, planned, budget_s=1e9, progress=progress, measured_by="ada", num_visits=1)
     records = list(store.records())
     assert [one.shape[0] for one in records] == [16, faulty_ranks.DIES, 32, faulty_ranks.REFUSES, 48]
     assert [one.status == "failed" for one in records] == [False, True, False, True, False]
@@ -85,6 +85,39 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     assert progress.num_left == 0
     assert progress.counts()["gemm"]["failed"] == 2
     assert plan(replace(WISH, only=("gemm",)), hello, store.known(hello.fingerprint)) != []
+
+
+class Told(Crew):
+    """Ranks whose answers are given."""
+
+    def __init__(self, *statuses: Status) -> None:
+        super().__init__(JOB, None, 1)
+        self.statuses = iter(statuses)
+        self.asked: list[int] = []
+
+    def ask(self, message: object) -> Outcome:
+        assert isinstance(message, Task)
+        self.asked.append(message.shape[0])
+        return Outcome(samples_s=(1.0 + len(self.asked),), status=next(self.statuses))
+
+
+def test_what_was_spoilt_is_visited_again_after_the_rest(tmp_path: Path) -> None:
+    planned = products(16, 32, 48, 64)
+    statuses: tuple[Status, ...] = ("contaminated", "ok", "unstable", "failed", "ok", "unstable")
+    progress = Progress(total=len(planned))
+    with Told(*statuses) as crew, open_store(str(tmp_path / "times.db")) as store:
+        run(crew, LAB, store, planned, budget_s=1e9, progress=progress)
+        assert crew.asked == [16, 32, 48, 64, 16, 48]
+        # Every visit is kept; of a task the last one counts.
+        assert [one.status for one in store.records()] == list(statuses)
+        assert {task.shape[0]: outcome.status for task, outcome in progress.outcomes.items()} == {
+            32: "ok",
+            64: "failed",
+            16: "ok",
+            48: "unstable",
+        }
+    assert progress.num_left == 0
+    assert progress.counts() == {"gemm": {"ok": 2, "failed": 1, "unstable": 1}}
 
 
 def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +139,7 @@ def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple
     store = open_store(str(tmp_path / "times.db"))
     progress = Progress(total=2)
     planned = [products(16)[0], replace(products(32)[0], expected_s=1e6)]
-    run(crew, hello, store, planned, budget_s=1e3, progress=progress)
+    run(crew, hello, store, planned, budget_s=1e3, progress=progress, num_visits=1)
     assert [one.shape for one in store.records()] == [(16, 32, 32)]
     assert progress.num_left == 1
 
@@ -162,7 +195,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
     # What other load spoilt, or what did not settle, is worth another try.
     num_known = sum(one.status in ("ok", "failed") for one in stored)
     assert len(planned) == total - num_known
-    run(crew, hello, store, planned[:2], budget_s=1e9, progress=Progress(total=len(planned)))
+    run(crew, hello, store, planned[:2], budget_s=1e9, progress=Progress(total=len(planned)), num_visits=1)
     again = held(path)
     assert again[: len(stored)] == stored
     assert len(again) == len(stored) + 2

@@ -16,7 +16,15 @@ from profiler.timer import measure, median_interval, scatter, spread  # noqa: E4
 
 CPU = torch.device("cpu")
 # Nothing here depends on how busy the machine is.
-CALM = Rules(num_samples=5, sample_s=1e-4, allowance_s=0.0, most_foreign=1e9, most_spread=1e9, most_scatter=1e9)
+CALM = Rules(
+    num_samples=5,
+    sample_s=1e-4,
+    allowance_s=0.0,
+    most_foreign=1e9,
+    most_slowdown=1e9,
+    most_spread=1e9,
+    most_scatter=1e9,
+)
 
 
 class Alone:
@@ -79,6 +87,16 @@ def test_rounds_under_other_load_are_repeated_then_marked() -> None:
     assert outcome.status == "contaminated"
     assert "other load took" in outcome.reason
     assert len(outcome.samples_s) == 5  # of the cleanest round
+
+
+def test_rounds_on_a_core_that_has_become_slower_are_marked() -> None:
+    class Slow(Alone):
+        def gather(self, mine: Any) -> list[Any]:
+            return [replace(mine, window=replace(mine.window, pace=1.25))]
+
+    outcome = measured(Slow(), replace(CALM, most_slowdown=0.1))
+    assert (outcome.status, outcome.reason) == ("contaminated", "device slowed down: 25 % slower than at its best")
+    assert measured(Slow(), replace(CALM, most_slowdown=0.3)).conditions["pace"] == "1.25"
 
 
 def test_a_median_that_does_not_settle_is_marked() -> None:
@@ -152,6 +170,7 @@ def test_sensors_see_the_time_that_this_process_takes() -> None:
     assert window.wall_s >= window.own_core_s * 0.9
     assert window.busy_core_s >= 0
     assert window.num_cores >= 1
+    assert 1.0 <= window.pace < 100.0
 
 
 def test_what_a_measurement_takes_is_known_before() -> None:

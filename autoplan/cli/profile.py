@@ -140,7 +140,7 @@ def _lead(
         with measuring_bar(quiet=quiet, total=len(planned)) as show:
 
             def advance(now: Progress) -> None:
-                task, outcome = now.outcomes[-1]
+                task, outcome = next(reversed(now.outcomes.items()))
                 if outcome.status == "failed" and not quiet:
                     _say(f"{task}: {outcome.reason}")
                 if show:
