@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 
@@ -31,7 +32,7 @@ class Window:
     num_cores: int = 1
     foreign_device: float = 0.0  # share of the device that other processes used
     slowdown: str = ""
-    pace: float = 1.0  # time of a check product over the least that this process has seen
+    pace: float = 1.0  # as `pace` has it
     clock_mhz: int = 0
     power_w: int = 0
 
@@ -55,6 +56,11 @@ def foreign_load(windows: Sequence[Window], *, on_cpu: bool) -> float:
     return max(0.0, *shares)
 
 
+def pace(checks_s: Sequence[float]) -> float:
+    """How much longer the last of a process's checks took than its better ones do: over their lower quartile."""
+    return checks_s[-1] / float(np.quantile(checks_s, 0.25))
+
+
 class Sensors:
     """Reads the host and one device; sets nothing."""
 
@@ -63,7 +69,7 @@ class Sensors:
         self._num_cores = psutil.cpu_count() or 1
         self._handle = nvml_handle(device)
         self._factor = torch.ones(CHECK_SIZE, CHECK_SIZE)
-        self._least_s = math.inf
+        self._checks_s: list[float] = []
         self.start()
 
     def start(self) -> None:
@@ -91,7 +97,7 @@ class Sensors:
         wall, busy, own = self._began
         slowdown, clock_mhz, power_w = self._state
         now = (time.perf_counter(), _busy_core_s(), time.process_time())
-        check_s = max(self._check_s, self._checked_s())
+        self._checks_s.append(max(self._check_s, self._checked_s()))
         return Window(
             host=self._host,
             wall_s=now[0] - wall,
@@ -100,26 +106,24 @@ class Sensors:
             num_cores=self._num_cores,
             foreign_device=self._foreign_device(),
             slowdown=slowdown,
-            pace=check_s / self._least_s,
+            pace=pace(self._checks_s),
             clock_mhz=clock_mhz,
             power_w=power_w,
         )
 
     def _checked_s(self) -> float:
-        """CPU time of a product, the least of a few: a core tells in no other way that it has become slower.
+        """CPU time of a product, the median of a few: a core tells in no other way that it has become slower.
 
-        A virtual one does so for minutes on end where neighbours on its host are busy.  Devices tell by themselves.
+        A virtual one does so for minutes on end where its host is busy.  Devices tell by themselves.
         """
         if self._device.type != "cpu":
-            self._least_s = 1.0
             return 1.0
         times = []
         for _ in range(CHECK_REPEATS):
             began = time.process_time()
             torch.mm(self._factor, self._factor)
             times.append(time.process_time() - began)
-        self._least_s = min(self._least_s, *times)
-        return min(times)
+        return statistics.median(times)
 
     def _slowdown(self) -> str:
         library = nvml()

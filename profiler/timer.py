@@ -115,12 +115,14 @@ def measure(
         times = np.array([report.samples_s for report in working])
         samples = (times.max(axis=0) if is_collective else np.median(times, axis=0)).tolist()
         foreign = foreign_load([report.window for report in reports], on_cpu=device.type == "cpu")
-        slowdown = _slowdown(reports, rules)
+        is_slow = max(report.window.pace for report in reports) > 1 + rules.most_slowdown
+        slowdown = _slowdown(reports, is_slow=is_slow)
         rounds.append((foreign + bool(slowdown), foreign, slowdown, samples, working))
         if foreign <= rules.most_foreign and not slowdown:
             clean += samples
         is_settled = bool(clean) and spread(clean) <= rules.most_spread and scatter(clean) <= rules.most_scatter
-        if is_settled or team.decide(time.perf_counter() - began) > rules.allowance_s:
+        gives_up = is_slow and not clean  # slow phases of a core last for minutes
+        if is_settled or gives_up or team.decide(time.perf_counter() - began) > rules.allowance_s:
             break
 
     _, foreign, slowdown, samples, working = min(rounds, key=lambda one: one[0])
@@ -185,11 +187,11 @@ def _round(
     )
 
 
-def _slowdown(reports: Sequence[_Report], rules: Rules) -> str:
+def _slowdown(reports: Sequence[_Report], *, is_slow: bool) -> str:
     """What made a device slower than usual; empty if nothing did."""
-    pace = max(report.window.pace for report in reports)
     told = max(report.window.slowdown for report in reports)
-    return told or (f"{100 * (pace - 1):.0f} % slower than at its best" if pace > 1 + rules.most_slowdown else "")
+    pace = max(report.window.pace for report in reports)
+    return told or (f"{100 * (pace - 1):.0f} % slower than usual" if is_slow else "")
 
 
 def _fault(reports: Sequence[object], num_samples: int) -> str:

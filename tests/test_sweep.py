@@ -105,7 +105,8 @@ def test_what_was_spoilt_is_visited_again_after_the_rest(tmp_path: Path) -> None
     planned = products(16, 32, 48, 64)
     statuses: tuple[Status, ...] = ("contaminated", "ok", "unstable", "failed", "ok", "unstable")
     progress = Progress(total=len(planned))
-    with Told(*statuses) as crew, open_store(str(tmp_path / "times.db")) as store:
+    crew = Told(*statuses)
+    with crew, open_store(str(tmp_path / "times.db")) as store:
         run(crew, LAB, store, planned, budget_s=1e9, progress=progress)
         assert crew.asked == [16, 32, 48, 64, 16, 48]
         # Every visit is kept; of a task the last one counts.
