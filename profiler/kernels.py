@@ -11,59 +11,22 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.timing import Operation
+from profiler import attention
+from profiler.attention import Attend, attend
+from profiler.maker import Maker, Run, backward
 
-Run = Callable[[], object]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of queries, keys and values: batch, heads, seq_len, width each
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU_CACHE_BYTES = 32 * 2**20  # of a core's share of the last level, roughly
 MOST_SETS = 8
-_BACKENDS = {
-    "sdpa flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION],
-    "sdpa cudnn": [SDPBackend.CUDNN_ATTENTION],
-}
 _ROPE_BASE = 10_000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Maker:
-    """Draws inputs on one device in one type of numbers."""
-
-    device: torch.device
-    dtype: str
-    kernel: str = ""  # which of several ways, as `implementation` names them
-
-    @property
-    def number(self) -> torch.dtype:
-        """torch's name of the type in which a kernel that has no fp8 version works."""
-        return DTYPES.get(self.dtype, torch.bfloat16)
-
-    def normal(self, *shape: int, grad: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor from N(0, 1)."""
-        return torch.randn(shape, device=self.device, dtype=dtype or self.number, requires_grad=grad)
-
-    def eighth(self, *shape: int) -> Tensor:
-        """A tensor from N(0, 1) in 8 bits."""
-        return self.normal(*shape, dtype=torch.float32).to(_fp8_type())
-
-    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A place for results."""
-        return torch.zeros(shape, device=self.device, dtype=dtype or self.number)
-
-    def weight(self, outputs: int, inputs: int) -> Tensor:
-        """A matrix that keeps the variance of what passes through it."""
-        return (torch.randn(outputs, inputs, device=self.device) / math.sqrt(inputs)).to(self.number).requires_grad_()
 
 
 def implementation(operation: Operation, dtype: str, device: torch.device) -> str:
@@ -197,79 +160,6 @@ def _wgrad(maker: Maker, m: int, n: int, k: int) -> Run:
     return lambda: total.add_(dy.t() @ x)
 
 
-def _heads(maker: Maker, batch: int, seq_len: int, *sizes: tuple[int, int]) -> list[Tensor]:
-    """Tensors of so many heads of a width each, as projections leave them: heads behind tokens in memory."""
-    return [maker.normal(batch, seq_len, heads, width).transpose(1, 2).requires_grad_() for heads, width in sizes]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "sdpa", mask: Tensor | None = None) -> Tensor:
-    with sdpa_kernel(_BACKENDS[kernel]) if kernel in _BACKENDS else nullcontext():
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-
-def _core(maker: Maker, batch: int, seq_len: int, window: int = 0) -> Attend:
-    """Causal attention as `maker.kernel` names it, over the last `window` tokens where there is one."""
-    if not window:
-        return functools.partial(_attend, kernel=maker.kernel)
-    if maker.kernel == "varlen flash":
-        from torch.nn.attention.varlen import varlen_attn  # the newest place: older versions have none
-
-        starts = torch.arange(0, (batch + 1) * seq_len, seq_len, dtype=torch.int32, device=maker.device)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v))
-            grouped, last = q.shape[1] != k.shape[1], (window - 1, 0)
-            out = varlen_attn(q, k, v, starts, starts, seq_len, seq_len, window_size=last, enable_gqa=grouped)
-            assert isinstance(out, Tensor)
-            return out
-
-        return attend
-    band = torch.ones(seq_len, seq_len, dtype=torch.bool, device=maker.device).tril().triu(1 - window)
-    return functools.partial(_attend, mask=band)
-
-
-def _attention_graph(
-    maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
-) -> tuple[Attend, list[Tensor]]:
-    grouped = (num_kv_heads, head_dim)
-    return _core(maker, batch, seq_len, window), _heads(maker, batch, seq_len, (num_heads, head_dim), grouped, grouped)
-
-
-def _latent_graph(
-    maker: Maker, batch: int, seq_len: int, num_heads: int, qk_head_dim: int, v_head_dim: int
-) -> tuple[Attend, list[Tensor]]:
-    wide, narrow = (num_heads, qk_head_dim), (num_heads, v_head_dim)
-    return _core(maker, batch, seq_len), _heads(maker, batch, seq_len, wide, wide, narrow)
-
-
-def _attention(maker: Maker, *shape: int) -> Run:
-    attend, heads = _attention_graph(maker, *shape)
-    return lambda: attend(*heads)  # with gradients wanted: training saves the statistics too
-
-
-def _attention_backward(maker: Maker, *shape: int) -> Run:
-    attend, heads = _attention_graph(maker, *shape)
-    return _backward(attend(*heads), heads)
-
-
-def _latent_attention(maker: Maker, *shape: int) -> Run:
-    attend, heads = _latent_graph(maker, *shape)
-    return lambda: attend(*heads)
-
-
-def _latent_attention_backward(maker: Maker, *shape: int) -> Run:
-    attend, heads = _latent_graph(maker, *shape)
-    return _backward(attend(*heads), heads)
-
-
-def _backward(out: Tensor, inputs: list[Tensor]) -> Run:
-    """The backward pass of a graph that was run once, and is kept."""
-    gradient = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
-
-
 def _expert_inputs(
     maker: Maker,
     tokens: int,
@@ -305,7 +195,7 @@ def _experts(maker: Maker, *shape: int) -> Run:
 def _experts_backward(maker: Maker, *shape: int) -> Run:
     inputs, sizes = _expert_inputs(maker, *shape)
     ends = torch.tensor(sizes, device=maker.device).cumsum(0).to(torch.int32)
-    return _backward(_run_experts(inputs, sizes, ends, maker.kernel), inputs)
+    return backward(_run_experts(inputs, sizes, ends, maker.kernel), inputs)
 
 
 def _gated(x: Tensor) -> Tensor:
@@ -320,7 +210,7 @@ def _norm(maker: Maker, tokens: int, hidden_size: int) -> Run:
 
 def _norm_backward(maker: Maker, tokens: int, hidden_size: int) -> Run:
     x, weight = maker.normal(tokens, hidden_size, grad=True), maker.normal(hidden_size, grad=True)
-    return _backward(F.rms_norm(x, (hidden_size,), weight), [x, weight])
+    return backward(F.rms_norm(x, (hidden_size,), weight), [x, weight])
 
 
 def _swiglu(maker: Maker, tokens: int, ffn_size: int) -> Run:
@@ -330,7 +220,7 @@ def _swiglu(maker: Maker, tokens: int, ffn_size: int) -> Run:
 
 def _swiglu_backward(maker: Maker, tokens: int, ffn_size: int) -> Run:
     x = maker.normal(tokens, 2 * ffn_size, grad=True)
-    return _backward(_gated(x), [x])
+    return backward(_gated(x), [x])
 
 
 def _angles(maker: Maker, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -413,7 +303,7 @@ class Layer(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.batch, self.seq_len, self.head_dim, self.tp = batch, seq_len, head_dim, tp
-        self.attend: Attend = _attend
+        self.attend: Attend = attend
         self.heads, self.kv_heads = num_heads // tp, max(num_kv_heads // tp, 1)
         tokens = batch * seq_len
         self.cos, self.sin = _angles(maker, seq_len, head_dim)
@@ -465,29 +355,29 @@ def _layer(maker: Maker, *shape: int) -> Run:
 
 def _layer_backward(maker: Maker, *shape: int) -> Run:
     module, x = layer(maker, *shape)
-    return _backward(module(x), [x, *module.parameters()])
+    return backward(module(x), [x, *module.parameters()])
 
 
 def _layer_backward_selective(maker: Maker, *shape: int) -> Run:
     module, x = layer(maker, *shape)
-    module.attend = functools.partial(checkpoint, _attend, use_reentrant=False)
-    return _backward(module(x), [x, *module.parameters()])
+    module.attend = functools.partial(checkpoint, attend, use_reentrant=False)
+    return backward(module(x), [x, *module.parameters()])
 
 
 def _layer_backward_full(maker: Maker, *shape: int) -> Run:
     """The last product is not run again: nothing before the loss needs what it returns."""
     module, x = layer(maker, *shape)
-    return _backward(checkpoint(module, x, use_reentrant=False), [x, *module.parameters()])
+    return backward(checkpoint(module, x, use_reentrant=False), [x, *module.parameters()])
 
 
 _BUILDERS: dict[Operation, Callable[..., Run]] = {
     "gemm": _gemm,
     "dgrad": _dgrad,
     "wgrad": _wgrad,
-    "attention": _attention,
-    "attention_backward": _attention_backward,
-    "latent_attention": _latent_attention,
-    "latent_attention_backward": _latent_attention_backward,
+    "attention": attention.attention,
+    "attention_backward": attention.attention_backward,
+    "latent_attention": attention.latent_attention,
+    "latent_attention_backward": attention.latent_attention_backward,
     "experts": _experts,
     "experts_backward": _experts_backward,
     "norm": _norm,
@@ -504,10 +394,3 @@ _BUILDERS: dict[Operation, Callable[..., Run]] = {
     "head": _head,
 }
 KERNELS: frozenset[Operation] = frozenset(_BUILDERS)
-
-
-def _fp8_type() -> torch.dtype:
-    """8-bit numbers of 4 exponent bits, in the version that this device multiplies."""
-    if torch.version.hip and "gfx94" in torch.cuda.get_device_properties().gcnArchName:
-        return torch.float8_e4m3fnuz
-    return torch.float8_e4m3fn

@@ -14,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from autoplan.timing import Operation
 from profiler.collectives import Groups
-from profiler.kernels import Maker, Run, layer
+from profiler.kernels import layer
+from profiler.maker import Maker, Run
 
 # How each runs: part of what is measured.
 UNITS: dict[Operation, str] = {"sharded_layer": "fsdp2", "pipeline_actions": "torch 1f1b"}

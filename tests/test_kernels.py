@@ -14,12 +14,12 @@ from autoplan.timing import Operation  # noqa: E402
 from profiler.kernels import (  # noqa: E402
     KERNELS,
     Layer,
-    Maker,
     build,
     implementation,
     implementation_windowed,
     layer,
 )
+from profiler.maker import Maker  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = {
