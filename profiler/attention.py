@@ -71,23 +71,23 @@ def _latent_graph(
 
 def attention(maker: Maker, *shape: int) -> Run:
     """Forward pass of an `attention` shape."""
-    attend, heads = _attention_graph(maker, *shape)
-    return lambda: attend(*heads)  # with gradients wanted: training saves the statistics too
+    core, heads = _attention_graph(maker, *shape)
+    return lambda: core(*heads)  # with gradients wanted: training saves the statistics too
 
 
 def attention_backward(maker: Maker, *shape: int) -> Run:
     """Its backward pass."""
-    attend, heads = _attention_graph(maker, *shape)
-    return backward(attend(*heads), heads)
+    core, heads = _attention_graph(maker, *shape)
+    return backward(core(*heads), heads)
 
 
 def latent_attention(maker: Maker, *shape: int) -> Run:
     """Forward pass of a `latent_attention` shape."""
-    attend, heads = _latent_graph(maker, *shape)
-    return lambda: attend(*heads)
+    core, heads = _latent_graph(maker, *shape)
+    return lambda: core(*heads)
 
 
 def latent_attention_backward(maker: Maker, *shape: int) -> Run:
     """Its backward pass."""
-    attend, heads = _latent_graph(maker, *shape)
-    return backward(attend(*heads), heads)
+    core, heads = _latent_graph(maker, *shape)
+    return backward(core(*heads), heads)

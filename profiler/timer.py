@@ -1,9 +1,10 @@
 """How long does an operation take, measured so that the answer can be trusted, and how sure is it?
 
 The protocol of `modelling` C8 and `closed-loop` 2 and 8: all ranks run the operation together; warm-up, an inner loop
-long enough for the clock, a soak that brings the device to the clocks of training, then rounds of samples until one
-is free of other load and its median has settled.  On GPUs events enclose many launches; on CPUs kernels are timed by
-the process's own CPU time, which others cannot lengthen by taking turns, and collectives by the wall clock.
+long enough for the clock, a soak that brings the device to the clocks of training, then rounds of samples until one is
+free of other load and of slow phases, and its median has settled.  On GPUs events enclose many launches; on CPUs
+kernels are timed by the process's own CPU time, which others cannot lengthen by taking turns, and collectives by the
+wall clock.
 """
 
 from __future__ import annotations
