@@ -270,7 +270,8 @@ if __name__ == "__main__":
             Task(operation="all_reduce", shape=(2, 2, 1, 4096), dtype="fp32", kernel="gloo"),
         ]
         planned = [Planned(task=task, effect_s=1.0, expected_s=1.0) for task in tasks]
-        run(crew, hello, open_store(sys.argv[1]), planned, budget_s=1e9, progress=Progress(total=2))
+        store, progress = open_store(sys.argv[1]), Progress(total=2)
+        run(crew, hello, store, planned, budget_s=1e9, progress=progress, num_visits=1)
 """
 
 
