@@ -25,6 +25,8 @@ Operation = Literal[
     "wgrad",
     "attention",
     "attention_backward",
+    "latent_attention",
+    "latent_attention_backward",
     "experts",
     "experts_backward",
     "norm",
@@ -36,7 +38,10 @@ Operation = Literal[
     "optimizer",
     "layer",
     "layer_backward",
+    "layer_backward_selective",
+    "layer_backward_full",
     "sharded_layer",
+    "pipeline_actions",
     "head",
     "all_reduce",
     "all_gather",
@@ -48,26 +53,34 @@ Operation = Literal[
 
 _PRODUCT = ("m", "n", "k")
 _ATTENTION = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window")
+_LATENT = ("batch", "seq_len", "num_heads", "qk_head_dim", "v_head_dim")
 _EXPERTS = ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep")
 _LAYER = ("batch", "seq_len", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "tp")
 _SHARDED_LAYER = (*_LAYER[:-1], "num_devices", "devices_per_domain")
+_PIPELINE = ("num_micro_batches", "num_devices", "devices_per_domain")
 _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
 # What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
 # `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
-# with a window of 0 for none.  `experts` are all routed experts of one rank, both products and the activation between,
-# for the `tokens` of all ranks that share them.  `rope` (of queries and keys), `cross_entropy` and `head` (logits and
-# loss) are both ways together, `optimizer` is one Adam step, `layer` is what one rank of `tp` computes for a whole
-# gated transformer layer, without collectives, and `sharded_layer` the same both ways at tp 1 with all that sharding
-# its weights over a group brings: gathers, the reduce-scatter, hooks and copies.  A group of a collective has
-# `devices_per_domain` members in each scale-up domain that it touches, and `num_groups` such groups work at once in
-# these domains; its buffer is the whole one: what an all-gather ends with, a reduce-scatter begins with.
+# over the last `window` tokens, itself among them, or over all where it is 0; `latent_attention` is causal too, with
+# values narrower than keys and as many heads of both.  `experts` are all routed experts of one rank, both products and
+# the activation between, for the `tokens` of all ranks that share them.  `rope` (of queries and keys), `cross_entropy`
+# and `head` (logits and loss) are both ways together, `optimizer` is one Adam step, `layer` is what one rank of `tp`
+# computes for a whole gated transformer layer, without collectives.  Its backward pass finds all that it needs kept, or
+# first runs the core of the attention (`_selective`) or the layer (`_full`) again.  `sharded_layer` is a layer
+# both ways at tp 1 with all that sharding its weights over a group brings: gathers, the reduce-scatter, hooks and
+# copies.  `pipeline_actions` is what the 2 x num_micro_batches actions of one stage of a 1F1B pipeline take of the host
+# beyond computation and messages.  A group of a collective has `devices_per_domain` members in each scale-up domain
+# that it touches, and `num_groups` such groups work at once in these domains; its buffer is the whole one: what an
+# all-gather ends with, a reduce-scatter begins with.
 SHAPES: dict[Operation, tuple[str, ...]] = {
     "gemm": _PRODUCT,
     "dgrad": _PRODUCT,
     "wgrad": _PRODUCT,
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,
+    "latent_attention": _LATENT,
+    "latent_attention_backward": _LATENT,
     "experts": _EXPERTS,
     "experts_backward": _EXPERTS,
     "norm": ("tokens", "hidden_size"),
@@ -79,7 +92,10 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
     "optimizer": ("num_parameters",),
     "layer": _LAYER,
     "layer_backward": _LAYER,
+    "layer_backward_selective": _LAYER,
+    "layer_backward_full": _LAYER,
     "sharded_layer": _SHARDED_LAYER,
+    "pipeline_actions": _PIPELINE,
     "head": ("tokens", "hidden_size", "vocab_size"),
     "all_reduce": _GROUP,
     "all_gather": _GROUP,
@@ -148,13 +164,15 @@ PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
     _PRODUCT: _PRODUCT,
     _ATTENTION: ("seq_len", "batch", "num_heads"),
+    _LATENT: ("seq_len", "batch", "num_heads"),
     _EXPERTS: ("tokens", "hidden_size", "ffn_size"),
     _LAYER: ("seq_len", "batch"),
     _SHARDED_LAYER: ("seq_len", "batch"),
+    _PIPELINE: ("num_micro_batches",),
     _GROUP: ("buffer_bytes",),
     ("tokens", "num_heads", "head_dim"): ("tokens", "num_heads"),
 }
-_SQUARED = ("seq_len",)  # the work of attention grows with its square
+_SQUARED = ("seq_len",)  # the work of attention grows with its square, but within a window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -276,10 +294,16 @@ def burst_factors(device: DeviceSpec, calibration: Calibration | None = None) ->
     gemm = device.gemm.burst_efficiency / device.gemm_efficiency * calibration.gemm
     attention = device.attention.burst_efficiency / device.attention.efficiency * calibration.attention
     products: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad", "experts", "experts_backward")
+    attentions: tuple[Operation, ...] = (
+        "attention",
+        "attention_backward",
+        "latent_attention",
+        "latent_attention_backward",
+    )
     collectives: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     return {
         **dict.fromkeys(products, gemm),
-        **dict.fromkeys(("attention", "attention_backward"), attention),
+        **dict.fromkeys(attentions, attention),
         **dict.fromkeys(collectives, calibration.scale_up),
     }
 
@@ -300,12 +324,14 @@ def _times(operation: Operation, repeats: Mapping[tuple[int, ...], list[float]])
     # In order of shape: the same table in whatever order its measurements come.
     exact = {shape: float(np.median(repeats[shape])) for shape in sorted(repeats)}
     between, matched = _columns(operation)
-    powers = [1 + (SHAPES[operation][at] in _SQUARED) for at in between]
+    names = SHAPES[operation]
     alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
     for shape, seconds in exact.items():
         alike[tuple(shape[at] for at in matched)].append((*(shape[at] for at in between), seconds))
     scattered = {}
     for kind, points in alike.items():
+        is_windowed = any(names[at] == "window" and size for at, size in zip(matched, kind, strict=True))
+        powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
         table = np.array(points, dtype=np.float64)
         scattered[kind] = Scattered.of(table[:, :-1], table[:, -1], powers)
     return _Times(exact=exact, between=scattered)

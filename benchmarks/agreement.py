@@ -25,7 +25,8 @@ from autoplan.read.model import load_model
 from profiler.launch import Crew, default_num_ranks
 from profiler.protocol import Job
 from profiler.record import Fingerprint, Record
-from profiler.sweep import Key, Progress, Wish, outliers, plan, run
+from profiler.sweep import Progress, outliers, run
+from profiler.wishes import Key, Wish, plan
 
 SMALL = ModelSpec(name="small-gpt", num_layers=8, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1536)
 

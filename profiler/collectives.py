@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from autoplan.errors import InputError
 from autoplan.timing import Operation
-from profiler.kernels import Maker, Run
 from profiler.layouts import Layout, groups_of
+from profiler.maker import Maker, Run
 from profiler.protocol import COLLECTIVES
 
 _GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch and short enough to fill gaps

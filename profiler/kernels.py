@@ -7,58 +7,26 @@ run alone, on a graph that is kept.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-from autoplan.errors import InputError
 from autoplan.timing import Operation
+from profiler import attention
+from profiler.attention import Attend, attend
+from profiler.maker import Maker, Run, backward
 
-Run = Callable[[], object]
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU_CACHE_BYTES = 32 * 2**20  # of a core's share of the last level, roughly
 MOST_SETS = 8
-_FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 _ROPE_BASE = 10_000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Maker:
-    """Draws inputs on one device in one type of numbers."""
-
-    device: torch.device
-    dtype: str
-    kernel: str = ""  # which of several ways, as `implementation` names them
-
-    @property
-    def number(self) -> torch.dtype:
-        """torch's name of the type in which a kernel that has no fp8 version works."""
-        return DTYPES.get(self.dtype, torch.bfloat16)
-
-    def normal(self, *shape: int, grad: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor from N(0, 1)."""
-        return torch.randn(shape, device=self.device, dtype=dtype or self.number, requires_grad=grad)
-
-    def eighth(self, *shape: int) -> Tensor:
-        """A tensor from N(0, 1) in 8 bits."""
-        return self.normal(*shape, dtype=torch.float32).to(_fp8_type())
-
-    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A place for results."""
-        return torch.zeros(shape, device=self.device, dtype=dtype or self.number)
-
-    def weight(self, outputs: int, inputs: int) -> Tensor:
-        """A matrix that keeps the variance of what passes through it."""
-        return (torch.randn(outputs, inputs, device=self.device) / math.sqrt(inputs)).to(self.number).requires_grad_()
 
 
 def implementation(operation: Operation, dtype: str, device: torch.device) -> str:
@@ -74,15 +42,29 @@ def implementation(operation: Operation, dtype: str, device: torch.device) -> st
         return _first_working(operation, dtype, device, ["grouped_mm", "mm each"])
     if operation in ("attention", "attention_backward"):
         return _first_working(operation, dtype, device, ["sdpa flash", "sdpa"])
+    if operation in ("latent_attention", "latent_attention_backward"):
+        # torch's own flash kernels want keys and values of one width.
+        return _first_working(operation, dtype, device, ["sdpa cudnn", "sdpa"])
     return _first_working(operation, dtype, device, ["torch"])
 
+
+def implementation_windowed(operation: Operation, dtype: str, device: torch.device) -> str:
+    """As `implementation`, of attention within a window; blank for other operations."""
+    if operation not in ("attention", "attention_backward") or dtype == "fp8":
+        return ""
+    # The flash kernel leaves out what no query of a tile sees; through `sdpa` a window is a mask, and all is computed.
+    return _first_working(operation, dtype, device, ["varlen flash", "sdpa mask"], shape=(1, 128, 4, 2, 64, 32))
+
+
+_LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
 
 # The smallest shapes that every way of an operation accepts: 8-bit products need multiples of 16.
 _TINY: dict[Operation, tuple[int, ...]] = {
     **dict.fromkeys(("gemm", "dgrad", "wgrad"), (32, 32, 32)),
     **dict.fromkeys(("attention", "attention_backward"), (1, 128, 4, 2, 64, 0)),
+    **dict.fromkeys(("latent_attention", "latent_attention_backward"), (1, 128, 4, 192, 128)),
     **dict.fromkeys(("experts", "experts_backward"), (64, 32, 32, 1, 4, 1, 1)),
-    **dict.fromkeys(("layer", "layer_backward"), (1, 64, 128, 64, 2, 1, 64, 1)),
+    **dict.fromkeys(_LAYERS, (1, 64, 128, 64, 2, 1, 64, 1)),
     **dict.fromkeys(("norm", "norm_backward", "swiglu", "swiglu_backward", "cross_entropy"), (32, 32)),
     "rope": (32, 2, 64),
     "optimizer": (64,),
@@ -90,11 +72,18 @@ _TINY: dict[Operation, tuple[int, ...]] = {
 }
 
 
-def _first_working(operation: Operation, dtype: str, device: torch.device, ways: Iterable[str]) -> str:
+def _first_working(
+    operation: Operation,
+    dtype: str,
+    device: torch.device,
+    ways: Iterable[str],
+    *,
+    shape: tuple[int, ...] | None = None,
+) -> str:
     """The first of `ways` that this device and this torch can run: tried, not looked up."""
     for way in ways:
-        with suppress(RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
-            build(operation, _TINY[operation], Maker(device=device, dtype=dtype, kernel=way), cache_bytes=0)()
+        with suppress(RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError, ImportError):
+            build(operation, shape or _TINY[operation], Maker(device=device, dtype=dtype, kernel=way), cache_bytes=0)()
             if device.type != "cpu":
                 torch.cuda.synchronize(device)
             return way
@@ -128,7 +117,10 @@ def _input_bytes(operation: Operation, shape: tuple[int, ...], maker: Maker) -> 
     if operation in ("attention", "attention_backward"):
         batch, seq_len, num_heads, num_kv_heads, head_dim, _ = shape
         return 2 * width * batch * seq_len * (num_heads + num_kv_heads) * head_dim
-    if operation in ("layer", "layer_backward", "experts", "experts_backward", "head"):
+    if operation in ("latent_attention", "latent_attention_backward"):
+        batch, seq_len, num_heads, qk_head_dim, v_head_dim = shape
+        return 2 * width * batch * seq_len * num_heads * (qk_head_dim + v_head_dim)
+    if operation in (*_LAYERS, "experts", "experts_backward", "head"):
         return 0
     return 2 * width * math.prod(shape)
 
@@ -168,49 +160,6 @@ def _wgrad(maker: Maker, m: int, n: int, k: int) -> Run:
     return lambda: total.add_(dy.t() @ x)
 
 
-def _heads(maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
-    """Queries, keys and values as projections leave them: heads behind tokens in memory."""
-    return [
-        maker.normal(batch, seq_len, heads, head_dim).transpose(1, 2).requires_grad_()
-        for heads in (num_heads, num_kv_heads, num_kv_heads)
-    ]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    if kernel != "sdpa flash":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    with sdpa_kernel(_FLASH):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
-def _check_window(window: int) -> None:
-    if window:
-        raise InputError("a window of attention is not measured: torch's flash kernels take none")
-
-
-def _attention(
-    maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
-) -> Run:
-    _check_window(window)
-    q, k, v = _heads(maker, batch, seq_len, num_heads, num_kv_heads, head_dim)
-    return lambda: _attend(q, k, v, maker.kernel)  # with gradients wanted: training saves the statistics too
-
-
-def _attention_backward(
-    maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
-) -> Run:
-    _check_window(window)
-    q, k, v = _heads(maker, batch, seq_len, num_heads, num_kv_heads, head_dim)
-    return _backward(_attend(q, k, v, maker.kernel), [q, k, v])
-
-
-def _backward(out: Tensor, inputs: list[Tensor]) -> Run:
-    """The backward pass of a graph that was run once, and is kept."""
-    gradient = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
-
-
 def _expert_inputs(
     maker: Maker,
     tokens: int,
@@ -246,7 +195,7 @@ def _experts(maker: Maker, *shape: int) -> Run:
 def _experts_backward(maker: Maker, *shape: int) -> Run:
     inputs, sizes = _expert_inputs(maker, *shape)
     ends = torch.tensor(sizes, device=maker.device).cumsum(0).to(torch.int32)
-    return _backward(_run_experts(inputs, sizes, ends, maker.kernel), inputs)
+    return backward(_run_experts(inputs, sizes, ends, maker.kernel), inputs)
 
 
 def _gated(x: Tensor) -> Tensor:
@@ -261,7 +210,7 @@ def _norm(maker: Maker, tokens: int, hidden_size: int) -> Run:
 
 def _norm_backward(maker: Maker, tokens: int, hidden_size: int) -> Run:
     x, weight = maker.normal(tokens, hidden_size, grad=True), maker.normal(hidden_size, grad=True)
-    return _backward(F.rms_norm(x, (hidden_size,), weight), [x, weight])
+    return backward(F.rms_norm(x, (hidden_size,), weight), [x, weight])
 
 
 def _swiglu(maker: Maker, tokens: int, ffn_size: int) -> Run:
@@ -271,7 +220,7 @@ def _swiglu(maker: Maker, tokens: int, ffn_size: int) -> Run:
 
 def _swiglu_backward(maker: Maker, tokens: int, ffn_size: int) -> Run:
     x = maker.normal(tokens, 2 * ffn_size, grad=True)
-    return _backward(_gated(x), [x])
+    return backward(_gated(x), [x])
 
 
 def _angles(maker: Maker, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -354,6 +303,7 @@ class Layer(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.batch, self.seq_len, self.head_dim, self.tp = batch, seq_len, head_dim, tp
+        self.attend: Attend = attend
         self.heads, self.kv_heads = num_heads // tp, max(num_kv_heads // tp, 1)
         tokens = batch * seq_len
         self.cos, self.sin = _angles(maker, seq_len, head_dim)
@@ -380,7 +330,7 @@ class Layer(torch.nn.Module):
         joined = joined.view(self.batch, self.seq_len, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = torch.split(joined, [self.heads, self.kv_heads, self.kv_heads], dim=2)
         q, k = _rotated(q, self.cos, self.sin), _rotated(k, self.cos, self.sin)
-        attended = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), "sdpa")
+        attended = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         attended = attended.transpose(1, 2).reshape(self.batch * self.seq_len, -1)
         x = x + self._scattered(F.linear(attended, self.out))
         wide = F.linear(self._gathered(F.rms_norm(x, size, self.norm2)), self.fc1)
@@ -405,15 +355,29 @@ def _layer(maker: Maker, *shape: int) -> Run:
 
 def _layer_backward(maker: Maker, *shape: int) -> Run:
     module, x = layer(maker, *shape)
-    return _backward(module(x), [x, *module.parameters()])
+    return backward(module(x), [x, *module.parameters()])
+
+
+def _layer_backward_selective(maker: Maker, *shape: int) -> Run:
+    module, x = layer(maker, *shape)
+    module.attend = functools.partial(checkpoint, attend, use_reentrant=False)
+    return backward(module(x), [x, *module.parameters()])
+
+
+def _layer_backward_full(maker: Maker, *shape: int) -> Run:
+    """The last product is not run again: nothing before the loss needs what it returns."""
+    module, x = layer(maker, *shape)
+    return backward(checkpoint(module, x, use_reentrant=False), [x, *module.parameters()])
 
 
 _BUILDERS: dict[Operation, Callable[..., Run]] = {
     "gemm": _gemm,
     "dgrad": _dgrad,
     "wgrad": _wgrad,
-    "attention": _attention,
-    "attention_backward": _attention_backward,
+    "attention": attention.attention,
+    "attention_backward": attention.attention_backward,
+    "latent_attention": attention.latent_attention,
+    "latent_attention_backward": attention.latent_attention_backward,
     "experts": _experts,
     "experts_backward": _experts_backward,
     "norm": _norm,
@@ -425,13 +389,8 @@ _BUILDERS: dict[Operation, Callable[..., Run]] = {
     "optimizer": _optimizer,
     "layer": _layer,
     "layer_backward": _layer_backward,
+    "layer_backward_selective": _layer_backward_selective,
+    "layer_backward_full": _layer_backward_full,
     "head": _head,
 }
 KERNELS: frozenset[Operation] = frozenset(_BUILDERS)
-
-
-def _fp8_type() -> torch.dtype:
-    """8-bit numbers of 4 exponent bits, in the version that this device multiplies."""
-    if torch.version.hip and "gfx94" in torch.cuda.get_device_properties().gcnArchName:
-        return torch.float8_e4m3fnuz
-    return torch.float8_e4m3fn

@@ -17,7 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from profiler.record import cleaned
 START_S = 180.0  # for importing torch from a busy file system and for meeting
 GRACE_S = 5.0  # that ranks have to say what went wrong before they are ended
 _HUNG_STATUS = 1  # with which faulthandler's watchdog ends a process
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PORT = 29500  # torch's own default
 _LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
 
@@ -153,7 +156,7 @@ class Crew:
             if self._place
             else local_places(self._num_ranks, Path(self._folder) / f"meeting-{self._starts}")
         )
-        context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
+        context = _server()
         for place in places:
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -245,13 +248,34 @@ class Crew:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _server() -> ForkServerContext:
+    """What ranks are forked from: a process that has loaded torch once for all of them, and has touched no device.
+
+    A child of this program itself could not use CUDA if the program had.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    before = {name: os.environ.get(name) for name in _THREADS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is this program's affair
+    try:
+        # Ranks inherit it: one thread for each, said before torch is there (`closed-loop` 2.1).
+        os.environ.update(dict.fromkeys(_THREADS, "1"))
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
 def _be_rank(place: Place, job: Job, line: Connection, prepare: Callable[..., Any] | None) -> None:
     """The whole life of a rank, in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the program decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # results go to standard output, and libraries such as NCCL write there too
-    # One thread for each rank, said before torch is there (`closed-loop` 2.1).
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     if not place.launcher:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     try:

@@ -49,6 +49,7 @@ class Rules:
     soak_s: float = 0.0  # the operation itself, before the first sample counts
     allowance_s: float = 3.0  # after which what was seen is taken as it is
     most_foreign: float = 0.06  # share of other load up to which a round is clean (`closed-loop` 2.2)
+    most_slowdown: float = 0.15  # of a core against its better checks, up to which a round is clean
     most_spread: float = 0.05  # half-width of the interval of the median, relative, at which it has settled
     most_scatter: float = 0.5  # middle half of the samples over their median: beyond it a median says little
 
@@ -96,6 +97,7 @@ class Hello:
     hosts: tuple[str, ...]  # of every rank
     dtypes: tuple[str, ...]
     kernels: Mapping[tuple[Operation, str], str]  # how each operation runs here in each type, where it does
+    windowed: Mapping[tuple[Operation, str], str] = field(default_factory=dict)  # the same of attention in a window
     gemm_s: tuple[float, ...] = ()  # of each rank, the same product
     links_s: Mapping[tuple[int, int], float] = field(default_factory=dict)  # the same message between two ranks
 

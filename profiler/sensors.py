@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 
 from profiler.environment import nvml_handle
 from profiler.hardware import nvml
 
+CHECK_SIZE, CHECK_REPEATS = 256, 5  # of a product of about half a millisecond
 # Reasons for which NVML says that clocks are down and which are no part of sustained work within the power cap.
 _SLOWDOWNS = {0x08: "hardware", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 
@@ -30,6 +33,7 @@ class Window:
     num_cores: int = 1
     foreign_device: float = 0.0  # share of the device that other processes used
     slowdown: str = ""
+    pace: float = 1.0  # as `pace` has it
     clock_mhz: int = 0
     power_w: int = 0
 
@@ -53,6 +57,11 @@ def foreign_load(windows: Sequence[Window], *, on_cpu: bool) -> float:
     return max(0.0, *shares)
 
 
+def pace(checks_s: Sequence[float]) -> float:
+    """How much longer the last of a process's checks took than its better ones do: over their lower quartile."""
+    return checks_s[-1] / float(np.quantile(checks_s, 0.25))
+
+
 class Sensors:
     """Reads the host and one device; sets nothing."""
 
@@ -60,11 +69,14 @@ class Sensors:
         self._device, self._host = device, host
         self._num_cores = psutil.cpu_count() or 1
         self._handle = nvml_handle(device)
+        self._factor = torch.ones(CHECK_SIZE, CHECK_SIZE)
+        self._checks_s: list[float] = []
         self.start()
 
     def start(self) -> None:
         """Begin a window."""
         self._state = ("", 0, 0)
+        self._check_s = self._checked_s()
         self._began_us = time.time_ns() // 1000
         self._began = (time.perf_counter(), _busy_core_s(), time.process_time())
 
@@ -85,17 +97,34 @@ class Sensors:
         """The window since `start`."""
         wall, busy, own = self._began
         slowdown, clock_mhz, power_w = self._state
+        now = (time.perf_counter(), _busy_core_s(), time.process_time())
+        self._checks_s.append(max(self._check_s, self._checked_s()))
         return Window(
             host=self._host,
-            wall_s=time.perf_counter() - wall,
-            busy_core_s=_busy_core_s() - busy,
-            own_core_s=time.process_time() - own,
+            wall_s=now[0] - wall,
+            busy_core_s=now[1] - busy,
+            own_core_s=now[2] - own,
             num_cores=self._num_cores,
             foreign_device=self._foreign_device(),
             slowdown=slowdown,
+            pace=pace(self._checks_s),
             clock_mhz=clock_mhz,
             power_w=power_w,
         )
+
+    def _checked_s(self) -> float:
+        """CPU time of a product, the median of a few: a core tells in no other way that it has become slower.
+
+        A virtual one does so for minutes on end where its host is busy.  Devices tell by themselves.
+        """
+        if self._device.type != "cpu":
+            return 1.0
+        times = []
+        for _ in range(CHECK_REPEATS):
+            began = time.process_time()
+            torch.mm(self._factor, self._factor)
+            times.append(time.process_time() - began)
+        return statistics.median(times)
 
     def _slowdown(self) -> str:
         library = nvml()

@@ -1,9 +1,10 @@
 """How long does an operation take, measured so that the answer can be trusted, and how sure is it?
 
 The protocol of `modelling` C8 and `closed-loop` 2 and 8: all ranks run the operation together; warm-up, an inner loop
-long enough for the clock, a soak that brings the device to the clocks of training, then rounds of samples until one
-is free of other load and its median has settled.  On GPUs events enclose many launches; on CPUs kernels are timed by
-the process's own CPU time, which others cannot lengthen by taking turns, and collectives by the wall clock.
+long enough for the clock, a soak that brings the device to the clocks of training, then rounds of samples until one is
+free of other load and of slow phases, and its median has settled.  On GPUs events enclose many launches; on CPUs
+kernels are timed by the process's own CPU time, which others cannot lengthen by taking turns, and collectives by the
+wall clock.
 """
 
 from __future__ import annotations
@@ -115,12 +116,14 @@ def measure(
         times = np.array([report.samples_s for report in working])
         samples = (times.max(axis=0) if is_collective else np.median(times, axis=0)).tolist()
         foreign = foreign_load([report.window for report in reports], on_cpu=device.type == "cpu")
-        slowdown = max(report.window.slowdown for report in reports)
+        is_slow = max(report.window.pace for report in reports) > 1 + rules.most_slowdown
+        slowdown = _slowdown(reports, is_slow=is_slow)
         rounds.append((foreign + bool(slowdown), foreign, slowdown, samples, working))
         if foreign <= rules.most_foreign and not slowdown:
             clean += samples
         is_settled = bool(clean) and spread(clean) <= rules.most_spread and scatter(clean) <= rules.most_scatter
-        if is_settled or team.decide(time.perf_counter() - began) > rules.allowance_s:
+        gives_up = is_slow and not clean  # slow phases of a core last for minutes
+        if is_settled or gives_up or team.decide(time.perf_counter() - began) > rules.allowance_s:
             break
 
     _, foreign, slowdown, samples, working = min(rounds, key=lambda one: one[0])
@@ -185,6 +188,13 @@ def _round(
     )
 
 
+def _slowdown(reports: Sequence[_Report], *, is_slow: bool) -> str:
+    """What made a device slower than usual; empty if nothing did."""
+    told = max(report.window.slowdown for report in reports)
+    pace = max(report.window.pace for report in reports)
+    return told or (f"{100 * (pace - 1):.0f} % slower than usual" if is_slow else "")
+
+
 def _fault(reports: Sequence[object], num_samples: int) -> str:
     """What is wrong with what the ranks returned; empty if nothing is."""
     for rank, report in enumerate(reports):
@@ -202,6 +212,7 @@ def _conditions(
     found = {"calls": str(num_calls), "other_load": f"{100 * foreign:.1f} %"}
     if by_cpu_time:
         found["clock"] = "cpu time"
+        found["pace"] = f"{max(report.window.pace for report in working):.2f}"
         waited = float(np.median([report.wall_over_cpu for report in working]))
         if waited > MOST_WALL_OVER_CPU:
             found["wall_over_cpu"] = f"{waited:.2f}"

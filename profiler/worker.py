@@ -29,6 +29,7 @@ from autoplan.timing import Operation
 from profiler import collectives, kernels, units
 from profiler.environment import fingerprint
 from profiler.launch import GRACE_S, START_S, Place
+from profiler.maker import DTYPES, Maker, Run
 from profiler.protocol import BESIDE, COLLECTIVES, Fault, Hello, Job, Outcome, Task, rules_for
 from profiler.record import Fingerprint, cleaned
 from profiler.sensors import Sensors
@@ -123,14 +124,15 @@ def greet(ranks: Ranks, job: Job) -> Hello:
         _check_alike(own, other, f"rank 0 on {hosts[0]}", f"rank {rank} on {hosts[rank]}")
     dtypes = job.dtypes or (_default_dtype(device),)
     ways: dict[tuple[Operation, str], str] = {}
+    windowed: dict[tuple[Operation, str], str] = {}
     if ranks.rank == 0:
         for dtype in dtypes:
-            ways |= {
-                (operation, dtype): kernels.implementation(operation, dtype, device) for operation in kernels.KERNELS
-            }
-            if dtype in kernels.DTYPES:
+            for one in kernels.KERNELS:
+                ways[one, dtype] = kernels.implementation(one, dtype, device)
+                windowed[one, dtype] = kernels.implementation_windowed(one, dtype, device)
+            if dtype in DTYPES:
                 ways |= dict.fromkeys([(one, dtype) for one in COLLECTIVES], own.collectives.partition(" ")[0])
-                ways["sharded_layer", dtype] = "fsdp2"
+                ways |= {(one, dtype): way for one, way in units.UNITS.items()}
     gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
     return Hello(
         fingerprint=own,
@@ -138,6 +140,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
         hosts=tuple(hosts),
         dtypes=dtypes,
         kernels=ranks.share({which: way for which, way in ways.items() if way}),
+        windowed=ranks.share({which: way for which, way in windowed.items() if way}),
         gemm_s=tuple(gemm_s),
         links_s=links_s,
     )
@@ -165,7 +168,7 @@ def _compared(ranks: Ranks) -> tuple[list[float], dict[tuple[int, int], float]]:
     Each rank meets those at a distance of 1, 2, 4 ...: every NIC and every device's links carry something.
     """
     device, size = ranks.device, CHECK_SIZE[ranks.device.type]
-    maker = kernels.Maker(device=device, dtype=_default_dtype(device))
+    maker = Maker(device=device, dtype=_default_dtype(device))
     x, y, out = maker.normal(size, size), maker.normal(size, size), maker.zeros(size, size)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     gemm_s = ranks.gather(_least_s(lambda: torch.mm(x, y, out=out), device, clock))
@@ -185,7 +188,7 @@ def _compared(ranks: Ranks) -> tuple[list[float], dict[tuple[int, int], float]]:
     return gemm_s, links_s
 
 
-def _least_s(run: kernels.Run, device: torch.device, clock: Callable[[], float]) -> float:
+def _least_s(run: Run, device: torch.device, clock: Callable[[], float]) -> float:
     times = []
     for _ in range(CHECK_REPEATS):
         began = clock()
@@ -195,22 +198,22 @@ def _least_s(run: kernels.Run, device: torch.device, clock: Callable[[], float])
     return min(times)  # others only add to it
 
 
-def prepare(task: Task, ranks: Ranks) -> kernels.Run | None:
+def prepare(task: Task, ranks: Ranks) -> Run | None:
     """What to run for `task` on this rank, None for standing by; memory is taken, and kernels run once."""
-    maker = kernels.Maker(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
+    maker = Maker(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
     if task.kernel.endswith(BESIDE):
         return collectives.build_beside_gemm(task.operation, task.shape, maker, ranks.groups, ranks.decide)
     if task.operation in COLLECTIVES:
         return collectives.build(task.operation, task.shape, maker, ranks.groups)
-    if task.operation == "sharded_layer":
-        return units.build_sharded_layer(task.shape, maker, ranks.groups)
+    if task.operation in units.UNITS:
+        return units.build(task.operation, task.shape, maker, ranks.groups)
     run = kernels.build(task.operation, task.shape, maker)
     run()
     synchronise(ranks.device)
     return run
 
 
-Prepare = Callable[[Task, Ranks], kernels.Run | None]
+Prepare = Callable[[Task, Ranks], Run | None]
 
 
 def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
@@ -233,7 +236,8 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         device=ranks.device,
         sensors=ranks.sensors,
         rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
-        is_collective=needs_all,
+        # What the host does for a pipeline is its own time: waits for other stages are no part of it.
+        is_collective=needs_all and task.operation != "pipeline_actions",
     )
     del run
     _free(ranks.device)

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch is loaded in the ranks only
-    from profiler.kernels import Run
+    from profiler.maker import Run
     from profiler.protocol import Task
     from profiler.worker import Ranks
 

@@ -496,7 +496,7 @@ def test_defaults_in_a_schema_stand_in_the_unit_of_their_key(kind: type) -> None
         for human, inside, factor in FILE_UNITS:
             for key in properties:
                 si = properties.get(key.removesuffix(human) + inside) if key.endswith(human) else None
-                if si and "default" in si:
+                if si and si.get("default") is not None:
                     assert properties[key]["default"] * factor == pytest.approx(si["default"], rel=1e-9), key
 
 

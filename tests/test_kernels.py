@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from autoplan.errors import InputError  # noqa: E402
 from autoplan.timing import Operation  # noqa: E402
-from profiler.kernels import KERNELS, Layer, Maker, build, implementation, layer  # noqa: E402
+from profiler.kernels import (  # noqa: E402
+    KERNELS,
+    Layer,
+    build,
+    implementation,
+    implementation_windowed,
+    layer,
+)
+from profiler.maker import Maker  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -19,6 +28,8 @@ SHAPE = {
     "wgrad": (48, 32, 16),
     "attention": (2, 64, 4, 2, 16, 0),
     "attention_backward": (2, 64, 4, 2, 16, 0),
+    "latent_attention": (2, 64, 4, 24, 16),
+    "latent_attention_backward": (2, 64, 4, 24, 16),
     "experts": (64, 32, 48, 2, 8, 1, 2),
     "experts_backward": (64, 32, 48, 2, 8, 1, 2),
     "norm": (48, 32),
@@ -30,6 +41,8 @@ SHAPE = {
     "optimizer": (1000,),
     "layer": (1, 64, 32, 48, 4, 2, 8, 1),
     "layer_backward": (1, 64, 32, 48, 4, 2, 8, 1),
+    "layer_backward_selective": (1, 64, 32, 48, 4, 2, 8, 1),
+    "layer_backward_full": (1, 64, 32, 48, 4, 2, 8, 1),
     "head": (48, 32, 100),
 }
 
@@ -134,9 +147,66 @@ def test_sets_of_inputs_take_turns() -> None:
     assert not torch.equal(sets(), sets())  # type: ignore[arg-type]
 
 
-def test_a_window_is_refused() -> None:
-    with pytest.raises(InputError, match="window"):
-        build("attention", (1, 64, 4, 2, 16, 32), Maker(device=CPU, dtype="fp32", kernel="sdpa"))
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+def test_a_query_sees_the_last_tokens_of_its_window(window: int) -> None:
+    kernel = implementation_windowed("attention", "fp32", CPU)
+    assert kernel == "sdpa mask"
+    assert implementation_windowed("gemm", "fp32", CPU) == ""
+    maker = Maker(device=CPU, dtype="fp32", kernel=kernel)
+    torch.manual_seed(0)
+    out: Any = build("attention", (1, 64, 4, 2, 16, window), maker, cache_bytes=0)()
+    torch.manual_seed(0)
+    q, k, v = (maker.normal(1, 64, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
+    ages = torch.arange(64)[:, None] - torch.arange(64)
+    scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 16**0.5).masked_fill((ages < 0) | (ages >= window), -1e9)
+    torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1))
+    gradients: Any = build("attention_backward", (1, 64, 4, 2, 16, window), maker, cache_bytes=0)()
+    assert [one.shape[1] for one in gradients] == [4, 2, 2]
+
+
+def test_latent_attention_has_values_narrower_than_keys() -> None:
+    batch, seq_len, heads, qk_head_dim, v_head_dim = SHAPE["latent_attention"]
+    maker = Maker(device=CPU, dtype="fp32", kernel=implementation("latent_attention", "fp32", CPU))
+    out: Any = build("latent_attention", SHAPE["latent_attention"], maker)()
+    assert out.shape == (batch, heads, seq_len, v_head_dim)
+    gradients: Any = build("latent_attention_backward", SHAPE["latent_attention"], maker)()
+    assert [one.shape[-1] for one in gradients] == [qk_head_dim, qk_head_dim, v_head_dim]
+
+
+class Counted(TorchDispatchMode):
+    """Counts products and attention kernels as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("operation", "products", "cores"),
+    # Two for each of four matrices; all but the last of them, whose output nothing needs, are run again.
+    [("layer_backward", 8, 0), ("layer_backward_selective", 8, 1), ("layer_backward_full", 8 + 3, 1)],
+)
+def test_a_layer_recomputes_what_it_is_asked_to_every_time(operation: Operation, products: int, cores: int) -> None:
+    run = build(operation, SHAPE[operation], Maker(device=CPU, dtype="fp32", kernel="torch"))
+    for _ in range(2):
+        with Counted() as counted:
+            run()
+        forward = "_scaled_dot_product_flash_attention_for_cpu"
+        assert (counted.calls["mm"], counted.calls[forward]) == (products, cores)
+        assert counted.calls[forward + "_backward"] == 1
+
+
+def test_recomputing_changes_no_gradient() -> None:
+    gradients = []
+    for operation in ("layer_backward", "layer_backward_selective", "layer_backward_full"):
+        torch.manual_seed(0)
+        gradients.append(build(operation, SHAPE[operation], Maker(device=CPU, dtype="fp32", kernel="torch"))())
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])
 
 
 def test_what_no_device_of_this_kind_can_run_has_no_name() -> None:
@@ -156,6 +226,10 @@ def test_kernels_run_on_a_gpu(operation: Operation, dtype: str) -> None:
         assert kernel
     if operation == "wgrad" and dtype == "bf16":
         assert kernel == "addmm fp32"
+    if windowed := implementation_windowed(operation, dtype, device):
+        assert windowed == ("sdpa mask" if dtype == "fp32" else "varlen flash")
+        maker = Maker(device=device, dtype=dtype, kernel=windowed)
+        build(operation, (2, 256, 8, 2, 64, 100), maker)()
     if kernel:
         shapes = {**SHAPE, "attention": (2, 256, 8, 2, 64, 0), "attention_backward": (2, 256, 8, 2, 64, 0)}
         build(operation, shapes[operation], Maker(device=device, dtype=dtype, kernel=kernel))()

@@ -119,6 +119,47 @@ def test_attention_of_a_ring_is_its_part_and_of_an_exchange_has_fewer_heads() ->
     assert terms_of(known, single(tp=4))["attention"] == pytest.approx(8 * 0.4)
 
 
+def test_attention_within_a_window_is_looked_up_as_such() -> None:
+    """Every fourth of 8 layers sees all: two of them."""
+    mixed = dataclasses.replace(DENSE, window=512, full_attention_interval=4)
+    problem = problem_of(mixed)
+    whole: Times = {
+        ("attention", 1, 2048, 16, 8, 64, 0): 0.8,
+        ("attention_backward", 1, 2048, 16, 8, 64, 0): 1.6,
+    }
+    windowed: Times = {
+        ("attention", 1, 2048, 16, 8, 64, 512): 0.1,
+        ("attention_backward", 1, 2048, 16, 8, 64, 512): 0.3,
+    }
+    references = terms_of(problem, single())["attention"]
+    of_whole = terms_of(with_times(problem, whole), single())["attention"]
+    of_windowed = terms_of(with_times(problem, windowed), single())["attention"]
+    both = terms_of(with_times(problem, whole | windowed), single())["attention"]
+    assert both == pytest.approx(2 * 2.4 + 6 * 0.4)
+    assert of_whole - 2 * 2.4 + of_windowed - 6 * 0.4 == pytest.approx(references)
+    # A window as long as the sequence is none.
+    short = problem_of(mixed, seq_len=512)
+    assert changes(short, with_times(short, {("attention", 1, 512, 16, 8, 64, 512): 9.0}), single()) == {}
+    assert set(changes(short, with_times(short, {("attention", 1, 512, 16, 8, 64, 0): 9.0}), single())) == {"attention"}
+
+
+def test_latent_attention_is_looked_up_by_the_widths_of_its_keys_and_values() -> None:
+    problem = problem_of("mla")
+    times: Times = {
+        ("latent_attention", 1, 2048, 16, 96, 64): 0.8,
+        ("latent_attention_backward", 1, 2048, 16, 96, 64): 1.6,
+        ("latent_attention", 1, 2048, 4, 96, 64): 0.1,
+        ("latent_attention_backward", 1, 2048, 4, 96, 64): 0.3,
+        ("attention", 1, 2048, 16, 16, 96, 0): 9.0,
+    }
+    known = with_times(problem, times)
+    assert terms_of(known, single())["attention"] == pytest.approx(8 * 2.4)
+    assert terms_of(known, single(cp=4))["attention"] == pytest.approx(8 * 2.4 / 4)
+    assert terms_of(known, single(tp=4))["attention"] == pytest.approx(8 * 0.4)
+    windowed = dataclasses.replace(MODELS["mla"], window=512)  # nothing was measured of both at once
+    assert changes(problem_of(windowed), with_times(problem_of(windowed), times), single()) == {}
+
+
 def test_a_slower_flash_kernel_takes_longer_than_the_measured_one_by_its_share() -> None:
     plain = problem_of(framework=dataclasses.replace(PLAIN, flash_kernel="flash2"))  # on H100: .77 of the rate
     known = with_times(

@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
-from profiler.sensors import Sensors, Window, foreign_load  # noqa: E402
+from profiler.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
 from profiler.timer import measure, median_interval, scatter, spread  # noqa: E402
 
 CPU = torch.device("cpu")
 # Nothing here depends on how busy the machine is.
-CALM = Rules(num_samples=5, sample_s=1e-4, allowance_s=0.0, most_foreign=1e9, most_spread=1e9, most_scatter=1e9)
+CALM = Rules(
+    num_samples=5,
+    sample_s=1e-4,
+    allowance_s=0.0,
+    most_foreign=1e9,
+    most_slowdown=1e9,
+    most_spread=1e9,
+    most_scatter=1e9,
+)
 
 
 class Alone:
@@ -81,8 +89,20 @@ def test_rounds_under_other_load_are_repeated_then_marked() -> None:
     assert len(outcome.samples_s) == 5  # of the cleanest round
 
 
+def test_rounds_on_a_core_that_has_become_slower_are_marked() -> None:
+    class Slow(Alone):
+        def gather(self, mine: Any) -> list[Any]:
+            return [replace(mine, window=replace(mine.window, pace=1.25))]
+
+    outcome = measured(Slow(), replace(CALM, most_slowdown=0.1))
+    assert (outcome.status, outcome.reason) == ("contaminated", "device slowed down: 25 % slower than usual")
+    patient = measured(Slow(), replace(CALM, most_slowdown=0.1, allowance_s=60.0))  # it is not waited for
+    assert patient.status == "contaminated"
+    assert measured(Slow(), replace(CALM, most_slowdown=0.3)).conditions["pace"] == "1.25"
+
+
 def test_a_median_that_does_not_settle_is_marked() -> None:
-    outcome = measured(Alone(), replace(CALM, most_spread=-1.0, allowance_s=0.05))
+    outcome = measured(Alone(), replace(CALM, most_spread=-1.0, allowance_s=0.5))
     assert outcome.status == "unstable"
     assert "the median is known to" in outcome.reason
     assert len(outcome.samples_s) > 5  # it was given its allowance
@@ -152,6 +172,15 @@ def test_sensors_see_the_time_that_this_process_takes() -> None:
     assert window.wall_s >= window.own_core_s * 0.9
     assert window.busy_core_s >= 0
     assert window.num_cores >= 1
+    assert window.pace == 1.0  # there is no other check yet
+
+
+def test_a_core_is_slow_against_its_own_better_checks() -> None:
+    assert pace([0.5]) == 1.0
+    assert pace([1.0, 1.0, 1.0, 1.0, 1.3]) == pytest.approx(1.3)
+    assert pace([1.3, 1.3, 1.3, 1.0]) == pytest.approx(1.0 / 1.225)  # a quarter of the way from 1.0 to 1.3
+    # A single lucky check makes no slow ones of all that follow.
+    assert pace([0.6, *[1.0] * 8]) == 1.0
 
 
 def test_what_a_measurement_takes_is_known_before() -> None:

@@ -60,6 +60,10 @@ def test_beyond_the_largest_batch_time_grows_with_the_work() -> None:
     assert seconds(GRID, "gemm", 16384, 512, 512) == pytest.approx(product_s(16384, 512, 512), rel=0.02)
     table = TimingTable.of([measured("attention", (1, 4096, 32, 8, 128, 0), 1.0)])
     assert seconds(table, "attention", 1, 8192, 32, 8, 128, 0) == pytest.approx(4.0, rel=0.05)  # seq_len squared
+    table = TimingTable.of([measured("attention", (1, 4096, 32, 8, 128, 1024), 1.0)])
+    assert seconds(table, "attention", 1, 8192, 32, 8, 128, 1024) == pytest.approx(2.0, rel=0.05)  # within a window
+    table = TimingTable.of([measured("latent_attention", (1, 4096, 32, 192, 128), 1.0)])
+    assert seconds(table, "latent_attention", 1, 8192, 32, 192, 128) == pytest.approx(4.0, rel=0.05)
     table = TimingTable.of(measured("all_reduce", (8, 8, 1, 2**power), 2.0**power / 2**20) for power in (20, 29))
     assert seconds(table, "all_reduce", 8, 8, 1, 2**31) == pytest.approx(2.0**11, rel=0.01)
 
@@ -69,6 +73,13 @@ def test_head_sizes_and_windows_must_match(shape: tuple[int, ...]) -> None:
     table = TimingTable.of(measured("attention", (1, length, 32, 8, 128, 0), 1.0) for length in (2048, 8192))
     assert seconds(table, "attention", 1, 4096, 32, 8, 128, 0) == pytest.approx(1.0, rel=0.01)
     assert np.isnan(seconds(table, "attention", *shape))
+
+
+@pytest.mark.parametrize(("qk_head_dim", "v_head_dim"), [(128, 128), (192, 192)])
+def test_widths_of_keys_and_values_must_match(qk_head_dim: int, v_head_dim: int) -> None:
+    table = TimingTable.of(measured("latent_attention", (1, length, 32, 192, 128), 1.0) for length in (2048, 8192))
+    assert seconds(table, "latent_attention", 1, 4096, 32, 192, 128) == pytest.approx(1.0, rel=0.01)
+    assert np.isnan(seconds(table, "latent_attention", 1, 4096, 32, qk_head_dim, v_head_dim))
 
 
 def test_group_sizes_of_collectives_must_match() -> None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from autoplan.cluster import ClusterSpec
     from profiler.launch import Crew
-    from profiler.sweep import Planned, Progress, Store, Wish
+    from profiler.sweep import Progress, Store
+    from profiler.wishes import Planned, Wish
 
 
 def profile(
@@ -68,7 +69,7 @@ def profile(
     _check_torch()
     from profiler.launch import Crew, default_num_ranks, place_from
     from profiler.protocol import Job
-    from profiler.sweep import Wish
+    from profiler.wishes import Wish
 
     place = place_from(os.environ)
     if place and ranks:
@@ -118,7 +119,8 @@ def _lead(
     """What the program beside rank 0 does."""
     from autoplan.cli.progress import measuring_bar
     from autoplan.report.terminal import make_console
-    from profiler.sweep import Progress, extrapolations, outliers, plan, run, unmeasured
+    from profiler.sweep import Progress, extrapolations, outliers, run
+    from profiler.wishes import plan, unmeasured
 
     hello = crew.start()
     assert hello is not None
@@ -138,7 +140,7 @@ def _lead(
         with measuring_bar(quiet=quiet, total=len(planned)) as show:
 
             def advance(now: Progress) -> None:
-                task, outcome = now.outcomes[-1]
+                task, outcome = next(reversed(now.outcomes.items()))
                 if outcome.status == "failed" and not quiet:
                     _say(f"{task}: {outcome.reason}")
                 if show:

@@ -267,7 +267,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     forward = factor * operations * slowdown / (peak * efficiency)
     start_s = factor * curve.start_s
     references = (forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s)
-    if problem.timings.is_empty or model.qk_head_dim != model.v_head_dim:
+    if problem.timings.is_empty:
         return references
     return _measured_attention_s(problem, batch, block, efficiency / curve.efficiency, references)
 
@@ -285,11 +285,17 @@ def _measured_attention_s(
     is_windowed = block is Block.WINDOW_ATTENTION and model.window and model.window < seq_len
     window = model.window if is_windowed else 0
     heads, kv_heads = model.num_heads / split, np.maximum(model.kv_heads / split, 1.0)
-    shape = (batch.micro_batch, float(seq_len), heads, kv_heads, float(model.qk_head_dim), float(window or 0))
+    width = float(model.qk_head_dim)
+    passes: tuple[Operation, ...] = ("attention", "attention_backward")
+    shape: tuple[Floats | Ints | float, ...] = (heads, kv_heads, width, float(window or 0))
+    if model.qk_head_dim != model.v_head_dim:
+        if window:
+            return references
+        passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
     part = 1.0 / np.where(is_ring, batch.cp, 1) / share
     wide = batch.with_precision("bf16")  # it runs in 16 bits whatever the precision of the matrices
-    passes: tuple[Operation, ...] = ("attention", "attention_backward")
-    return passes_s([find_kernels(problem, wide, one, *shape).scaled(part) for one in passes], references)
+    sizes = (batch.micro_batch, float(seq_len), *shape)
+    return passes_s([find_kernels(problem, wide, one, *sizes).scaled(part) for one in passes], references)
 
 
 def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, tuple[Floats, Floats]]:

@@ -1,0 +1,93 @@
+"""How does attention run: causal, within a window, or with values narrower than keys?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its customary name
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from profiler.maker import Maker, Run, backward
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of queries, keys and values: batch, heads, seq_len, width each
+
+_BACKENDS = {
+    "sdpa flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION],
+    "sdpa cudnn": [SDPBackend.CUDNN_ATTENTION],
+}
+
+
+def _heads(maker: Maker, batch: int, seq_len: int, *sizes: tuple[int, int]) -> list[Tensor]:
+    """Tensors of so many heads of a width each, as projections leave them: heads behind tokens in memory."""
+    return [maker.normal(batch, seq_len, heads, width).transpose(1, 2).requires_grad_() for heads, width in sizes]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "sdpa", mask: Tensor | None = None) -> Tensor:
+    """Causal attention through torch's one entry, or under a mask; heads of queries may share keys and values."""
+    with sdpa_kernel(_BACKENDS[kernel]) if kernel in _BACKENDS else nullcontext():
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def _core(maker: Maker, batch: int, seq_len: int, window: int = 0) -> Attend:
+    """Causal attention as `maker.kernel` names it, over the last `window` tokens where there is one."""
+    if not window:
+        return functools.partial(attend, kernel=maker.kernel)
+    if maker.kernel == "varlen flash":
+        from torch.nn.attention.varlen import varlen_attn  # the newest place: older versions have none
+
+        starts = torch.arange(0, (batch + 1) * seq_len, seq_len, dtype=torch.int32, device=maker.device)
+
+        def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v))
+            grouped, last = q.shape[1] != k.shape[1], (window - 1, 0)
+            out = varlen_attn(q, k, v, starts, starts, seq_len, seq_len, window_size=last, enable_gqa=grouped)
+            assert isinstance(out, Tensor)
+            return out
+
+        return packed
+    band = torch.ones(seq_len, seq_len, dtype=torch.bool, device=maker.device).tril().triu(1 - window)
+    return functools.partial(attend, mask=band)
+
+
+def _attention_graph(
+    maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
+) -> tuple[Attend, list[Tensor]]:
+    grouped = (num_kv_heads, head_dim)
+    return _core(maker, batch, seq_len, window), _heads(maker, batch, seq_len, (num_heads, head_dim), grouped, grouped)
+
+
+def _latent_graph(
+    maker: Maker, batch: int, seq_len: int, num_heads: int, qk_head_dim: int, v_head_dim: int
+) -> tuple[Attend, list[Tensor]]:
+    wide, narrow = (num_heads, qk_head_dim), (num_heads, v_head_dim)
+    return _core(maker, batch, seq_len), _heads(maker, batch, seq_len, wide, wide, narrow)
+
+
+def attention(maker: Maker, *shape: int) -> Run:
+    """Forward pass of an `attention` shape."""
+    core, heads = _attention_graph(maker, *shape)
+    return lambda: core(*heads)  # with gradients wanted: training saves the statistics too
+
+
+def attention_backward(maker: Maker, *shape: int) -> Run:
+    """Its backward pass."""
+    core, heads = _attention_graph(maker, *shape)
+    return backward(core(*heads), heads)
+
+
+def latent_attention(maker: Maker, *shape: int) -> Run:
+    """Forward pass of a `latent_attention` shape."""
+    core, heads = _latent_graph(maker, *shape)
+    return lambda: core(*heads)
+
+
+def latent_attention_backward(maker: Maker, *shape: int) -> Run:
+    """Its backward pass."""
+    core, heads = _latent_graph(maker, *shape)
+    return backward(core(*heads), heads)

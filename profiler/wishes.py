@@ -1,0 +1,271 @@
+"""What is worth measuring for a model on this machine, and in which order?
+
+A first point of every line (an operation with all its sizes but the one that grows with the batch) comes before a
+second point of any, since rates along a line are interpolated and kept beyond its end; among equals comes first what
+takes the larger share of a step, calls x the time that the device's datasheet allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from autoplan.cluster import DeviceSpec
+from autoplan.cost.arithmetic import block_shapes, count_parameters
+from autoplan.cost.compute import local_sizes
+from autoplan.errors import InputError
+from autoplan.framework import Framework
+from autoplan.model import Block, ModelSpec
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.read.cluster import load_device
+from autoplan.timing import Operation, line_of
+from profiler.layouts import layouts
+from profiler.protocol import BESIDE, COLLECTIVES, Hello, Task, rules_for
+from profiler.record import Mode
+
+PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
+LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
+BUFFERS = {"cpu": tuple(2**power for power in range(10, 26, 3)), "cuda": tuple(2**power for power in range(16, 31, 2))}
+BESIDE_LEAST_BYTES = 2**22  # smaller ones end before a product has begun
+ACTION_S = 5e-4  # of the host, for an action of a pipeline: the order of what was seen
+OVERHEAD_S = 0.3  # of a measurement: memory, first runs, messages
+# Where a device is not shipped: an H100's rates order the operations well enough.
+_ANY_DEVICE = "h100-sxm"
+
+Key = tuple[str, tuple[int, ...], str, str, str]  # operation, shape, dtype, kernel, mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a person wants to know the times of."""
+
+    model: ModelSpec
+    framework: Framework
+    seq_len: int
+    tps: tuple[int, ...] = (1,)
+    micro_batches: tuple[int, ...] = (1,)
+    eps: tuple[int, ...] = (1,)
+    modes: tuple[Mode, ...] = ("sustained",)
+    only: tuple[Operation, ...] = ()
+
+    def __post_init__(self) -> None:
+        if wrong := [tp for tp in self.tps if not self._divides(tp)]:
+            raise InputError(
+                f"tp {wrong[0]} must divide the {self.model.num_heads} heads and ffn_size {self.model.ffn_size} of "
+                f"{self.model.name}: leave it out of --tp"
+            )
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are narrower than keys."""
+        return self.model.qk_head_dim != self.model.v_head_dim
+
+    def window_of(self, block: Block) -> int:
+        """Tokens that a query of `block` sees, 0 for all before it."""
+        window = self.model.window or 0
+        return window if block is Block.WINDOW_ATTENTION and window < self.seq_len else 0
+
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor-parallel degrees that the model admits, of the powers of two that are in use."""
+        return tuple(tp for tp in (1, 2, 4, 8, 16, 32, 64) if self._divides(tp))
+
+    def _divides(self, tp: int) -> bool:
+        return self.model.num_heads % tp == 0 and self.model.ffn_size % tp == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A task, its share of a step in seconds, and what measuring it should take."""
+
+    task: Task
+    effect_s: float
+    expected_s: float
+
+
+def unmeasured(wish: Wish) -> list[str]:
+    """What the model has and no operation of `timing.SHAPES` names, in words."""
+    blocks = {block for layer in wish.model.layers for block in layer}
+    found = []
+    if wish.is_latent and wish.window_of(Block.WINDOW_ATTENTION) and Block.WINDOW_ATTENTION in blocks:
+        found.append("latent attention within a window")
+    if Block.MAMBA in blocks:
+        found.append("state-space scans")
+    return found
+
+
+def plan(wish: Wish, hello: Hello, known: Collection[Key]) -> list[Planned]:
+    """What to measure on the ranks of `hello` that is not known yet, best first."""
+    device = load_device(hello.fingerprint.device) or load_device(_ANY_DEVICE)
+    assert device is not None
+    calls: Counter[Task] = Counter()
+    for mode in wish.modes:
+        for dtype in hello.dtypes:
+            for operation, shape, count, suffix in (*_kernels(wish, hello), *_collectives(wish, hello)):
+                is_windowed = operation.startswith("attention") and shape[-1] > 0
+                way = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
+                if way and (not wish.only or operation in wish.only):
+                    task = Task(operation=operation, shape=shape, dtype=dtype, kernel=way + suffix, mode=mode)
+                    calls[task] += count
+    planned = []
+    for task, count in calls.items():
+        if task.key not in known:
+            call_s = reference_s(task, device)
+            expected = rules_for(hello.device_type, task.mode).expected_s(call_s) + OVERHEAD_S
+            planned.append(Planned(task=task, effect_s=count * call_s, expected_s=expected))
+    return _ordered(planned, known)
+
+
+def _ordered(planned: Iterable[Planned], known: Collection[Key]) -> list[Planned]:
+    """First points of lines first, their smallest; then by effect."""
+    begun = {_line(*key) for key in known}
+    first: list[Planned] = []
+    rest: list[Planned] = []
+    for one in sorted(planned, key=lambda one: (one.task.shape[line_of(one.task.operation)], -one.effect_s)):
+        line = _line(*one.task.key)
+        (rest if line in begun else first).append(one)
+        begun.add(line)
+    return [one for part in (first, rest) for one in sorted(part, key=lambda one: -one.effect_s)]
+
+
+def _line(operation: str, shape: tuple[int, ...], dtype: str, kernel: str, mode: str) -> tuple[object, ...]:
+    at = line_of(cast(Operation, operation))
+    return (operation, shape[:at] + shape[at + 1 :], dtype, kernel, mode)
+
+
+_Call = tuple[Operation, tuple[int, ...], int, str]
+
+
+def _kernels(wish: Wish, hello: Hello) -> Iterator[_Call]:
+    """(operation, shape, calls for one micro-batch, ending of the kernel's name) of what one device computes."""
+    model, seq_len = wish.model, wish.seq_len
+    shapes = block_shapes(model)
+    counts = Counter(block for layer in model.layers for block in layer)
+    for tp in wish.tps:
+        batch = PlanBatch.of([ParallelPlan(global_batch=1, tp=tp)], model.num_layers)
+        multiple = wish.framework.pads_vocab_to * tp
+        columns = math.ceil(model.vocab_size / multiple) * multiple // tp
+        heads, kv_heads = model.num_heads // tp, max(model.kv_heads // tp, 1)
+        for micro_batch in wish.micro_batches:
+            tokens = micro_batch * seq_len
+            part = tokens // tp if wish.framework.sequence_parallel else tokens  # between the cut matrices
+            for block, count in counts.items():
+                for linear in shapes[block].linears:
+                    if linear.is_expert:
+                        continue
+                    inputs, outputs = (int(sizes[0]) for sizes in local_sizes(linear, batch))
+                    m = part if linear.split == "replicated" else tokens
+                    for operation in PRODUCTS:
+                        yield operation, (m, outputs, inputs), count * linear.copies, ""
+                yield "norm", (part, model.hidden_size), count * model.norms_per_block, ""
+                yield "norm_backward", (part, model.hidden_size), count * model.norms_per_block, ""
+                if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
+                    window = wish.window_of(block)
+                    if not wish.is_latent:
+                        core = (micro_batch, seq_len, heads, kv_heads, model.qk_head_dim, window)
+                        yield "attention", core, count, ""
+                        yield "attention_backward", core, count, ""
+                    elif not window:
+                        latent = (micro_batch, seq_len, heads, model.qk_head_dim, model.v_head_dim)
+                        yield "latent_attention", latent, count, ""
+                        yield "latent_attention_backward", latent, count, ""
+                    if model.position_embedding == "rope":
+                        yield "rope", (tokens, heads + kv_heads, model.qk_head_dim), count, ""
+                if block is Block.MLP and model.gated_mlp:
+                    yield "swiglu", (tokens, model.ffn_size // tp), count, ""
+                    yield "swiglu_backward", (tokens, model.ffn_size // tp), count, ""
+                if block is Block.MOE and model.moe and model.gated_mlp:
+                    for ep in wish.eps:
+                        moe = model.moe
+                        inner = moe.latent_size or model.hidden_size
+                        experts = (inner, moe.expert_ffn_size, moe.experts_per_token, moe.num_experts, 1, ep)
+                        yield "experts", (part * ep, *experts), count, ""
+                        yield "experts_backward", (part * ep, *experts), count, ""
+            whole = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
+            if whole and model.gated_mlp and not wish.is_latent and tokens % tp == 0:
+                head = (model.num_heads, model.kv_heads, model.qk_head_dim)
+                sizes = (micro_batch, seq_len, model.hidden_size, model.ffn_size, *head)
+                for one in LAYERS:
+                    yield one, (*sizes, tp), whole, ""
+                if tp == 1 and hello.ranks_per_node > 1:
+                    yield "sharded_layer", (*sizes, hello.ranks_per_node, hello.ranks_per_node), whole, ""
+            yield "cross_entropy", (tokens, columns), 1, ""
+            yield "head", (tokens, model.hidden_size, columns), 1, ""
+    if (stages := hello.ranks_per_node) > 1:
+        for num_micro_batches in (stages, 4 * stages):  # the difference is what an action takes, the rest the step
+            yield "pipeline_actions", (num_micro_batches, stages, stages), 1, ""
+    # Two sizes give its rate and what it costs to begin; 16 bytes a parameter are held.
+    most = hello.fingerprint.memory_bytes // 16 // 16
+    for share in (64, 8):
+        yield "optimizer", (max(min(count_parameters(model) // share, most), 1),), 1, ""
+
+
+def _collectives(wish: Wish, hello: Hello) -> Iterator[_Call]:
+    """As `_kernels`, of what groups of every layout send: each a few times in a layer."""
+    found = layouts(hello.num_nodes, hello.ranks_per_node)
+    for layout in found:
+        is_widest = not any(
+            other.num_devices == layout.num_devices
+            and other.devices_per_node == layout.devices_per_node
+            and other.num_groups > layout.num_groups
+            for other in found
+        )
+        for buffer_bytes in BUFFERS[hello.device_type]:
+            for operation in sorted(COLLECTIVES):
+                if operation == "send_recv" and layout.num_devices != 2:
+                    continue
+                shape, count = layout.shape(buffer_bytes), wish.model.num_layers
+                yield operation, shape, count, ""
+                reduces = operation in ("all_gather", "all_reduce", "reduce_scatter")
+                if reduces and is_widest and buffer_bytes >= BESIDE_LEAST_BYTES:
+                    yield operation, shape, count, BESIDE
+
+
+def reference_s(task: Task, device: DeviceSpec) -> float:
+    """What one call takes at the rates of the device's datasheet, in seconds: good for order and budget, no more."""
+    flops, numbers = _work(task.operation, task.shape)
+    rates = device.peak_flops_per_s
+    peak = rates.get(task.dtype, rates.get("bf16", rates.get("fp16", 1e12)))  # type: ignore[call-overload]
+    width = {"fp32": 4, "fp8": 1}.get(task.dtype, 2)
+    if task.operation in COLLECTIVES:
+        # Links are about a twentieth as fast as memory, from NVLink to gloo on loopback.
+        return 2e-5 + task.shape[3] / (device.memory_bandwidth_bytes_per_s / 20)
+    if task.operation == "pipeline_actions":
+        return ACTION_S * 2 * task.shape[0]
+    moved_s = numbers * width / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    return max(flops / (peak * device.gemm_efficiency), moved_s) + 5e-6
+
+
+def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
+    """(floating-point operations, numbers read and written) of one call, roughly (`modelling` A2, C5)."""
+    if operation in PRODUCTS:
+        m, n, k = shape
+        return 2.0 * m * n * k, m * n + n * k + m * k
+    if operation.startswith("attention"):
+        batch, seq_len, heads, kv_heads, head_dim, window = shape
+        passes = 2.5 if operation.endswith("backward") else 1.0
+        seen = 2 * window if 0 < window < seq_len / 2 else seq_len
+        numbers = 2.0 * batch * seq_len * (heads + kv_heads) * head_dim
+        return passes * 2.0 * batch * seq_len * seen * heads * head_dim, numbers
+    if operation.startswith("latent_attention"):
+        batch, seq_len, heads, qk_head_dim, v_head_dim = shape
+        passes, widths = 2.5 if operation.endswith("backward") else 1.0, qk_head_dim + v_head_dim
+        return passes * batch * seq_len**2 * heads * widths, 2.0 * batch * seq_len * heads * widths
+    if operation.startswith("experts"):
+        tokens, hidden_size, ffn_size, per_token, _, etp, ep = shape
+        passes = 2.0 if operation.endswith("backward") else 1.0
+        return passes * 6.0 * tokens * per_token / ep * hidden_size * ffn_size / etp, 0.0
+    if "layer" in operation:
+        batch, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, cut, *_ = shape
+        tokens = batch * seq_len
+        weights = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size)
+        passes = {"layer": 1.0, "layer_backward": 2.0, "layer_backward_selective": 2.0}.get(operation, 3.0)
+        flops = 2.0 * tokens * weights + 2.0 * tokens * seq_len * heads * head_dim
+        return passes * flops / (1 if operation == "sharded_layer" else cut), passes * 20.0 * tokens * hidden_size
+    if operation == "head":
+        tokens, hidden_size, columns = shape
+        return 6.0 * tokens * hidden_size * columns, 8.0 * tokens * columns
+    moved = {"norm": 2.0, "norm_backward": 4.0, "rope": 4.0, "swiglu": 3.0, "swiglu_backward": 5.0, "optimizer": 15.0}
+    return 0.0, moved.get(operation, 10.0) * math.prod(shape)

@@ -1,0 +1,182 @@
+"""Is everything measured that a plan for a model is made of, in the order of its worth?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError
+from autoplan.framework import Framework
+from autoplan.model import ModelSpec
+from autoplan.read.cluster import load_device
+from autoplan.read.framework import load_framework
+from autoplan.read.model import load_model
+from autoplan.timing import SHAPES, line_of
+from profiler.protocol import BESIDE, COLLECTIVES, Hello, Task
+from profiler.record import Fingerprint
+from profiler.wishes import Wish, plan, reference_s, unmeasured
+
+MEGATRON: Framework = load_framework("megatron-core")
+SMALL = ModelSpec(
+    name="small", num_layers=4, hidden_size=256, vocab_size=1000, num_heads=4, num_kv_heads=2, ffn_size=512
+)
+WISH = Wish(model=SMALL, framework=MEGATRON, seq_len=128, tps=(1, 2))
+ALL = {(operation, "fp32"): "gloo" if operation in COLLECTIVES else "way" for operation in SHAPES}
+LAB = Hello(
+    fingerprint=Fingerprint(device="cpu", memory_bytes=2**34),
+    device_type="cpu",
+    hosts=("a", "a"),
+    dtypes=("fp32",),
+    kernels=ALL,
+    windowed={("attention", "fp32"): "window", ("attention_backward", "fp32"): "window"},
+)
+
+
+def shapes(wish: Wish, operation: str, hello: Hello = LAB) -> set[tuple[int, ...]]:
+    return {one.task.shape for one in plan(wish, hello, ()) if one.task.operation == operation}
+
+
+def test_products_of_a_model_are_those_that_a_rank_of_each_degree_runs() -> None:
+    # 4 heads and 2 x 2 key/value heads of 64; two gated matrices of 512.
+    qkv, out, fc1, fc2 = (512, 256), (256, 256), (1024, 256), (256, 512)
+    half = (256, 256), (256, 128), (512, 256), (256, 256)
+    expected = {(128, n, k) for n, k in (qkv, out, fc1, fc2, *half)}
+    for operation in ("gemm", "dgrad", "wgrad"):
+        assert shapes(WISH, operation) == expected
+
+
+def test_a_rank_of_two_has_half_the_heads_and_the_vocabulary() -> None:
+    assert shapes(WISH, "attention") == {(1, 128, 4, 2, 64, 0), (1, 128, 2, 1, 64, 0)}
+    assert shapes(WISH, "head") == {(128, 256, 1024), (128, 256, 512)}  # 1,000 padded to a multiple of 128 tp
+    assert shapes(WISH, "norm") == {(128, 256), (64, 256)}  # sequence parallelism
+    for one in ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full"):
+        assert shapes(WISH, one) == {(1, 128, 256, 512, 4, 2, 64, 1), (1, 128, 256, 512, 4, 2, 64, 2)}
+    assert shapes(WISH, "sharded_layer") == {(1, 128, 256, 512, 4, 2, 64, 2, 2)}
+
+
+def test_windowed_layers_are_measured_with_the_kernel_of_windows() -> None:
+    wish = replace(WISH, model=replace(SMALL, window=32, full_attention_interval=2), tps=(1,))
+    cores = {one.task.shape: one.task.kernel for one in plan(wish, LAB, ()) if one.task.operation == "attention"}
+    assert cores == {(1, 128, 4, 2, 64, 0): "way", (1, 128, 4, 2, 64, 32): "window"}
+    assert shapes(replace(wish, seq_len=32), "attention") == {(1, 32, 4, 2, 64, 0)}
+    assert shapes(wish, "attention", replace(LAB, windowed={})) == {(1, 128, 4, 2, 64, 0)}
+
+
+def test_latent_attention_is_measured_by_the_widths_of_its_keys_and_values() -> None:
+    wish = Wish(model=load_model("deepseek-v3"), framework=MEGATRON, seq_len=4096, tps=(1, 8))
+    for operation in ("latent_attention", "latent_attention_backward"):
+        assert shapes(wish, operation) == {(1, 4096, 128, 192, 128), (1, 4096, 16, 192, 128)}
+    assert shapes(wish, "attention") == set()
+
+
+def test_a_pipeline_over_all_ranks_of_a_node_is_measured_with_few_and_many_micro_batches() -> None:
+    assert shapes(WISH, "pipeline_actions") == {(2, 2, 2), (8, 2, 2)}
+    assert shapes(WISH, "pipeline_actions", replace(LAB, hosts=("a",) * 4 + ("b",) * 4)) == {(4, 4, 4), (16, 4, 4)}
+    assert shapes(WISH, "pipeline_actions", replace(LAB, hosts=("a",))) == set()
+
+
+def test_micro_batches_multiply_tokens() -> None:
+    wish = replace(WISH, tps=(1,), micro_batches=(1, 4))
+    assert {shape[0] for shape in shapes(wish, "gemm")} == {128, 512}
+    assert {shape[:2] for shape in shapes(wish, "attention")} == {(1, 128), (4, 128)}
+
+
+def test_experts_are_those_of_one_rank_of_each_degree() -> None:
+    mixtral = Wish(model=load_model("mixtral-8x7b"), framework=MEGATRON, seq_len=4096, eps=(1, 8))
+    expected = {(4096 * ep, 4096, 14336, 2, 8, 1, ep) for ep in (1, 8)}
+    assert shapes(mixtral, "experts") == shapes(mixtral, "experts_backward") == expected
+    assert shapes(mixtral, "layer") == set()  # it has no dense one
+
+
+def test_what_no_operation_names_is_told() -> None:
+    def lacks(model: str) -> list[str]:
+        return unmeasured(Wish(model=load_model(model), framework=MEGATRON, seq_len=8192))
+
+    for model in ("llama3-8b", "deepseek-v3", "gemma3-12b"):
+        assert lacks(model) == []
+    assert lacks("nemotron-h-56b") == ["state-space scans"]
+    both = replace(load_model("deepseek-v3"), window=4096)
+    assert unmeasured(Wish(model=both, framework=MEGATRON, seq_len=8192)) == ["latent attention within a window"]
+    assert unmeasured(Wish(model=both, framework=MEGATRON, seq_len=4096)) == []
+
+
+@pytest.mark.parametrize(
+    "model", ["llama3-70b", "gpt3-175b", "deepseek-v3", "qwen3-235b-a22b", "nemotron-h-56b", "gemma2-9b"]
+)
+def test_every_model_gets_shapes_that_are_legal(model: str) -> None:
+    hello = replace(LAB, hosts=("a",) * 8 + ("b",) * 8)
+    for one in plan(Wish(model=load_model(model), framework=MEGATRON, seq_len=4096, tps=(1, 4)), hello, ()):
+        assert len(one.task.shape) == len(SHAPES[one.task.operation])
+        assert min(one.task.shape[:2]) > 0
+        assert one.effect_s > 0 < one.expected_s
+
+
+def test_collectives_cover_groups_within_and_across_nodes() -> None:
+    hello = replace(LAB, hosts=("a",) * 4 + ("b",) * 4)
+    groups = {shape[:3] for shape in shapes(WISH, "all_gather", hello)}
+    assert groups == {(2, 2, 1), (2, 2, 2), (4, 4, 1), (2, 1, 1), (2, 1, 4), (8, 4, 1)}
+    assert {shape[:3] for shape in shapes(WISH, "send_recv", hello)} == {(2, 2, 1), (2, 2, 2), (2, 1, 1), (2, 1, 4)}
+    beside = {one.task.shape[:3] for one in plan(WISH, hello, ()) if one.task.kernel.endswith(BESIDE)}
+    assert beside == {(2, 2, 2), (4, 4, 1), (2, 1, 4), (8, 4, 1)}
+
+
+def test_what_is_known_or_not_asked_for_or_cannot_run_is_left_out() -> None:
+    everything = plan(WISH, LAB, ())
+    known = {one.task.key for one in everything[::2]}
+    assert {one.task for one in plan(WISH, LAB, known)} == {one.task for one in everything[1::2]}
+    assert plan(WISH, LAB, {one.task.key for one in everything}) == []
+    assert {one.task.operation for one in plan(replace(WISH, only=("norm", "rope")), LAB, ())} == {"norm", "rope"}
+    without = {which: way for which, way in ALL.items() if which[0] != "gemm"}
+    assert "gemm" not in {one.task.operation for one in plan(WISH, replace(LAB, kernels=without), ())}
+    # Another mode or kernel is another measurement.
+    assert len(plan(replace(WISH, modes=("burst",)), LAB, known)) == len(everything)
+
+
+@given(st.integers(0, 60))
+def test_a_first_point_of_every_line_comes_before_a_second_of_any_then_the_larger_share(num_known: int) -> None:
+    wish = replace(WISH, micro_batches=(1, 2, 4))
+    known = {one.task.key for one in plan(wish, LAB, ())[:num_known]}
+    begun = {(key[0], key[1][: line_of(key[0])], key[1][line_of(key[0]) + 1 :], *key[2:]) for key in known}
+    effects: list[list[float]] = [[], []]
+    for one in plan(wish, LAB, known):
+        task, at = one.task, line_of(one.task.operation)
+        line = (task.operation, task.shape[:at], task.shape[at + 1 :], *task.key[2:])
+        is_second = line in begun
+        assert is_second or not effects[1]  # all first points are through before
+        begun.add(line)
+        effects[is_second].append(one.effect_s)
+    for part in effects:
+        assert part == sorted(part, reverse=True)
+
+
+def test_larger_calls_are_expected_to_take_longer() -> None:
+    device = load_device("h100-sxm")
+    assert device is not None
+
+    def call_s(operation: str, *shape: int, dtype: str = "bf16") -> float:
+        return reference_s(Task(operation=operation, shape=shape, dtype=dtype, kernel=""), device)  # type: ignore[arg-type]
+
+    # 2 x 8192^3 at .7 of 989.4e12 (devices/h100-sxm.toml), and a start of 5 us
+    peak = device.peak_flops_per_s["bf16"] * device.gemm_efficiency
+    assert call_s("gemm", 8192, 8192, 8192) == pytest.approx(2 * 8192**3 / peak + 5e-6)
+    assert call_s("gemm", 8192, 8192, 8192, dtype="fp8") < call_s("gemm", 8192, 8192, 8192)
+    layer = (1, 4096, 4096, 14336, 32, 8, 128)
+    assert call_s("layer", *layer, 2) < call_s("layer", *layer, 1) < call_s("layer_backward", *layer, 1)
+    assert call_s("sharded_layer", *layer, 8, 8) > call_s("layer_backward", *layer, 1)
+    assert call_s("layer_backward_full", *layer, 1) > call_s("layer_backward", *layer, 1)
+    whole, windowed = (call_s("attention", 1, 8192, 32, 8, 128, window) for window in (0, 1024))
+    assert windowed == pytest.approx(whole / 4, rel=0.1)
+    # Queries and keys of 192 and values of 128 are products as large as heads of 160.
+    assert call_s("latent_attention", 1, 8192, 128, 192, 128) == pytest.approx(
+        call_s("attention", 1, 8192, 160, 160, 128, 0), rel=0.01
+    )
+    assert call_s("pipeline_actions", 16, 4, 4) == 4 * call_s("pipeline_actions", 4, 4, 4)
+    assert call_s("all_reduce", 8, 8, 1, 2**30) > call_s("all_reduce", 8, 8, 1, 2**20)
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
+    with pytest.raises(InputError, match="tp 3 must divide the 4 heads"):
+        replace(WISH, tps=(1, 3))
