@@ -214,6 +214,7 @@ class TimingTable:
     # What measured and interpolated times are multiplied by: how much a step grows with them says what rests on them.
     nudge: tuple[float, float] = (1.0, 1.0)
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
+    is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
 
     @property
     def is_empty(self) -> bool:
@@ -225,7 +226,13 @@ class TimingTable:
         return any((operation, dtype) in self.times for dtype in dtypes)
 
     @classmethod
-    def of(cls, measurements: Iterable[Measurement], *, slower: Mapping[Operation, float] | None = None) -> TimingTable:
+    def of(
+        cls,
+        measurements: Iterable[Measurement],
+        *,
+        slower: Mapping[Operation, float] | None = None,
+        is_own: bool = False,
+    ) -> TimingTable:
         """The table of `measurements`, which are of one device; of repeats of a shape the median counts.
 
         Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the bursts of an
@@ -242,7 +249,8 @@ class TimingTable:
             samples[one.operation, one.dtype][one.shape].append(one.seconds * factor)
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
-        return cls(times={kind: _times(kind[0], repeats) for kind, repeats in samples.items()}, match=match)
+        times = {kind: _times(kind[0], repeats) for kind, repeats in samples.items()}
+        return cls(times=times, match=match, is_own=is_own)
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
         """Times of `shapes`, one row each with the numbers that `SHAPES` names."""

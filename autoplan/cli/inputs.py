@@ -179,7 +179,7 @@ def make_problem(flags: TrainingFlags) -> Problem:
 
 TIMINGS = ("aiconfigurator", "db")
 
-# A profile runs them one by one, as torch does: frameworks fuse them, each in its way.
+# A profile runs them one by one, as torch does: frameworks fuse them, each in its way, unless they are eager as well.
 _FUSED = ("rope", "swiglu", "swiglu_backward", "cross_entropy")
 
 
@@ -190,11 +190,12 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
     if source not in TIMINGS:
         raise InputError(f"no timings are known as {source!r}: use {' or '.join(TIMINGS)}")
     device = problem.cluster.device
-    measurements = _published(problem) if source == "aiconfigurator" else _stored(device.name, url)
+    is_own = source == "db" and problem.framework.eager_layers
+    measurements = _published(problem) if source == "aiconfigurator" else _stored(device.name, url, is_own=is_own)
     if not measurements:
         raise InputError(f"{source} has no timings of {device.name}: leave --timings out")
     factors = burst_factors(device, problem.calibration)
-    return replace(problem, timings=TimingTable.of(measurements, slower=factors))
+    return replace(problem, timings=TimingTable.of(measurements, slower=factors, is_own=is_own))
 
 
 def _published(problem: Problem) -> list[Measurement]:
@@ -209,7 +210,7 @@ def _published(problem: Problem) -> list[Measurement]:
     return for_training(wide, device)
 
 
-def _stored(device: str, url: str | None) -> list[Measurement]:
+def _stored(device: str, url: str | None, *, is_own: bool) -> list[Measurement]:
     """Of the machine with that device that was measured last, and what others have beyond it."""
     from autoplan.timing import SHAPES
     from profiler.record import Fingerprint
@@ -217,7 +218,7 @@ def _stored(device: str, url: str | None) -> list[Measurement]:
 
     with open_store(url, writable=False) as store:
         wanted = store.latest(device) or Fingerprint(device=device)
-        return store.timings(wanted, operations=[operation for operation in SHAPES if operation not in _FUSED])
+        return store.timings(wanted, operations=[one for one in SHAPES if is_own or one not in _FUSED])
 
 
 def check_framework(framework: Framework) -> None:
