@@ -31,7 +31,7 @@ def layer_factors(
     `kernels_s` are the sums of both passes over the blocks of `LAYER`.  A layer counts only with both its passes.
     """
     model, ones = problem.model, np.ones(len(batch))
-    if not (problem.timings.is_own and _has_measured_layer(model)):
+    if not (problem.timings.is_own and problem.training.attention == "flash" and _has_measured_layer(model)):
         return ones, ones, np.zeros(len(batch), dtype=np.bool_)
     heads = (model.num_heads, model.kv_heads, model.qk_head_dim)
     sizes = map(float, (problem.training.seq_len, model.hidden_size, model.ffn_size, *heads))
