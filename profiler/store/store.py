@@ -15,7 +15,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, select
 
 from autoplan.errors import InputError, StoreError
-from autoplan.timing import Match, Measurement, Operation
+from autoplan.timing import Measurement, Operation
 from profiler.record import Fingerprint, Record, Status
 from profiler.store.database import Database
 from profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
@@ -187,13 +187,17 @@ class Store:
         }
         if not levels:
             return []
-        chosen = _choice(levels, operations, dtypes, trust).subquery()
         columns = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode")
-        query = select(*(records.c[name] for name in columns)).join(
-            chosen, and_(records.c.id == chosen.c.id, chosen.c.place == 1)
-        )
+        rows: list[Any] = []
         with self._database.reading() as connection:
-            rows = connection.execute(query).all()
+            for level in sorted(set(levels.values())):
+                own = [number for number, other in levels.items() if other == level]
+                nearer = [number for number, other in levels.items() if other < level]
+                chosen = _choice(own, nearer, operations, dtypes, trust).subquery()
+                query = select(*(records.c[name] for name in columns)).join(
+                    chosen, and_(records.c.id == chosen.c.id, chosen.c.place == 1)
+                )
+                rows += connection.execute(query).all()
         try:
             return [
                 Measurement(
@@ -337,26 +341,31 @@ class Store:
 
 
 def _choice(
-    levels: dict[int, Match],
+    own: Collection[int],
+    nearer: Collection[int],
     operations: Collection[Operation] | None,
     dtypes: Collection[str] | None,
     trust: Collection[str] | None,
 ) -> Select[Any]:
-    """(id, place) of the records that may serve: place 1 is the best of its operation, shape and type."""
+    """(id, place) of the records of the machines `own` that may serve: place 1 is the best of its shape and type.
+
+    What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
+    """
+    usable = [records.c.status == "ok", records.c.is_alone, ~is_hidden()]
+    for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
+        if wanted is not None:
+            usable.append(records.c[column].in_(list(wanted)))
     order: tuple[ColumnElement[Any], ...] = (
-        case({number: int(level) for number, level in levels.items()}, value=records.c.fingerprint_id),
         case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
         records.c.measured_at.desc(),
         records.c.seconds,
         records.c.id,
     )
     place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
-    query = select(records.c.id, place).where(
-        records.c.fingerprint_id.in_(levels), records.c.status == "ok", records.c.is_alone, ~is_hidden()
-    )
-    for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
-        if wanted is not None:
-            query = query.where(records.c[column].in_(list(wanted)))
+    query = select(records.c.id, place).where(records.c.fingerprint_id.in_(own), *usable)
+    if nearer:
+        served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), *usable)
+        query = query.where(records.c.work_hash.not_in(served))
     return query
 
 
