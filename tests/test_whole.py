@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autoplan.cli.inputs import with_timings
 from autoplan.cost.provenance import shares
 from autoplan.framework import Framework
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
+from autoplan.read.framework import load_framework, preset_frameworks
+from profiler.record import Fingerprint, Record
+from profiler.store import open_store
 from test_estimate import DENSE, MODELS, PLAIN, price, problem_of, single, terms_of
 from test_measured import Times, batch_of, changes, with_times
 
@@ -144,8 +149,29 @@ def test_dense_layers_of_a_mixture_of_experts_count_too() -> None:
     assert work_s(known, single()) > 4.0
 
 
-def test_plain_torch_runs_what_is_measured_and_nobody_else_says_so() -> None:
-    from autoplan.read.framework import load_framework, preset_frameworks
+def test_timings_of_the_database_are_plain_torchs_own_and_others_leave_what_they_fuse(tmp_path: Path) -> None:
+    machine = Fingerprint(device="h100-sxm", torch="2.13.0")
+    times: Times = LAYER | {("rope", 2048, 24, 64): 1.0, ("norm", 2048, 1024): 1.0}
+    records = [
+        Record(fingerprint=machine, operation=kind[0], shape=kind[1:], dtype="bf16", samples_s=(seconds,))
+        for kind, seconds in times.items()
+    ]
+    place = str(tmp_path / "lab.db")
+    with open_store(place) as store:
+        store.add(records)
+    torch, megatron = (
+        with_timings(problem_of(framework=load_framework(name)), "db", place) for name in ("torch", "megatron-core")
+    )
+    assert torch.timings.is_own
+    assert torch.timings.holds("rope", "bf16")
+    assert 32.0 < work_s(torch, single()) < 32.1  # and gradients are added up
+    assert not megatron.timings.is_own
+    assert not megatron.timings.holds("rope", "bf16")
+    # Its norms alone, forward and backward, in its own kernels.
+    heavier = megatron.framework.kernel_bytes_factor
+    assert work_s(megatron, single()) == pytest.approx(8 * 2 * 3.0 * heavier, rel=0.02)
 
+
+def test_plain_torch_runs_what_is_measured_and_nobody_else_says_so() -> None:
     assert [name for name in preset_frameworks() if load_framework(name).eager_layers] == ["torch"]
     assert not Framework(name="mine").eager_layers
