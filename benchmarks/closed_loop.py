@@ -59,7 +59,7 @@ MODELS = {
         replace(SMALL, name="deep", num_layers=16, hidden_size=256, num_heads=4, ffn_size=768, tied_embeddings=True),
     )
 }
-SEQ_LEN, GLOBAL_BATCH = 256, 8
+SEQ_LEN, GLOBAL_BATCH = 256, 4
 PROFILED, TRAINED = (1, 4), (1, 2, 4)  # sequences in a micro-batch
 # What a step on one rank is made of; kernels of their own would only stand in for layers that were not measured.
 OPERATIONS: tuple[Operation, ...] = ("layer", "layer_backward", "head", "optimizer")
@@ -123,14 +123,14 @@ def steps(model: ModelSpec, plan: ParallelPlan) -> Iterator[None]:
         yield
 
 
-def train(model: ModelSpec, plan: ParallelPlan, num_steps: int) -> Measured:
-    """Run `num_steps` steps, and so many again while none of them was free of other load."""
+def train(model: ModelSpec, plan: ParallelPlan, num_steps: int, *, is_busy: bool) -> Measured:
+    """Run `num_steps` steps, and on a machine that should be quiet so many again while few of them were clean."""
     sensors, training = Sensors(torch.device("cpu"), "here"), steps(model, plan)
     for _ in range(WARMUP):
         next(training)
     clean: list[float] = []
     own, foreign = [], []
-    for _ in range(3):
+    for _ in range(1 if is_busy else 3):
         for _ in range(num_steps):
             sensors.start()
             next(training)
@@ -145,26 +145,26 @@ def train(model: ModelSpec, plan: ParallelPlan, num_steps: int) -> Measured:
     return Measured(step_s=step_s, num_clean=len(clean), foreign=float(np.median(foreign)))
 
 
-def profile(models: list[ModelSpec], url: str, budget_s: float, *, is_busy: bool) -> str:
-    """Measure the operations of the models on one rank into the database; what came of it, in words."""
+def profile(model: ModelSpec, url: str, budget_s: float, *, is_busy: bool) -> str:
+    """Measure the operations of a model on one rank into the database; what came of it, in words."""
     began, progress = time.monotonic(), Progress(total=0)
     with Crew(Job(dtypes=("bf16",), allowance_s=1.0 if is_busy else 3.0), None, 1) as crew, open_store(url) as store:
         hello = crew.start()
         assert hello is not None
-        for model in models:
-            wish = Wish(
-                model=model, framework=load_framework("torch"), seq_len=SEQ_LEN, micro_batches=PROFILED, only=OPERATIONS
-            )
-            planned = plan(wish, hello, store.known(hello.fingerprint))
-            progress.total += len(planned)
-            run(crew, hello, store, planned, budget_s=budget_s, progress=progress)
+        wish = Wish(
+            model=model, framework=load_framework("torch"), seq_len=SEQ_LEN, micro_batches=PROFILED, only=OPERATIONS
+        )
+        planned = plan(wish, hello, store.known(hello.fingerprint))
+        progress.total = len(planned)
+        run(crew, hello, store, planned, budget_s=budget_s, progress=progress)
         if is_busy:
             spoilt = list(store.records(status=("contaminated", "unstable")))
             # Their medians: samples that scatter so would go into quarantine.
             store.add(replace(one, status="ok", reason="", samples_s=(one.seconds,)) for one in spoilt if one.samples_s)
     statuses = [outcome.status for _, outcome in progress.outcomes]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses)))
-    return f"profile: {len(statuses)} of {progress.total} measurements in {time.monotonic() - began:.0f} s: {counts}"
+    took_s = time.monotonic() - began
+    return f"profile of {model.name}: {len(statuses)} of {progress.total} measurements in {took_s:.0f} s: {counts}"
 
 
 def plans() -> list[ParallelPlan]:
@@ -177,7 +177,7 @@ def plans() -> list[ParallelPlan]:
     ]
 
 
-def compare(model: ModelSpec, url: str, num_steps: int) -> Iterator[tuple[float, bool, str]]:
+def compare(model: ModelSpec, url: str, num_steps: int, *, is_busy: bool) -> Iterator[tuple[float, bool, str]]:
     """(error, whether it was clean, row) of every plan of a model."""
     problem = Problem(
         model=model,
@@ -189,7 +189,7 @@ def compare(model: ModelSpec, url: str, num_steps: int) -> Iterator[tuple[float,
     batch = PlanBatch.of(plans(), model.num_layers)
     predicted, found = estimate(problem, batch).step_s, shares(problem, batch)
     for at, one in enumerate(plans()):
-        measured = train(model, one, num_steps)
+        measured = train(model, one, num_steps, is_busy=is_busy)
         error = float(predicted[at]) / measured.step_s - 1
         names = ("measured", "interpolated", "reference", "datasheet")
         rests = " / ".join(f"{100 * found[name][at]:.0f}" for name in names)  # type: ignore[index]
@@ -216,7 +216,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     models = [MODELS[name] for name in options.model or MODELS]
-    lines = []
+    lines: list[str] = []
+    remarks: list[str] = []
+    errors: list[tuple[float, bool]] = []
 
     def tell(text: str) -> None:
         print(text, flush=True)
@@ -225,11 +227,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         url = str(Path(folder) / "timings.db")
         try:
-            tell(profile(models, url, options.budget, is_busy=options.busy) + "\n")
             tell(HEAD)
-            errors: list[tuple[float, bool]] = []
             for model in models:
-                for error, is_clean, row in compare(model, url, options.steps):
+                remarks.append(profile(model, url, options.budget, is_busy=options.busy))
+                for error, is_clean, row in compare(model, url, options.steps, is_busy=options.busy):
                     errors.append((abs(error), is_clean))
                     tell(row)
         except AutoplanError as error:
@@ -237,6 +238,8 @@ def main() -> int:
             return 1
     clean = [error for error, is_clean in errors if is_clean]
     tell("")
+    for remark in remarks:
+        tell(f"{remark}.  ")
     for name, some in (("all", [error for error, _ in errors]), ("clean", clean)):
         if some:
             median, worst = 100 * np.median(some), 100 * max(some)
