@@ -1,13 +1,13 @@
 """How true is a step that is predicted from a profile of this very machine, and from nothing else?
 
-usage: python benchmarks/closed_loop.py [--model NAME ...] [--steps N] [--budget S] [--busy] [--report REPORT.md]
+usage: python benchmarks/closed_loop.py [--model NAME ...] [--rounds N] [--steps N] [--busy] [--report FILE]
 
-Profiles a few small models on one rank without accelerators into a database of its own, prices training steps through
-`estimate` from these timings, then runs the steps: plain torch in bf16, with the layers that the profiler measures,
-AdamW on fp32 weights, several micro-batches, with and without recomputation.  Every second micro-batch size is not
-profiled but interpolated.  Steps in which other programs used more than 6 % of the machine do not count; where none is
-left, the time is the process's own CPU time, and the row says so.  So it is with --busy for the profile, which else
-has no use for what it measured beside other load.
+Profiles small models on one rank without accelerators, prices training steps through `estimate` from these timings in
+a database of their own, and runs the steps: plain torch in bf16, with the layers that the profiler measures, AdamW on
+fp32 weights, several micro-batches, with and without recomputation.  Every second size of micro-batch is not profiled
+but interpolated.  Profile and steps take turns, and medians over the rounds count.  What other programs used more than
+6 % of the machine beside does not count; with --busy it does where nothing else is left: then times are the process's
+own CPU time, and the row says that none was clean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -41,14 +42,17 @@ from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
-from autoplan.timing import Operation
+from autoplan.timing import PROVENANCES, Operation
 from autoplan.training import TrainingSpec
 from profiler.kernels import Layer, Maker
 from profiler.launch import Crew
 from profiler.protocol import Job, Rules
+from profiler.record import Fingerprint, Record
 from profiler.sensors import Sensors, foreign_load
 from profiler.store import open_store
-from profiler.sweep import Progress, Wish, plan, run
+from profiler.sweep import Key, Progress, Wish, plan, run
+
+Floats = NDArray[np.float64]
 
 SMALL = ModelSpec(name="wide", num_layers=4, hidden_size=1024, vocab_size=8192, num_heads=16, ffn_size=2816)
 MODELS = {
@@ -63,17 +67,38 @@ SEQ_LEN, GLOBAL_BATCH = 256, 4
 PROFILED, TRAINED = (1, 4), (1, 2, 4)  # sequences in a micro-batch
 # What a step on one rank is made of; kernels of their own would only stand in for layers that were not measured.
 OPERATIONS: tuple[Operation, ...] = ("layer", "layer_backward", "head", "optimizer")
-WARMUP = 2
+FRAMEWORK = load_framework("torch")
+WARMUP = 1
 MOST_FOREIGN = Rules().most_foreign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Steps of one plan: the median of the clean ones, else of the process's own time in all."""
+class Step:
+    """One step as it was measured."""
 
-    step_s: float
-    num_clean: int
-    foreign: float  # share of the machine that others used, in the median step
+    wall_s: float
+    own_s: float  # of the process on its core
+    foreign: float  # share of the machine that others used
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether other load left it alone."""
+        return self.foreign <= MOST_FOREIGN
+
+
+class Kept:
+    """The records of one profile."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def known(self, fingerprint: Fingerprint) -> list[Key]:
+        """Nothing: every round measures everything."""
+        return []
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Keep records."""
+        self.records += records
 
 
 class Gpt(torch.nn.Module):
@@ -123,48 +148,45 @@ def steps(model: ModelSpec, plan: ParallelPlan) -> Iterator[None]:
         yield
 
 
-def train(model: ModelSpec, plan: ParallelPlan, num_steps: int, *, is_busy: bool) -> Measured:
-    """Run `num_steps` steps, and on a machine that should be quiet so many again while few of them were clean."""
-    sensors, training = Sensors(torch.device("cpu"), "here"), steps(model, plan)
+def train(model: ModelSpec, plan: ParallelPlan, num_steps: int) -> list[Step]:
+    """Run some steps."""
+    sensors, training, found = Sensors(torch.device("cpu"), "here"), steps(model, plan), []
     for _ in range(WARMUP):
         next(training)
-    clean: list[float] = []
-    own, foreign = [], []
-    for _ in range(1 if is_busy else 3):
-        for _ in range(num_steps):
-            sensors.start()
-            next(training)
-            window = sensors.stop()
-            own.append(window.own_core_s)
-            foreign.append(foreign_load([window], on_cpu=True))
-            if foreign[-1] <= MOST_FOREIGN:
-                clean.append(window.wall_s)
-        if len(clean) >= num_steps // 2:
-            break
-    step_s = float(np.median(clean or own))
-    return Measured(step_s=step_s, num_clean=len(clean), foreign=float(np.median(foreign)))
+    for _ in range(num_steps):
+        sensors.start()
+        next(training)
+        window = sensors.stop()
+        foreign = foreign_load([window], on_cpu=True)
+        found.append(Step(wall_s=window.wall_s, own_s=window.own_core_s, foreign=foreign))
+    return found
 
 
-def profile(model: ModelSpec, url: str, budget_s: float, *, is_busy: bool) -> str:
-    """Measure the operations of a model on one rank into the database; what came of it, in words."""
-    began, progress = time.monotonic(), Progress(total=0)
-    with Crew(Job(dtypes=("bf16",), allowance_s=1.0 if is_busy else 3.0), None, 1) as crew, open_store(url) as store:
+def profile(model: ModelSpec, budget_s: float) -> list[Record]:
+    """Measure the operations of a model on one rank."""
+    wish = Wish(model=model, framework=FRAMEWORK, seq_len=SEQ_LEN, micro_batches=PROFILED, only=OPERATIONS)
+    kept = Kept()
+    with Crew(Job(dtypes=("bf16",)), None, 1) as crew:
         hello = crew.start()
         assert hello is not None
-        wish = Wish(
-            model=model, framework=load_framework("torch"), seq_len=SEQ_LEN, micro_batches=PROFILED, only=OPERATIONS
-        )
-        planned = plan(wish, hello, store.known(hello.fingerprint))
-        progress.total = len(planned)
-        run(crew, hello, store, planned, budget_s=budget_s, progress=progress)
-        if is_busy:
-            spoilt = list(store.records(status=("contaminated", "unstable")))
-            # Their medians: samples that scatter so would go into quarantine.
-            store.add(replace(one, status="ok", reason="", samples_s=(one.seconds,)) for one in spoilt if one.samples_s)
-    statuses = [outcome.status for _, outcome in progress.outcomes]
-    counts = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses)))
-    took_s = time.monotonic() - began
-    return f"profile of {model.name}: {len(statuses)} of {progress.total} measurements in {took_s:.0f} s: {counts}"
+        planned = plan(wish, hello, ())
+        run(crew, hello, kept, planned, budget_s=budget_s, progress=Progress(total=len(planned)))
+    return kept.records
+
+
+def settled(records: Iterable[Record], *, is_busy: bool) -> list[Record]:
+    """One record of each shape, with the median over the rounds: of clean ones, else on request of the others."""
+    shapes: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        if record.samples_s:
+            shapes.setdefault((record.operation, record.shape), []).append(record)
+    found = []
+    for repeats in shapes.values():
+        usable = [one for one in repeats if one.status == "ok"] or (repeats if is_busy else [])
+        if usable:
+            median_s = float(np.median([one.seconds for one in usable]))
+            found.append(replace(usable[0], status="ok", reason="", samples_s=(median_s,)))
+    return found
 
 
 def plans() -> list[ParallelPlan]:
@@ -177,28 +199,40 @@ def plans() -> list[ParallelPlan]:
     ]
 
 
-def compare(model: ModelSpec, url: str, num_steps: int, *, is_busy: bool) -> Iterator[tuple[float, bool, str]]:
-    """(error, whether it was clean, row) of every plan of a model."""
-    problem = Problem(
-        model=model,
-        training=TrainingSpec(seq_len=SEQ_LEN),
-        cluster=load_cluster("cpu:1x1"),
-        framework=load_framework("torch"),
-    )
-    problem = with_timings(problem, "db", url)
-    batch = PlanBatch.of(plans(), model.num_layers)
-    predicted, found = estimate(problem, batch).step_s, shares(problem, batch)
-    for at, one in enumerate(plans()):
-        measured = train(model, one, num_steps, is_busy=is_busy)
-        error = float(predicted[at]) / measured.step_s - 1
-        names = ("measured", "interpolated", "reference", "datasheet")
-        rests = " / ".join(f"{100 * found[name][at]:.0f}" for name in names)  # type: ignore[index]
+def predict(model: ModelSpec, records: Iterable[Record], url: str) -> tuple[Floats, list[str]]:
+    """(step times of the plans in seconds, what each rests on), from these records and nothing else."""
+    with open_store(url) as store:
+        store.add(records)
+    training = TrainingSpec(seq_len=SEQ_LEN)
+    problem = Problem(model=model, training=training, cluster=load_cluster("cpu:1x1"), framework=FRAMEWORK)
+    problem, batch = with_timings(problem, "db", url), PlanBatch.of(plans(), model.num_layers)
+    found = shares(problem, batch)
+    rests = [" / ".join(f"{100 * found[name][at]:.0f}" for name in PROVENANCES) for at in range(len(batch))]
+    return estimate(problem, batch).step_s, rests
+
+
+def compare(model: ModelSpec, url: str, options: argparse.Namespace) -> Iterator[tuple[float, bool, str]]:
+    """(error, whether its steps were clean, row) of every plan of a model."""
+    records: list[Record] = []
+    trained: dict[ParallelPlan, list[Step]] = {one: [] for one in plans()}
+    for _ in range(options.rounds):
+        records += profile(model, options.budget)
+        for one, own in trained.items():
+            own += train(model, one, options.steps)
+    predicted, rests = predict(model, settled(records, is_busy=options.busy), url)
+    for at, (one, own) in enumerate(trained.items()):
+        clean = [step.wall_s for step in own if step.is_clean]
+        measured = float(np.median(clean or [step.own_s for step in own]))
+        error = float(predicted[at]) / measured - 1
+        foreign = float(np.median([step.foreign for step in own]))
         row = (
-            f"| {model.name} | {one.micro_batch} | {one.recompute} | {1e3 * measured.step_s:.0f} ms "
-            f"| {1e3 * float(predicted[at]):.0f} ms | {100 * error:+.1f} % | {rests} "
-            f"| {measured.num_clean or 'none'} | {100 * measured.foreign:.0f} % |"
+            f"| {model.name} | {one.micro_batch} | {one.recompute} | {1e3 * measured:.0f} ms "
+            f"| {1e3 * float(predicted[at]):.0f} ms | {100 * error:+.1f} % | {rests[at]} "
+            f"| {len(clean)} of {len(own)} | {100 * foreign:.0f} % |"
         )
-        yield error, measured.num_clean > 0, row
+        yield error, bool(clean), row
+    ok = sum(record.status == "ok" for record in records)
+    print(f"{model.name}: {ok} of {len(records)} measurements of the profile were clean", file=sys.stderr)
 
 
 HEAD = """| model | micro-batch | recomputed | measured | predicted | error | rests on, % | clean steps | other load |
@@ -209,7 +243,8 @@ def main() -> int:
     """Profile, predict, train and compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", action="append", choices=tuple(MODELS), help="only this one; may be repeated")
-    parser.add_argument("--steps", type=int, default=8, help="of each plan")
+    parser.add_argument("--rounds", type=int, default=2, help="of profile and steps")
+    parser.add_argument("--steps", type=int, default=4, help="of each plan in a round")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for the profile of a model")
     parser.add_argument("--busy", action="store_true", help="take what was measured beside other load as well")
     parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
@@ -217,7 +252,6 @@ def main() -> int:
     torch.set_num_threads(1)
     models = [MODELS[name] for name in options.model or MODELS]
     lines: list[str] = []
-    remarks: list[str] = []
     errors: list[tuple[float, bool]] = []
 
     def tell(text: str) -> None:
@@ -229,8 +263,7 @@ def main() -> int:
         try:
             tell(HEAD)
             for model in models:
-                remarks.append(profile(model, url, options.budget, is_busy=options.busy))
-                for error, is_clean, row in compare(model, url, options.steps, is_busy=options.busy):
+                for error, is_clean, row in compare(model, url, options):
                     errors.append((abs(error), is_clean))
                     tell(row)
         except AutoplanError as error:
@@ -238,8 +271,6 @@ def main() -> int:
             return 1
     clean = [error for error, is_clean in errors if is_clean]
     tell("")
-    for remark in remarks:
-        tell(f"{remark}.  ")
     for name, some in (("all", [error for error, _ in errors]), ("clean", clean)):
         if some:
             median, worst = 100 * np.median(some), 100 * max(some)
