@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from autoplan.cli.inputs import with_timings
 from autoplan.cost.estimate import estimate
 from autoplan.cost.provenance import shares
-from autoplan.errors import AutoplanError
+from autoplan.errors import AutoplanError, InputError
 from autoplan.files import write_text
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, PlanBatch
@@ -219,7 +219,10 @@ def compare(model: ModelSpec, url: str, options: argparse.Namespace) -> Iterator
         records += profile(model, options.budget)
         for one, own in trained.items():
             own += train(model, one, options.steps)
-    predicted, rests = predict(model, settled(records, is_busy=options.busy), url)
+    usable = settled(records, is_busy=options.busy)
+    if not usable:
+        raise InputError("other load spoilt every measurement: wait until the machine is quiet, or say --busy")
+    predicted, rests = predict(model, usable, url)
     for at, (one, own) in enumerate(trained.items()):
         clean = [step.wall_s for step in own if step.is_clean]
         measured = float(np.median(clean or [step.own_s for step in own]))

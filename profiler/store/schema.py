@@ -81,6 +81,7 @@ records = Table(
         "mode",
         "measured_at",
         "seconds",
+        "id",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Marks are appended: that a record shall not be used, and that it shall again."""
+"""What was said about a record is appended, and one index holds all that the choice of timings reads."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -24,3 +24,6 @@ def upgrade() -> None:
         'SELECT record_id, true, "by", reason, at FROM hidden ORDER BY record_id'
     )
     op.drop_table("hidden")
+    choice = ("operation", "dtype", "status", "is_alone", "work_hash", "mode", "measured_at", "seconds", "id")
+    op.drop_index("records_by_work", "records")
+    op.create_index("records_by_work", "records", ["fingerprint_id", *choice])
