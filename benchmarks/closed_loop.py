@@ -68,7 +68,7 @@ PROFILED, TRAINED = (1, 4), (1, 2, 4)  # sequences in a micro-batch
 # What a step on one rank is made of; kernels of their own would only stand in for layers that were not measured.
 OPERATIONS: tuple[Operation, ...] = ("layer", "layer_backward", "head", "optimizer")
 FRAMEWORK = load_framework("torch")
-WARMUP = 1
+WARMUP = 2
 MOST_FOREIGN = Rules().most_foreign
 
 
