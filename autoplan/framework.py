@@ -85,6 +85,8 @@ class Framework:
     p2p_overlap: bool = True  # interleaved schedules send while they compute
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
     zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
+    # Plain torch runs its layers, operation by operation, as a profile measures them; else kernels of its own.
+    eager_layers: bool = False
     # What it runs where a plan says flash; flash stands for the best that the device has.
     flash_kernel: Literal["flash", "flash2", "triton", "cudnn"] = "flash"
     bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`

@@ -217,6 +217,28 @@ class _Times:
 
     exact: Mapping[tuple[int, ...], float]  # seconds of each shape
     between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
+    # Of shapes that were asked for before: a search asks for the same ones again and again.
+    known: dict[tuple[float, ...], float] = field(default_factory=dict)
+
+    def at(self, operation: Operation, shapes: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+        """(seconds, whether it was measured) of each shape; NaN where it is refused."""
+        keys = [tuple(shape) for shape in shapes.tolist()]
+        if new := [at for at, key in enumerate(keys) if key not in self.known]:
+            seconds = self._looked_up(operation, shapes[new])
+            self.known.update(zip([keys[at] for at in new], seconds.tolist(), strict=True))
+        is_exact = np.array([key in self.exact for key in keys], dtype=np.bool_)
+        return np.array([self.known[key] for key in keys], dtype=np.float64), is_exact
+
+    def _looked_up(self, operation: Operation, shapes: Floats) -> Floats:
+        seconds = np.array([self.exact.get(tuple(shape), np.nan) for shape in shapes.tolist()])
+        is_between = np.isnan(seconds)
+        between, matched = _columns(operation)
+        kinds, kind_of = np.unique(shapes[:, matched], axis=0, return_inverse=True)
+        for at, kind in enumerate(kinds.tolist()):
+            if tuple(kind) in self.between:
+                own = is_between & (kind_of.ravel() == at)
+                seconds[own] = self.between[tuple(kind)].at(shapes[own][:, between])
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,6 +254,7 @@ class TimingTable:
     # What measured and interpolated times are multiplied by: how much a step grows with them says what rests on them.
     nudge: tuple[float, float] = (1.0, 1.0)
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
+    is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
 
     @property
     def is_empty(self) -> bool:
@@ -243,7 +266,13 @@ class TimingTable:
         return any((operation, dtype) in self.times for dtype in dtypes)
 
     @classmethod
-    def of(cls, measurements: Iterable[Measurement], *, slower: Mapping[Operation, float] | None = None) -> TimingTable:
+    def of(
+        cls,
+        measurements: Iterable[Measurement],
+        *,
+        slower: Mapping[Operation, float] | None = None,
+        is_own: bool = False,
+    ) -> TimingTable:
         """The table of `measurements`, which are of one device; of repeats of a shape the median counts.
 
         Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the bursts of an
@@ -260,7 +289,8 @@ class TimingTable:
             samples[one.operation, one.dtype][one.shape].append(one.seconds * factor)
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
-        return cls(times={kind: _times(kind[0], repeats) for kind, repeats in samples.items()}, match=match)
+        times = {kind: _times(kind[0], repeats) for kind, repeats in samples.items()}
+        return cls(times=times, match=match, is_own=is_own)
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
         """Times of `shapes`, one row each with the numbers that `SHAPES` names."""
@@ -271,14 +301,7 @@ class TimingTable:
         if times is None:
             return Lookup.refused(len(shapes))
         rows, inverse = np.unique(shapes, axis=0, return_inverse=True)
-        seconds = np.array([times.exact.get(tuple(row), np.nan) for row in rows.tolist()])
-        is_exact = ~np.isnan(seconds)
-        between, matched = _columns(operation)
-        kinds, kind_of = np.unique(rows[:, matched], axis=0, return_inverse=True)
-        for at, kind in enumerate(kinds.tolist()):
-            if tuple(kind) in times.between:
-                own = ~is_exact & (kind_of.ravel() == at)
-                seconds[own] = times.between[tuple(kind)].at(rows[own][:, between])
+        seconds, is_exact = times.at(operation, rows)
         return Lookup(seconds=seconds[inverse.ravel()], is_exact=is_exact[inverse.ravel()], nudge=self.nudge)
 
 

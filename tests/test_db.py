@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_info_tells_where_and_what(folder: Path) -> None:
     shown = good(folder, "info", "--db", "a.db")
-    assert shown.startswith("a.db, schema 1\n")
+    assert shown.startswith("a.db, schema 2\n")
     assert re.search(r"h100-sxm\s+2.13.0\s+nccl 2.28.3\s+cuda 13.0\s+1\s+4\s+0\s+2026-11-21", shown)
     told = json.loads(good(folder, "info", "--db", "a.db", "--json"))
     assert told["database"] == "a.db"
@@ -96,6 +96,10 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert json.loads(good(folder, "show", GEMM.key, "--db", "c.db", "--json"))["hidden"]["reason"] == "hotGPU"
     assert GEMM.key[:12] not in good(folder, "list", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db", "--hidden")
+    back = run(folder, "unhide", GEMM.key[:8], "--reason", "was cool", "--db", "b.db").stderr
+    assert back == "1 in use again, 0 were not hidden\n"
+    good(folder, "pull", "b.db", "--db", "c.db")
+    assert GEMM.key[:12] in good(folder, "list", "--db", "c.db")
 
 
 def test_push_quarantines_what_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +145,7 @@ def test_the_tables_of_aiconfigurator_are_imported(folder: Path) -> None:
 
 def test_commands_are_described() -> None:
     shown = subprocess.run([*AUTOPLAN, "db", "--help"], capture_output=True, text=True, check=True).stdout
-    for name in ("info", "list", "show", "push", "pull", "export", "import", "check", "hide"):
+    for name in ("info", "list", "show", "push", "pull", "export", "import", "check", "hide", "unhide"):
         assert re.search(rf"^  {name}\s+\w", shown, re.MULTILINE)
 
 

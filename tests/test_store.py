@@ -113,6 +113,49 @@ def test_a_hidden_record_is_kept_and_not_used(store: Store) -> None:
     assert list(store.records()) == []
 
 
+def test_a_hidden_record_is_taken_back_into_use_and_nothing_is_forgotten(store: Store) -> None:
+    store.add([GEMM])
+    assert store.unhide([GEMM.key], by="bob", reason="") == 0
+    store.hide([GEMM.key], by="ada", reason="hot GPU")
+    assert store.unhide([GEMM.key, "0" * 64], by="bob", reason="fan was replaced before") == 1
+    assert store.unhide([GEMM.key], by="bob", reason="again") == 0
+    assert list(store.records()) == [GEMM]
+    assert len(store.timings(LAB)) == 1
+    assert store.find(GEMM.key)[1] is None
+    assert store.holdings()[0].num_hidden == 0
+    assert store.hide([GEMM.key], by="cid", reason="not that fan") == 1
+    mark = store.find(GEMM.key)[1]
+    assert mark is not None
+    assert (mark.by, mark.reason) == ("cid", "not that fan")
+    assert [(one.by, one.hides) for one in store.marks()] == [("ada", True), ("bob", False), ("cid", True)]
+
+
+def test_what_the_check_hid_a_person_may_use_and_it_comes_in_again_so(store: Store) -> None:
+    impossible = replace(GEMM, samples_s=(1e-5,) * 5)
+    assert store.add([impossible]).quarantined == 1
+    assert store.add([impossible]).quarantined == 1
+    assert store.unhide([impossible.key], by="ada", reason="a new kind of device") == 1
+    assert store.add([impossible]).quarantined == 0
+    assert list(store.records()) == [impossible]
+    assert len(list(store.marks())) == 2
+
+
+def test_the_newest_word_of_a_person_counts_in_whatever_order_marks_travel(store: Store, tmp_path: Path) -> None:
+    with open_store(str(tmp_path / "other.db")) as other:
+        other.add([GEMM])
+        other.hide([GEMM.key], by="ada", reason="hot GPU")
+        other.unhide([GEMM.key], by="ada", reason="was cool")
+        marks = list(other.marks())
+    store.add([GEMM])
+    store.mark(marks[1:])
+    assert list(store.records()) == [GEMM]
+    assert store.mark(marks) == 1
+    assert list(store.records()) == [GEMM]
+    assert store.mark(reversed(marks)) == 0
+    store.mark([replace(marks[1], by="check", hides=True, at="2999-01-01T00:00:00+00:00")])
+    assert list(store.records()) == [GEMM]
+
+
 def test_an_implausible_record_is_quarantined(store: Store) -> None:
     impossible = replace(GEMM, samples_s=(1e-5,) * 5)  # 13.7 PFLOP/s
     added = store.add([GEMM, impossible])
@@ -348,6 +391,22 @@ def test_an_older_schema_is_migrated_and_keeps_its_records(
             assert connection.execute(text("SELECT site FROM fingerprints")).scalar() is None
     with open_store(url, writable=False) as store:
         assert list(store.records()) == [GEMM]
+
+
+def test_what_was_hidden_under_the_first_schema_stays_hidden(url: str) -> None:
+    with open_store(url) as store:
+        store.add([GEMM])
+        with store._database.writing() as connection:
+            for statement in (
+                "DROP TABLE marks",
+                'CREATE TABLE hidden (record_id BIGINT PRIMARY KEY, "by" TEXT, reason TEXT, at TEXT)',
+                f"UPDATE {schema.VERSION_TABLE} SET version_num = '1'",
+                "INSERT INTO hidden VALUES (1, 'ada', 'hot GPU', '2026-11-21T12:00:00+00:00')",
+            ):
+                connection.execute(text(statement))
+    with open_store(url) as store:
+        assert list(store.records()) == []
+        assert [(one.by, one.reason, one.hides) for one in store.marks()] == [("ada", "hot GPU", True)]
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(

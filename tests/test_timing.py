@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster
@@ -162,12 +163,25 @@ def noisy_table(count: int) -> TimingTable:
 def test_a_shape_costs_the_same_in_any_batch() -> None:
     table = noisy_table(2000)
     shapes = np.random.default_rng(1).integers(100, 20_000, size=(500, 3))
-    together = table.lookup("gemm", "bf16", shapes).seconds
+
+    def afresh(some: NDArray[np.int64]) -> NDArray[np.float64]:
+        table.times["gemm", "bf16"].known.clear()
+        return table.lookup("gemm", "bf16", some).seconds
+
+    together = afresh(shapes)
     assert not np.isnan(together).all()
-    again = table.lookup("gemm", "bf16", np.tile(shapes[::-1], (200, 1))).seconds
+    again = afresh(np.tile(shapes[::-1], (200, 1)))
     np.testing.assert_array_equal(again[:500][::-1], together)
-    alone = [table.lookup("gemm", "bf16", row[None]).seconds[0] for row in shapes]
+    alone = [afresh(row[None])[0] for row in shapes]
     np.testing.assert_array_equal(alone, together)
+
+
+def test_what_was_asked_before_is_answered_alike_beside_what_is_new() -> None:
+    table, shapes = noisy_table(200), np.random.default_rng(1).integers(100, 20_000, size=(50, 3))
+    table.lookup("gemm", "bf16", shapes[::2])
+    found, expected = (one.lookup("gemm", "bf16", shapes) for one in (table, noisy_table(200)))
+    np.testing.assert_array_equal(found.seconds, expected.seconds)
+    np.testing.assert_array_equal(found.is_exact, expected.is_exact)
 
 
 def test_a_table_is_the_same_whatever_the_order_of_its_measurements() -> None:

@@ -153,7 +153,7 @@ def pull(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add what another database holds to this one, and hide here what is hidden there; reading it suffices."""
+    """Add what another database holds to this one, and hide and unhide here what was there; reading it suffices."""
     with _open(context, from_, writable=False) as source, _open(context, url) as target:
         _add(target, source.records(trust=trust or None), json=json, quiet=quiet)
         target.mark(source.marks())
@@ -221,22 +221,42 @@ def check(context: typer.Context, url: DbOption = None, json: JsonOption = False
     print(f"{len(findings):,} findings; `autoplan db hide KEY --reason WHY` takes one out of use", file=sys.stderr)
 
 
+KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of records, or how they begin.")]
+
+
 @db.command()
 def hide(
     context: typer.Context,
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of records, or how they begin.")],
+    keys: KeysArgument,
     reason: Annotated[str, typer.Option(metavar="WHY", help="Why they shall not be used.")],
     url: DbOption = None,
 ) -> None:
     """Take records out of use; they stay in the database with your name and reason."""
+    num_new = _change(context, keys, reason, url, hides=True)
+    print(f"{num_new:,} hidden, {len(keys) - num_new:,} were already", file=sys.stderr)
+
+
+@db.command()
+def unhide(
+    context: typer.Context,
+    keys: KeysArgument,
+    reason: Annotated[str, typer.Option(metavar="WHY", help="Why they may be used after all.")],
+    url: DbOption = None,
+) -> None:
+    """Take hidden records back into use, quarantined ones too; who hid them, and why, stays in the database."""
+    num_new = _change(context, keys, reason, url, hides=False)
+    print(f"{num_new:,} in use again, {len(keys) - num_new:,} were not hidden", file=sys.stderr)
+
+
+def _change(context: typer.Context, keys: list[str], reason: str, url: str | None, *, hides: bool) -> int:
     import getpass
 
     from profiler.record import cleaned
 
     with _open(context, url) as store:
         whole = [store.find(key.lower())[0].key for key in keys]
-        num_new = store.hide(whole, by=cleaned(getpass.getuser()), reason=cleaned(reason))
-    print(f"{num_new:,} hidden, {len(whole) - num_new:,} were already", file=sys.stderr)
+        change = store.hide if hides else store.unhide
+        return change(whole, by=cleaned(getpass.getuser()), reason=cleaned(reason))
 
 
 def _open(context: typer.Context, url: str | None, *, writable: bool = True) -> Store:

@@ -180,7 +180,7 @@ def make_problem(flags: TrainingFlags) -> Problem:
 
 TIMINGS = ("aiconfigurator", "db")
 
-# A profile runs them one by one, as torch does: frameworks fuse them, each in its way.
+# A profile runs them one by one, as torch does: frameworks fuse them, each in its way, unless they are eager as well.
 _FUSED = ("rope", "swiglu", "swiglu_backward", "cross_entropy")
 
 
@@ -191,11 +191,12 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
     if source not in TIMINGS:
         raise InputError(f"no timings are known as {source!r}: use {' or '.join(TIMINGS)}")
     device = problem.cluster.device
-    measurements = _published(problem) if source == "aiconfigurator" else _stored(problem.cluster, url)
+    is_own = source == "db" and problem.framework.eager_layers
+    measurements = _published(problem) if source == "aiconfigurator" else _stored(problem.cluster, url, is_own=is_own)
     if not measurements:
         raise InputError(f"{source} has no timings of {device.name}: leave --timings out")
     factors = burst_factors(device, problem.calibration)
-    return replace(problem, timings=TimingTable.of(measurements, slower=factors))
+    return replace(problem, timings=TimingTable.of(measurements, slower=factors, is_own=is_own))
 
 
 def _published(problem: Problem) -> list[Measurement]:
@@ -210,10 +211,10 @@ def _published(problem: Problem) -> list[Measurement]:
     return for_training(wide, device)
 
 
-def _stored(cluster: ClusterSpec, url: str | None) -> list[Measurement]:
+def _stored(cluster: ClusterSpec, url: str | None, *, is_own: bool) -> list[Measurement]:
     from autoplan.timing import SHAPES
 
-    return stored_timings(cluster, url, [operation for operation in SHAPES if operation not in _FUSED])
+    return stored_timings(cluster, url, [one for one in SHAPES if is_own or one not in _FUSED])
 
 
 def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> list[Measurement]:

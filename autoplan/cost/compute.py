@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, Linear, attention_context, mamba_scan_flops_per_token
 from autoplan.cost.measured import find_kernels, passes_s
+from autoplan.cost.whole import head_factor
 from autoplan.model import Block
 from autoplan.plan import CP_KINDS, PRECISIONS, PlanBatch
 from autoplan.problem import Problem
@@ -88,10 +89,32 @@ class KernelTimes:
     matrix_forward_s: dict[str, Floats]  # of the forward products, by the names of `arithmetic`
 
     @property
+    def forward_s(self) -> Floats:
+        """Of all kernels of the forward pass."""
+        return self.gemm_forward_s + self.attention_forward_s + self.memory_forward_s
+
+    @property
+    def backward_s(self) -> Floats:
+        """Of all kernels of the backward pass."""
+        return self.gemm_backward_s + self.attention_backward_s + self.memory_backward_s
+
+    @property
     def total_s(self) -> Floats:
         """Of all kernels, both passes."""
-        forward = self.gemm_forward_s + self.attention_forward_s + self.memory_forward_s
-        return forward + self.gemm_backward_s + self.attention_backward_s + self.memory_backward_s
+        return self.forward_s + self.backward_s
+
+    def scaled(self, forward: Floats, backward: Floats) -> KernelTimes:
+        """The kernels of passes that take `forward` and `backward` times as long."""
+        return KernelTimes(
+            gemm_forward_s=forward * self.gemm_forward_s,
+            gemm_backward_s=backward * self.gemm_backward_s,
+            gemm_weight_s=backward * self.gemm_weight_s,
+            attention_forward_s=forward * self.attention_forward_s,
+            attention_backward_s=backward * self.attention_backward_s,
+            memory_forward_s=forward * self.memory_forward_s,
+            memory_backward_s=backward * self.memory_backward_s,
+            matrix_forward_s={name: forward * value for name, value in self.matrix_forward_s.items()},
+        )
 
     def take(self, which: Ints) -> KernelTimes:
         """Those of the plans at the given indices."""
@@ -275,7 +298,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
 def _measured_attention_s(
     problem: Problem, batch: PlanBatch, block: Block, share: float, references: tuple[Floats, Floats]
 ) -> tuple[Floats, ...]:
-    """(forward, backward) by the table, whose kernel is the device's best: this one reaches `share` of its rate.
+    """(forward, backward) by the table, whose kernel is this one or the device's best, of whose rate it has `share`.
 
     All-to-all context parallelism divides the heads, a ring the queries of a whole sequence.
     """
@@ -292,7 +315,7 @@ def _measured_attention_s(
         if window:
             return references
         passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
-    part = 1.0 / np.where(is_ring, batch.cp, 1) / share
+    part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
     wide = batch.with_precision("bf16")  # it runs in 16 bits whatever the precision of the matrices
     sizes = (batch.micro_batch, float(seq_len), *shape)
     return passes_s([find_kernels(problem, wide, one, *sizes).scaled(part) for one in passes], references)
@@ -352,10 +375,11 @@ def _measured_beyond_s(
 ) -> tuple[Floats, Floats]:
     """(forward, backward) time of the memory-bound kernels that were measured beyond that of their references.
 
-    The table's kernels are fused ones; a framework's take longer as they move more.  With its traffic a measured kernel
-    brings its own start, of which there are twice as many backward.
+    The table's kernels are the framework's own, or fused ones, than which its own take longer as they move more.  With
+    its traffic a measured kernel brings its own start, of which there are twice as many backward.
     """
-    model, factor = problem.model, problem.framework.kernel_bytes_factor
+    model, is_own = problem.model, problem.timings.is_own
+    factor = 1.0 if is_own else problem.framework.kernel_bytes_factor
     start_s = KERNEL_START_S * problem.calibration.memory_bound
     forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
 
@@ -367,7 +391,7 @@ def _measured_beyond_s(
     norm = (norm_tokens(problem, batch), float(model.hidden_size))
     activation = (tokens, _ffn_size(problem, block) / batch.tp)
     kinds: list[tuple[str, int, float, tuple[Operation, Operation], tuple[Floats, Floats | float]]] = [
-        ("norm", model.norms_per_block, _norm_traffic(problem), ("norm", "norm_backward"), norm)
+        ("norm", model.norms_per_block, 1.0 if is_own else _norm_traffic(problem), ("norm", "norm_backward"), norm)
     ]
     if model.gated_mlp and "activation" in moved and _ffn_size(problem, block):
         kinds.append(("activation", 1, 1.0, ("swiglu", "swiglu_backward"), activation))
@@ -484,6 +508,8 @@ def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
     loss = memory_bound_s(problem, moved)
     if not problem.timings.is_empty:
         loss = find_kernels(problem, wide, "cross_entropy", tokens, logits).otherwise(2 * loss) / 2
+    longer = head_factor(problem, wide, (tokens, hidden, columns), once + data + weight + 2 * loss)
+    once, data, weight, loss = longer * once, longer * data, longer * weight, longer * loss
     # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
     forward, backward = (1 + depths) * (once + loss), (1 + depths) * (data + weight + loss)
     if depths:

@@ -24,6 +24,7 @@ from autoplan.cost.compute import (
     rank_tokens,
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
+from autoplan.cost.whole import LAYER, layer_factors
 from autoplan.framework import Framework
 from autoplan.model import Block
 from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
@@ -125,6 +126,7 @@ class _Parts:
     """
 
     kernels: KernelTimes
+    has_launches: NDArray[np.bool_]  # in its kernels, as they were measured together
     tp: tuple[Floats, Floats]
     cp: tuple[Floats, Floats]
     ep: Floats  # of each pass, where no other micro-batch runs beside
@@ -133,6 +135,7 @@ class _Parts:
         """Those of the plans at the given indices."""
         return _Parts(
             kernels=self.kernels.take(which),
+            has_launches=self.has_launches[which],
             tp=(self.tp[0][which], self.tp[1][which]),
             cp=(self.cp[0][which], self.cp[1][which]),
             ep=self.ep[which],
@@ -144,18 +147,45 @@ def block_costs(problem: Problem, batch: PlanBatch) -> dict[Block, BlockCost]:
     links, places = Links.of(problem), groups(batch)
     some, like = batch.distinct(*KERNEL_AXES, "tp_overlap")
     few = batch.take(some)
+    kernels, has_launches = _block_kernels(problem, few)
     costs: dict[Block, BlockCost] = {}
     # Experts come last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(block_shapes(problem.model).items(), key=lambda item: item[0] is Block.MOE):
         beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
-        parts = _parts(problem, few, block, shape, links).take(like)
+        parts = _parts(problem, few, block, shape, links, kernels[block], has_launches[block]).take(like)
         costs[block] = _block_cost(problem, batch, block, shape, parts, links, places, beside_s)
     return costs
 
 
-def _parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, links: Links) -> _Parts:
+def _block_kernels(
+    problem: Problem, batch: PlanBatch
+) -> tuple[dict[Block, KernelTimes], dict[Block, NDArray[np.bool_]]]:
+    """The kernels of every kind of block, as whole layers say where they were measured, and which are of such."""
+    kernels = {
+        block: kernel_times(problem, batch, block, shape) for block, shape in block_shapes(problem.model).items()
+    }
+    has_launches = {block: np.zeros(len(batch), dtype=np.bool_) for block in kernels}
+    if all(block in kernels for block in LAYER):
+        sums = (
+            add_up(kernels[block].forward_s for block in LAYER),
+            add_up(kernels[block].backward_s for block in LAYER),
+        )
+        forward, backward, known = layer_factors(problem, batch, sums)
+        for block in LAYER:
+            kernels[block], has_launches[block] = kernels[block].scaled(forward, backward), known
+    return kernels, has_launches
+
+
+def _parts(
+    problem: Problem,
+    batch: PlanBatch,
+    block: Block,
+    shape: BlockShape,
+    links: Links,
+    kernels: KernelTimes,
+    has_launches: NDArray[np.bool_],
+) -> _Parts:
     places, zeros = groups(batch), np.zeros(len(batch))
-    kernels = kernel_times(problem, batch, block, shape)
     tp = _tp_s(problem, batch, links, (kernels.gemm_forward_s, kernels.gemm_backward_s))
     if block is Block.MOE and not any(linear.split == "column" for linear in shape.linears):
         tp = zeros, zeros  # routed experts take their tokens from the ranks that hold them
@@ -164,7 +194,7 @@ def _parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, 
         attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
         cp = _cp_s(problem, batch, links, places, attention_s)
     ep = _ep_s(problem, batch, links, places) if block is Block.MOE else zeros
-    return _Parts(kernels=kernels, tp=tp, cp=cp, ep=ep)
+    return _Parts(kernels=kernels, has_launches=has_launches, tp=tp, cp=cp, ep=ep)
 
 
 def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
@@ -348,23 +378,25 @@ def _block_cost(
     forward_s = add_up(forward.values())
     backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s)
     gathers, reductions = fsdp_s(problem, batch, links, places, dense, expert)
-    host_forward, host_backward = _launch_s(problem, batch, block)
+    host_forward, host_backward = _launch_s(problem, batch, block, parts.has_launches)
     _finish(framework, forward, gathers, host_forward, wait)
     repeated = backward | {"recompute": forward_s}
     _finish(framework, backward, reductions, host_backward, wait)
     repeat = dict.fromkeys(TERMS, zeros)
     if (batch.recompute == FULL).any():
-        again = problem.calibration.host * framework.host_s_per_block_forward
-        again *= framework.host_factor_moe if block is Block.MOE else 1.0
+        again = problem.calibration.host * framework.host_s_per_block_forward * ~parts.has_launches
+        again = again * (framework.host_factor_moe if block is Block.MOE else 1.0)
         _finish(framework, repeated, reductions, host_backward + again, 2 * wait)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
     return BlockCost(forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=kernels.gemm_weight_s)
 
 
-def _launch_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, Floats]:
-    """(forward, backward) time of the host to launch one block."""
+def _launch_s(
+    problem: Problem, batch: PlanBatch, block: Block, has_launches: NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
+    """(forward, backward) time of the host to launch one block, where its kernels do not hold it."""
     framework = problem.framework
-    host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0)
+    host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0) * ~has_launches
     crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
     waits = framework.cross_node_pipeline_host_s_per_tp * batch.tp * (crosses & (batch.tp > 1))
     # As elsewhere, half as many launches forward as backward.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from profiler.store.database import default_path, open_database
+from profiler.store.marks import Mark
 from profiler.store.match import match
-from profiler.store.store import Added, Finding, Holding, Mark, Store
+from profiler.store.store import Added, Finding, Holding, Store
 
 __all__ = ["Added", "Finding", "Holding", "Mark", "Store", "default_path", "match", "open_store"]
 

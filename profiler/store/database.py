@@ -24,6 +24,8 @@ VARIABLE = "AUTOPLAN_DB"
 BUSY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10
 ON_BEGIN = "on_begin"  # execution option: how SQLite begins a transaction
+# Of PostgreSQL, for a step of a query: long lists of records to leave out are looked up as a hash, not scanned.
+WORK_MEMORY = "64MB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,7 @@ def _postgresql(text: str, url: URL, *, writable: bool) -> Database:
         hide_parameters=True,
         execution_options={} if writable else {"postgresql_readonly": True},
     )
+    event.listen(engine, "begin", _use_memory)
     given = [str(url.password or ""), os.environ.get("PGPASSWORD", "")]
     given += [str(value) for name, value in url.query.items() if "pass" in name.lower()]
     secrets = {variant for one in given if one for variant in (one, quote(one, safe=""), unquote(one))}
@@ -189,6 +192,10 @@ def _sqlite(path: Path, *, writable: bool) -> Database:
 
 def _begin(connection: Connection) -> None:
     connection.exec_driver_sql(connection.get_execution_options().get(ON_BEGIN, "BEGIN"))
+
+
+def _use_memory(connection: Connection) -> None:
+    connection.exec_driver_sql(f"SET LOCAL work_mem = '{WORK_MEMORY}'")
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

@@ -1,8 +1,9 @@
-"""What does the timing database hold?  Its tables, and how an older one becomes a newer one."""
+"""What does the timing database hold?  Its tables, how rows come in, and how an older one becomes a newer one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -22,10 +23,11 @@ from sqlalchemy import (
     select,
     text,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 
 from autoplan.errors import StoreError
 
-SCHEMA = 1  # the newest revision in `migrations/versions`
+SCHEMA = 2  # the newest revision in `migrations/versions`
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "autoplan_schema"  # not Alembic's own name: Optuna's studies may share the database
 _MIGRATION_LOCK = 0x6175746F706C616E  # "autoplan"
@@ -79,18 +81,30 @@ records = Table(
         "mode",
         "measured_at",
         "seconds",
+        "id",
     ),
 )
 
-# A mark beside a record that it shall not be used: put there by a person, or by `check` when it came in (quarantine).
-hidden = Table(
-    "hidden",
+# What was said about a record: that it shall not be used, by a person or by the check when it came in (quarantine), or
+# that it shall again.
+marks = Table(
+    "marks",
     metadata,
-    Column("record_id", _ID, ForeignKey("records.id"), primary_key=True),
+    Column("id", _ID, primary_key=True),
+    Column("record_id", _ID, ForeignKey("records.id"), nullable=False),
+    Column("hides", Boolean, nullable=False),
     Column("by", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("at", Text, nullable=False),
+    Index("marks_by_record", "record_id", "at", "by", "hides", unique=True),
 )
+
+
+def insert_new(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> int:
+    """Add rows, leave what is held as it is; how many were new."""
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    new = insert(table).on_conflict_do_nothing().returning(next(iter(table.primary_key)))  # drivers count otherwise
+    return len(connection.execute(new, rows).all())
 
 
 def held_schema(connection: Connection) -> int:

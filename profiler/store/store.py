@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, case, exists, func, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, select
 
 from autoplan.errors import InputError, StoreError
-from autoplan.timing import Match, Measurement, Operation
+from autoplan.timing import Measurement, Operation
 from profiler.record import Fingerprint, Record, Status
 from profiler.store.database import Database
+from profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
 from profiler.store.match import match
 from profiler.store.plausible import implausible
-from profiler.store.schema import SCHEMA, fingerprints, hidden, records
+from profiler.store.schema import SCHEMA, fingerprints, insert_new, marks, records
 
 T = TypeVar("T")
 
 BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
-BY_CHECK = "check"
 BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
@@ -50,16 +48,6 @@ class Added:
     held: int = 0
     quarantined: int = 0
     first: Finding | None = None  # of the quarantined
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """By whom, why and when a record was hidden."""
-
-    key: str
-    by: str
-    reason: str
-    at: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +104,9 @@ class Store:
                 ids = self._ids(connection, {record.fingerprint for record in batch})
                 # In order of their keys, so that two writers of the same records never wait for each other.
                 rows = [_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
-                num_new = _insert(connection, records, rows)
-                marks = [Mark(key=one.key, by=BY_CHECK, reason=one.reason, at=_now()) for one in findings]
-                _mark(connection, marks)
+                num_new = insert_new(connection, records, rows)
+                kept_out = quarantine(connection, {one.key: one.reason for one in findings})
+                findings = [one for one in findings if one.key in kept_out]
             self._fingerprint_ids.update(ids)
             done += len(batch)
             total = Added(
@@ -148,7 +136,7 @@ class Store:
             if wanted is not None:
                 query = query.where(records.c[column].in_(list(wanted)))
         if not include_hidden:
-            query = query.where(~_is_hidden())
+            query = query.where(~is_hidden())
         machines = self._machines()
         for row in self._rows(query, records.c.id):
             if row.fingerprint_id not in machines:  # another process met a new machine since
@@ -160,7 +148,7 @@ class Store:
         query = (
             select(*(records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")))
             .join(fingerprints, fingerprints.c.id == records.c.fingerprint_id)
-            .where(fingerprints.c.hash == _hash(fingerprint), records.c.status.in_(("ok", "failed")), ~_is_hidden())
+            .where(fingerprints.c.hash == _hash(fingerprint), records.c.status.in_(("ok", "failed")), ~is_hidden())
             .distinct()
         )
         with self._database.reading() as connection:
@@ -199,13 +187,17 @@ class Store:
         }
         if not levels:
             return []
-        chosen = _choice(levels, operations, dtypes, trust).subquery()
         columns = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode")
-        query = select(*(records.c[name] for name in columns)).join(
-            chosen, and_(records.c.id == chosen.c.id, chosen.c.place == 1)
-        )
+        rows: list[Any] = []
         with self._database.reading() as connection:
-            rows = connection.execute(query).all()
+            for level in sorted(set(levels.values())):
+                own = [number for number, other in levels.items() if other == level]
+                nearer = [number for number, other in levels.items() if other < level]
+                chosen = _choice(own, nearer, operations, dtypes, trust).subquery()
+                query = select(*(records.c[name] for name in columns)).join(
+                    chosen, and_(records.c.id == chosen.c.id, chosen.c.place == 1)
+                )
+                rows += connection.execute(query).all()
         try:
             return [
                 Measurement(
@@ -230,42 +222,48 @@ class Store:
         """The record whose key begins with `key`, and the mark that hides it."""
         if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
             raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
-        query = (
-            select(records, hidden.c.by, hidden.c.reason.label("hidden_reason"), hidden.c.at)
-            .outerjoin(hidden, hidden.c.record_id == records.c.id)
-            .where(records.c.key >= key, records.c.key <= key + "g")
-            .limit(2)
-        )
+        query = select(records).where(records.c.key >= key, records.c.key <= key + "g").limit(2)
         with self._database.reading() as connection:
             rows = connection.execute(query).all()
+            mark = hiding_mark(connection, rows[0].id, rows[0].key) if len(rows) == 1 else None
         if len(rows) != 1:
             raise InputError(
                 f"key {key}: {'several records begin so' if rows else f'{self.name} holds no such record'}"
             )
         (row,) = rows
-        mark = Mark(key=row.key, by=row.by, reason=row.hidden_reason, at=row.at) if row.by is not None else None
         return _record(row, self._machines()[row.fingerprint_id]), mark
 
     def hide(self, keys: Iterable[str], *, by: str, reason: str) -> int:
         """Mark the records of these whole keys as not to be used; how many were not hidden before."""
-        return self.mark(Mark(key=key, by=by, reason=reason, at=_now()) for key in keys)
+        return self._change(keys, hides=True, by=by, reason=reason)
 
-    def mark(self, marks: Iterable[Mark]) -> int:
-        """Hide records as another store does; a record that is not held is passed over.  How many are newly hidden."""
-        num_new = 0
-        for batch in _batches(marks, BATCH):
+    def unhide(self, keys: Iterable[str], *, by: str, reason: str) -> int:
+        """Mark the records of these whole keys as to be used again; how many were hidden before."""
+        return self._change(keys, hides=False, by=by, reason=reason)
+
+    def _change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
+        num_changed = 0
+        for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
-                num_new += _mark(connection, batch)
+                num_changed += change(connection, batch, hides=hides, by=by, reason=reason)
+        return num_changed
+
+    def mark(self, new: Iterable[Mark]) -> int:
+        """Keep the marks of another store; those of records that are not held are passed over.  How many are new."""
+        num_new = 0
+        for batch in _batches(new, BATCH):
+            with self._database.writing() as connection:
+                num_new += add_marks(connection, batch)
         return num_new
 
     def marks(self) -> Iterator[Mark]:
-        """Every mark that hides a record."""
-        query = select(hidden.c.record_id.label("id"), records.c.key, hidden).join_from(hidden, records)
-        for row in self._rows(query, hidden.c.record_id):
-            yield Mark(key=row.key, by=row.by, reason=row.reason, at=row.at)
+        """Every mark, in the order in which they came in."""
+        for row in self._rows(select(marks, records.c.key).join_from(marks, records), marks.c.id):
+            yield Mark(key=row.key, by=row.by, reason=row.reason, at=row.at, hides=row.hides)
 
     def holdings(self) -> list[Holding]:
         """What is held, machine by machine, the largest first."""
+        hidden = hidden_ids().subquery()
         query = (
             select(
                 records.c.fingerprint_id,
@@ -296,7 +294,7 @@ class Store:
                     found = " ".join(str(said).split())
                     raise StoreError(f"{self.name} is damaged: put it aside, restore a copy, or pull anew ({found})")
         machines = self._machines()
-        for row in self._rows(select(records).where(~_is_hidden()), records.c.id):
+        for row in self._rows(select(records).where(~is_hidden()), records.c.id):
             what = f"{row.operation} {row.shape}"
             try:
                 record = _record(row, machines[row.fingerprint_id])
@@ -336,57 +334,39 @@ class Store:
         ids = {one: self._fingerprint_ids[one] for one in machines if one in self._fingerprint_ids}
         if new:
             rows = [{"hash": key, "device": new[key].device, "content": _json(new[key])} for key in sorted(new)]
-            _insert(connection, fingerprints, rows)
+            insert_new(connection, fingerprints, rows)
             query = select(fingerprints.c.hash, fingerprints.c.id).where(fingerprints.c.hash.in_(new))
             ids |= {new[key]: number for key, number in connection.execute(query)}
         return ids
 
 
 def _choice(
-    levels: dict[int, Match],
+    own: Collection[int],
+    nearer: Collection[int],
     operations: Collection[Operation] | None,
     dtypes: Collection[str] | None,
     trust: Collection[str] | None,
 ) -> Select[Any]:
-    """(id, place) of the records that may serve: place 1 is the best of its operation, shape and type."""
+    """(id, place) of the records of the machines `own` that may serve: place 1 is the best of its shape and type.
+
+    What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
+    """
+    usable = [records.c.status == "ok", records.c.is_alone, ~is_hidden()]
+    for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
+        if wanted is not None:
+            usable.append(records.c[column].in_(list(wanted)))
     order: tuple[ColumnElement[Any], ...] = (
-        case({number: int(level) for number, level in levels.items()}, value=records.c.fingerprint_id),
         case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
         records.c.measured_at.desc(),
         records.c.seconds,
         records.c.id,
     )
     place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
-    query = select(records.c.id, place).where(
-        records.c.fingerprint_id.in_(levels), records.c.status == "ok", records.c.is_alone, ~_is_hidden()
-    )
-    for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
-        if wanted is not None:
-            query = query.where(records.c[column].in_(list(wanted)))
+    query = select(records.c.id, place).where(records.c.fingerprint_id.in_(own), *usable)
+    if nearer:
+        served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), *usable)
+        query = query.where(records.c.work_hash.not_in(served))
     return query
-
-
-def _is_hidden() -> ColumnElement[bool]:
-    return exists().where(hidden.c.record_id == records.c.id)
-
-
-def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> int:
-    """Add rows, leave what is held as it is; how many were new."""
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    new = insert(table).on_conflict_do_nothing().returning(next(iter(table.primary_key)))  # drivers count otherwise
-    return len(connection.execute(new, rows).all())
-
-
-def _mark(connection: Connection, marks: Sequence[Mark]) -> int:
-    if not marks:
-        return 0
-    by_key = {mark.key: mark for mark in marks}
-    query = select(records.c.key, records.c.id).where(records.c.key.in_(by_key)).order_by(records.c.id)
-    rows = [
-        {"record_id": number, "by": by_key[key].by, "reason": by_key[key].reason, "at": by_key[key].at}
-        for key, number in connection.execute(query)
-    ]
-    return _insert(connection, hidden, rows) if rows else 0
 
 
 def _finding(key: str, record: Record) -> Finding | None:
@@ -408,7 +388,7 @@ def _row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:
         "samples": np.asarray(record.samples_s, dtype="<f8").tobytes(),
         "conditions": json.dumps(dict(record.conditions), sort_keys=True, ensure_ascii=False),
         "measured_at": record.measured_at,
-        "added_at": _now(),
+        "added_at": now(),
         **{name: getattr(record, name) for name in same},
     }
 
@@ -453,10 +433,6 @@ def _json(fingerprint: Fingerprint) -> str:
 
 def _hash(fingerprint: Fingerprint) -> str:
     return hashlib.sha256(_json(fingerprint).encode()).hexdigest()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
