@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.framework import RANK_ORDERS
 from autoplan.plan import (
     ALL_LAYERS,
     CP_KINDS,
@@ -43,6 +44,7 @@ _COLUMNS = (
     "recompute_num_layers",
     "offload",
     "tp_overlap",
+    "rank_order",
 )
 
 
@@ -192,7 +194,9 @@ class Space:
             states = tuple((sharding, place) for sharding, place in states if sharding != "none")
         cp_kinds = limits.cp_kinds if cell.cp > 1 else limits.cp_kinds[:1]
         overlaps = limits.tp_overlaps if cell.tp > 1 else limits.tp_overlaps[:1]
-        return _inside(limits, model.num_layers, model.num_mtp_layers, cell.pp, cell.dp, states, cp_kinds, overlaps)
+        orders = limits.rank_orders if cell.pp > 1 and cell.dp > 1 else limits.rank_orders[:1]
+        others = (cp_kinds, overlaps, orders)
+        return _inside(limits, model.num_layers, model.num_mtp_layers, cell.pp, cell.dp, states, others)
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> NDArray[np.bool_]:
         """Where the tokens of a rank can be shared out over its tensor-parallel group; tp = 3 rarely divides them."""
@@ -215,7 +219,7 @@ class Space:
         }
         size = len(owner)
         batch = PlanBatch(
-            **degrees,
+            **degrees,  # type: ignore[arg-type]
             global_batch=column["global_batch"],
             micro_batch=column["micro_batch"],
             vp=column["vp"],
@@ -233,6 +237,7 @@ class Space:
             recompute_num_layers=column["recompute_num_layers"],
             precision=np.full(size, PRECISIONS.index(self.limits.precision), dtype=np.int64),
             offload=column["offload"],
+            rank_order=column["rank_order"],
             layout=np.concatenate(parts) if parts else np.empty(0, np.int64),
             layouts=tuple(layouts),
         )
@@ -282,9 +287,9 @@ def _inside(
     pp: int,
     dp: int,
     states: tuple[tuple[str, str], ...],
-    cp_kinds: tuple[str, ...],
-    tp_overlaps: tuple[bool, ...],
+    others: tuple[tuple[str, ...], tuple[bool, ...], tuple[str, ...]],
 ) -> _Inside:
+    cp_kinds, tp_overlaps, rank_orders = others
     batches = [
         (batch, micro)
         for batch in limits.global_batches
@@ -300,15 +305,23 @@ def _inside(
         for layout in layouts(num_layers, pp, vp, num_mtp_layers)
     ]
     rest = [
-        (CP_KINDS.index(kind), SHARDINGS.index(sharding), *_recompute(recompute), OFFLOADS.index(place), overlap)
+        (
+            CP_KINDS.index(kind),
+            SHARDINGS.index(sharding),
+            *_recompute(recompute),
+            OFFLOADS.index(place),
+            overlap,
+            RANK_ORDERS.index(order),
+        )
         for kind in cp_kinds
         for sharding, place in states
         for recompute in limits.recomputes
         for overlap in tp_overlaps
+        for order in rank_orders
     ]
     a = np.array(batches, dtype=np.int64).reshape(-1, 2)
     b = np.array(chunks, dtype=np.int64).reshape(-1, 2)
-    c = np.array(rest, dtype=np.int64).reshape(-1, 7)
+    c = np.array(rest, dtype=np.int64).reshape(-1, 8)
     rows = np.hstack(
         [
             np.repeat(a, len(b) * len(c), axis=0),

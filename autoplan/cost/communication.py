@@ -17,7 +17,8 @@ from autoplan.cost.measured import find
 from autoplan.plan import distinct_rows
 from autoplan.problem import Problem
 from autoplan.timing import Operation, TimingTable
-from autoplan.topology.levels import Level, Topology
+from autoplan.topology.levels import Gaps, Level, Topology
+from autoplan.topology.placement import Pattern
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -39,7 +40,15 @@ def _rate(level: Level, members: Floats) -> Floats:
 
 
 def _levels_s(
-    topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, volume: float, *, ring: bool, copies: int = 1
+    topology: Topology,
+    stride: Ints,
+    size: Ints,
+    buffer_bytes: Floats,
+    volume: float,
+    *,
+    ring: bool,
+    copies: int = 1,
+    gaps: Gaps | None = None,
 ) -> Floats:
     """Time of a collective in which each level moves `volume` x (k - 1) / k of the buffer between its k domains.
 
@@ -47,7 +56,7 @@ def _levels_s(
     all-to-all, every member sends its own share of the buffer beyond the domain.  Of a buffer that holds every token
     `copies` times, for as many random members, another rank, node or rack gets one and spreads it inside.
     """
-    members = topology.members(stride, size)
+    members = topology.members(stride, size, gaps=gaps, pattern="ring" if ring else "all_to_all")
     slowest = np.zeros(len(size))
     total = np.zeros(len(size))
     inner = np.ones(len(size), dtype=np.int64)
@@ -82,17 +91,21 @@ def _levels_s(
     return np.where((size > 1) & (buffer_bytes > 0), slowest + UNHIDDEN_SHARE * (total - slowest), 0.0)
 
 
-def all_reduce_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+def all_reduce_s(
+    topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None
+) -> Floats:
     """Time of an all-reduce of `buffer_bytes` per rank: 2 (n - 1) / n of the buffer over the slowest link.
 
     Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
     """
-    return _levels_s(topology, stride, size, buffer_bytes, 2.0, ring=True)
+    return _levels_s(topology, stride, size, buffer_bytes, 2.0, ring=True, gaps=gaps)
 
 
-def all_gather_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+def all_gather_s(
+    topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None
+) -> Floats:
     """Time of an all-gather that ends with `buffer_bytes` on every rank; a reduce-scatter from them costs the same."""
-    return _levels_s(topology, stride, size, buffer_bytes, 1.0, ring=True)
+    return _levels_s(topology, stride, size, buffer_bytes, 1.0, ring=True, gaps=gaps)
 
 
 def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
@@ -107,7 +120,7 @@ def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Flo
 
 def send_s(topology: Topology, stride: Ints, size: Ints, message_bytes: Floats) -> Floats:
     """Time of one message between neighbours `stride` apart in a chain of `size`; the slowest hop decides."""
-    members = topology.members(stride, size)
+    members = topology.members(stride, size, pattern="chain")
     time = np.zeros(len(size))
     inner = np.ones(len(size), dtype=np.int64)
     pair = np.full(len(size), 2.0)
@@ -141,20 +154,20 @@ class Links:
         domain = min(len(cluster.levels), len(levels)) - 1
         return cls(topology=Topology(levels=tuple(levels)), timings=problem.timings, domain=domain)
 
-    def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+    def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
         """Time of an all-reduce of `buffer_bytes` per rank."""
-        reference = all_reduce_s(self.topology, stride, size, buffer_bytes)
-        return self._or_measured(reference, "all_reduce", stride, size, buffer_bytes)
+        reference = all_reduce_s(self.topology, stride, size, buffer_bytes, gaps)
+        return self._or_measured(reference, "all_reduce", stride, size, buffer_bytes, gaps)
 
-    def all_gather_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+    def all_gather_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
         """Time of an all-gather that ends with `buffer_bytes` on every rank."""
-        reference = all_gather_s(self.topology, stride, size, buffer_bytes)
-        return self._or_measured(reference, "all_gather", stride, size, buffer_bytes)
+        reference = all_gather_s(self.topology, stride, size, buffer_bytes, gaps)
+        return self._or_measured(reference, "all_gather", stride, size, buffer_bytes, gaps)
 
-    def reduce_scatter_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+    def reduce_scatter_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
         """Time of a reduce-scatter of `buffer_bytes` per rank."""
-        reference = all_gather_s(self.topology, stride, size, buffer_bytes)
-        return self._or_measured(reference, "reduce_scatter", stride, size, buffer_bytes)
+        reference = all_gather_s(self.topology, stride, size, buffer_bytes, gaps)
+        return self._or_measured(reference, "reduce_scatter", stride, size, buffer_bytes, gaps)
 
     def all_to_all_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
         """Time of an all-to-all of buffers that hold every token `copies` times.
@@ -165,21 +178,28 @@ class Links:
         reference = all_to_all_s(self.topology, stride, size, buffer_bytes, copies)
         if copies > 1:
             sent = size * (1 - (1 - 1 / size) ** copies) / copies
-            buffer_bytes = np.where(self._inside(stride, size) == size, sent * buffer_bytes, 0.0)
+            buffer_bytes = np.where(self._inside(stride, size, pattern="all_to_all") == size, sent * buffer_bytes, 0.0)
         return self._or_measured(reference, "all_to_all", stride, size, buffer_bytes)
 
     def send_s(self, stride: Ints, size: Ints, message_bytes: Floats) -> Floats:
         """Time of one message between neighbours `stride` apart in a chain of `size`: over the network, if any is."""
         reference = send_s(self.topology, stride, size, message_bytes)
-        far = np.where(self._inside(stride, size) == size, stride, self.topology.levels[self.domain].num_devices)
+        inside = self._inside(stride, size, pattern="chain")
+        far = np.where(inside == size, stride, self.topology.levels[self.domain].num_devices)
         return self._or_measured(reference, "send_recv", far, np.minimum(size, 2), message_bytes)
 
-    def _inside(self, stride: Ints, size: Ints) -> Ints:
+    def _inside(self, stride: Ints, size: Ints, *, gaps: Gaps | None = None, pattern: Pattern = "ring") -> Ints:
         """Members of each group in one scale-up domain."""
-        return self.topology.members(stride, size)[self.domain]
+        return self.topology.members(stride, size, gaps=gaps, pattern=pattern)[self.domain].astype(np.int64)
 
     def _or_measured(
-        self, reference_s: Floats, operation: Operation, stride: Ints, size: Ints, buffer_bytes: Floats
+        self,
+        reference_s: Floats,
+        operation: Operation,
+        stride: Ints,
+        size: Ints,
+        buffer_bytes: Floats,
+        gaps: Gaps | None = None,
     ) -> Floats:
         """The measured times of a collective, and the reference of those that were not; an empty buffer has none.
 
@@ -190,7 +210,7 @@ class Links:
             return reference_s
         rows = np.flatnonzero((size > 1) & (buffer_bytes > 0))
         sizes, of_size = np.unique(buffer_bytes[rows], return_inverse=True)
-        members, inside = size[rows], self._inside(stride, size)[rows]
+        members, inside = size[rows], self._inside(stride, size, gaps=gaps)[rows]
         first, like = distinct_rows(members, inside, of_size)
         members, inside, moved = members[first], inside[first], sizes[of_size[first]]
         siblings = self.topology.levels[self.domain].num_devices // inside
