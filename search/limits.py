@@ -94,7 +94,8 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     there, and switching off an overlap.
     """
     cluster, training = problem.cluster, problem.training
-    domains = sorted({level.num_devices for level in problem.topology.levels if level.num_devices > 1})
+    even = (level for level in problem.topology.levels if level.seats is None or level.seats.is_even)
+    domains = sorted({level.num_devices for level in even if level.num_devices > 1})
     return Limits(
         global_batches=tuple(sorted(set(global_batches))),
         precision=training.precision,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autoplan.cluster import ClusterSpec
 from autoplan.curves import CollectiveCurve
 from autoplan.errors import UnpricedError
-from autoplan.topology.placement import Group, Pattern, Seats, even_run, switches_of_nodes
+from autoplan.topology.placement import Group, Pattern, Seats, fills_evenly, switches_of_nodes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -45,7 +45,7 @@ class Level:
     half_rate_bytes: float
     is_mesh: bool = False  # the rate is that of all direct links together
     collectives: CollectiveCurve | None = None  # where measured
-    seats: Seats | None = None  # where nodes fill the switches unevenly; `num_devices` is that of the fullest then
+    seats: Seats | None = None  # of the nodes, where they are listed; `num_devices` is that of the fullest switch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,10 @@ class Topology:
         for those, so they decide.  Where nodes fill switches unevenly the numbers are effective ones, of a pattern.
         """
         shape = (len(self.levels), len(size))
-        is_even = all(level.seats is None for level in self.levels)
+        is_even = all(level.seats is None or level.seats.is_even for level in self.levels)
         result: Ints | Floats = np.empty(shape, dtype=np.int64) if is_even else np.empty(shape)
         for at, level in enumerate(self.levels[:-1]):
-            if level.seats is None:
+            if level.seats is None or level.seats.is_even:
                 result[at] = _inside(level.num_devices, stride, size, gaps)
             else:
                 result[at] = _seated(level.seats, stride, size, gaps, pattern)
@@ -94,9 +94,11 @@ def _seated(seats: Seats, stride: Ints, size: Ints, gaps: Gaps | None, pattern: 
     run = size if gaps is None else np.minimum(gaps.run, size)
     step = stride * size if gaps is None else np.where(run < size, gaps.step, stride * size)
     rows = np.stack([stride, size, run, step], axis=1)
-    distinct, like = np.unique(rows, axis=0, return_inverse=True)
-    found = [seats.members(Group(pattern, *row)) for row in distinct.tolist()]
-    return np.array(found, dtype=np.float64)[like.reshape(-1)]
+    like = np.zeros(len(rows), dtype=np.int64)
+    for column in rows.T:
+        _, first, like = np.unique(like * (column.max(initial=0) + 1) + column, return_index=True, return_inverse=True)
+    found = [seats.members(Group(pattern, *row)) for row in rows[first].tolist()]
+    return np.array(found, dtype=np.float64)[like]
 
 
 def _used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
@@ -114,20 +116,24 @@ def _used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
 
 
 def _domains(cluster: ClusterSpec, placement: Sequence[str] | None) -> list[tuple[int, Seats | None]]:
-    """For each tier of the network, and last for the sites, how many devices the fullest holds, and who if unevenly."""
+    """For each tier of the network, and last for the sites, how many devices the fullest holds, and which node."""
     sites = cluster.wan.nodes_per_site if cluster.wan else cluster.num_nodes
     if not cluster.nodes and placement is None:
         nodes = [*(tier.num_nodes for tier in cluster.network.tiers), sites]
         return [(num_nodes * cluster.devices_per_node, None) for num_nodes in nodes]
     domains: list[tuple[int, Seats | None]] = []
-    by_tier = switches_of_nodes(cluster, placement)
-    for at, switch in enumerate(by_tier):
+    tiers = [tier.num_nodes for tier in cluster.network.tiers]
+    for switch, below in zip(switches_of_nodes(cluster, placement), (*tiers, None), strict=True):
         count = np.bincount(switch)
-        # Links out of a switch are shared by all nodes below it, of which a job gets its part; sites have equal ones.
-        load = count / count.max() if at == len(by_tier) - 1 else np.ones(len(count))
-        seats = Seats(switch=switch, load=load, devices_per_node=cluster.devices_per_node)
-        is_even = even_run(switch) is not None
-        domains.append((int(count.max()) * cluster.devices_per_node, None if is_even else seats))
+        seats = Seats(
+            switch=switch,
+            # Links out of a switch are those of all nodes below it; each site has the same ones.
+            load=np.ones(len(count)) if below else count / count.max(),
+            own=np.minimum(count / below, 1.0) if below else np.ones(len(count)),
+            devices_per_node=cluster.devices_per_node,
+            is_even=fills_evenly(switch),
+        )
+        domains.append((int(count.max()) * cluster.devices_per_node, seats))
     return domains
 
 

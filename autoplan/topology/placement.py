@@ -40,12 +40,17 @@ class Seats:
     """Below which switch of one tier every node of a job sits, nodes in the order of their ranks.
 
     `load` weighs what leaves a switch: 1, or where all switches have equal links, such as sites, its share of the nodes
-    of the fullest.  `known` holds the effective members of the groups that were asked for.
+    of the fullest.  `own` is the part of the nodes below a switch that the job has: of the others' traffic as large a
+    share is taken to leave the switch as of the job's on average [judged].  Where nodes fill the switches evenly and
+    in order, which `is_even` says, whole numbers of members tell it all; `known` holds the effective ones of the groups
+    that were asked for elsewhere.
     """
 
     switch: Ints  # shape (nodes), numbered from 0
     load: Floats  # shape (switches)
+    own: Floats  # shape (switches)
     devices_per_node: int
+    is_even: bool
     known: dict[Group, float] = field(default_factory=dict)
 
     def members(self, group: Group) -> float:
@@ -70,7 +75,7 @@ def effective_members(group: Group, leaving: float) -> float:
 
 
 def leaving_share(seats: Seats, switch: Ints, group: Group) -> Floats:
-    """Share of its traffic that leaves each switch, of all siblings of `group` together.
+    """Share of the traffic below each switch that leaves it, of all siblings of `group` together.
 
     `switch` has shape (orders, nodes), one row for every order of the nodes; the result (orders, switches).  In a ring
     or chain a rank sends to the next one, in an all-to-all as much to each.
@@ -90,7 +95,8 @@ def leaving_share(seats: Seats, switch: Ints, group: Group) -> Floats:
         cell = np.arange(orders)[:, None, None] * num + below
         sent = np.bincount(cell.ravel(), minlength=orders * num).reshape(orders, num)
         left = np.bincount(cell[leaves], minlength=orders * num).reshape(orders, num)
-    return seats.load * left / np.maximum(sent, 1)
+    mean = left.sum(axis=1, keepdims=True) / np.maximum(sent.sum(axis=1, keepdims=True), 1)
+    return seats.load * (seats.own * left / np.maximum(sent, 1) + (1 - seats.own) * mean)
 
 
 def _ranks(group: Group, num_nodes: int, devices_per_node: int) -> tuple[Ints, int]:
@@ -112,11 +118,14 @@ def _ranks(group: Group, num_nodes: int, devices_per_node: int) -> tuple[Ints, i
     return ranks[ranks[:, -1] < total], unit
 
 
-def spread(switch: Ints, group: Group, devices_per_node: int) -> Ints:
-    """Below how many switches the widest sibling of `group` lies, for every order of the nodes: shape (orders)."""
+def spreads(switch: Ints, group: Group, devices_per_node: int) -> Ints:
+    """Below how many switches each sibling of `group` lies, for every order of the nodes: shape (orders, siblings).
+
+    Source: He et al. (Arnold), arXiv:2509.15940, the spread of a communication group.
+    """
     ranks, unit = _ranks(group, switch.shape[1], devices_per_node)
     below = np.sort(switch[:, ranks // unit], axis=2)
-    return (1 + (np.diff(below, axis=2) != 0).sum(axis=2)).max(axis=1, initial=1)
+    return 1 + (np.diff(below, axis=2) != 0).sum(axis=2)
 
 
 # -- what a cluster file says of it -----------------------------------------------------------------------------------
@@ -159,9 +168,8 @@ def _misplaced(cluster: ClusterSpec, order: tuple[str, ...]) -> str:
     )
 
 
-def even_run(switch: Ints) -> int | None:
-    """How many nodes in a row each switch holds, if all hold as many and none comes twice; else None."""
+def fills_evenly(switch: Ints) -> bool:
+    """Whether all switches hold as many nodes, each of them in a row."""
     starts = np.flatnonzero(np.diff(switch, prepend=-1))
     lengths = np.diff(np.append(starts, len(switch)))
-    is_even = len(np.unique(switch)) == len(starts) and (lengths == lengths[0]).all()
-    return int(lengths[0]) if is_even else None
+    return len(np.unique(switch)) == len(starts) and bool((lengths == lengths[0]).all())
