@@ -52,7 +52,7 @@ def is_fragmented(problem: Problem) -> bool:
 
 
 def place_best(problem: Problem, result: SearchResult) -> SearchResult:
-    """The result with the nodes of its best plans in the best order found; the others keep them as they are listed."""
+    """The result with the nodes of its best plans in the best order found; the others keep theirs."""
     if not is_fragmented(problem) or not result.rivals:
         return result
     placed = {}
@@ -64,7 +64,7 @@ def place_best(problem: Problem, result: SearchResult) -> SearchResult:
         return tuple(sorted(better, key=lambda one: one.step_s / one.plan.global_batch))
 
     rivals = replaced(result.rivals)
-    limits = (*result.certificate.limits, f"nodes ordered for the best {len(placed)} plans, for others as listed")
+    limits = (*result.certificate.limits, f"nodes by switch, for the best {len(placed)} plans in an order of their own")
     certificate = replace(result.certificate, limits=limits, best_step_s=rivals[0].step_s)
     return replace(result, ranked=replaced(result.ranked), rivals=rivals, certificate=certificate)
 
@@ -74,23 +74,25 @@ def _priced(problem: Problem, plan: ParallelPlan) -> RankedPlan:
 
 
 def best_placement(problem: Problem, plan: ParallelPlan) -> ParallelPlan:
-    """`plan` with its nodes in the best order that was found, or as it is where none is better than the listed one.
+    """`plan` with its nodes in the best order that was found, its own and that of the cluster's list among them.
 
     Deterministic.  Candidates fill the grid of nodes that pipelines and replicas span in bands, by switches of falling
     or rising size, with or without keeping blocks whole; the best are improved by swaps of two nodes.
     """
     search = _Search.of(problem, replace(plan, placement=None))
-    listed = search.listed
-    best, best_key = listed, search.key(listed)
-    starts = np.unique(np.array([listed, *search.starts()]), axis=0)
+    listed, own = search.listed, search.order(plan.placement)
+    best, best_key = min(((one, search.key(one)) for one in (listed, own)), key=lambda pair: pair[1])
+    starts = np.unique(np.array([listed, own, *search.starts()]), axis=0)
     for _ in range(2):  # the second time with a line through the best order of the first
-        line = search.line(best)
+        base, line = best, search.line(best)
         scores = search.score(line, starts)
         chosen = starts[np.argsort(scores, kind="stable")[:STARTS]]
         improved = [search.improve(line, order) for order in chosen]
         for order in np.unique(np.array([*chosen[:1], *improved]), axis=0):
             if (key := search.key(order)) < best_key:
                 best, best_key = order, key
+        if best is base or not line.slopes:
+            break
         starts = np.unique(np.array([best, *improved]), axis=0)
     return replace(plan, placement=None if (best == listed).all() else search.names(best))
 
@@ -148,6 +150,11 @@ class _Search:
         names = node_names(self.problem.cluster)
         of_class = {number: iter(np.flatnonzero(self.listed == number)) for number in np.unique(self.listed).tolist()}
         return tuple(names[next(of_class[number])] for number in order.tolist())
+
+    def order(self, placement: tuple[str, ...] | None) -> Ints:
+        """The classes of the nodes in that order."""
+        class_of = dict(zip(node_names(self.problem.cluster), self.listed.tolist(), strict=True))
+        return np.array([class_of[name] for name in placement or class_of], dtype=np.int64)
 
     def key(self, order: Ints) -> tuple[float, float]:
         """By what orders compare: the time of a step, to the precision that counts, then how far groups spread."""

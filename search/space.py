@@ -81,6 +81,7 @@ class Space:
     setting: Setting
     limits: Limits
     rules: tuple[Rule, ...]
+    placement: tuple[str, ...] | None = None  # of all plans
 
     def describe(self) -> tuple[str, ...]:
         """What the space leaves out, in words, for the certificate: the limits and what is derived from them."""
@@ -219,7 +220,7 @@ class Space:
         }
         size = len(owner)
         batch = PlanBatch(
-            **degrees,  # type: ignore[arg-type]
+            **degrees,
             global_batch=column["global_batch"],
             micro_batch=column["micro_batch"],
             vp=column["vp"],
@@ -240,6 +241,7 @@ class Space:
             rank_order=column["rank_order"],
             layout=np.concatenate(parts) if parts else np.empty(0, np.int64),
             layouts=tuple(layouts),
+            placement=self.placement,
         )
         return batch, owner
 

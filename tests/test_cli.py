@@ -327,24 +327,21 @@ tiers = [{name = "leaf", num_nodes = 2, oversubscription = 8}]
 """
 
 
-def test_the_nodes_of_a_fragmented_allocation_are_ordered_shown_and_exported(folder: Path) -> None:
+def test_the_nodes_of_a_fragmented_allocation_are_ordered_and_shown(folder: Path) -> None:
     (folder / "lab.toml").write_text(FRAGMENTED)
-    place = ("--cluster", "lab.toml", "--global-batch", "64", "--seq-len", "4096", "--fix", "tp=8", "--fix", "pp=2")
-    place = (*place, "--fix", "rank_order=tp-cp-ep-dp-pp")  # the other order would do as well as another placement
+    place = ("--cluster", "lab.toml", "--global-batch", "64", "--seq-len", "4096", "--fix", "tp=8", "--fix", "pp=1")
     done = run(folder, "search", "llama.json", *place)
     assert done.returncode == 0, done.stderr
     assert "faster than in the order of the cluster's list" in " ".join(done.stdout.split())
     plan = json.loads((folder / "plan.json").read_text())
     order = plan["best"]["plan"]["placement"]
     assert [host["node"] for host in plan["hosts"]] == order
-    assert {order.index("a") // 2, order.index("c") // 2} in ({0}, {1})  # what reduces gradients sits below one leaf
+    assert abs(order.index("a") - order.index("c")) == 1  # the ring leaves each leaf once
     assert plan["listed_step_s"] > plan["best"]["step_s"]
     again = run(folder, "estimate", "plan.json", "--json")
     assert json.loads(again.stdout)["best"] == plan["best"]
     shown = run(folder, "estimate", "plan.json").stdout
     assert re.search(r"ranks +node +below +stages +replicas", shown)
-    script = run(folder, "export", "plan.json", "--to", "megatron-lm", "--launcher", "slurm").stdout
-    assert f"#SBATCH --nodelist={','.join(order)}" in script
 
 
 def assert_refused(folder: Path, *arguments: str, says: str) -> None:

@@ -248,7 +248,9 @@ def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: 
     """The plans that Megatron-Core admits for `problem`, within the user's limits."""
     from autoplan.rules import Setting
     from autoplan.rules.megatron_lm import RULES
+    from autoplan.topology.placement import by_switch
     from search.limits import batch_grid, default_limits, with_wishes
+    from search.placement import is_fragmented
     from search.space import Space
 
     check_framework(problem.framework)
@@ -260,7 +262,8 @@ def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: 
     for rank_order in limits.rank_orders:
         check_rank_order(problem.framework, rank_order)
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    return Space(setting=setting, limits=limits, rules=RULES)
+    placement = by_switch(problem.cluster) if is_fragmented(problem) else None
+    return Space(setting=setting, limits=limits, rules=RULES, placement=placement)
 
 
 def check_output(path: Path, *, force: bool) -> None:

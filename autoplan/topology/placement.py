@@ -157,6 +157,13 @@ def switches_of_nodes(cluster: ClusterSpec, placement: Sequence[str] | None) -> 
     return tuple(result)
 
 
+def by_switch(cluster: ClusterSpec) -> tuple[str, ...]:
+    """The nodes with those below the same switches together: by site, then from the outermost tier inwards."""
+    order = np.lexsort(switches_of_nodes(cluster, None))
+    names = node_names(cluster)
+    return tuple(names[at] for at in order)
+
+
 def _misplaced(cluster: ClusterSpec, order: tuple[str, ...]) -> str:
     names = node_names(cluster)
     if not names:
