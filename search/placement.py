@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 
 PLACED_PLANS = 3  # of a search
 STARTS = 4  # orders that are improved step by step
-MOST_TRIALS = 400  # blocks of swaps that one of them is improved by at most
+MOST_TRIALS = 60  # blocks of swaps that one of them is improved by at most
 BLOCK_NODES = 2**15  # orders x nodes scored in one go
 # What decides between orders that take as long: below how many switches groups lie, and what leaves all switches
 # together, as shares of the step.
@@ -74,15 +74,16 @@ def _priced(problem: Problem, plan: ParallelPlan) -> RankedPlan:
 
 
 def best_placement(problem: Problem, plan: ParallelPlan) -> ParallelPlan:
-    """`plan` with its nodes in the best order that was found, its own and that of the cluster's list among them.
+    """`plan` with its nodes in the best order that was found, no worse than its own, as listed or switch by switch.
 
     Deterministic.  Candidates fill the grid of nodes that pipelines and replicas span in bands, by switches of falling
     or rising size, with or without keeping blocks whole; the best are improved by swaps of two nodes.
     """
     search = _Search.of(problem, replace(plan, placement=None))
-    listed, own = search.listed, search.order(plan.placement)
-    best, best_key = min(((one, search.key(one)) for one in (listed, own)), key=lambda pair: pair[1])
-    starts = np.unique(np.array([listed, own, *search.starts()]), axis=0)
+    listed = search.listed
+    plain = (listed, np.sort(listed), search.order(plan.placement))
+    best, best_key = min(((order, search.key(order)) for order in plain), key=lambda pair: pair[1])
+    starts = np.unique(np.array([*plain, *search.starts()]), axis=0)
     for _ in range(2):  # the second time with a line through the best order of the first
         base, line = best, search.line(best)
         scores = search.score(line, starts)
@@ -131,9 +132,11 @@ class _Search:
         seats = {at: level.seats for at, level in enumerate(levels) if level.seats is not None}
         step_s = float(estimate(problem.on(Topology(levels=tuple(levels))), batch).step_s[0])
         places, size = groups(batch), problem.cluster.devices_per_node
-        run, step = (int(value[0]) for value in places.gaps) if places.gaps else (problem.cluster.num_devices, 0)
         pairs = [(int(stride[0]), int(count[0])) for stride, count in (places.pp, places.shard, places.replicate)]
-        spans = tuple(Group("ring", stride, count, min(run, count), step) for stride, count in pairs if count > 1)
+        spans = [Group("ring", stride, count, count, stride * count) for stride, count in pairs]
+        if places.gaps:
+            run, step = (int(value[0]) for value in places.gaps)
+            spans[1] = spans[1]._replace(run=run, step=step)
         return cls(
             problem=problem,
             batch=batch,
@@ -141,7 +144,7 @@ class _Search:
             above=tuple(classes[::-1]),
             seats=seats,
             widths=tuple(sorted({max(stride // size, 1) for stride, count in pairs if count > 1})),
-            spans=spans,
+            spans=tuple(group for group in spans if group.size > 1),
             listed_s=step_s,
         )
 
@@ -187,11 +190,8 @@ class _Search:
 
     def improve(self, line: _Line, order: Ints) -> Ints:
         """`order` after swaps of two nodes, the best of a block of them at a time, until none helps."""
-        first, second = np.triu_indices(len(order), 1)
-        # Far and near pairs in every block.
-        mixed = np.argsort(np.arange(len(first)) * 0.6180339887498949 % 1, kind="stable")
-        first, second = first[mixed], second[mixed]
         size = max(BLOCK_NODES // len(order), 1)
+        first, second = _pairs(len(order), MOST_TRIALS * size)
         blocks = -(-len(first) // size)
         score, idle = float(self.score(line, order[None])[0]), 0
         for trial in range(MOST_TRIALS):
@@ -263,6 +263,16 @@ class _Search:
                 known[where[1]] = effective_members(where[1], leaving)
             levels[at] = replace(levels[at], seats=replace(seats, known=known))
         return float(estimate(self.problem.on(Topology(levels=tuple(levels))), self.batch).step_s[0])
+
+
+def _pairs(num: int, most: int) -> tuple[Ints, Ints]:
+    """All pairs of `num` things in random order, or so many random ones where there are more."""
+    random = np.random.default_rng(0)
+    if num * (num - 1) // 2 <= most:
+        first, second = np.triu_indices(num, 1)
+        mixed = random.permutation(len(first))
+        return first[mixed], second[mixed]
+    return random.integers(num, size=most), random.integers(num, size=most)
 
 
 def _in_blocks(kinds: Sequence[int] | Ints, count: Ints, size: int) -> Ints:

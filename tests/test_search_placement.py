@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from allocations import DEVICES, fat_tree, packed, problem_on, shuffled
+from autoplan.cli.inputs import make_space
 from autoplan.cost.estimate import estimate
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Topology
 from autoplan.topology.placement import Group, effective_members, leaving_share, spreads, switches_of_nodes
-from search.placement import best_placement, is_fragmented
+from search.placement import best_placement, is_fragmented, place_best
+from search.study import search
 
 BIG = ParallelPlan(global_batch=64, tp=8, sp=True, pp=8, dp_shard=8)
 
@@ -112,3 +114,20 @@ def test_nodes_that_fill_their_leaves_in_order_stay_as_they_are() -> None:
     assert not is_fragmented(problem)
     plan = replace(BIG, pp=4, dp_shard=4)
     assert best_placement(problem, plan).placement is None
+
+
+def test_the_best_plans_of_a_search_are_placed_and_ranked_again() -> None:
+    problem = problem_on(fat_tree([0, 1, 2, 0, 1, 0, 1, 2], nodes_per_leaf=8), model="llama3-8b")
+    space = make_space(problem, "64", fix=["tp=8", "micro_batch=1", "recompute=none"], at_most=[], allow=[])
+    assert space.placement == ("n0", "n3", "n5", "n1", "n4", "n6", "n2", "n7")
+    found = search(problem, space)
+    placed = place_best(problem, found)
+    assert placed.rivals[0].step_s <= found.rivals[0].step_s
+    assert placed.rivals[0] == placed.ranked[0]
+    assert placed.certificate.best_step_s == placed.rivals[0].step_s
+    times = [one.step_s for one in placed.rivals]
+    assert times == sorted(times)
+    for one in placed.rivals[:4]:
+        assert step_s(problem, one.plan) == pytest.approx(one.step_s)
+    regular = problem_on(replace(problem.cluster, nodes=()), model="llama3-8b")
+    assert place_best(regular, found) is found

@@ -85,9 +85,10 @@ def leaving_share(seats: Seats, switch: Ints, group: Group) -> Floats:
     orders, num = len(switch), len(seats.load)
     if group.pattern == "all_to_all":
         siblings = np.arange(orders * len(ranks)).reshape(orders, -1, 1)
-        count = np.bincount((siblings * num + below).ravel(), minlength=orders * len(ranks) * num)
-        count = count.reshape(orders, len(ranks), num)
-        sent, left = count.sum(axis=1), (count * (1 - count / group.size)).sum(axis=1)
+        cell, count = np.unique(siblings * num + below, return_counts=True)
+        cell = cell // (len(ranks) * num) * num + cell % num
+        sent = np.bincount(cell, count, orders * num).reshape(orders, num)
+        left = np.bincount(cell, count * (1 - count / group.size), orders * num).reshape(orders, num)
     else:
         leaves = below != np.roll(below, -1, axis=2)
         if group.pattern == "chain":
