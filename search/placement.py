@@ -43,6 +43,9 @@ BLOCK_NODES = 2**15  # orders x nodes scored in one go
 SPREAD_WEIGHT = 1e-6
 MEAN_WEIGHT = 1e-3  # of the mean over switches or siblings, beside their worst
 
+# By level and group, seconds for each share of the group's traffic that leaves a switch.
+Line = dict[tuple[int, Group], float]
+
 
 def is_fragmented(problem: Problem) -> bool:
     """Whether the order of the nodes matters: they fill switches unevenly and links between those are slower."""
@@ -92,17 +95,10 @@ def best_placement(problem: Problem, plan: ParallelPlan) -> ParallelPlan:
         for order in np.unique(np.array([*chosen[:1], *improved]), axis=0):
             if (key := search.key(order)) < best_key:
                 best, best_key = order, key
-        if best is base or not line.slopes:
+        if best is base or not line:
             break
         starts = np.unique(np.array([best, *improved]), axis=0)
     return replace(plan, placement=None if (best == listed).all() else search.names(best))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """Seconds per share of a group's traffic that leaves a switch of a level: (level, group) -> slope."""
-
-    slopes: dict[tuple[int, Group], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,28 +163,28 @@ class _Search:
 
     # -- many orders at once ------------------------------------------------------------------------------------------
 
-    def line(self, order: Ints) -> _Line:
+    def line(self, order: Ints) -> Line:
         """How the step grows with each share from `order` on: between none and what leaves if classes take turns."""
         turns = np.argsort([np.sum(order[:at] == number) for at, number in enumerate(order)], kind="stable")
         here, there = (self._shares(one[None]) for one in (order, order[turns]))
-        slopes = {}
+        line = {}
         for where, share in there.items():
             most = float(max(share.max(), here[where].max()))
             if most > 0:
                 longest, shortest = (self._what_if(here, where, leaving) for leaving in (most, 0.0))
-                slopes[where] = max(longest - shortest, 0.0) / most
-        return _Line(slopes=slopes)
+                line[where] = max(longest - shortest, 0.0) / most
+        return line
 
-    def score(self, line: _Line, orders: Ints) -> Floats:
+    def score(self, line: Line, orders: Ints) -> Floats:
         """What `line` says of orders: seconds, but for a constant."""
         score = SPREAD_WEIGHT * self.listed_s * self._spread(orders)
-        for (level, group), slope in line.slopes.items():
+        for (level, group), slope in line.items():
             if slope:
                 share = leaving_share(self.seats[level], self._switch(level, orders), group)
                 score += slope * (share.max(axis=1) + MEAN_WEIGHT * share.mean(axis=1))
         return score
 
-    def improve(self, line: _Line, order: Ints) -> Ints:
+    def improve(self, line: Line, order: Ints) -> Ints:
         """`order` after swaps of two nodes, the best of a block of them at a time, until none helps."""
         size = max(BLOCK_NODES // len(order), 1)
         first, second = _pairs(len(order), MOST_TRIALS * size)

@@ -282,6 +282,15 @@ def test_communicators_join_the_ranks_that_differ_along_their_axes(
         assert [k // run * step + k % run * stride for k in range(size)] == expected, name
 
 
+def test_plans_of_both_orders_in_one_batch_cost_what_they_cost_alone() -> None:
+    problem = problem_on(load_cluster("h100-sxm:6x8"))
+    one = ParallelPlan(global_batch=48, tp=2, sp=True, cp=3, pp=2, dp_shard=4, layers_per_chunk=None)
+    both = [one, replace(one, rank_order="tp-cp-ep-pp-dp")]
+    together = estimate(problem, PlanBatch.of(both, problem.model.num_layers)).step_s.tolist()
+    assert together == [step_s(problem, plan) for plan in both]
+    assert together[0] != together[1]
+
+
 def test_every_rank_of_a_placed_plan_has_a_device() -> None:
     placed = hosts(PROBLEM.cluster, replace(PLAN, placement=NODES[::-1]))
     assert [host.node for host in placed] == list(NODES[::-1])

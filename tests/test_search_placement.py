@@ -10,6 +10,7 @@ import pytest
 
 from allocations import DEVICES, fat_tree, packed, problem_on, shuffled
 from autoplan.cli.inputs import make_space
+from autoplan.cluster import WanSpec
 from autoplan.cost.estimate import estimate
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
@@ -102,6 +103,18 @@ def test_a_tapered_tree_gains_from_placement_over_the_order_that_was_handed_out(
     assert step_s(problem, BIG) >= 1.3 * step_s(problem, placed)
     level = replace(problem, cluster=fat_tree(shuffled(packed(seed), seed), taper=1))
     assert step_s(level, placed) == pytest.approx(step_s(level, BIG), rel=0.005)
+
+
+def test_gradients_stay_inside_sites_and_pipelines_go_between_them() -> None:
+    cluster = fat_tree([0] * 8, taper=1)
+    nodes = tuple(replace(node, site="xyxxyyxy"[at]) for at, node in enumerate(cluster.nodes))
+    wan = WanSpec(nodes_per_site=4, bandwidth_bytes_per_s=5e9, latency_s=5e-3)
+    problem = problem_on(replace(cluster, nodes=nodes, wan=wan))
+    plan = replace(BIG, pp=2, dp_shard=4)
+    placed = best_placement(problem, plan)
+    site = switches_of_nodes(problem.cluster, placed.placement)[-1]
+    assert sorted({tuple(site[:4].tolist()), tuple(site[4:].tolist())}) == [(0,) * 4, (1,) * 4]
+    assert step_s(problem, plan) > 2 * step_s(problem, placed)
 
 
 def test_a_placement_is_found_again() -> None:
