@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from autoplan.errors import InputError
 from autoplan.units import check_count, check_not_negative, check_positive
+
+# Which ranks are neighbours: the axis whose groups are closest comes first.
+RankOrder = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
+RANK_ORDERS: tuple[RankOrder, ...] = get_args(RankOrder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,7 @@ class Framework:
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
     # -- rules --------------------------------------------------------------------------------------------------
     rules: Literal["megatron-lm", "unknown"] = "megatron-lm"  # which plans it admits
+    rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]  # that it can number its ranks in, its default first
     splits_by_cost: bool = False  # stages get even shares of the matrix products, the head among them
     # -- where the run tables name it ---------------------------------------------------------------------------
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
@@ -204,6 +209,8 @@ class Framework:
         ):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
+        if not self.rank_orders:
+            raise InputError("rank_orders must name at least one")
         if strange := set(self.fitted) - {field.name for field in fields(self)}:
             raise InputError(f"fitted names no trait of a framework: {', '.join(sorted(strange))}")
         if not 2 <= self.bytes_per_fused_score <= 16:

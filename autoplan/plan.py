@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.errors import InputError, UnpricedError
+from autoplan.framework import RANK_ORDERS, RankOrder
 from autoplan.training import Precision
 from autoplan.units import check_count
 
@@ -40,7 +41,7 @@ SELECTIVE, FULL = RECOMPUTES.index("selective"), RECOMPUTES.index("full")
 DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = ("core_attn",)
 DEFAULT_MODULE_BITS = 1 << RECOMPUTE_MODULES.index("core_attn")
 ALL_LAYERS = 10**6  # more than any chunk has
-DEFAULT_RANK_ORDER = "tp-cp-ep-dp-pp"  # fastest-varying axis first (Megatron-Core parallel_state)
+PP_BEFORE_DP = RANK_ORDERS.index("tp-cp-ep-pp-dp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class ParallelPlan:
     grad_reduce_overlap: bool = True
     param_gather_overlap: bool = True
     ep_overlap: bool = False
-    rank_order: str = DEFAULT_RANK_ORDER
+    rank_order: RankOrder = "tp-cp-ep-dp-pp"
     placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
 
     def __post_init__(self) -> None:
@@ -146,6 +147,8 @@ class ParallelPlan:
             words.append("overlapped tensor-parallel traffic")
         if self.ep_overlap:
             words.append("overlapped expert traffic")
+        if self.rank_order != RANK_ORDERS[0]:
+            words.append(f"ranks {self.rank_order}")
         if self.vp > 1:
             words.append(f"interleave {self.vp}")
         if self.layers_per_chunk and len(set(self.layers_per_chunk)) > 1:
@@ -178,10 +181,6 @@ def check_priced(plan: ParallelPlan) -> None:
         raise UnpricedError(
             f"tp_grid {list(plan.tp_grid)}: launcher does not support more than 1-D tensor parallelism: leave it out"
         )
-    if plan.placement is not None:
-        raise UnpricedError("placement is not priced yet: leave it out")
-    if plan.rank_order != DEFAULT_RANK_ORDER:
-        raise UnpricedError(f"rank_order {plan.rank_order!r} is not priced yet: use {DEFAULT_RANK_ORDER!r}")
 
 
 # How each field of a plan is held in a batch: a count, a flag, or the index of a word.
@@ -192,6 +191,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "recompute": RECOMPUTES,
     "precision": PRECISIONS,
     "offload": OFFLOADS,
+    "rank_order": RANK_ORDERS,
 }
 _FLAGS = ("sp", "tp_overlap", "grad_reduce_overlap", "param_gather_overlap", "ep_overlap")
 _COUNTS = ("global_batch", "micro_batch", "tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard")
@@ -201,7 +201,7 @@ _COUNTS = ("global_batch", "micro_batch", "tp", "cp", "pp", "vp", "ep", "etp", "
 class PlanBatch:
     """Many priced plans: one array element a plan.  Words are held as indices into the tuples above.
 
-    `layout` indexes `layouts`: the layers of every chunk in model order, always spelled out.
+    `layout` indexes `layouts`: the layers of every chunk in model order, always spelled out.  All share a `placement`.
     """
 
     global_batch: Ints
@@ -227,8 +227,10 @@ class PlanBatch:
     recompute_num_layers: Ints  # of a chunk; 0 unless recompute is full, ALL_LAYERS where a plan names no number
     precision: Ints
     offload: Ints
+    rank_order: Ints
     layout: Ints
     layouts: tuple[tuple[int, ...], ...]
+    placement: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -257,6 +259,9 @@ class PlanBatch:
         """The batch of `plans` for a model of `num_layers`; unpriced values are refused."""
         layouts: dict[tuple[int, ...], int] = {}
         index = []
+        placements = {plan.placement for plan in plans} or {None}
+        if len(placements) > 1:
+            raise InputError("plans of one batch must have the same placement")
         for plan in plans:
             check_priced(plan)
             index.append(layouts.setdefault(chunk_layers(plan, num_layers), len(layouts)))
@@ -270,11 +275,12 @@ class PlanBatch:
         }
         arrays["recompute_modules"] = np.array([module_bits(plan) for plan in plans], dtype=np.int64)
         arrays["recompute_num_layers"] = np.array([repeated_layers(plan) for plan in plans], dtype=np.int64)
-        return cls(**arrays, layout=np.array(index, dtype=np.int64), layouts=tuple(layouts))  # type: ignore[arg-type]
+        layout = np.array(index, dtype=np.int64)
+        return cls(**arrays, layout=layout, layouts=tuple(layouts), placement=placements.pop())  # type: ignore[arg-type]
 
     def take(self, which: Ints | Bools) -> PlanBatch:
         """The plans at the given indices, or where the mask is true."""
-        arrays = {field.name: getattr(self, field.name)[which] for field in fields(self) if field.name != "layouts"}
+        arrays = {name: getattr(self, name)[which] for name in _arrays()}
         return replace(self, **arrays)
 
     def distinct(self, *names: str) -> tuple[Ints, Ints]:
@@ -292,7 +298,8 @@ class PlanBatch:
             values["recompute_num_layers"] = repeated
         layers = self.layouts[self.layout[at]]
         uneven = len(set(layers)) > 1
-        return ParallelPlan(**values, layers_per_chunk=layers if uneven else None)  # type: ignore[arg-type]
+        values["layers_per_chunk"] = layers if uneven else None
+        return ParallelPlan(**values, placement=self.placement)  # type: ignore[arg-type]
 
     def with_precision(self, precision: Precision) -> PlanBatch:
         """The same plans in another precision."""
@@ -307,12 +314,17 @@ class PlanBatch:
         for part in parts:
             table = np.array([layouts.setdefault(layout, len(layouts)) for layout in part.layouts], dtype=np.int64)
             moved.append(table[part.layout])
-        arrays = {
-            field.name: np.concatenate([getattr(part, field.name) for part in parts])
-            for field in fields(PlanBatch)
-            if field.name not in ("layouts", "layout")
-        }
-        return PlanBatch(**arrays, layout=np.concatenate(moved), layouts=tuple(layouts))
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _arrays()}
+        arrays["layout"] = np.concatenate(moved)
+        placements = {part.placement for part in parts if len(part)} or {None}
+        if len(placements) > 1:
+            raise InputError("plans of one batch must have the same placement")
+        return PlanBatch(**arrays, layouts=tuple(layouts), placement=placements.pop())
+
+
+def _arrays() -> tuple[str, ...]:
+    """The fields of a batch that have one element a plan."""
+    return tuple(field.name for field in fields(PlanBatch) if field.name not in ("layouts", "placement"))
 
 
 def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -54,6 +55,16 @@ class Problem:
             raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
         if not 0 <= self.reserve_bytes < self.cluster.device.visible_memory_bytes:
             raise InputError("reserved memory must be at least 0 and less than the device's visible memory")
+
+    def placed(self, placement: tuple[str, ...] | None) -> Problem:
+        """The problem with ranks on the nodes in that order; None: as the cluster lists them."""
+        return self if placement is None else self.on(compile_topology(self.cluster, placement))
+
+    def on(self, topology: Topology) -> Problem:
+        """The problem with other levels."""
+        other = copy.copy(self)
+        object.__setattr__(other, "topology", topology)
+        return other
 
     @property
     def capacity_bytes(self) -> float:

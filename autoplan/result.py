@@ -14,6 +14,7 @@ from autoplan.errors import InputError
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.ranks import HostRanks
 from autoplan.timing import Calibration, Provenance
 from autoplan.training import Precision, TrainingSpec
 from autoplan.units import check_not_negative, check_positive
@@ -237,6 +238,8 @@ class PlanFile:
     memory_knobs: tuple[MemoryKnob, ...] = ()  # most freed first, where they were asked for
     timings: str = ""  # whose measured times were taken before the reference curves
     rests_on: dict[Provenance, float] = field(default_factory=dict)  # share of the best plan's step
+    hosts: tuple[HostRanks, ...] = ()  # of the best plan, in the order of its ranks, where the cluster lists its nodes
+    listed_step_s: float | None = None  # of the best plan on the nodes as listed, where it has a placement
 
     def __post_init__(self) -> None:
         if self.schema_version != PLAN_FILE_VERSION:

@@ -44,13 +44,15 @@ from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
 from autoplan.timing import PROVENANCES, Operation
 from autoplan.training import TrainingSpec
-from profiler.kernels import Layer, Maker
+from profiler.kernels import Layer
 from profiler.launch import Crew
+from profiler.maker import Maker
 from profiler.protocol import Job, Rules
 from profiler.record import Fingerprint, Record
 from profiler.sensors import Sensors, foreign_load
 from profiler.store import open_store
-from profiler.sweep import Key, Progress, Wish, plan, run
+from profiler.sweep import Progress, run
+from profiler.wishes import Key, Wish, plan
 
 Floats = NDArray[np.float64]
 

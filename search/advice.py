@@ -181,7 +181,7 @@ def smallest_nodes(problem: Problem, limits: Limits, space: Space) -> int | None
 
     def fits(nodes: int) -> bool:
         try:
-            larger = replace(problem, cluster=replace(problem.cluster, num_nodes=nodes))
+            larger = replace(problem, cluster=replace(problem.cluster, num_nodes=nodes, nodes=()))
         except InputError:
             return False
         return fits_somewhere(larger, limits, space)

@@ -175,7 +175,7 @@ class KindCosts:
 
 def kind_costs(problem: Problem, batch: PlanBatch) -> KindCosts:
     """What the kinds of `batch` cost; their layouts are not looked at."""
-    model = problem.model
+    problem, model = problem.placed(batch.placement), problem.model
     costs = block_costs(problem, batch)
     forward = {block: cost.total_forward_s for block, cost in costs.items()}
     both = {block: forward[block] + cost.total_backward_s for block, cost in costs.items()}

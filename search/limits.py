@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from autoplan.cost.recompute import stores_scores
 from autoplan.errors import InputError
+from autoplan.framework import RANK_ORDERS, RankOrder
 from autoplan.model import ModelSpec
 from autoplan.plan import CP_KINDS, OFFLOADS, RECOMPUTE_MODULES, RECOMPUTES, SHARDINGS, parse_recompute
 from autoplan.problem import Problem
@@ -24,7 +25,7 @@ MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
 
 COUNTS = ("tp", "cp", "pp", "vp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "micro_batch")
-WORDS = {"sharding": SHARDINGS, "cp_kind": CP_KINDS, "offload": OFFLOADS}
+WORDS = {"sharding": SHARDINGS, "cp_kind": CP_KINDS, "offload": OFFLOADS, "rank_order": RANK_ORDERS}
 FLAGS = ("sp", "tp_overlap")
 ALLOWED = ("zero2", "zero3", "offload", "partial_recompute", "tp_overlap")  # off unless asked for
 ELSEWHERE = {  # what a person may try to fix, and where it is said
@@ -57,6 +58,7 @@ class Limits:
     cp_kinds: tuple[str, ...] = CP_KINDS
     offloads: tuple[str, ...] = ("none",)
     tp_overlaps: tuple[bool, ...] = (False,)
+    rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]
 
     def admits(self, axis: str, value: int) -> bool:
         """Whether a count obeys what is fixed and bounded."""
@@ -84,6 +86,8 @@ class Limits:
             parts.append("cp_kind " + "|".join(self.cp_kinds))
         if self.offloads != ("none",):
             parts.append("offload " + "|".join(self.offloads))
+        if self.rank_orders != RANK_ORDERS[:1]:
+            parts.append("rank_order " + "|".join(self.rank_orders))
         return tuple(parts)
 
 
@@ -95,7 +99,8 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     there, and switching off an overlap.
     """
     cluster, training = problem.cluster, problem.training
-    domains = sorted({level.num_devices for level in problem.topology.levels if level.num_devices > 1})
+    even = (level for level in problem.topology.levels if level.seats is None or level.seats.is_even)
+    domains = sorted({level.num_devices for level in even if level.num_devices > 1})
     return Limits(
         global_batches=tuple(sorted(set(global_batches))),
         precision=training.precision,
@@ -108,7 +113,13 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         sequence_parallel=problem.framework.sequence_parallel,
         recomputes=RECOMPUTES if stores_scores(problem) else ("none", "full"),
         partial_recomputes=_partial_recomputes(problem.model),
+        rank_orders=problem.framework.rank_orders if _order_matters(problem) else problem.framework.rank_orders[:1],
     )
+
+
+def _order_matters(problem: Problem) -> bool:
+    """Whether it matters much which groups have the nearer ranks: where links beyond a node differ."""
+    return len(problem.topology.levels) > len(problem.cluster.levels) + 1
 
 
 def _partial_recomputes(model: ModelSpec) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ _TIE_ORDER = (
     "sharding",
     "cp_kind",
     "tp_overlap",
+    "rank_order",
     "micro_batch",
     "dp_replicate",
     "dp_shard",

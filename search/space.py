@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.framework import RANK_ORDERS
 from autoplan.plan import (
     ALL_LAYERS,
     CP_KINDS,
@@ -31,7 +32,7 @@ from search.limits import Limits, divisors
 Ints = NDArray[np.int64]
 
 # What varies inside a cell, level by level; words are indices into the tuples of `autoplan.plan`.
-_GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap")
+_GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap", "rank_order")
 _KIND = ("sharding", "recompute", "recompute_modules", "recompute_num_layers", "offload")
 _LAYOUT = ("vp", "layout")
 
@@ -65,6 +66,7 @@ class Space:
     setting: Setting
     limits: Limits
     rules: tuple[Rule, ...]
+    placement: tuple[str, ...] | None = None  # of all plans
 
     def describe(self) -> tuple[str, ...]:
         """What the space leaves out, in words, for the certificate: the limits and what is derived from them."""
@@ -125,8 +127,10 @@ class Space:
             recompute_num_layers=zeros,
             precision=zeros + PRECISIONS.index(self.limits.precision),
             offload=zeros + OFFLOADS.index("none"),
+            rank_order=column["rank_order"],
             layout=zeros,
             layouts=((self.setting.model.num_layers,),),
+            placement=self.placement,
         )
         return batch, owner
 
@@ -250,7 +254,8 @@ class Space:
         limits = self.limits
         cp_kinds = limits.cp_kinds if cell.cp > 1 else limits.cp_kinds[:1]
         overlaps = limits.tp_overlaps if cell.tp > 1 else limits.tp_overlaps[:1]
-        return _group_rows(limits, cell.dp, cp_kinds, overlaps)
+        orders = limits.rank_orders if cell.pp > 1 and cell.dp > 1 else limits.rank_orders[:1]
+        return _group_rows(limits, cell.dp, cp_kinds, overlaps, orders)
 
     def _kind_rows(self, cell: Cell) -> Ints:
         limits, stage = self.limits, cell.tp * cell.cp * cell.dp
@@ -340,15 +345,18 @@ def layouts(num_layers: int, pp: int, vp: int, num_mtp_layers: int = 0) -> tuple
 
 
 @lru_cache(maxsize=4096)
-def _group_rows(limits: Limits, dp: int, cp_kinds: tuple[str, ...], tp_overlaps: tuple[bool, ...]) -> Ints:
+def _group_rows(
+    limits: Limits, dp: int, cp_kinds: tuple[str, ...], tp_overlaps: tuple[bool, ...], rank_orders: tuple[str, ...]
+) -> Ints:
     rows = [
-        (batch, micro, CP_KINDS.index(kind), overlap)
+        (batch, micro, CP_KINDS.index(kind), overlap, RANK_ORDERS.index(order))
         for batch in limits.global_batches
         if batch % dp == 0
         for micro in divisors(batch // dp)
         if limits.admits("micro_batch", micro)
         for kind in cp_kinds
         for overlap in tp_overlaps
+        for order in rank_orders
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, len(_GROUP))
 

@@ -310,6 +310,40 @@ BAD_CONFIGS = {
 }
 
 
+FRAGMENTED = """
+name = "lab"
+device = "h100-sxm"
+num_nodes = 4
+devices_per_node = 8
+levels = [{name = "nvlink", kind = "nvlink", num_devices = 8, bandwidth_gb_per_s = 450, latency_us = 1.6}]
+nodes = [
+    {names = ["a"], switches = ["left"]}, {names = ["b"], switches = ["right"]},
+    {names = ["c"], switches = ["left"]}, {names = ["d"], switches = ["right"]},
+]
+[network]
+kind = "infiniband"
+nic_gb_per_s = 50
+tiers = [{name = "leaf", num_nodes = 2, oversubscription = 8}]
+"""
+
+
+def test_the_nodes_of_a_fragmented_allocation_are_ordered_and_shown(folder: Path) -> None:
+    (folder / "lab.toml").write_text(FRAGMENTED)
+    place = ("--cluster", "lab.toml", "--global-batch", "64", "--seq-len", "4096", "--fix", "tp=8", "--fix", "pp=1")
+    done = run(folder, "search", "llama.json", *place)
+    assert done.returncode == 0, done.stderr
+    assert "faster than in the order of the cluster's list" in " ".join(done.stdout.split())
+    plan = json.loads((folder / "plan.json").read_text())
+    order = plan["best"]["plan"]["placement"]
+    assert [host["node"] for host in plan["hosts"]] == order
+    assert abs(order.index("a") - order.index("c")) == 1  # the ring leaves each leaf once
+    assert plan["listed_step_s"] > plan["best"]["step_s"]
+    again = run(folder, "estimate", "plan.json", "--json")
+    assert json.loads(again.stdout)["best"] == plan["best"]
+    shown = run(folder, "estimate", "plan.json").stdout
+    assert re.search(r"ranks +node +below +stages +replicas", shown)
+
+
 def assert_refused(folder: Path, *arguments: str, says: str) -> None:
     before = sorted(path.name for path in folder.iterdir())
     done = run(folder, *arguments)
@@ -406,6 +440,12 @@ def test_a_search_that_cannot_be_is_one_line(folder: Path, arguments: tuple[str,
         (("estimate", "llama.json", *PLACE, "--global-batch", "15"), "15 must be divisible"),
         (("estimate", "llama.json", *PLACE, "--ep", "2"), "experts"),
         (("estimate", "llama.json", *PLACE, "--tp", "2", "--tp-overlap"), "tp_overlap_share is 0"),
+        (
+            ("estimate", "llama.json", *PLACE, "--framework", "nanotron", "--rank-order", "tp-cp-ep-pp-dp"),
+            "nanotron has no rank_order 'tp-cp-ep-pp-dp'",
+        ),
+        (("estimate", "llama.json", *PLACE, "--rank-order", "dp-tp"), "rank_order"),
+        (("estimate", "llama.json", *PLACE, "--placement", "a,b"), "lists none"),
         (
             (
                 "estimate",

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
+from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from autoplan.errors import InputError
 from autoplan.export.launcher import Launcher, comment, node_shape, safe_name
 from autoplan.export.megatron_lm import export_megatron_lm, megatron_lm_arguments, pipeline_layout
@@ -153,6 +153,18 @@ def plan_file_of(
     )
 
 
+LISTED = replace(cluster_of(4), nodes=(NodeGroup(names=("node6", "node7", "node8", "node9"), switches=("a",)),))
+PLACED = plan_file_of(
+    LLAMA_8B,
+    cluster=LISTED,
+    tp=8,
+    sp=True,
+    pp=2,
+    dp_shard=2,
+    rank_order="tp-cp-ep-pp-dp",
+    placement=("node8", "node6", "node7", "node9"),
+)
+
 MIDDLES = (8,) * 14
 EXPORTS: dict[str, tuple[PlanFile, Launcher]] = {
     "dense": (plan_file_of(LLAMA_8B, tp=2, sp=True, dp_shard=4, tp_overlap=True), "torchrun"),
@@ -177,6 +189,8 @@ EXPORTS: dict[str, tuple[PlanFile, Launcher]] = {
         plan_file_of(GPT_OSS, ep=4, cp=2, cp_kind="all_to_all", dp_shard=4, offload="optimizer"),
         "torchrun",
     ),
+    "placed": (PLACED, "torchrun"),
+    "placed_slurm": (PLACED, "slurm"),
 }
 
 
@@ -205,6 +219,7 @@ STANDINS = {
     "torchrun": RECORD,
     "srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n',
     "scontrol": "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n",
+    "hostname": "#!/bin/bash\nprintf 'node7\\n'\n",
 }
 
 
@@ -222,6 +237,7 @@ def launched(tmp_path: Path, script: str, *words: str, **variables: str) -> list
         "CUDA_DEVICE_MAX_CONNECTIONS": "",
         "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_NODEID": "1",
+        "SLURM_PROCID": "2",
         **variables,
     }
     place = tmp_path / "script.sh"
@@ -260,6 +276,32 @@ def test_slurm_gives_every_node_its_rank_and_the_first_node_as_master(tmp_path: 
     expected = "1 --node-rank 1 --nnodes 32 --nproc-per-node 8 --master-addr node7 --master-port 29500"
     assert words[:11] == expected.split()
     assert words[12 : 12 + len(megatron_lm_arguments(plan_file))] == megatron_lm_arguments(plan_file)
+
+
+@pytest.mark.parametrize("name", ["placed", "placed_slurm"])
+def test_a_placed_plan_numbers_the_nodes_in_its_order(tmp_path: Path, name: str) -> None:
+    words = launched(tmp_path, export_megatron_lm(*EXPORTS[name]), TMPDIR=str(tmp_path))
+    at = words.index("--node-rank")
+    assert words[at : at + 2] == ["--node-rank", "2"]  # node7 is the third
+    assert "--master-addr node8 --master-port 29500" in " ".join(words)
+    assert "--use-tp-pp-dp-mapping" in words
+    if name == "placed_slurm":
+        (listed,) = tmp_path.glob("tmp.*")
+        assert listed.read_text() == "node8\nnode6\nnode7\nnode9\n"
+
+
+def test_a_node_that_is_not_of_the_plan_has_no_rank(tmp_path: Path) -> None:
+    script = export_megatron_lm(*EXPORTS["placed"]).replace("hostname -s", "echo node5")
+    result = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, env={"PATH": "/bin"})
+    assert result.returncode != 0
+    assert "NODE_RANK: this node is not in the list of hosts" in result.stderr
+
+
+def test_a_node_whose_name_is_no_host_name_is_refused() -> None:
+    hostile = replace(LISTED, nodes=(NodeGroup(names=("a;b", "c", "d", "e"), switches=("a",)),))
+    plan = replace(PLACED.best.plan, placement=None)
+    with pytest.raises(InputError, match="'a;b' is no host name"):
+        export_megatron_lm(replace(PLACED, cluster=hostile, best=replace(PLACED.best, plan=plan)), "slurm")
 
 
 def test_data_of_the_environment_replaces_the_mock_data(tmp_path: Path) -> None:
@@ -472,6 +514,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "uneven": {"pipeline_model_parallel_size": 16, "data_parallel_size": 4},
     "slurm": {"num_distributed_optimizer_instances": 2, "data_parallel_size": 16},
     "fsdp": {"data_parallel_sharding_strategy": "optim_grads_params", "use_megatron_fsdp": True},
+    "placed": {"use_tp_pp_dp_mapping": True},
+    "placed_slurm": {"use_tp_pp_dp_mapping": True},
     "windows_and_sinks": {"window_attn_skip_freq": 2, "softmax_type": "learnable", "cp_comm_type": ["a2a"]},
 }
 

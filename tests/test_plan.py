@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.errors import InputError, UnpricedError
+from autoplan.framework import RANK_ORDERS
 from autoplan.plan import (
     CP_KINDS,
     OFFLOADS,
@@ -71,6 +72,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         tp_overlap=draw(st.booleans()),
         grad_reduce_overlap=draw(st.booleans()),
         param_gather_overlap=draw(st.booleans()),
+        rank_order=draw(st.sampled_from(RANK_ORDERS)),
     )
 
 
@@ -148,16 +150,20 @@ def test_another_precision_changes_nothing_else(plan: ParallelPlan) -> None:
 
 
 def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_default() -> None:
-    unpriced = {
-        "rank_order": "tp-dp-pp",
-        "placement": ("node1", "node0"),
-        "tp_grid": (1, 1, 1),
-    }
-    held = {field.name for field in dataclasses.fields(PlanBatch)} | {"layers_per_chunk"}
-    assert {field.name for field in dataclasses.fields(ParallelPlan)} - held == set(unpriced)
-    for name, value in unpriced.items():
-        with pytest.raises(UnpricedError, match=name):
-            PlanBatch.of([ParallelPlan(global_batch=8, **{name: value})], LAYERS)  # type: ignore[arg-type]
+    held = {field.name for field in dataclasses.fields(PlanBatch)} | {"layers_per_chunk", "tp_grid"}
+    assert {field.name for field in dataclasses.fields(ParallelPlan)} <= held
+
+
+def test_the_plans_of_a_batch_share_their_placement() -> None:
+    plain, placed = ParallelPlan(global_batch=8), ParallelPlan(global_batch=8, placement=("b", "a"))
+    batch = PlanBatch.of([placed, placed], LAYERS)
+    assert batch.plan(1) == placed
+    assert batch.take(np.array([0])).placement == placed.placement
+    assert PlanBatch.concatenate([batch, PlanBatch.of([], LAYERS)]).placement == placed.placement
+    with pytest.raises(InputError, match="same placement"):
+        PlanBatch.of([plain, placed], LAYERS)
+    with pytest.raises(InputError, match="same placement"):
+        PlanBatch.concatenate([batch, PlanBatch.of([plain], LAYERS)])
 
 
 # -- what is not priced -----------------------------------------------------------------------------------------------
@@ -168,8 +174,6 @@ def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_defa
     [
         {"schedule": "gpipe", "pp": 2, "vp": 2},
         {"offload": "activations"},
-        {"rank_order": "tp-dp-pp"},
-        {"placement": ("node1", "node0")},
     ],
 )
 def test_an_unpriced_value_is_refused_with_the_way_out(changes: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ def plan_of(**changes: Any) -> ParallelPlan:
 BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "_expert_grid": (MOE, plan_of(ep=8, dp_shard=4), 4096),
     "_instances": (MOE, plan_of(ep=8, dp_shard=4, dp_replicate=2), 4096),
+    "_pipelines_first": (DENSE, plan_of(cp=2, pp=2, rank_order="tp-cp-ep-pp-dp"), 4096),
     "_chunk_count": (replace(DENSE, num_layers=2), plan_of(pp=8), 4096),
     "_global_batch": (DENSE, plan_of(dp_shard=8, global_batch=63), 4096),
     "_heads": (TWELVE_HEADS, plan_of(tp=8, sp=True), 4096),

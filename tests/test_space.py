@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.cluster import SwitchTier
 from autoplan.errors import InputError
+from autoplan.framework import RANK_ORDERS
 from autoplan.model import Experts, ModelSpec
 from autoplan.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.problem import Problem
@@ -273,3 +275,23 @@ def test_cells_are_ordered_by_stages() -> None:
     assert [cell.pp for cell in cells] == sorted(cell.pp for cell in cells)
     assert len(set(cells)) == len(cells)
     assert all(isinstance(cell, Cell) for cell in cells)
+
+
+# -- rank orders ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("taper", "framework", "orders"), [(1, "nemo", 1), (4, "nemo", 2), (4, "nanotron", 1)])
+def test_both_rank_orders_are_looked_at_where_links_beyond_a_node_differ(
+    taper: float, framework: str, orders: int
+) -> None:
+    cluster = load_cluster("h100-sxm:4x8")
+    tiers = (SwitchTier(num_nodes=2, oversubscription=taper),)
+    cluster = replace(cluster, network=replace(cluster.network, tiers=tiers))
+    problem = Problem(model=MOE, training=TRAINING, cluster=cluster, framework=load_framework(framework))
+    limits = default_limits(problem, (8,))
+    assert limits.rank_orders == RANK_ORDERS[:orders]
+    found = {plan.rank_order for plan in enumerated(space_of(MOE, 8, limits))}
+    assert found == set(RANK_ORDERS[:orders])
+    fixed = with_wishes(limits, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], allow=[])
+    assert fixed.rank_orders == RANK_ORDERS[1:]
+    assert all(plan.pp == 1 or plan.ep * plan.etp == plan.tp * plan.cp for plan in enumerated(space_of(MOE, 8, fixed)))

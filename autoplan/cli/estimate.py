@@ -60,6 +60,13 @@ def estimate(
     ] = None,
     cp_kind: Annotated[str, typer.Option(help="ring or all_to_all.")] = "ring",
     offload: Annotated[str, typer.Option(help="none or optimizer.")] = "none",
+    rank_order: Annotated[
+        str, typer.Option(metavar="ORDER", help="tp-cp-ep-dp-pp or tp-cp-ep-pp-dp, nearest ranks first.")
+    ] = "tp-cp-ep-dp-pp",
+    placement: Annotated[
+        str | None,
+        typer.Option(metavar="NODE,NODE,...", help="Nodes in the order of the ranks; as the cluster has them."),
+    ] = None,
     tp_overlap: Annotated[bool, typer.Option("--tp-overlap", help="Overlap tensor-parallel traffic.")] = False,
     sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism where tp > 1.")] = True,
     precision: PrecisionOption = "bf16",
@@ -123,6 +130,8 @@ def estimate(
             "layers_per_chunk": _layers(layers),
             "cp_kind": cp_kind,
             "offload": offload,
+            "rank_order": rank_order,
+            "placement": placement.split(",") if placement else None,
             "tp_overlap": tp_overlap,
             "sp": sp and tp > 1 and problem.framework.sequence_parallel,
             "param_gather_overlap": sharding != "none",
@@ -219,13 +228,14 @@ def _layers(text: str | None) -> list[int] | None:
 
 def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     """The rules that the plan obeys; refused with the first that it breaks."""
-    from autoplan.cli.inputs import check_tp_overlap
+    from autoplan.cli.inputs import check_rank_order, check_tp_overlap
     from autoplan.plan import chunk_layers
     from autoplan.rules import Setting, broken, megatron_lm, universal
 
     chunk_layers(plan, problem.model.num_layers)
     if plan.tp_overlap:
         check_tp_overlap(problem.framework)
+    check_rank_order(problem.framework, plan.rank_order)
     rules = megatron_lm.RULES if problem.framework.rules == "megatron-lm" else universal.RULES_ALONE
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
     if faults := broken(rules, setting, plan):

@@ -249,11 +249,19 @@ def check_tp_overlap(framework: Framework) -> None:
         )
 
 
+def check_rank_order(framework: Framework, rank_order: str) -> None:
+    """Refuse an order of the ranks that the framework cannot be told."""
+    if rank_order not in framework.rank_orders:
+        raise InputError(f"{framework.name} has no rank_order {rank_order!r}: use {' or '.join(framework.rank_orders)}")
+
+
 def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: list[str], allow: list[str]) -> Space:
     """The plans that Megatron-Core admits for `problem`, within the user's limits."""
     from autoplan.rules import Setting
     from autoplan.rules.megatron_lm import RULES
+    from autoplan.topology.placement import by_switch
     from search.limits import batch_grid, default_limits, with_wishes
+    from search.placement import is_fragmented
     from search.space import Space
 
     check_framework(problem.framework)
@@ -262,8 +270,11 @@ def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: 
     limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=at_most, allow=allow)
     if any(limits.tp_overlaps):
         check_tp_overlap(problem.framework)
+    for rank_order in limits.rank_orders:
+        check_rank_order(problem.framework, rank_order)
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    return Space(setting=setting, limits=limits, rules=RULES)
+    placement = by_switch(problem.cluster) if is_fragmented(problem) else None
+    return Space(setting=setting, limits=limits, rules=RULES, placement=placement)
 
 
 def check_output(path: Path, *, force: bool) -> None:

@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ def make_plan_file(
     from importlib.metadata import version
 
     from autoplan import __version__
-    from autoplan.cost.estimate import stage_costs
+    from autoplan.cost.estimate import estimate, stage_costs
     from autoplan.cost.provenance import shares
     from autoplan.plan import PlanBatch
+    from autoplan.ranks import hosts
     from autoplan.result import PLAN_FILE_VERSION, PlanFile
 
     best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
+    listed = replace(best, placement=None)
     libraries = ("msgspec", "numpy", *(("optuna",) if certificate else ()))
     return PlanFile(
         schema_version=PLAN_FILE_VERSION,
@@ -49,6 +52,8 @@ def make_plan_file(
         certificate=certificate,
         timings=timings,
         rests_on={name: float(share[0]) for name, share in shares(problem, best).items()},
+        hosts=hosts(problem.cluster, plans[0].plan),
+        listed_step_s=float(estimate(problem, listed).step_s[0]) if best.placement else None,
     )
 
 

@@ -93,11 +93,13 @@ def search(
 
     from autoplan.cli.progress import progress_bar
     from search.advice import check_result
+    from search.placement import place_best
     from search.study import search as run
 
     with progress_bar(quiet=quiet) as advance:
         result = run(problem, space, advance)
         check_result(problem, space, result)
+        result = place_best(problem, result)
     file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "")
     text = encode(file)
     write_text(out, text, force=force)

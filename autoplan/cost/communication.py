@@ -17,7 +17,8 @@ from autoplan.cost.measured import find
 from autoplan.plan import distinct_rows
 from autoplan.problem import Problem
 from autoplan.timing import NO_TIMINGS, Operation, TimingTable
-from autoplan.topology.levels import Topology
+from autoplan.topology.levels import Gaps, Topology
+from autoplan.topology.placement import Pattern
 from autoplan.topology.traffic import (
     Spans,
     all_to_all_bytes,
@@ -85,13 +86,15 @@ def _ring_s(topology: Topology, spans: Spans, buffer_bytes: Floats, volume: floa
     return _collective_s(topology, spans, moved, spans.hops, buffer_bytes, volume)
 
 
-def all_reduce_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+def all_reduce_s(
+    topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None
+) -> Floats:
     """Time of an all-reduce of `buffer_bytes` per rank: 2 (n - 1) / n of the buffer over the slowest link.
 
     Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
     """
     # NCCL's trees are left out: with them predictions of measured runs are worse (nanotron 3.95 % off instead of 3.87).
-    spans = Spans.of(topology, topology.members(stride, size))
+    spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
     time = _ring_s(topology, spans, buffer_bytes, 2.0)
     if not any(level.is_reducing for level in topology.levels):
         return time
@@ -110,9 +113,12 @@ def _switch_steps(topology: Topology, spans: Spans) -> Floats:
     return steps
 
 
-def all_gather_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+def all_gather_s(
+    topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None
+) -> Floats:
     """Time of an all-gather that ends with `buffer_bytes` on every rank; a reduce-scatter from them costs the same."""
-    return _ring_s(topology, Spans.of(topology, topology.members(stride, size)), buffer_bytes, 1.0)
+    spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
+    return _ring_s(topology, spans, buffer_bytes, 1.0)
 
 
 def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
@@ -122,7 +128,7 @@ def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Flo
     it sends one copy to every node, which spreads it inside, and one to every rank, which hands it to its experts
     (DeepEP's `is_token_in_rank`; DeepSeek-V3, arXiv:2412.19437).
     """
-    spans = Spans.of(topology, topology.members(stride, size))
+    spans = Spans.of(topology, topology.members(stride, size, pattern="all_to_all"))
     moved = all_to_all_bytes(spans, buffer_bytes, copies)
     # The messages of an all-to-all are in flight together, where those of a ring follow one another.
     return _collective_s(topology, spans, moved, 2 * np.log2(spans.here / spans.inner), buffer_bytes, 1.0)
@@ -130,7 +136,7 @@ def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Flo
 
 def send_s(topology: Topology, stride: Ints, size: Ints, message_bytes: Floats) -> Floats:
     """Time of one message between neighbours `stride` apart in a chain of `size`; the slowest hop decides."""
-    spans = Spans.of(topology, topology.members(stride, size))
+    spans = Spans.of(topology, topology.members(stride, size, pattern="chain"))
     moved = chain_bytes(topology, spans, message_bytes)
     pair = np.full(len(size), 2.0)
     time = wire = np.zeros(len(size))
@@ -168,20 +174,20 @@ class Links:
         timings = problem.timings if is_sound else NO_TIMINGS
         return cls(topology=Topology(levels=tuple(levels)), timings=timings, domain=domain)
 
-    def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+    def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
         """Time of an all-reduce of `buffer_bytes` per rank."""
-        reference = all_reduce_s(self.topology, stride, size, buffer_bytes)
-        return self._or_measured(reference, "all_reduce", stride, size, buffer_bytes)
+        reference = all_reduce_s(self.topology, stride, size, buffer_bytes, gaps)
+        return self._or_measured(reference, "all_reduce", stride, size, buffer_bytes, gaps)
 
-    def all_gather_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+    def all_gather_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
         """Time of an all-gather that ends with `buffer_bytes` on every rank."""
-        reference = all_gather_s(self.topology, stride, size, buffer_bytes)
-        return self._or_measured(reference, "all_gather", stride, size, buffer_bytes)
+        reference = all_gather_s(self.topology, stride, size, buffer_bytes, gaps)
+        return self._or_measured(reference, "all_gather", stride, size, buffer_bytes, gaps)
 
-    def reduce_scatter_s(self, stride: Ints, size: Ints, buffer_bytes: Floats) -> Floats:
+    def reduce_scatter_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
         """Time of a reduce-scatter of `buffer_bytes` per rank."""
-        reference = all_gather_s(self.topology, stride, size, buffer_bytes)
-        return self._or_measured(reference, "reduce_scatter", stride, size, buffer_bytes)
+        reference = all_gather_s(self.topology, stride, size, buffer_bytes, gaps)
+        return self._or_measured(reference, "reduce_scatter", stride, size, buffer_bytes, gaps)
 
     def all_to_all_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
         """Time of an all-to-all of buffers that hold every token `copies` times.
@@ -192,21 +198,28 @@ class Links:
         reference = all_to_all_s(self.topology, stride, size, buffer_bytes, copies)
         if copies > 1:
             sent = size * (1 - (1 - 1 / size) ** copies) / copies
-            buffer_bytes = np.where(self._inside(stride, size) == size, sent * buffer_bytes, 0.0)
+            buffer_bytes = np.where(self._inside(stride, size, pattern="all_to_all") == size, sent * buffer_bytes, 0.0)
         return self._or_measured(reference, "all_to_all", stride, size, buffer_bytes)
 
     def send_s(self, stride: Ints, size: Ints, message_bytes: Floats) -> Floats:
         """Time of one message between neighbours `stride` apart in a chain of `size`: over the network, if any is."""
         reference = send_s(self.topology, stride, size, message_bytes)
-        far = np.where(self._inside(stride, size) == size, stride, self.topology.levels[self.domain].num_devices)
+        inside = self._inside(stride, size, pattern="chain")
+        far = np.where(inside == size, stride, self.topology.levels[self.domain].num_devices)
         return self._or_measured(reference, "send_recv", far, np.minimum(size, 2), message_bytes)
 
-    def _inside(self, stride: Ints, size: Ints) -> Ints:
+    def _inside(self, stride: Ints, size: Ints, *, gaps: Gaps | None = None, pattern: Pattern = "ring") -> Ints:
         """Members of each group in one scale-up domain."""
-        return self.topology.members(stride, size)[self.domain]
+        return self.topology.members(stride, size, gaps=gaps, pattern=pattern)[self.domain].astype(np.int64)
 
     def _or_measured(
-        self, reference_s: Floats, operation: Operation, stride: Ints, size: Ints, buffer_bytes: Floats
+        self,
+        reference_s: Floats,
+        operation: Operation,
+        stride: Ints,
+        size: Ints,
+        buffer_bytes: Floats,
+        gaps: Gaps | None = None,
     ) -> Floats:
         """The measured times of a collective, and the reference of those that were not; an empty buffer has none.
 
@@ -217,7 +230,7 @@ class Links:
             return reference_s
         rows = np.flatnonzero((size > 1) & (buffer_bytes > 0))
         sizes, of_size = np.unique(buffer_bytes[rows], return_inverse=True)
-        members, inside = size[rows], self._inside(stride, size)[rows]
+        members, inside = size[rows], self._inside(stride, size, gaps=gaps)[rows]
         first, like = distinct_rows(members, inside, of_size)
         members, inside, moved = members[first], inside[first], sizes[of_size[first]]
         siblings = self.topology.levels[self.domain].num_devices // inside

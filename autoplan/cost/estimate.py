@@ -289,15 +289,16 @@ def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
     wire = framework.bytes_per_reduced_grad
     dearer = framework.sharded_wire_factor
     shard, expert_shard, replicate = (per_stage(p) for p in (places.shard, places.expert_shard, places.replicate))
+    gaps = places.gaps.repeat(stages) if places.gaps else None
     reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s
-    first = reduce_first(*shard, wire * dense) + reduce_first(*expert_shard, wire * expert)
+    first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
     # Copies of a shard group reduce the shard that each holds.
     across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
-    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense)
+    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense, gaps)
     gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
-    all_ranks = (places.tp[1], batch.cp * batch.dp)
+    all_ranks = (places.shard[0], batch.cp * batch.dp)
     buckets = _reduce_buckets(framework, dense)
-    unsharded = buckets * links.all_reduce_s(*per_stage(all_ranks), wire * dense / buckets)
+    unsharded = buckets * links.all_reduce_s(*per_stage(all_ranks), wire * dense / buckets, gaps)
     unsharded = unsharded + buckets * np.repeat(_bucket_host_s(problem, batch), stages)
     expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
     unsharded = unsharded + links.all_reduce_s(*per_stage(expert_copies), wire * expert)
@@ -420,6 +421,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     The plans must obey the rules of their framework; here only arithmetic happens, and a plan that does not fit is a
     result like any other.
     """
+    problem = problem.placed(batch.placement)
     time_terms = {name: np.zeros(len(batch)) for name in STEP_TERMS}
     memory = {name: np.zeros(len(batch)) for name in MEMORY_TERMS}
     worst = np.zeros(len(batch), dtype=np.int64)
@@ -461,6 +463,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
 
 def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     """Time per micro-batch and memory of every pipeline rank of one plan."""
+    problem = problem.placed(plan.placement)
     laid = _lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
     reserved = laid.memory.reserved_bytes
     risk_z = np.log(reserved[0] / problem.capacity_bytes) / problem.calibration.memory_spread

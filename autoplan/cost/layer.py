@@ -27,8 +27,9 @@ from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, layer_factors
 from autoplan.framework import Framework
 from autoplan.model import Block
-from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
+from autoplan.plan import CP_KINDS, FULL, PP_BEFORE_DP, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
+from autoplan.topology.levels import Gaps
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -90,7 +91,7 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Stride and size of every communicator of a plan under the rank order tp-cp-ep-dp-pp."""
+    """Stride and size of every communicator of a plan."""
 
     tp: tuple[Ints, Ints]
     cp: tuple[Ints, Ints]
@@ -99,22 +100,32 @@ class Groups:
     ep: tuple[Ints, Ints]
     expert_shard: tuple[Ints, Ints]  # expert states
     pp: tuple[Ints, Ints]
+    gaps: Gaps | None  # in `shard` and all that hold it, where pipelines come between the context-parallel groups
 
 
 def groups(batch: PlanBatch) -> Groups:
-    """The communicators of every plan.  Expert groups re-use the ranks of a stage: etp fastest, then ep."""
+    """The communicators of every plan.  Expert groups re-use the ranks of a stage: etp fastest, then ep.
+
+    Where pipelines come before data parallelism, replicas are whole pipelines and their ranks so much further apart.
+    Source: Megatron-LM core/parallel_state.py, RankGenerator.
+    """
     ones = np.ones(len(batch), dtype=np.int64)
     stage = batch.tp * batch.cp * batch.dp
     shard = batch.cp * batch.dp_shard
     expert = batch.ep * batch.etp
+    expert_shard = np.maximum(stage // expert // batch.dp_replicate, 1)
+    block, parted = batch.tp * batch.cp, (batch.rank_order == PP_BEFORE_DP) & (batch.pp > 1)
+    apart = np.where(parted, batch.pp, 1)
+    in_runs = parted & (batch.cp > 1)
     return Groups(
         tp=(ones, batch.tp),
         cp=(batch.tp, batch.cp),
-        shard=(batch.tp, shard),
-        replicate=(batch.tp * shard, batch.dp_replicate),
+        shard=(np.where(in_runs, batch.tp, batch.tp * apart), shard),
+        replicate=(batch.tp * shard * apart, batch.dp_replicate),
         ep=(batch.etp, batch.ep),
-        expert_shard=(expert, np.maximum(stage // expert // batch.dp_replicate, 1)),
-        pp=(stage, batch.pp),
+        expert_shard=(expert * apart, expert_shard),
+        pp=(np.where(parted, block, stage), batch.pp),
+        gaps=Gaps(np.where(in_runs, batch.cp, batch.num_devices), block * apart) if in_runs.any() else None,
     )
 
 
@@ -328,9 +339,10 @@ def fsdp_s(
         return forward, backward
     is_zero3, dense, expert = is_zero3[rows], dense[rows], expert[rows]
     shard, expert_shard = ((pair[0][rows], pair[1][rows]) for pair in (places.shard, places.expert_shard))
-    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense)
+    gaps = Gaps(places.gaps.run[rows], places.gaps.step[rows]) if places.gaps else None
+    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense, gaps)
     gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
-    reduce = links.reduce_scatter_s(*shard, framework.bytes_per_reduced_grad * dense)
+    reduce = links.reduce_scatter_s(*shard, framework.bytes_per_reduced_grad * dense, gaps)
     reduce = reduce + links.reduce_scatter_s(*expert_shard, framework.bytes_per_reduced_grad * expert)
     once = ((batch.pp > 1) & (not framework.zero3_regathers_in_pipeline))[rows]
     times = np.where(once, 1.0 / batch.num_microbatches[rows], 1.0)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
+from autoplan.ranks import host_order
 from autoplan.result import PlanFile
 from autoplan.units import format_bytes, format_percent, format_seconds
 
@@ -54,17 +55,18 @@ class Job:
 def launch_script(plan_file: PlanFile, job: Job, launcher: Launcher) -> str:
     """The script that starts `job` on the devices of the plan; words given to the script end up on the command line."""
     nodes, devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
+    hosts = host_order(plan_file.cluster, plan_file.best.plan)
     parts = ["#!/bin/bash"]
     if launcher == "slurm":
-        parts += _sbatch_lines(plan_file, nodes, devices)
+        parts += _sbatch_lines(plan_file, nodes, devices, hosts)
     parts += [*_header(plan_file, job, launcher), "set -euo pipefail", ""]
-    parts += _variables(job, launcher, nodes)
+    parts += _variables(job, launcher, nodes, hosts)
     if job.environment:
         parts += [*job.environment, ""]
     for group in job.groups:
         parts += [*_array(group), ""]
     parts += [*_replaceable(job.replaceable), ""]
-    parts += _start(job, launcher, nodes, devices)
+    parts += _start(job, launcher, nodes, devices, hosts)
     return "\n".join(parts) + "\n"
 
 
@@ -111,24 +113,58 @@ def _header(plan_file: PlanFile, job: Job, launcher: Launcher) -> list[str]:
     return [*(comment(line) for line in lines)]
 
 
-def _sbatch_lines(plan_file: PlanFile, nodes: int, devices: int) -> list[str]:
+def _sbatch_lines(plan_file: PlanFile, nodes: int, devices: int, hosts: tuple[str, ...]) -> list[str]:
     return [
         f"#SBATCH --job-name={safe_name(plan_file.model.name)}",
         f"#SBATCH --nodes={nodes}",
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --gpus-per-node={devices}",
         "#SBATCH --exclusive",
-        "#SBATCH --distribution=block",  # node order is rank order
+        # Node order is rank order: Slurm's own, or that of the list in the script.
+        f"#SBATCH --nodelist={','.join(_host(host) for host in hosts)}" if hosts else "#SBATCH --distribution=block",
     ]
 
 
-def _variables(job: Job, launcher: Launcher, nodes: int) -> list[str]:
+def _host(name: str) -> str:
+    """The name of a node, refused where a shell or Slurm would read more than a name in it."""
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+        raise InputError(f"node {name!r} is no host name: correct [[nodes]] of the cluster")
+    return name
+
+
+def _host_lines(launcher: Launcher, hosts: tuple[str, ...]) -> list[str]:
+    """The nodes of the plan in the order of their ranks, and which of them this one is."""
+    lines = ["# In the order of the ranks.", "hosts=(", *(f"    {_host(host)}" for host in hosts), ")"]
+    if launcher == "slurm":
+        return [
+            *lines,
+            "MASTER_ADDR=${hosts[0]}",
+            "SLURM_HOSTFILE=$(mktemp)",
+            "export SLURM_HOSTFILE",
+            'printf \'%s\\n\' "${hosts[@]}" >"$SLURM_HOSTFILE"',
+        ]
+    return [
+        *lines,
+        "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}",
+        "if [[ -z ${NODE_RANK:-} ]]; then",
+        '    for rank in "${!hosts[@]}"; do',
+        '        if [[ ${hosts[rank]%%.*} == "$(hostname -s)" ]]; then NODE_RANK=$rank; fi',
+        "    done",
+        "fi",
+        ': "${NODE_RANK:?this node is not in the list of hosts: set NODE_RANK}"',
+    ]
+
+
+def _variables(job: Job, launcher: Launcher, nodes: int, hosts: tuple[str, ...]) -> list[str]:
     variables = list(job.variables)
     port = Variable(name="MASTER_PORT", default="29500", says="a free port there")
     lines = ["# Set in the environment what should differ."]
     if launcher == "slurm":
         variables.append(port)
         lines[0] += "  Partition, account and time limit are options of sbatch."
+    elif hosts:
+        lines[0] += "  Start this script on every node."
+        variables.append(port)
     elif nodes == 1:
         variables += [Variable(name="MASTER_ADDR", default="127.0.0.1", says="this node"), port]
         variables += [Variable(name="NODE_RANK", default="0", says="of this node")]
@@ -139,7 +175,9 @@ def _variables(job: Job, launcher: Launcher, nodes: int) -> list[str]:
     assigned = [_assignment(variable) for variable in variables]
     width = max(len(line) for line in assigned)
     lines += [f"{line:<{width}}  # {one.says}" for line, one in zip(assigned, variables, strict=True)]
-    if launcher == "slurm":
+    if hosts:
+        lines += ["", *_host_lines(launcher, hosts)]
+    elif launcher == "slurm":
         lines += ['hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "MASTER_ADDR=${hosts%%$'\\n'*}"]
     return [*lines, ""]
 
@@ -158,18 +196,21 @@ def _replaceable(group: Group) -> list[str]:
     return [*_array(group), f'if [[ -n ${{{variable}:-}} ]]; then read -ra {group.name} <<<"${variable}"; fi']
 
 
-def _start(job: Job, launcher: Launcher, nodes: int, devices: int) -> list[str]:
+def _start(job: Job, launcher: Launcher, nodes: int, devices: int, hosts: tuple[str, ...]) -> list[str]:
     arrays = [group.name for group in (*job.groups, job.replaceable)]
-    rank = '"$SLURM_NODEID"' if launcher == "slurm" else '"$NODE_RANK"'
+    # Tasks are numbered as the host file lists them, nodes by Slurm.
+    of_slurm = '"$SLURM_PROCID"' if hosts else '"$SLURM_NODEID"'
+    rank = of_slurm if launcher == "slurm" else '"$NODE_RANK"'
     meet = '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
     rest = [job.program, " ".join(f'"${{{name}[@]}}"' for name in arrays), " ".join((*job.trailing, '"$@"'))]
     if launcher == "torchrun":
         first = [f"exec torchrun --nnodes {nodes} --nproc-per-node {devices} --node-rank {rank}", meet]
     else:
-        # Every node expands its own SLURM_NODEID: static ranks, so that the order of the nodes is the plan's.  Without
+        # Every node expands its own number: static ranks, so that the order of the nodes is the plan's.  Without
         # cpu-bind=none the processes of a node may share the one core that Slurm gives to its one task.
+        tasks = f"--ntasks={nodes} --distribution=arbitrary" if hosts else "--ntasks-per-node=1"
         first = [
-            "exec srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1",
+            f"exec srun {tasks} --cpu-bind=none --kill-on-bad-exit=1",
             f"bash -c 'exec torchrun --node-rank {rank} \"$@\"' node --nnodes {nodes} --nproc-per-node {devices}",
             meet,
         ]

@@ -219,7 +219,8 @@ def _parallelism(model: ModelSpec, plan: ParallelPlan) -> list[Line]:
     ]
     if plan.cp > 1:
         lines.append(["--context-parallel-size", str(plan.cp), "--cp-comm-type", _CP_KIND[plan.cp_kind]])
-    lines.append(["--pipeline-model-parallel-size", str(plan.pp)])
+    mapping = ["--use-tp-pp-dp-mapping"] if plan.pp > 1 and plan.rank_order == "tp-cp-ep-pp-dp" else []
+    lines.append(["--pipeline-model-parallel-size", str(plan.pp), *mapping])
     counts = chunk_layers(plan, model.num_layers)
     if len(set(counts)) > 1:
         lines.append(["--pipeline-model-parallel-layout", pipeline_layout(counts, model.num_mtp_layers)])

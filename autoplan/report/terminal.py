@@ -14,12 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.plan import chunk_layers
+from autoplan.ranks import HostRanks
 from autoplan.result import Certificate, PlanFile, RankedPlan, StageCost, datasheet_peak
 from autoplan.timing import Provenance
 from autoplan.units import GIB, format_bytes, format_percent, format_seconds
 
 SHOWN_PLANS = 10
 SHOWN_REASONS = 3
+SHOWN_SWITCHES = 8
+SHOWN_HOSTS = 64
 MOST_STAGES = 16  # rows of the table of stages; the first and last ones stay
 LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers are left out
 LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
@@ -193,10 +196,34 @@ def _answer(file: PlanFile) -> Table:
     )
     if file.rests_on:
         grid.add_row("rests on", rests_on(file.rests_on))
+    if file.listed_step_s is not None:
+        grid.add_row("nodes", escape(placement_line(file.hosts, file.listed_step_s, best.step_s)))
     host = file.cluster.host.memory_bytes
     if best.plan.offload != "none" or best.host_memory_bytes > SHOWN_HOST_SHARE * host:
         grid.add_row("host", f"{format_bytes(best.host_memory_bytes)} of {format_bytes(host)} a node")
     return grid
+
+
+def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: float) -> str:
+    """Below which leaf switches the stages sit, and what the order of the nodes gains."""
+    below: dict[str, set[int]] = {}
+    for host in hosts:
+        below.setdefault(host.switches[0] if host.switches else host.site, set()).update(host.stages)
+    shown = [f"{switch}: stage {_ranges(stages)}" for switch, stages in below.items()]
+    more = [f"{len(shown) - SHOWN_SWITCHES} more"] if len(shown) > SHOWN_SWITCHES else []
+    gain = format_percent(listed_step_s / step_s - 1)
+    return f"{gain} faster than in the order of the cluster's list; {', '.join((*shown[:SHOWN_SWITCHES], *more))}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers with neighbours joined: '0-3, 6'."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def rests_on(shares: Mapping[Provenance, float]) -> str:
@@ -296,6 +323,26 @@ def print_estimate(console: Console, file: PlanFile) -> None:
     _print_stage_terms(console, file.stages)
     console.print("\nmemory of each stage in GiB")
     _print_stage_memory(console, file.stages)
+    if file.hosts:
+        console.print("\nranks of each node")
+        _print_hosts(console, file.hosts)
+
+
+def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
+    columns = (("ranks", True), ("node", False), ("below", False), ("stages", False), ("replicas", False))
+    rows = [
+        (
+            f"{host.first_rank}-{host.first_rank + host.num_ranks - 1}",
+            escape(host.node),
+            escape(" < ".join((*host.switches, *([host.site] if host.site else [])))),
+            _ranges(host.stages),
+            _ranges(host.replicas),
+        )
+        for host in hosts[:SHOWN_HOSTS]
+    ]
+    print_table(console, columns, rows)
+    if len(hosts) > SHOWN_HOSTS:
+        console.print(f"({len(hosts) - SHOWN_HOSTS} more nodes: --json has all)")
 
 
 def _print_terms(console: Console, best: RankedPlan) -> None:

@@ -15,11 +15,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.framework import RANK_ORDERS
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import (
     CP_KINDS,
     FULL,
     OFFLOADS,
+    PP_BEFORE_DP,
     PRECISIONS,
     RECOMPUTE_MODULES,
     SCHEDULES,
@@ -55,6 +57,12 @@ def _sharded_experts(setting: Setting, batch: PlanBatch) -> Ints:
 def _instances(setting: Setting, batch: PlanBatch) -> Bools:
     expert_dp = batch.num_devices // (_sharded_experts(setting, batch) * batch.pp)
     return (batch.sharding < ZERO1) | (expert_dp % batch.dp_replicate == 0)
+
+
+def _pipelines_first(setting: Setting, batch: PlanBatch) -> Bools:
+    """Dense and expert parts must agree on the pipelines, which data-parallel groups of other sizes would shift."""
+    expert_dp = batch.num_devices // (_sharded_experts(setting, batch) * batch.pp)
+    return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (expert_dp == batch.dp)
 
 
 # -- widths -----------------------------------------------------------------------------------------------------------
@@ -276,6 +284,15 @@ RULES: tuple[Rule, ...] = (
         lambda s, p: (
             f"the {p.num_devices // p.pp} devices of a stage over {_experts_per_stage(s, p)} must be divisible by "
             f"dp_replicate {p.dp_replicate}: lower it"
+        ),
+    ),
+    _rule(
+        f"{_STATE}:899",
+        _pipelines_first,
+        lambda s, p: (
+            f"rank_order {p.rank_order} needs "
+            + (f"etp {p.etp} x ep {p.ep} to be tp {p.tp} x cp {p.cp}" if s.model.moe else f"cp 1, cp is {p.cp}")
+            + f": use {RANK_ORDERS[0]}"
         ),
     ),
     _rule(

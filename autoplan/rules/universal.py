@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.plan import DEFAULT_MODULE_BITS, PlanBatch
+from autoplan.plan import DEFAULT_MODULE_BITS, PP_BEFORE_DP, PlanBatch
 from autoplan.rules import Bools, Rule, Setting, all_true
 
 SOURCE = "any framework"
@@ -43,6 +43,13 @@ def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.recompute_modules & ~DEFAULT_MODULE_BITS) == 0
+
+
+def _folded(setting: Setting, batch: PlanBatch) -> Bools:
+    """Other expert groups than those of tp x cp would lie across pipelines that come before data parallelism."""
+    if not setting.model.moe:
+        return all_true(batch)
+    return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (batch.ep * batch.etp == batch.tp * batch.cp)
 
 
 RULES: tuple[Rule, ...] = (
@@ -99,6 +106,14 @@ RULES: tuple[Rule, ...] = (
 # Where a framework's own rules are not written down.
 RULES_ALONE: tuple[Rule, ...] = (
     *RULES,
+    Rule(
+        source=SOURCE,
+        holds=_folded,
+        says=lambda s, p: (
+            f"rank_order {p.rank_order} needs ep {p.ep} x etp {p.etp} to be tp {p.tp} x cp {p.cp}: "
+            "change ep or leave rank_order out"
+        ),
+    ),
     Rule(
         source=SOURCE,
         holds=_whole_layers,

@@ -1,21 +1,37 @@
 """Which links does a group of ranks cross, and at what rate?  The cluster compiled to nested levels.
 
-Ranks fill nodes in order, so the members of a group are an arithmetic sequence: `size` ranks, `stride` apart.  A
-level joins domains of `num_devices` devices: a pair of dies, a node, a rack, the nodes under one leaf switch, a
-site, all.
+Ranks fill nodes in order, so the members of a group are an arithmetic sequence: `size` ranks, `stride` apart, or a
+sequence of such runs.  A level joins domains of `num_devices` devices: a pair of dies, a node, a rack, the nodes under
+one leaf switch, a site, all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cluster import ClusterSpec
 from autoplan.curves import CollectiveCurve
+from autoplan.errors import UnpricedError
+from autoplan.topology.placement import Group, Pattern, Seats, fills_evenly, switches_of_nodes
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Gaps(NamedTuple):
+    """Where other ranks come between those of a group: after each `run` of them the next begins `step` further on."""
+
+    run: Ints
+    step: Ints
+
+    def repeat(self, times: int) -> Gaps:
+        """Each of them so often."""
+        return Gaps(np.repeat(self.run, times), np.repeat(self.step, times))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +47,7 @@ class Level:
     is_network: bool = False  # reached over NICs
     is_reducing: bool = False  # its switches add up what is reduced (SHARP)
     collectives: CollectiveCurve | None = None  # where measured
+    seats: Seats | None = None  # of the nodes, where they are listed; `num_devices` is that of the fullest switch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +66,51 @@ class Topology:
         """Indices of the further tiers of the network, and its sites: their traffic comes over the NICs as well."""
         return self.network[1:]
 
-    def members(self, stride: Ints, size: Ints) -> Ints:
+    def members(
+        self, stride: Ints, size: Ints, *, gaps: Gaps | None = None, pattern: Pattern = "ring"
+    ) -> Ints | Floats:
         """How many members of each group share one domain of each level: shape (levels, groups).
 
         A group whose span does not divide the domain straddles two domains for some of its siblings; the step waits
-        for those, so they decide.
+        for those, so they decide.  Where nodes fill switches unevenly the numbers are effective ones, of a pattern.
         """
-        result = np.empty((len(self.levels), len(size)), dtype=np.int64)
+        shape = (len(self.levels), len(size))
+        is_even = all(level.seats is None or level.seats.is_even for level in self.levels)
+        result: Ints | Floats = np.empty(shape, dtype=np.int64) if is_even else np.empty(shape)
         for at, level in enumerate(self.levels[:-1]):
-            inside = np.clip(level.num_devices // stride, 1, size)
-            span = stride * size
-            straddles = (inside >= size) & (level.num_devices % span != 0) & (span > 1)
-            result[at] = np.where(straddles, np.maximum((size + 1) // 2, 1), inside)
+            if level.seats is None or level.seats.is_even:
+                result[at] = _inside(level.num_devices, stride, size, gaps)
+            else:
+                result[at] = _seated(level.seats, stride, size, gaps, pattern)
             if at:
                 result[at] = np.maximum(result[at], result[at - 1])
         result[-1] = size
         return result
+
+
+def _inside(num_devices: int, stride: Ints, size: Ints, gaps: Gaps | None) -> Ints:
+    """Members in one of the domains of `num_devices` that ranks fill in order."""
+    inside = np.clip(num_devices // stride, 1, size)
+    span = stride * size
+    if gaps is not None:
+        run, step = gaps
+        parted = run < size
+        inside = np.where(parted, np.minimum(inside, run) * np.clip(num_devices // step, 1, size // run), inside)
+        span = np.where(parted, step * (size // run), span)
+    straddles = (inside >= size) & (num_devices % span != 0) & (span > 1)
+    return np.where(straddles, np.maximum((size + 1) // 2, 1), inside)
+
+
+def _seated(seats: Seats, stride: Ints, size: Ints, gaps: Gaps | None, pattern: Pattern) -> Floats:
+    """Effective members below one switch, worked out once for groups that are alike."""
+    run = size if gaps is None else np.minimum(gaps.run, size)
+    step = stride * size if gaps is None else np.where(run < size, gaps.step, stride * size)
+    rows = np.stack([stride, size, run, step], axis=1)
+    like = np.zeros(len(rows), dtype=np.int64)
+    for column in rows.T:
+        _, first, like = np.unique(like * (column.max(initial=0) + 1) + column, return_index=True, return_inverse=True)
+    found = [seats.members(Group(pattern, *row)) for row in rows[first].tolist()]
+    return np.array(found, dtype=np.float64)[like]
 
 
 def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
@@ -81,9 +127,39 @@ def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
     return total // domains if domains else num_devices
 
 
-def compile_topology(cluster: ClusterSpec) -> Topology:
-    """The levels of `cluster` that its devices need, with sustained rates."""
+def _domains(cluster: ClusterSpec, placement: Sequence[str] | None) -> list[tuple[int, Seats | None]]:
+    """For each tier of the network, and last for the sites, how many devices the fullest holds, and which node."""
+    sites = cluster.wan.nodes_per_site if cluster.wan else cluster.num_nodes
+    if not cluster.nodes and placement is None:
+        nodes = [*(tier.num_nodes for tier in cluster.network.tiers), sites]
+        return [(num_nodes * cluster.devices_per_node, None) for num_nodes in nodes]
+    domains: list[tuple[int, Seats | None]] = []
+    tiers = [tier.num_nodes for tier in cluster.network.tiers]
+    for switch, below in zip(switches_of_nodes(cluster, placement), (*tiers, None), strict=True):
+        count = np.bincount(switch)
+        seats = Seats(
+            switch=switch,
+            # Links out of a switch are those of all nodes below it; each site has the same ones.
+            load=np.ones(len(count)) if below else count / count.max(),
+            own=np.minimum(count / below, 1.0) if below else np.ones(len(count)),
+            devices_per_node=cluster.devices_per_node,
+            is_even=fills_evenly(switch),
+        )
+        domains.append((int(count.max()) * cluster.devices_per_node, seats))
+    return domains
+
+
+def compile_topology(cluster: ClusterSpec, placement: Sequence[str] | None = None) -> Topology:
+    """The levels of `cluster` that its devices need, with sustained rates.
+
+    Ranks fill the nodes in the order of `placement`, their names, or as the cluster lists them.
+    """
     total = cluster.num_devices
+    if placement is not None and cluster.levels[-1].num_devices > cluster.devices_per_node:
+        raise UnpricedError(
+            f"placement is not priced yet where {cluster.levels[-1].name} joins several nodes: leave it out"
+        )
+    *domains, (site, seats_of_site) = _domains(cluster, placement)
     slow_link = cluster.slowest_share("link")
     levels = []
     for link in cluster.levels:
@@ -111,21 +187,19 @@ def compile_topology(cluster: ClusterSpec) -> Topology:
         is_network=True,
         is_reducing=network.sharp,
     )
-    site = cluster.wan.nodes_per_site * cluster.devices_per_node if cluster.wan else total
     oversubscription = 1.0
-    for at, tier in enumerate(network.tiers):
-        num_devices = tier.num_nodes * cluster.devices_per_node
+    for at, (tier, (num_devices, seats)) in enumerate(zip(network.tiers, domains, strict=True)):
         if num_devices >= min(site, total):
             break
         narrowed = tier.oversubscription / cluster.slowest_share("uplink", at)
         if narrowed > 1:
-            name = f"{network.kind} {tier.name}"
-            levels.append(replace(fabric, name=name, num_devices=num_devices, bytes_per_s=rate / oversubscription))
+            below = replace(fabric, num_devices=num_devices, bytes_per_s=rate / oversubscription, seats=seats)
+            levels.append(replace(below, name=f"{network.kind} {tier.name}"))
             oversubscription *= narrowed
     fabric = replace(fabric, bytes_per_s=rate / oversubscription)
     if cluster.wan and site < total:
         share = min(cluster.wan.rate_bytes_per_s / site, fabric.bytes_per_s)
-        levels.append(replace(fabric, num_devices=site))
+        levels.append(replace(fabric, num_devices=site, seats=seats_of_site))
         fabric = replace(fabric, name="wan", bytes_per_s=share, latency_s=cluster.wan.latency_s, is_reducing=False)
     levels.append(fabric)
     # Ranks wait for those behind the slowest NIC; what shares the links out of a switch does not.

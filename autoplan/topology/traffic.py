@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cluster import ClusterSpec
-from autoplan.topology.levels import Level, Topology
+from autoplan.topology.levels import Gaps, Level, Topology
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -53,11 +53,11 @@ class RankGroups:
         """Members of a group."""
         return self.size * self.repeats
 
-    def members(self, topology: Topology) -> Ints:
+    def members(self, topology: Topology) -> Ints | Floats:
         """How many members of each group share one domain of each level: shape (levels, groups)."""
         is_row = (self.repeat_stride == self.stride * self.size) | (self.repeats == 1)
-        row = topology.members(self.stride, np.where(is_row, self.num_ranks, self.size))
-        return row * topology.members(self.repeat_stride, np.where(is_row, 1, self.repeats))
+        gaps = Gaps(np.where(is_row, self.num_ranks, self.size), self.repeat_stride)
+        return topology.members(self.stride, self.num_ranks, gaps=gaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,278 @@
+"""In which order should a plan number the nodes that a scheduler handed out?
+
+Nodes below the same switches are interchangeable, so that an order is a row of the switches they hang on.  The step is
+linear in the shares of traffic that leave switches as long as the same things hide behind each other: such a line
+scores many orders at once, and only the few best are priced as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.estimate import estimate
+from autoplan.cost.layer import groups
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.result import RankedPlan, SearchResult
+from autoplan.topology.levels import Topology
+from autoplan.topology.placement import (
+    Group,
+    Seats,
+    effective_members,
+    leaving_share,
+    node_names,
+    spreads,
+    switches_of_nodes,
+)
+from search.limits import divisors
+from search.ranking import TIE, ranked
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+PLACED_PLANS = 3  # of a search
+STARTS = 4  # orders that are improved step by step
+MOST_TRIALS = 60  # blocks of swaps that one of them is improved by at most
+BLOCK_NODES = 2**15  # orders x nodes scored in one go
+# What decides between orders that take as long: below how many switches groups lie, and what leaves all switches
+# together, as shares of the step.
+SPREAD_WEIGHT = 1e-6
+MEAN_WEIGHT = 1e-3  # of the mean over switches or siblings, beside their worst
+
+# By level and group, seconds for each share of the group's traffic that leaves a switch.
+Line = dict[tuple[int, Group], float]
+
+
+def is_fragmented(problem: Problem) -> bool:
+    """Whether the order of the nodes matters: they fill switches unevenly and links between those are slower."""
+    if problem.cluster.levels[-1].num_devices > problem.cluster.devices_per_node:
+        return False  # not priced yet
+    return any(level.seats is not None and not level.seats.is_even for level in problem.topology.levels)
+
+
+def place_best(problem: Problem, result: SearchResult) -> SearchResult:
+    """The result with the nodes of its best plans in the best order found; the others keep theirs."""
+    if not is_fragmented(problem) or not result.rivals:
+        return result
+    placed = {}
+    for one in result.rivals[:PLACED_PLANS]:
+        placed[one.plan] = _priced(problem, best_placement(problem, one.plan))
+
+    def replaced(plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
+        better = [placed.get(one.plan, one) for one in plans]
+        return tuple(sorted(better, key=lambda one: one.step_s / one.plan.global_batch))
+
+    rivals = replaced(result.rivals)
+    limits = (*result.certificate.limits, f"nodes by switch, for the best {len(placed)} plans in an order of their own")
+    certificate = replace(result.certificate, limits=limits, best_step_s=rivals[0].step_s)
+    return replace(result, ranked=replaced(result.ranked), rivals=rivals, certificate=certificate)
+
+
+def _priced(problem: Problem, plan: ParallelPlan) -> RankedPlan:
+    return ranked(problem, estimate(problem, PlanBatch.of([plan], problem.model.num_layers)), [0])[0]
+
+
+def best_placement(problem: Problem, plan: ParallelPlan) -> ParallelPlan:
+    """`plan` with its nodes in the best order that was found, no worse than its own, as listed or switch by switch.
+
+    Deterministic.  Candidates fill the grid of nodes that pipelines and replicas span in bands, by switches of falling
+    or rising size, with or without keeping blocks whole; the best are improved by swaps of two nodes.
+    """
+    search = _Search.of(problem, replace(plan, placement=None))
+    listed = search.listed
+    plain = (listed, np.sort(listed), search.order(plan.placement))
+    best, best_key = min(((order, search.key(order)) for order in plain), key=lambda pair: pair[1])
+    starts = np.unique(np.array([*plain, *search.starts()]), axis=0)
+    for _ in range(2):  # the second time with a line through the best order of the first
+        base, line = best, search.line(best)
+        scores = search.score(line, starts)
+        chosen = starts[np.argsort(scores, kind="stable")[:STARTS]]
+        improved = [search.improve(line, order) for order in chosen]
+        for order in np.unique(np.array([*chosen[:1], *improved]), axis=0):
+            if (key := search.key(order)) < best_key:
+                best, best_key = order, key
+        if best is base or not line:
+            break
+        starts = np.unique(np.array([best, *improved]), axis=0)
+    return replace(plan, placement=None if (best == listed).all() else search.names(best))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """One plan on one allocation.  An order holds the class of every node; nodes of a class share all switches."""
+
+    problem: Problem
+    batch: PlanBatch
+    listed: Ints  # the order of the cluster's list
+    above: tuple[Ints, ...]  # by tier, and last by site, the switch of every class
+    seats: dict[int, Seats]  # of the levels that they matter for
+    widths: tuple[int, ...]  # nodes from a group's first member to its second
+    spans: tuple[Group, ...]  # groups that should lie below few switches
+    listed_s: float
+
+    @classmethod
+    def of(cls, problem: Problem, plan: ParallelPlan) -> _Search:
+        """With the groups that pricing asks for."""
+        by_tier = np.array(switches_of_nodes(problem.cluster, None))
+        # Sorted by site first, then from the outermost tier inwards.
+        classes, listed = np.unique(by_tier[::-1], axis=1, return_inverse=True)
+        batch = PlanBatch.of([plan], problem.model.num_layers)
+        levels = [
+            level if level.seats is None else replace(level, seats=replace(level.seats, is_even=False, known={}))
+            for level in problem.topology.levels
+        ]
+        seats = {at: level.seats for at, level in enumerate(levels) if level.seats is not None}
+        step_s = float(estimate(problem.on(Topology(levels=tuple(levels))), batch).step_s[0])
+        places, size = groups(batch), problem.cluster.devices_per_node
+        pairs = [(int(stride[0]), int(count[0])) for stride, count in (places.pp, places.shard, places.replicate)]
+        spans = [Group("ring", stride, count, count, stride * count) for stride, count in pairs]
+        if places.gaps:
+            run, step = (int(value[0]) for value in places.gaps)
+            spans[1] = spans[1]._replace(run=run, step=step)
+        return cls(
+            problem=problem,
+            batch=batch,
+            listed=listed.reshape(-1),
+            above=tuple(classes[::-1]),
+            seats=seats,
+            widths=tuple(sorted({max(stride // size, 1) for stride, count in pairs if count > 1})),
+            spans=tuple(group for group in spans if group.size > 1),
+            listed_s=step_s,
+        )
+
+    def names(self, order: Ints) -> tuple[str, ...]:
+        """The nodes in that order, those of a class as the cluster lists them."""
+        names = node_names(self.problem.cluster)
+        of_class = {number: iter(np.flatnonzero(self.listed == number)) for number in np.unique(self.listed).tolist()}
+        return tuple(names[next(of_class[number])] for number in order.tolist())
+
+    def order(self, placement: tuple[str, ...] | None) -> Ints:
+        """The classes of the nodes in that order."""
+        class_of = dict(zip(node_names(self.problem.cluster), self.listed.tolist(), strict=True))
+        return np.array([class_of[name] for name in placement or class_of], dtype=np.int64)
+
+    def key(self, order: Ints) -> tuple[float, float]:
+        """By what orders compare: the time of a step, to the precision that counts, then how far groups spread."""
+        placement = None if (order == self.listed).all() else self.names(order)
+        step_s = float(estimate(self.problem, replace(self.batch, placement=placement)).step_s[0])
+        return round(np.log(step_s) / TIE), float(self._spread(order[None])[0])
+
+    # -- many orders at once ------------------------------------------------------------------------------------------
+
+    def line(self, order: Ints) -> Line:
+        """How the step grows with each share from `order` on: between none and what leaves if classes take turns."""
+        turns = np.argsort([np.sum(order[:at] == number) for at, number in enumerate(order)], kind="stable")
+        here, there = (self._shares(one[None]) for one in (order, order[turns]))
+        line = {}
+        for where, share in there.items():
+            most = float(max(share.max(), here[where].max()))
+            if most > 0:
+                longest, shortest = (self._what_if(here, where, leaving) for leaving in (most, 0.0))
+                line[where] = max(longest - shortest, 0.0) / most
+        return line
+
+    def score(self, line: Line, orders: Ints) -> Floats:
+        """What `line` says of orders: seconds, but for a constant."""
+        score = SPREAD_WEIGHT * self.listed_s * self._spread(orders)
+        for (level, group), slope in line.items():
+            if slope:
+                share = leaving_share(self.seats[level], self._switch(level, orders), group)
+                score += slope * (share.max(axis=1) + MEAN_WEIGHT * share.mean(axis=1))
+        return score
+
+    def improve(self, line: Line, order: Ints) -> Ints:
+        """`order` after swaps of two nodes, the best of a block of them at a time, until none helps."""
+        size = max(BLOCK_NODES // len(order), 1)
+        first, second = _pairs(len(order), MOST_TRIALS * size)
+        blocks = -(-len(first) // size)
+        score, idle = float(self.score(line, order[None])[0]), 0
+        for trial in range(MOST_TRIALS):
+            if idle >= blocks:
+                break
+            pair = slice(trial % blocks * size, (trial % blocks + 1) * size)
+            a, b = first[pair], second[pair]
+            differ = order[a] != order[b]
+            a, b = a[differ], b[differ]
+            idle += 1
+            if not len(a):
+                continue
+            orders = np.tile(order, (len(a), 1))
+            row = np.arange(len(a))
+            orders[row, a], orders[row, b] = order[b], order[a]
+            scores = self.score(line, orders)
+            best = int(np.argmin(scores))
+            if scores[best] < score - TIE * self.listed_s * SPREAD_WEIGHT:
+                order, score, idle = orders[best], float(scores[best]), 0
+        return order
+
+    def starts(self) -> Iterator[Ints]:
+        """Orders that keep nodes of a class together in the one or the other direction of the grid."""
+        count = np.bincount(self.listed)
+        by_size = np.argsort(count, kind="stable")
+        num = len(self.listed)
+        for width in self.widths:
+            if num % width:
+                continue
+            grid = np.arange(num).reshape(-1, width)
+            for height in divisors(len(grid)):
+                # Bands of `height` rows, filled column by column.
+                cells = grid.reshape(-1, height, width).transpose(0, 2, 1).ravel()
+                for kinds in (np.arange(len(count)), by_size, by_size[::-1]):
+                    for whole in {1, height, width, height * width}:
+                        order = np.empty(num, dtype=np.int64)
+                        order[cells] = _in_blocks(kinds, count, whole)
+                        yield order
+
+    def _switch(self, level: int, orders: Ints) -> Ints:
+        """What every node of each order hangs on: shape (orders, nodes)."""
+        of_class = np.empty(int(self.listed.max()) + 1, dtype=np.int64)
+        of_class[self.listed] = self.seats[level].switch
+        return of_class[orders]
+
+    def _shares(self, orders: Ints) -> dict[tuple[int, Group], Floats]:
+        """For each level and group what leaves every switch: shape (orders, switches)."""
+        return {
+            (level, group): leaving_share(seats, self._switch(level, orders), group)
+            for level, seats in self.seats.items()
+            for group in seats.known
+        }
+
+    def _spread(self, orders: Ints) -> Floats:
+        """Below how many leaf switches the widest group lies, and a little of the mean: shape (orders)."""
+        leaf = self.above[0][orders]
+        found = [spreads(leaf, group, self.problem.cluster.devices_per_node) for group in self.spans]
+        if not found:
+            return np.zeros(len(orders))
+        worst = np.max([one.max(axis=1) for one in found], axis=0)
+        return worst + MEAN_WEIGHT * np.sum([one.mean(axis=1) for one in found], axis=0)
+
+    def _what_if(self, shares: dict[tuple[int, Group], Floats], where: tuple[int, Group], leaving: float) -> float:
+        """The step with these shares, but another one in one place."""
+        levels = list(self.problem.topology.levels)
+        for at, seats in self.seats.items():
+            known = {group: effective_members(group, float(shares[at, group].max())) for group in seats.known}
+            if at == where[0]:
+                known[where[1]] = effective_members(where[1], leaving)
+            levels[at] = replace(levels[at], seats=replace(seats, known=known))
+        return float(estimate(self.problem.on(Topology(levels=tuple(levels))), self.batch).step_s[0])
+
+
+def _pairs(num: int, most: int) -> tuple[Ints, Ints]:
+    """All pairs of `num` things in random order, or so many random ones where there are more."""
+    random = np.random.default_rng(0)
+    if num * (num - 1) // 2 <= most:
+        first, second = np.triu_indices(num, 1)
+        mixed = random.permutation(len(first))
+        return first[mixed], second[mixed]
+    return random.integers(num, size=most), random.integers(num, size=most)
+
+
+def _in_blocks(kinds: Sequence[int] | Ints, count: Ints, size: int) -> Ints:
+    """Classes one after another, each `count` times: what fills whole blocks of `size` first, then the rest."""
+    whole = [np.full(count[kind] // size * size, kind) for kind in kinds]
+    rest = [np.full(count[kind] % size, kind) for kind in kinds]
+    return np.concatenate([*whole, *rest])

@@ -1,0 +1,55 @@
+"""Nodes of a fat tree that a scheduler handed out, and plans on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from autoplan.cluster import ClusterSpec, NodeGroup, SwitchTier
+from autoplan.problem import Problem
+from autoplan.read.calibration import built_in_calibration
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework
+from autoplan.read.model import load_model
+from autoplan.training import TrainingSpec
+
+DEVICES = 8
+
+
+def fat_tree(leaves: Iterable[int], *, nodes_per_leaf: int = 16, taper: float = 4.0) -> ClusterSpec:
+    """H100 nodes n0, n1, ... below the leaf switches of these numbers, in this order."""
+    nodes = tuple(NodeGroup(names=(f"n{at}",), switches=(f"leaf{leaf}",)) for at, leaf in enumerate(leaves))
+    cluster = load_cluster(f"h100-sxm:{len(nodes)}x{DEVICES}")
+    tier = SwitchTier(num_nodes=nodes_per_leaf, oversubscription=taper)
+    return replace(cluster, nodes=nodes, network=replace(cluster.network, tiers=(tier,)))
+
+
+def packed(
+    seed: int, *, num_nodes: int = 64, leaves: int = 8, nodes_per_leaf: int = 16, taken: float = 0.4
+) -> list[int]:
+    """Leaves of a job's nodes where a share of all is taken at random: the emptiest leaves first, one after another."""
+    rng = np.random.default_rng(seed)
+    total = leaves * nodes_per_leaf
+    free = np.bincount(rng.permutation(total)[int(taken * total) :] // nodes_per_leaf, minlength=leaves)
+    order = np.argsort(-free, kind="stable")
+    return np.repeat(order, free[order])[:num_nodes].tolist()
+
+
+def shuffled(leaves: list[int], seed: int) -> list[int]:
+    """The same in random order."""
+    return np.random.default_rng(seed).permutation(leaves).tolist()
+
+
+def problem_on(cluster: ClusterSpec, model: str = "gpt3-175b", seq_len: int = 2048) -> Problem:
+    framework = load_framework("megatron-core")
+    calibration = built_in_calibration(framework, cluster.device.generation)
+    training = TrainingSpec(seq_len=seq_len)
+    return Problem(
+        model=_model(model), training=training, cluster=cluster, framework=framework, calibration=calibration
+    )
+
+
+_model = lru_cache(load_model)
