@@ -156,10 +156,9 @@ def _sheets(problem: MixedProblem, used: frozenset[int], stages: int, members: S
 def _islands(problem: MixedProblem, used: frozenset[int], sheet: _Sheet, members: Sequence[_Member]) -> Islands:
     """The replicas that reduce every stage of a sheet together, one group for every row and stage."""
     own, stages = sheet.problem, sheet.here.shape[1]
+    is_apart = problem.is_apart(sheet.part, used)
     held = [
-        members[at].plan.num_inside(members[at].kind, stage)
-        if problem.is_apart(sheet.part, used)
-        else (members[at].plan.num_replicas, 1)
+        members[at].plan.num_inside(members[at].kind, stage) if is_apart else (members[at].plan.num_replicas, 1)
         for at in sheet.member
         for stage in range(stages)
     ]
@@ -244,15 +243,20 @@ def _hops(
     parts = np.array([[stage.part for stage in member.kind.stages] for member in members])
     crosses = parts[:, 1:] != parts[:, :-1]
     hops = np.where(crosses, 0.0, np.maximum(cells["message_s"][:, 1:], cells["message_s"][:, :-1]))
+    senders = [_crossings(member.plan) for member in members]
     for sheet in sheets:
-        for row, at in enumerate(sheet.member):
-            senders = _crossings(members[at].plan)
-            for hop in np.flatnonzero(crosses[at] & (sheet.here[row, 1:] | sheet.here[row, :-1])):
-                pair = frozenset(parts[at, hop : hop + 2].tolist())
-                calibration = sheet.problem.calibration
-                links = links_between(problem.between(sheet.part, pair, senders[pair]), calibration)
-                message = message_s(sheet.problem, sheet.laid.batch.take(np.array([row])), links)
-                hops[at, hop] = max(hops[at, hop], calibration.overall * float(message[0]))
+        alike: dict[tuple[frozenset[int], int], list[tuple[int, int]]] = defaultdict(list)
+        ends = crosses[sheet.member] & (sheet.here[:, 1:] | sheet.here[:, :-1])
+        for row, hop in zip(*np.nonzero(ends), strict=True):
+            at = sheet.member[row]
+            pair = frozenset(parts[at, hop : hop + 2].tolist())
+            alike[pair, senders[at][pair]].append((row, hop))
+        for (pair, count), found in alike.items():
+            rows, columns = np.array(found).T
+            calibration = sheet.problem.calibration
+            links = links_between(problem.between(sheet.part, pair, count), calibration)
+            message = calibration.overall * message_s(sheet.problem, sheet.laid.batch.take(rows), links)
+            np.maximum.at(hops, (sheet.member[rows], columns), message)
     return hops
 
 
