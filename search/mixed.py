@@ -88,7 +88,7 @@ def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
 
 
 def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Orders in which a pipeline visits parts: most memory first, as early stages keep more; of two, also the reverse."""
+    """Orders in which a pipeline visits parts: most memory first, as early stages keep more, and of two the reverse."""
     memory = {part: problem.cluster.parts[part].device.visible_memory_bytes for part in parts}
     order = tuple(sorted(parts, key=lambda part: (-memory[part], part)))
     yield order
@@ -329,7 +329,8 @@ def _held_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
 
 def _plain(kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding]) -> Iterator[Structure]:
     """The structure with one sequence a micro-batch, without and with recomputation."""
-    for sharding, recompute in itertools.product(_possible(kinds, shardings), ("none", "full")):
+    recomputes: tuple[Recompute, ...] = ("none", "full")
+    for sharding, recompute in itertools.product(_possible(kinds, shardings), recomputes):
         if sharding != "none":
             yield Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding=sharding, recompute=recompute)
 
