@@ -82,7 +82,8 @@ def _check(problem: MixedProblem, result: MixedResult) -> None:
     worst = max(stages, key=lambda stage: stage.oom_z)
     needed = f"{format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)}"
     raise NoPlanError(
-        f"no plan fits: the closest needs {needed} on {problem.cluster.parts[worst.part].name}: use more devices, a shorter sequence or --allow zero3"
+        f"no plan fits: the closest needs {needed} on {problem.cluster.parts[worst.part].name}: "
+        "use more devices, a shorter sequence or --allow zero3"
     )
 
 
