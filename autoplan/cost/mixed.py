@@ -21,7 +21,7 @@ from autoplan.cost.estimate import work_terms as terms_of_work
 from autoplan.cost.islands import Islands, links_between
 from autoplan.cost.layer import groups
 from autoplan.cost.memory import StageParameters, host_bytes
-from autoplan.cost.schedule import one_forward_one_backward_s, send_exposed_s
+from autoplan.cost.schedule import hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.cost.tail import (
     first_layers,
     own_parameters,
@@ -98,15 +98,11 @@ def pipeline_s(
 ) -> tuple[Floats, Floats, Ints]:
     """(makespan without messages, exposed messages, critical stage) of 1F1B over stages and hops that differ.
 
-    `send_s` is one message over every hop, shape (kinds, stages - 1).  In every exchange the slowest hop holds up all
-    (`modelling` E3); of the way there and back every hop takes its own.
+    `send_s` is one message over every hop, shape (kinds, stages - 1).
     """
     ones = np.ones_like(num_microbatches)
     makespan, critical = one_forward_one_backward_s(forward_s, backward_s, num_microbatches, ones)
-    slowest = send_s.max(axis=1, initial=0.0)
-    stages = np.full(len(send_s), forward_s.shape[1])
-    sends = send_exposed_s(slowest, stages, num_microbatches, ones, slowest, overlaps=False)
-    return makespan, sends - 2.0 * (slowest[:, None] - send_s).sum(axis=1), critical
+    return makespan, hop_sends_exposed_s(send_s, num_microbatches), critical
 
 
 def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[MixedCost, ...]:
