@@ -7,6 +7,7 @@ of states follow from its prices (`search.balance`), which depend on them in tur
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,8 @@ Ints = NDArray[np.int64]
 MAX_STAGES = 64
 LEAST_USED = 0.9  # share of the devices of its parts that a structure must use
 KEPT_PIPELINES = 3  # of every group of parts, taken on to be combined
-KEPT_STRUCTURES = 12  # whose other choices are looked at
+KEPT_STRUCTURES = 6  # of every set of parts in use, whose other choices are looked at
+KEPT_CHOICES = 2  # of them, whose kinds are given micro-batches of their own
 KEPT_PLANS = 20
 ROUNDS = 6  # of pricing and sharing out anew
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -43,7 +45,7 @@ LIMITS = (
     "tp a power of two in the scale-up domain; of three parts and more the same on all",
     "parts in the order of their memory, of two also the reverse",
     f"the best {KEPT_PIPELINES} pipelines of every group combined; micro-batches, sharding and recomputation of the "
-    f"best {KEPT_STRUCTURES} structures",
+    f"best {KEPT_STRUCTURES} structures of every set of parts in use",
     f"micro-batch {'|'.join(map(str, MICRO_BATCHES))}, 1f1b without interleaving, cp 1, ep 1",
 )
 
@@ -392,13 +394,24 @@ def search_mixed(
     structures |= combined
     settled += settler.settle(one for kinds in sorted(combined, key=repr) for one in _plain(kinds, shardings))
 
-    # What was settled without other choices says which structures are worth them.
-    shortlist = list(dict.fromkeys(one.kinds for one, _ in _ordered(settled)))[:KEPT_STRUCTURES]
+    # What was settled without other choices says which structures are worth them.  Every set of parts has its own, so
+    # that one part more takes nothing away.
+    shortlist = list(dict.fromkeys(one.kinds for one in _best_by_parts(settled, KEPT_STRUCTURES)))
     scores = stores_scores(problem.as_if(0, frozenset((0,))))
     recomputes: list[Recompute] = ["none", "selective", "full"] if scores else ["none", "full"]
     settled += settler.settle(one for kinds in shortlist for one in _others(kinds, shardings, recomputes))
-    settled += settler.settle(other for one, _ in _ordered(settled)[:KEPT_PIPELINES] for other in _unlike(one))
+    settled += settler.settle(other for one in _best_by_parts(settled, KEPT_CHOICES) for other in _unlike(one))
     return _result(problem, global_batch, settled, len(structures), settler.num_priced)
+
+
+def _best_by_parts(settled: Iterable[Settled], most: int) -> list[Structure]:
+    """Of every set of parts the structures with its best plans, as many as `most` ways to form pipelines."""
+    kept: dict[frozenset[int], dict[tuple[Pipelines, ...], Structure]] = defaultdict(dict)
+    for one, _ in _ordered(settled):
+        here = kept[frozenset(part for kind in one.kinds for part, _ in kind.places)]
+        if len(here) < most:
+            here.setdefault(one.kinds, one)
+    return [one for here in kept.values() for one in here.values()]
 
 
 def _ordered(settled: Iterable[Settled]) -> list[Settled]:
