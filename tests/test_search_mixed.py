@@ -46,18 +46,17 @@ def test_a_mixed_pair_of_nodes_beats_the_symmetric_plan() -> None:
     assert min(on[0]) > max(on[1])
 
     symmetric = []
-    for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
-        if tp * pp > 16:
-            continue
-        layers = even_chunks(40, pp)
-        if pp > 1:
-            half = pp // 2
-            places = [(int(at >= half), tp, held) for at, held in enumerate(layers)]
-            symmetric.append((replicas(16 // tp // pp, 256 * tp * pp // 16, *places),))
-        if tp * pp <= 8:
-            places = [(0, tp, held) for held in layers], [(1, tp, held) for held in layers]
-            count = 8 // tp // pp
-            symmetric.append(tuple(replicas(count, 128 // count, *one) for one in places))
+    for tp, pp, size in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)):
+        layers, deep = even_chunks(40, pp), pp * tp
+        if pp > 1 and deep <= 16:
+            places = [(int(at >= pp // 2), tp, held) for at, held in enumerate(layers)]
+            symmetric.append((replicas(16 // deep, 16 * deep // size, *places, micro_batch=size),))
+        if deep <= 8:
+            halves = ([(part, tp, held) for held in layers] for part in (0, 1))
+            symmetric.append(tuple(replicas(8 // deep, 16 * deep // size, *one, micro_batch=size) for one in halves))
+    assert all(
+        sum(kind.count * kind.micro_batch * kind.num_microbatches for kind in kinds) == 256 for kinds in symmetric
+    )
     costs = [
         cost
         for recompute in ("none", "full")
@@ -67,7 +66,10 @@ def test_a_mixed_pair_of_nodes_beats_the_symmetric_plan() -> None:
         )
     ]
     paced = max(cost.sequences_per_s for cost in costs if cost.oom_z <= RISKY_Z)
-    assert 1.4 <= best.sequences_per_s / paced <= 1.75
+    # A V100 paces every symmetric plan, to twice what the V100s reach alone at most.
+    most = 2 * result.certificate.rates_alone[1]
+    assert paced <= most
+    assert 1.4 * paced <= 1.4 * most <= best.sequences_per_s <= 1.75 * most
 
 
 def test_replicas_of_half_the_speed_take_half_the_batch() -> None:
@@ -84,7 +86,8 @@ def test_replicas_of_half_the_speed_take_half_the_batch() -> None:
     many = {kind.stages[0].part: kind.count * kind.num_microbatches for kind in cost.plan.kinds}
     assert sum(kind.count * kind.num_microbatches for kind in cost.plan.kinds) == 481
     ideal = sum(
-        kind.num_microbatches * kind.count / price.pipeline_s for kind, price in zip(cost.plan.kinds, cost.kinds)
+        kind.num_microbatches * kind.count / price.pipeline_s
+        for kind, price in zip(cost.plan.kinds, cost.kinds, strict=True)
     )
     assert 481 / max(price.pipeline_s for price in cost.kinds) >= 2.9 / 3 * ideal
     equal = MixedPlan(kinds=(replicas(2, 120, (0, 1, 12)), replicas(2, 120, (1, 1, 12))))
@@ -202,15 +205,18 @@ def test_a_slow_part_or_a_far_one_is_left_idle() -> None:
     assert len(best.plan.parts) == 1
 
 
-@pytest.mark.parametrize("speed", [0.02, 0.5, 1.0])
+@pytest.mark.parametrize("speed", [0.02, 1.0])
 def test_one_more_part_never_makes_the_best_plan_slower(speed: float) -> None:
     one, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=speed)
-    alone = search_mixed(problem_of(one), 16)
     both = search_mixed(problem_of(one, more), 16)
-    assert both.ranked[0].step_s <= alone.ranked[0].step_s * (1 + 1e-9)
-    turned = search_mixed(problem_of(more, one), 16)
-    assert turned.ranked[0].step_s == pytest.approx(both.ranked[0].step_s, rel=1e-9)
+    assert both.ranked[0].step_s <= search_mixed(problem_of(one), 16).ranked[0].step_s * (1 + 1e-9)
     assert both.certificate.gap == pytest.approx(1 - both.ranked[0].sequences_per_s / sum(both.certificate.rates_alone))
+
+
+def test_parts_in_another_order_have_the_same_best_plan() -> None:
+    one, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=0.4)
+    found = [search_mixed(problem_of(*parts), 16).ranked[0].step_s for parts in ((one, more), (more, one))]
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 def test_groupings_are_all_partitions_of_all_subsets() -> None:
