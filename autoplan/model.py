@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Literal
 
 from autoplan.errors import InputError
@@ -190,9 +191,7 @@ class ModelSpec:
     @property
     def layers(self) -> tuple[tuple[Block, ...], ...]:
         """The blocks of each layer, in order."""
-        if self.layer_pattern is not None:
-            return tuple((PATTERN_SYMBOLS[symbol],) for symbol in self.layer_pattern)
-        return tuple((self._attention_of(at), self._ffn_of(at)) for at in range(self.num_layers))
+        return _layers_of(self)
 
     @property
     def num_held_mtp_layers(self) -> int:
@@ -210,14 +209,23 @@ class ModelSpec:
             return self.layers[-1]
         return (Block.ATTENTION, Block.MOE if "E" in self.layer_pattern else Block.MLP)
 
-    def _attention_of(self, layer: int) -> Block:
-        if self.window is None:
-            return Block.ATTENTION
-        every = self.full_attention_interval
-        return Block.ATTENTION if every and (layer + 1) % every == 0 else Block.WINDOW_ATTENTION
 
-    def _ffn_of(self, layer: int) -> Block:
-        moe = self.moe
-        if moe is None or layer < moe.num_dense_layers or (layer + 1) % moe.interval:
-            return Block.MLP
-        return Block.MOE
+@lru_cache(maxsize=64)
+def _layers_of(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
+    if model.layer_pattern is not None:
+        return tuple((PATTERN_SYMBOLS[symbol],) for symbol in model.layer_pattern)
+    return tuple((_attention_of(model, at), _ffn_of(model, at)) for at in range(model.num_layers))
+
+
+def _attention_of(model: ModelSpec, layer: int) -> Block:
+    if model.window is None:
+        return Block.ATTENTION
+    every = model.full_attention_interval
+    return Block.ATTENTION if every and (layer + 1) % every == 0 else Block.WINDOW_ATTENTION
+
+
+def _ffn_of(model: ModelSpec, layer: int) -> Block:
+    moe = model.moe
+    if moe is None or layer < moe.num_dense_layers or (layer + 1) % moe.interval:
+        return Block.MLP
+    return Block.MOE

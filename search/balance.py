@@ -21,9 +21,15 @@ def min_max_layers(layer_s: Floats, extra_s: Floats, most_layers: Ints) -> tuple
     squared times, so that stages without influence on the slowest are alike.
     """
     stages, num_layers = layer_s.shape
+    if stages > num_layers:
+        return None
     before = np.concatenate([np.zeros((stages, 1)), np.cumsum(layer_s, axis=1)], axis=1)
-    times = extra_s[:, None, None] + before[:, None, :] - before[:, :, None]  # (stages, first layer, one behind last)
-    held = np.arange(num_layers + 1)[None, :] - np.arange(num_layers + 1)[:, None]
+    # As every stage has a layer, stage i begins at layer i + a and ends behind layer i + b, 0 <= a <= b <= spare.
+    spare = np.arange(num_layers - stages + 1)
+    begins = np.arange(stages)[:, None] + spare
+    start_s, end_s = np.take_along_axis(before, begins, 1), np.take_along_axis(before, begins + 1, 1)
+    times = extra_s[:, None, None] + end_s[:, None, :] - start_s[:, :, None]  # (stages, a, b)
+    held = 1 + spare[None, :] - spare[:, None]
     times = np.where((held >= 1) & (held <= most_layers[:, None, None]), times, np.inf)
     slowest, _ = _cheapest_cut(times, np.maximum)
     if not np.isfinite(slowest):
@@ -41,7 +47,7 @@ def _cheapest_cut(costs: Floats, join: np.ufunc) -> tuple[float, tuple[int, ...]
         best = joined.min(axis=0)
     end, layers = costs.shape[1] - 1, []
     for begins in reversed(froms):
-        layers.append(end - int(begins[end]))
+        layers.append(1 + end - int(begins[end]))
         end = int(begins[end])
     return float(best[-1]), tuple(reversed(layers))
 

@@ -29,10 +29,10 @@ from search.study import search as search_alone
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MAX_STAGES = 64
+MAX_STAGES = 32  # without interleaving deeper pipelines are mostly bubble
 LEAST_USED = 0.9  # share of the devices of its parts that a structure must use
 KEPT_PIPELINES = 3  # of every group of parts, taken on to be combined
-KEPT_STRUCTURES = 6  # of every set of parts in use, whose other choices are looked at
+KEPT_STRUCTURES = 4  # of every set of parts in use, whose other choices are looked at
 KEPT_CHOICES = 2  # of them, whose kinds are given micro-batches of their own
 KEPT_PLANS = 20
 ROUNDS = 6  # of pricing and sharing out anew
@@ -41,7 +41,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 # What is left out, in words.
 LIMITS = (
     "every group of parts forms equal pipelines, whose stages on one part have one tp; parts may be idle",
-    f"at least {LEAST_USED:.0%} of the devices of a group in use",
+    f"at least {LEAST_USED:.0%} of the devices of a group in use, at most {MAX_STAGES} stages",
     "tp a power of two in the scale-up domain; of three parts and more the same on all",
     "parts in the order of their memory, of two also the reverse",
     f"the best {KEPT_PIPELINES} pipelines of every group combined; micro-batches, sharding and recomputation of the "
@@ -329,12 +329,19 @@ def _held_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
-def _plain(kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding]) -> Iterator[Structure]:
-    """The structure with one sequence a micro-batch, without and with recomputation."""
-    recomputes: tuple[Recompute, ...] = ("none", "full")
-    for sharding, recompute in itertools.product(_possible(kinds, shardings), recomputes):
-        if sharding != "none":
-            yield Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding=sharding, recompute=recompute)
+def _settle_plainly(
+    settler: Settler, ways: Iterable[tuple[Pipelines, ...]], shardings: Sequence[Sharding]
+) -> list[Settled]:
+    """Structures with one sequence a micro-batch and sharded states; those that do not fit with recomputation too."""
+    plain = [
+        Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding=sharding, recompute="none")
+        for kinds in ways
+        for sharding in _possible(kinds, shardings)
+        if sharding != "none"
+    ]
+    found = settler.settle(plain)
+    fitting = {one for one, cost in found if cost.oom_z <= RISKY_Z}
+    return _ordered(found + settler.settle(replace(one, recompute="full") for one in plain if one not in fitting))
 
 
 def _possible(kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding]) -> list[Sharding]:
@@ -382,7 +389,7 @@ def search_mixed(
     for group in _subsets(parts):
         ways = pipelines(problem, group, global_batch)
         structures |= {(way,) for way in ways}
-        found = settler.settle(one for way in ways for one in _plain((way,), shardings))
+        found = _settle_plainly(settler, [(way,) for way in ways], shardings)
         best_of[group] = list(dict.fromkeys(one.kinds[0] for one, _ in found))[:KEPT_PIPELINES]
         settled += found
     combined = {
@@ -392,7 +399,7 @@ def search_mixed(
         for kinds in itertools.product(*(best_of[group] for group in grouping))
     }
     structures |= combined
-    settled += settler.settle(one for kinds in sorted(combined, key=repr) for one in _plain(kinds, shardings))
+    settled += _settle_plainly(settler, sorted(combined, key=repr), shardings)
 
     # What was settled without other choices says which structures are worth them.  Every set of parts has its own, so
     # that one part more takes nothing away.
