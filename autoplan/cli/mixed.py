@@ -97,17 +97,22 @@ def _show(file: MixedPlanFile, text: str, *, json: bool) -> None:
         print_mixed(make_console(), file)
 
 
-def estimate_saved(path: Path, *, json: bool) -> bool:
-    """Price the plan of a mixed cluster in a plan file again; False where the file holds none."""
+def is_mixed(path: Path) -> bool:
+    """Whether a path names a plan file of a mixed cluster."""
+    from autoplan.files import read_table
+
+    return path.suffix == ".json" and path.is_file() and "mixed_schema_version" in read_table(path)
+
+
+def estimate_saved(path: Path, *, json: bool) -> None:
+    """Price the plan of a mixed cluster in a plan file again, and print it."""
     from autoplan.cli.planfile import encode, make_mixed_file
     from autoplan.cost.mixed import estimate_mixed
     from autoplan.files import decode, read_table
     from autoplan.mixed import MixedProblem
     from autoplan.result import MixedPlanFile
 
-    if path.suffix != ".json" or not path.is_file() or "mixed_schema_version" not in (table := read_table(path)):
-        return False
-    saved = decode(MixedPlanFile, table, str(path))
+    saved = decode(MixedPlanFile, read_table(path), str(path))
     problem = MixedProblem(
         model=saved.model,
         training=saved.training,
@@ -119,4 +124,3 @@ def estimate_saved(path: Path, *, json: bool) -> bool:
     costs: tuple[MixedCost, ...] = estimate_mixed(problem, [saved.best.plan])
     file = make_mixed_file(problem, costs, None)
     _show(file, encode(file), json=json)
-    return True
