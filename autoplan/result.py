@@ -305,7 +305,7 @@ class MixedCertificate:
     structures: int  # ways to form pipelines that were looked at
     plans: int  # priced
     rates_alone: tuple[float, ...]  # best plan of each part alone, sequences per second
-    gap: float  # share by which the best plan stays below their sum, which no plan is expected to exceed
+    gap: float  # share by which the best plan stays below their sum; negative where parts alone lack memory
     limits: tuple[str, ...]
 
 

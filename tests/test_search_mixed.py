@@ -17,7 +17,9 @@ from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
 from autoplan.result import RISKY_Z, MixedCost, MixedResult
 from mixed_cases import SMALL, problem_of, replicas, scaled
-from search.mixed import Pipelines, Settler, Structure, groupings, pipelines, search_mixed, tensor_degrees
+from search.mixed import search_mixed
+from search.settle import Settler
+from search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
 
 
 def check(problem: MixedProblem, result: MixedResult, global_batch: int) -> MixedCost:
