@@ -15,16 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.compute import add_up
-from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, straggler_share
-from autoplan.cost.estimate import work_terms as terms_of_work
+from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, straggler_share, work_terms
 from autoplan.cost.memory import StageParameters, host_bytes
 from autoplan.cost.schedule import hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.cost.sheets import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
-from autoplan.cost.tail import (
-    first_layers,
-    shown_gather_s,
-    shown_reduce_s,
-)
+from autoplan.cost.tail import first_layers, shown_gather_s, shown_reduce_s
 from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.model import Block, ModelSpec
 from autoplan.problem import Problem
@@ -32,9 +27,9 @@ from autoplan.result import MixedCost, MixedKindCost, MixedStageCost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 END = ("data_parallel_reduce", "optimizer", "parameter_gather")
+SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result
 
 
 def layer_kinds(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
@@ -98,27 +93,19 @@ def _price_kinds(
     counts = np.array([member.kind.num_microbatches for member in members])
     makespan, sends, critical = pipeline_s(cells["forward_s"], cells["backward_s"], cells["send_s"][:, :-1], counts)
 
-    size = len(members)
-    terms = {name: np.zeros(size) for name in STEP_TERMS}
-    layer_s = np.zeros((size, stages, len(layer_kinds(problem.model))))
-    spread, host_z = np.zeros(size), np.full(size, -np.inf)
+    # What needs the laid-out batch of a part rather than one number for every stage.
+    terms = {name: np.zeros(len(members)) for name in STEP_TERMS}
+    layer_s = np.zeros((len(members), stages, len(layer_kinds(problem.model))))
+    spread, host_z = np.zeros(len(members)), np.full(len(members), -np.inf)
     for sheet in sheets:
-        own, laid, batch = sheet.problem, sheet.laid, sheet.laid.batch
-        overall = own.calibration.overall
-        at = sheet.rows(critical)
-        for name, value in terms_of_work(laid, critical[sheet.member]).items():
-            terms[name][sheet.member[at]] = overall * value[at]
-        at = sheet.rows(np.zeros(size, dtype=np.int64))
-        if len(at):
-            first, who, layers = batch.take(at), sheet.member[at], first_layers(laid.blocks)[at]
-            shown = shown_reduce_s(own, first, cells["backward_s"][who], layers, cells["reduce_s"][who])
-            terms["data_parallel_reduce"][who] = shown
-            shown = shown_gather_s(own, first, cells["forward_s"][who], layers, cells["gather_s"][who])
-            terms["parameter_gather"][who] = shown
+        own = sheet.problem
+        for found in (_work_terms(sheet, critical), _shown_terms(sheet, cells)):
+            for name, (who, value) in found.items():
+                terms[name][who] = value
         rows, columns = np.nonzero(sheet.here)
-        layer_s[sheet.member[rows], columns] = overall * _layer_s(own, laid)[rows]
-        spreads = np.hypot(own.calibration.time_spreads, own.timings.match.spread)[spread_kinds(own, batch)]
-        np.maximum.at(spread, sheet.member, spreads)
+        layer_s[sheet.member[rows], columns] = own.calibration.overall * _layer_s(own, sheet.laid)[rows]
+        spreads = np.hypot(own.calibration.time_spreads, own.timings.match.spread)
+        np.maximum.at(spread, sheet.member, spreads[spread_kinds(own, sheet.laid.batch)])
         np.maximum.at(host_z, sheet.member, _host_z(sheet))
     work = add_up(value for name, value in terms.items() if name not in END)
     terms["pipeline_bubble"] = np.maximum(makespan - work, 0.0)
@@ -129,9 +116,7 @@ def _price_kinds(
     return [
         _KindPrice(
             cost=MixedKindCost(
-                stages=_stage_costs(
-                    problem, member.kind, {name: value[at] for name, value in cells.items()}, layer_s[at]
-                ),
+                stages=_stage_costs(problem, member.kind, {name: cells[name][at] for name in SHOWN}, layer_s[at]),
                 pipeline_s=float(makespan[at] + sends[at]),
             ),
             terms_s={name: float(value[at]) for name, value in terms.items() if name not in END},
@@ -141,6 +126,34 @@ def _price_kinds(
         )
         for at, member in enumerate(members)
     ]
+
+
+# Of some members, by term: (which, seconds).
+_SomeTerms = dict[str, tuple[Ints, Floats]]
+
+
+def _work_terms(sheet: Sheet, critical: Ints) -> _SomeTerms:
+    """The work of the critical stage, of members that have it on this part."""
+    rows, overall = sheet.rows(critical), sheet.problem.calibration.overall
+    terms = work_terms(sheet.laid, critical[sheet.member])
+    return {name: (sheet.member[rows], overall * value[rows]) for name, value in terms.items()}
+
+
+def _shown_terms(sheet: Sheet, cells: dict[str, Floats]) -> _SomeTerms:
+    """What shows of reductions and gathers, of members whose first stage is on this part: it hides least."""
+    own, rows = sheet.problem, sheet.rows(np.zeros(len(cells["forward_s"]), dtype=np.int64))
+    who, first = sheet.member[rows], sheet.laid.batch.take(rows)
+    layers = first_layers(sheet.laid.blocks)[rows]
+    return {
+        "data_parallel_reduce": (
+            who,
+            shown_reduce_s(own, first, cells["backward_s"][who], layers, cells["reduce_s"][who]),
+        ),
+        "parameter_gather": (
+            who,
+            shown_gather_s(own, first, cells["forward_s"][who], layers, cells["gather_s"][who]),
+        ),
+    }
 
 
 def _layer_s(problem: Problem, laid: Stages) -> Floats:
@@ -168,7 +181,6 @@ def _host_z(sheet: Sheet) -> Floats:
 def _stage_costs(
     problem: MixedProblem, kind: ReplicaKind, cells: dict[str, Floats], layer_s: Floats
 ) -> tuple[MixedStageCost, ...]:
-    shown = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")
     return tuple(
         MixedStageCost(
             part=stage.part,
@@ -176,7 +188,7 @@ def _stage_costs(
             layers=stage.layers,
             layer_s=tuple(layer_s[at].tolist()),
             capacity_bytes=problem.as_if(stage.part, frozenset((stage.part,))).capacity_bytes,
-            **{name: float(cells[name][at]) for name in shown},
+            **{name: float(value[at]) for name, value in cells.items()},
         )
         for at, stage in enumerate(kind.stages)
     )
