@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from autoplan.cluster import ClusterSpec, DeviceSpec
 from autoplan.errors import InputError
 from autoplan.framework import Framework
+from autoplan.mixed import MixedPlan
 from autoplan.model import ModelSpec
+from autoplan.parts import MixedCluster
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.ranks import HostRanks
 from autoplan.timing import Calibration, Provenance
@@ -256,3 +258,100 @@ class PlanFile:
                     f"{name}.plan.precision is {one.plan.precision}, training.precision {self.training.precision}: "
                     "make them the same"
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStageCost:
+    """One stage of one kind of replica: times of a micro-batch, memory of a device of its part."""
+
+    part: int
+    tp: int
+    layers: int
+    forward_s: float
+    backward_s: float
+    layer_s: tuple[float, ...]  # both passes of one layer of each kind, in the order of `layer_kinds`
+    send_s: float  # one message to the next stage; 0 behind the last
+    memory_bytes: float
+    sharded_bytes: float  # of it, states that other replicas may take
+    capacity_bytes: float
+    oom_z: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedKindCost:
+    """All replicas of one kind: their stages, and when their last backward pass is over."""
+
+    stages: tuple[MixedStageCost, ...]
+    pipeline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCost:
+    """Predicted cost of one plan of a mixed cluster; `terms_s` add up to `step_s`, `kinds` are in the plan's order."""
+
+    plan: MixedPlan
+    step_s: float
+    low_s: float
+    high_s: float
+    terms_s: dict[str, float]
+    kinds: tuple[MixedKindCost, ...]
+    oom_z: float  # of the device or host that is nearest to its capacity
+
+    @property
+    def sequences_per_s(self) -> float:
+        """The rate of the whole cluster."""
+        return self.plan.global_batch / self.step_s
+
+    @property
+    def verdict(self) -> Verdict:
+        """As `CostEstimate.verdict` has it."""
+        return VERDICTS[(self.oom_z > RISKY_Z) + (self.oom_z > OOM_Z)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCertificate:
+    """What a search on a mixed cluster did, and how far its answer is from what its parts reach alone."""
+
+    structures: int  # ways to form pipelines that were looked at
+    plans: int  # priced
+    rates_alone: tuple[float, ...]  # best plan of each part alone, sequences per second
+    gap: float  # share by which the best plan stays below their sum; negative where parts alone lack memory
+    limits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedResult:
+    """Plans of a mixed cluster, best first; where none fits, `closest` is the one that is least too large."""
+
+    ranked: tuple[MixedCost, ...]
+    closest: MixedCost | None
+    alone: tuple[RankedPlan | None, ...]  # of the parts: the best plan with the other parts idle, of all schedules
+    certificate: MixedCertificate
+
+
+MIXED_FILE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPlanFile:
+    """The content of the plan file of a mixed cluster."""
+
+    mixed_schema_version: int
+    versions: dict[str, str]
+    command: str
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: MixedCluster
+    framework: Framework
+    calibrations: tuple[Calibration, ...]
+    reserve_bytes: float
+    best: MixedCost
+    alternatives: tuple[MixedCost, ...]
+    certificate: MixedCertificate | None
+
+    def __post_init__(self) -> None:
+        if self.mixed_schema_version != MIXED_FILE_VERSION:
+            raise InputError(
+                f"mixed_schema_version is {self.mixed_schema_version}, this autoplan reads {MIXED_FILE_VERSION}: "
+                "make the file again with this version"
+            )

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
-from autoplan.cost.estimate import message_s, straggler_share, update_s
+from autoplan.cost.estimate import message_s, straggler_share
 from autoplan.cost.layer import block_costs, groups, local_parameters
 from autoplan.cost.layout import repeats_mtp
 from autoplan.cost.memory import StageParameters, states, stored_bytes
 from autoplan.cost.recompute import activation_parts, kept_bytes
 from autoplan.cost.schedule import send_exposed_s
+from autoplan.cost.tail import optimizer_s
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
@@ -202,7 +203,7 @@ def kind_costs(problem: Problem, batch: PlanBatch) -> KindCosts:
         head_s=head,
         message_s=np.where(batch.pp > 1, message_s(problem, batch), 0.0),
         rest_s=framework.step_overhead_s + _update_s(problem, batch, *mean),
-        factor=problem.calibration.overall * (1.0 + straggler_share(batch)),
+        factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
         state_bytes=per_dense[:, None] * dense + per_expert[:, None] * expert,
         kept_bytes=_kept_bytes(problem, batch),
         stored_bytes=framework.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
@@ -236,7 +237,7 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
         return np.zeros(len(batch))
     places, sharded = groups(batch), batch.sharding >= SHARDINGS.index("zero1")
     own = dense / np.where(sharded, places.shard[1], 1) + expert / np.where(sharded, places.expert_shard[1], 1)
-    return update_s(problem, batch, own, dense + expert)
+    return optimizer_s(problem, batch, own, dense + expert)
 
 
 # -- all layouts of a kind, and all kinds of a group ------------------------------------------------------------------

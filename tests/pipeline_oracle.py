@@ -140,8 +140,9 @@ def simulate(ranks: Sequence[Sequence[Action]], times: Times, hop_s: float = 0.0
 Call = frozenset[tuple[int, int, Operation]]
 
 
-def rendezvous(ranks: Sequence[Sequence[float | Call]], send_s: float) -> float:
-    """Makespan where both ends of every message wait for each other."""
+def rendezvous(ranks: Sequence[Sequence[float | Call]], send_s: float | Sequence[float]) -> float:
+    """Makespan where both ends of every message wait for each other; `send_s` may differ by the lower rank of a hop."""
+    hop_s = [send_s] * len(ranks) if isinstance(send_s, float | int) else list(send_s)
     clocks, at = [0.0] * len(ranks), [0] * len(ranks)
     arrived: dict[tuple[int, tuple[int, int, Operation]], float] = {}
     progress = True
@@ -160,14 +161,15 @@ def rendezvous(ranks: Sequence[Sequence[float | Call]], send_s: float) -> float:
                 ends = [(end, message) for message in here for end in message[:2]]
                 if not arrived.keys() >= set(ends):
                     continue
-                clocks[rank] = max((arrived[end] for end in ends), default=clocks[rank]) + send_s * bool(here)
+                slowest = max((hop_s[min(message[:2])] for message in here), default=0.0)
+                clocks[rank] = max((arrived[end] for end in ends), default=clocks[rank]) + slowest
             at[rank] += 1
             progress = True
     assert all(count == len(todo) for count, todo in zip(at, ranks, strict=True)), "deadlock"
     return max(clocks)
 
 
-def simulate_blocking(p: int, m: int, times: Times, send_s: float) -> float:
+def simulate_blocking(p: int, m: int, times: Times, send_s: float | Sequence[float]) -> float:
     """Makespan of 1F1B in Megatron-LM, forward_backward_pipelining_without_interleaving call by call."""
     ranks = []
     for rank in range(p):

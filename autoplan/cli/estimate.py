@@ -90,12 +90,17 @@ def estimate(
     The data-parallel degree is what the other degrees leave of the cluster.
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, whole_url
+    from autoplan.cli.mixed import estimate_saved, is_mixed
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import decode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
 
     if out is not None:
         check_output(out, force=force)
+    if is_mixed(Path(model)):
+        _check_alone(context)
+        estimate_saved(Path(model), json=json)
+        return
     if (saved := _saved_plan(model, whole_url(context, url))) is not None:
         _check_alone(context)
         problem, plan, timings = saved

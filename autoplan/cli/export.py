@@ -32,7 +32,10 @@ def export(
         raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
     if out is not None:
         check_output(out, force=force)
-    plan_file = decode(PlanFile, read_table(plan), str(plan))
+    table = read_table(plan)
+    if "mixed_schema_version" in table:
+        raise NoPlanError(f"{plan}: no framework that is known here starts a plan whose replicas or stages are unlike")
+    plan_file = decode(PlanFile, table, str(plan))
     if plan_file.best.verdict == "oom":
         raise NoPlanError(
             f"{plan}: the plan needs {format_bytes(plan_file.best.memory_bytes)} and would run out of memory: "

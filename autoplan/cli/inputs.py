@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
@@ -15,8 +15,12 @@ from autoplan.errors import AutoplanError, InputError, UnpricedError
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
     from autoplan.cluster import ClusterSpec
     from autoplan.framework import Framework
+    from autoplan.mixed import MixedProblem
+    from autoplan.model import ModelSpec
+    from autoplan.parts import MixedCluster
     from autoplan.problem import Problem
-    from autoplan.timing import Measurement, Operation
+    from autoplan.timing import Calibration, Measurement, Operation
+    from autoplan.training import TrainingSpec
     from search.space import Space
 
 
@@ -38,7 +42,11 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.")
 ]
 ClusterOption = Annotated[
-    str, typer.Option(metavar="CLUSTER", help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8) or a cluster.toml.")
+    str,
+    typer.Option(
+        metavar="CLUSTER",
+        help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, or unlike ones joined by +.",
+    ),
 ]
 SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")]
 PrecisionOption = Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16, fp8, mxfp8 or nvfp4.")]
@@ -146,10 +154,61 @@ def parse_batches(text: str) -> tuple[int, int]:
 
 def make_problem(flags: TrainingFlags) -> Problem:
     """The problem that the flags describe."""
-    from autoplan.files import decode
+    from autoplan.parts import MixedCluster
     from autoplan.problem import Problem
+    from autoplan.read.mixed import load_parts
+
+    cluster = load_parts(flags.cluster)
+    if isinstance(cluster, MixedCluster):
+        raise InputError(f"{flags.cluster} has unlike parts, for which there is autoplan search only")
+    common = _read_common(flags)
+    problem = Problem(
+        model=common.model,
+        training=common.training,
+        cluster=cluster,
+        framework=common.framework,
+        calibration=_calibration(flags, common.framework, cluster),
+        reserve_bytes=common.reserve_bytes,
+    )
+    return problem if flags.timings is None else with_timings(problem, flags.timings, flags.db)
+
+
+def make_mixed_problem(flags: TrainingFlags, cluster: MixedCluster) -> MixedProblem:
+    """The problem that the flags describe on a mixed cluster."""
+    from autoplan.mixed import MixedProblem
+
+    if flags.timings is not None:
+        raise InputError("--timings is not priced on mixed clusters yet: leave it out")
+    common = _read_common(flags)
+    return MixedProblem(
+        model=common.model,
+        training=common.training,
+        cluster=cluster,
+        framework=common.framework,
+        calibrations=tuple(_calibration(flags, common.framework, part) for part in cluster.parts),
+        reserve_bytes=common.reserve_bytes,
+    )
+
+
+class _Common(NamedTuple):
+    """What flags say beside the cluster."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    framework: Framework
+    reserve_bytes: float
+
+
+def _calibration(flags: TrainingFlags, framework: Framework, cluster: ClusterSpec) -> Calibration:
     from autoplan.read.calibration import built_in_calibration, load_calibration
-    from autoplan.read.cluster import load_cluster
+
+    if flags.calibration:
+        return load_calibration(flags.calibration)
+    return built_in_calibration(framework, cluster.device.generation)
+
+
+def _read_common(flags: TrainingFlags) -> _Common:
+    from autoplan.files import decode
     from autoplan.read.framework import load_framework
     from autoplan.read.model import load_model
     from autoplan.training import Attention, Precision, TrainingSpec
@@ -162,20 +221,12 @@ def make_problem(flags: TrainingFlags) -> Problem:
             raise InputError(f"{option} {value!r}: must be one of {', '.join(words)}")
     reserve_bytes = parse_size(flags.reserve_memory)
     table = {"seq_len": flags.seq_len, "precision": flags.precision, "attention": flags.attention}
-    training = decode(TrainingSpec, table, "training")
-    cluster = load_cluster(flags.cluster)
-    framework = load_framework(flags.framework)
-    problem = Problem(
+    return _Common(
         model=load_model(flags.model),
-        training=training,
-        cluster=cluster,
-        framework=framework,
-        calibration=load_calibration(flags.calibration)
-        if flags.calibration
-        else built_in_calibration(framework, cluster.device.generation),
+        training=decode(TrainingSpec, table, "training"),
+        framework=load_framework(flags.framework),
         reserve_bytes=reserve_bytes,
     )
-    return problem if flags.timings is None else with_timings(problem, flags.timings, flags.db)
 
 
 TIMINGS = ("aiconfigurator", "db")

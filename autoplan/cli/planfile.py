@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autoplan.mixed import MixedProblem
     from autoplan.problem import Problem
-    from autoplan.result import Certificate, PlanFile, RankedPlan
+    from autoplan.result import Certificate, MixedCertificate, MixedCost, MixedPlanFile, PlanFile, RankedPlan
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
@@ -20,9 +21,6 @@ def make_plan_file(
     problem: Problem, plans: Sequence[RankedPlan], certificate: Certificate | None, *, timings: str = ""
 ) -> PlanFile:
     """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
-    from importlib.metadata import version
-
-    from autoplan import __version__
     from autoplan.cost.estimate import estimate, stage_costs
     from autoplan.cost.provenance import shares
     from autoplan.plan import PlanBatch
@@ -31,14 +29,9 @@ def make_plan_file(
 
     best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
     listed = replace(best, placement=None)
-    libraries = ("msgspec", "numpy", *(("optuna",) if certificate else ()))
     return PlanFile(
         schema_version=PLAN_FILE_VERSION,
-        versions={
-            "autoplan": __version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in libraries},
-        },
+        versions=_versions(searched=certificate is not None),
         command=shlex.join(["autoplan", *sys.argv[1:]]),
         model=problem.model,
         training=problem.training,
@@ -57,7 +50,40 @@ def make_plan_file(
     )
 
 
-def encode(file: PlanFile) -> str:
+def make_mixed_file(
+    problem: MixedProblem, plans: Sequence[MixedCost], certificate: MixedCertificate | None
+) -> MixedPlanFile:
+    """The plan file of `plans` of a mixed cluster, best first."""
+    from autoplan.result import MIXED_FILE_VERSION, MixedPlanFile
+
+    return MixedPlanFile(
+        mixed_schema_version=MIXED_FILE_VERSION,
+        versions=_versions(searched=certificate is not None),
+        command=shlex.join(["autoplan", *sys.argv[1:]]),
+        model=problem.model,
+        training=problem.training,
+        cluster=problem.cluster,
+        framework=problem.framework,
+        calibrations=problem.calibrations,
+        reserve_bytes=problem.reserve_bytes,
+        best=plans[0],
+        alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
+        certificate=certificate,
+    )
+
+
+def _versions(*, searched: bool) -> dict[str, str]:
+    """Of what the numbers of a file rest on."""
+    from importlib.metadata import version
+
+    from autoplan import __version__
+
+    libraries = ("msgspec", "numpy", *(("optuna",) if searched else ()))
+    named = {name: version(name) for name in libraries}
+    return {"autoplan": __version__, "python": platform.python_version(), **named}
+
+
+def encode(file: PlanFile | MixedPlanFile) -> str:
     """The text of a plan file: JSON in SI units, the same for the same plan."""
     import msgspec
 

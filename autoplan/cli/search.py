@@ -69,26 +69,37 @@ def search(
     (ZeRO-1), layers are recomputed as a whole or not at all, overlap of tensor-parallel traffic is off: --allow widens
     this.
     """
-    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, make_space, whole_url
+    from autoplan.cli.inputs import TrainingFlags, check_output, make_mixed_problem, make_problem, make_space, whole_url
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import write_text
+    from autoplan.parts import MixedCluster
+    from autoplan.read.mixed import load_parts
 
     check_output(out, force=force)
-    problem = make_problem(
-        TrainingFlags(
-            model=model,
-            cluster=cluster,
-            seq_len=seq_len,
-            precision=precision,
-            attention=attention,
-            framework=framework,
-            reserve_memory=reserve_memory,
-            calibration=calibration,
-            timings=timings,
-            db=whole_url(context, url),
-        )
+    flags = TrainingFlags(
+        model=model,
+        cluster=cluster,
+        seq_len=seq_len,
+        precision=precision,
+        attention=attention,
+        framework=framework,
+        reserve_memory=reserve_memory,
+        calibration=calibration,
+        timings=timings,
+        db=whole_url(context, url),
     )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
+    parts = load_parts(cluster)
+    if isinstance(parts, MixedCluster):
+        from autoplan.cli.mixed import search_parts
+
+        narrowed = bool(fix or bounds)
+        mixed = make_mixed_problem(flags, parts)
+        search_parts(
+            mixed, global_batch, narrowed=narrowed, allow=allow or [], out=out, force=force, json=json, quiet=quiet
+        )
+        return
+    problem = make_problem(flags)
     space = make_space(problem, global_batch, fix=fix or [], at_most=bounds, allow=allow or [])
 
     from autoplan.cli.progress import progress_bar

@@ -9,21 +9,16 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost.arithmetic import block_shapes
-from autoplan.cost.cached import GRAD_BYTES
-from autoplan.cost.communication import CONTENTION_SHARE, Links
+from autoplan.cost.communication import Links
 from autoplan.cost.compute import (
     KERNEL_AXES,
     add_up,
     head_s,
-    memory_bound_s,
     norm_tokens,
-    padded_vocab,
     rank_tokens,
 )
-from autoplan.cost.layer import GATHERED_BYTES, TERMS, BlockCost, block_costs, fsdp_s, groups
+from autoplan.cost.layer import TERMS, BlockCost, block_costs, fsdp_s, groups
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
-from autoplan.cost.measured import find
 from autoplan.cost.memory import (
     MEMORY_TERMS,
     StageMemory,
@@ -35,9 +30,17 @@ from autoplan.cost.memory import (
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
-from autoplan.framework import Framework
+from autoplan.cost.tail import (
+    first_layers,
+    optimizer_s,
+    own_parameters,
+    reduction_s,
+    shown_gather_s,
+    shown_reduce_s,
+    tied_table_bytes,
+)
 from autoplan.model import Block
-from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
+from autoplan.plan import SCHEDULES, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import CostEstimate, StageCost, probability_above
 from autoplan.timing import TIME_SPREADS
@@ -70,7 +73,7 @@ NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in sta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stages:
+class Stages:
     """Plans that share one number of stages, laid out per pipeline rank: arrays of shape (plans, stages)."""
 
     batch: PlanBatch
@@ -121,7 +124,8 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     return framework.allocator_retry_s * layers * short
 
 
-def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
+def lay_out(problem: Problem, batch: PlanBatch, stages: int) -> Stages:
+    """Every pipeline rank of plans that share the number of `stages`."""
     model = problem.model
     costs = block_costs(problem, batch)
     blocks = stage_blocks(model, batch, stages)
@@ -148,7 +152,7 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     backward[:, 0] += embedding[1]
     forward += blocks.at_last(head_forward + head_traffic[0])
     backward += blocks.at_last(head_backward + head_traffic[1])
-    return _Stages(
+    return Stages(
         batch=batch,
         costs=costs,
         blocks=blocks,
@@ -165,8 +169,8 @@ def _lay_out(problem: Problem, batch: PlanBatch, stages: int) -> _Stages:
     )
 
 
-def message_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Time of one message between neighbouring stages.
+def message_s(problem: Problem, batch: PlanBatch, across: Links | None = None) -> Floats:
+    """Time of one message between neighbouring stages; `across` is what it crosses, if not the problem's own links.
 
     Without sequence parallelism every tensor-parallel rank has the whole hidden state: it sends all of it, or 1 / tp,
     and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
@@ -175,12 +179,12 @@ def message_s(problem: Problem, batch: PlanBatch) -> Floats:
     tokens = norm_tokens(problem, batch)
     scatters = problem.framework.scatter_gather_p2p & ~batch.sp
     sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
-    message = links.send_s(*places.pp, 2.0 * sent * problem.model.hidden_size)
+    message = (across or links).send_s(*places.pp, 2.0 * sent * problem.model.hidden_size)
     gather = links.all_gather_s(*places.tp, 2.0 * tokens * problem.model.hidden_size)
     return message + np.where(scatters, gather, 0.0)
 
 
-def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
+def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
     """(makespan without messages, exposed messages, critical stage)."""
     batch, stages = laid.batch, laid.forward_s.shape[1]
     m = batch.num_microbatches
@@ -200,7 +204,7 @@ def _pipeline(problem: Problem, laid: _Stages) -> tuple[Floats, Floats, Ints]:
     return makespan, sends, critical
 
 
-def _run_in_order(problem: Problem, laid: _Stages, message: Floats) -> Iterator[tuple[Ints, PipelineTimes]]:
+def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[tuple[Ints, PipelineTimes]]:
     """(plans, times) of those that no closed form prices, pass by pass in the order of their schedule."""
     batch, blocks, stages = laid.batch, laid.blocks, laid.forward_s.shape[1]
     some = np.flatnonzero(_needs_order(batch))
@@ -230,7 +234,7 @@ def _needs_order(batch: PlanBatch) -> NDArray[np.bool_]:
 
 
 def _chunk_times(
-    problem: Problem, laid: _Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int
+    problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int
 ) -> tuple[Floats, Floats, Floats]:
     """(forward, backward, weight gradients in it) of one micro-batch through every chunk: shape (plans, chunks)."""
     forward, backward, weight = (np.zeros((len(rows), len(layout))) for _ in range(3))
@@ -246,155 +250,66 @@ def _chunk_times(
     return forward, backward, weight
 
 
-def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
-    """How many tensors of weights every stage holds: matrices and norms of its blocks, embedding, final norm, head."""
-    shapes = block_shapes(problem.model)
-    norms = problem.model.norms_per_block
-    tensors = add_up(
-        count.astype(np.float64) * (len(shapes[block].linears) + norms) for block, count in blocks.count.items()
-    )
-    tensors = tensors + blocks.at_last(np.where(blocks.is_last[:, 0] & problem.model.tied_embeddings, 1.0, 2.0))
-    tensors[:, 0] += 1
-    return tensors
-
-
-def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
-    """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
-    if not framework.reduce_bucket_bytes:
-        return np.ones_like(parameters)
-    return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.reduce_bucket_bytes), 1.0)
-
-
-def _bucket_host_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """What the hosts add to every bucket: the members of its group are late in pipelines that cross nodes."""
-    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
-    members = np.where(batch.cp * batch.dp > 1, batch.cp * batch.dp, 0)
-    return problem.calibration.host * problem.framework.cross_node_pipeline_s_per_bucket_member * members * crosses
-
-
-def _end_of_step(problem: Problem, laid: _Stages) -> dict[str, Floats]:
+def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
-    batch, framework, links = laid.batch, problem.framework, Links.of(problem)
-    places = groups(batch)
+    batch, links = laid.batch, Links.of(problem)
     stages = laid.forward_s.shape[1]
-    parameters = laid.parameters
-
-    def per_stage(pair: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-        return np.repeat(pair[0], stages), np.repeat(pair[1], stages)
-
-    def shaped(times: Floats) -> Floats:
-        return times.reshape(len(batch), stages)
-
-    dense, expert = parameters.dense.ravel(), parameters.expert.ravel()
-    wire = framework.bytes_per_reduced_grad
-    dearer = framework.sharded_wire_factor
-    shard, expert_shard, replicate = (per_stage(p) for p in (places.shard, places.expert_shard, places.replicate))
-    gaps = places.gaps.repeat(stages) if places.gaps else None
-    reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s
-    first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
-    # Copies of a shard group reduce the shard that each holds.
-    across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
-    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense, gaps)
-    gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
-    all_ranks = (places.shard[0], batch.cp * batch.dp)
-    buckets = _reduce_buckets(framework, dense)
-    unsharded = buckets * links.all_reduce_s(*per_stage(all_ranks), wire * dense / buckets, gaps)
-    unsharded = unsharded + buckets * np.repeat(_bucket_host_s(problem, batch), stages)
-    expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
-    unsharded = unsharded + links.all_reduce_s(*per_stage(expert_copies), wire * expert)
-
-    kind = batch.sharding[:, None]
-    zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
-    first = shaped(dearer * first + across)
-    once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
-    reduce = np.where(kind == 0, shaped(unsharded), np.where(once, first, shaped(across)))
-    pieces = _weight_tensors(problem, laid.blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
-    host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
-    gather_s = np.where((kind == zero1) | (kind == zero2), shaped(dearer * gather) + host_s, 0.0)
-
-    # Later stages end their backward passes earlier, by what the stages before them still have to do; the first stage
-    # can hide its reduction only under its own last backward pass.
-    backward = laid.backward_s / batch.vp[:, None]
-    slack = np.cumsum(backward, axis=1) - backward
-    can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
-    overlapped = batch.grad_reduce_overlap & can_overlap
-    # Where tensor parallelism leaves the scale-up domain its collectives need the network all through that pass.
-    is_free = batch.tp <= problem.cluster.levels[-1].num_devices
-    slack[:, 0] = np.where(overlapped & is_free, framework.grad_reduce_overlap_share * laid.backward_s[:, 0], 0.0)
-    exposed = np.maximum((reduce - slack).max(axis=1), 0.0)
-    # The last bucket is ready only when the backward pass is over.
-    layers = np.maximum(add_up(count[:, 0].astype(np.float64) for count in laid.blocks.count.values()), 1)
-    exposed = np.maximum(exposed, reduce[:, 0] / layers)
-    exposed = exposed + CONTENTION_SHARE * np.minimum(reduce[:, 0], slack[:, 0])
-    hidden = batch.param_gather_overlap & framework.param_gather_overlap
-    shown = np.where(
-        hidden, np.maximum(gather_s[:, 0] - laid.forward_s[:, 0], gather_s[:, 0] / layers), gather_s.max(axis=1)
-    )
+    reduce, gather = reduction_s(problem, batch, laid.blocks, laid.parameters, links)
+    layers = first_layers(laid.blocks)
+    exposed = shown_reduce_s(problem, batch, laid.backward_s, layers, reduce)
+    shown = shown_gather_s(problem, batch, laid.forward_s, layers, gather)
     if problem.model.tied_embeddings and stages > 1:
-        table = wire * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
-        ends = (places.pp[0] * (stages - 1), np.full(len(batch), 2, dtype=np.int64))
+        ends = (groups(batch).pp[0] * (stages - 1), np.full(len(batch), 2, dtype=np.int64))
+        tied = links.all_reduce_s(*ends, tied_table_bytes(problem, batch))
         # The rank that begins and ends a V has one table.
-        exposed = exposed + np.where(laid.blocks.is_last[:, 0], 0.0, links.all_reduce_s(*ends, table))
+        exposed = exposed + np.where(laid.blocks.is_last[:, 0], 0.0, tied)
 
-    is_sharded = batch.sharding >= zero1
-    own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]
-    own = own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
-    own = own.max(axis=1)
-    held = (parameters.dense + parameters.expert).max(axis=1)
-    update = update_s(problem, batch, own, held)
+    own = own_parameters(batch, laid.parameters).max(axis=1)
+    held = (laid.parameters.dense + laid.parameters.expert).max(axis=1)
+    update = optimizer_s(problem, batch, own, held)
     return {"data_parallel_reduce": exposed, "optimizer": update, "parameter_gather": shown}
 
 
-def update_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -> Floats:
-    """Time of the optimizer's step on the `own` parameters of a rank that holds the gradients of `held`: (plans)."""
-    framework = problem.framework
-    update = memory_bound_s(problem, framework.bytes_moved_per_update * own)
-    measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
-    update = measured.scaled(1 / problem.device_share).otherwise(update)
-    update = update + memory_bound_s(problem, framework.bytes_per_grad * held)
-    # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
-    link = problem.cluster.device.host_link_bytes_per_s
-    on_host = own * (framework.bytes_moved_per_update + framework.bytes_per_grad + GATHERED_BYTES) / link
-    return np.where(batch.offload == OFFLOADS.index("optimizer"), on_host, update)
-
-
-def straggler_share(batch: PlanBatch) -> Floats:
+def straggler_share(num_devices: Ints) -> Floats:
     """How much longer than a rank's mean step the steps of so many take, beyond what is so on one node."""
 
     def slowest(ranks: int) -> float:
         return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
-    sizes, at = np.unique(np.maximum(batch.num_devices, DEVICES_IN_RATES), return_inverse=True)
+    sizes, at = np.unique(np.maximum(num_devices, DEVICES_IN_RATES), return_inverse=True)
     beyond = np.array([slowest(int(ranks)) for ranks in sizes]) - slowest(DEVICES_IN_RATES)
     return STRAGGLER_SPREAD * beyond[at]
 
 
-def _price(problem: Problem, laid: _Stages) -> tuple[dict[str, Floats], dict[str, Floats], Ints]:
+def work_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
+    """What keeps one stage of every plan busy for a step, by term."""
+    m, rows = laid.batch.num_microbatches, np.arange(len(laid.batch))
+    terms = {}
+    for name in TERMS:
+        per_microbatch = np.zeros(len(laid.batch))
+        for block, count in laid.blocks.count.items():
+            repeated = laid.blocks.repeated[block][rows, stage]
+            per_microbatch = per_microbatch + laid.costs[block].term_s(name, count[rows, stage], repeated)
+        terms[name] = m * per_microbatch
+    on_last = laid.blocks.is_last[rows, stage]
+    terms["fsdp_communication"] += m * (np.where(stage == 0, laid.ends[0], 0.0) + np.where(on_last, laid.ends[1], 0.0))
+    terms["head"] = np.where(on_last, m * (laid.head[0] + laid.head[1]), 0.0)
+    terms["allocator_retries"] = m * laid.retries_s[rows, stage]
+    return terms
+
+
+def _price(problem: Problem, laid: Stages) -> tuple[dict[str, Floats], dict[str, Floats], Ints]:
     """(time terms, memory terms of the worst stage, worst stage)."""
     batch = laid.batch
     rows = np.arange(len(batch))
     makespan, sends, critical = _pipeline(problem, laid)
-    m = batch.num_microbatches
-    terms = {}
-    for name in TERMS:
-        per_microbatch = np.zeros(len(batch))
-        for block, count in laid.blocks.count.items():
-            repeated = laid.blocks.repeated[block][rows, critical]
-            per_microbatch = per_microbatch + laid.costs[block].term_s(name, count[rows, critical], repeated)
-        terms[name] = m * per_microbatch
-    on_last = laid.blocks.is_last[rows, critical]
-    terms["fsdp_communication"] += m * (
-        np.where(critical == 0, laid.ends[0], 0.0) + np.where(on_last, laid.ends[1], 0.0)
-    )
-    work = add_up(terms.values())
-    terms["head"] = np.where(on_last, m * (laid.head[0] + laid.head[1]), 0.0)
-    terms["allocator_retries"] = m * laid.retries_s[rows, critical]
-    work = work + terms["allocator_retries"]
+    terms = work_terms(laid, critical)
+    work = add_up(value for name, value in terms.items() if name != "head")
     terms["pipeline_bubble"] = np.maximum(makespan - work - terms["head"], 0.0)  # rounding may leave -0
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
     terms["overhead"] = np.full(len(batch), problem.framework.step_overhead_s)
-    terms["stragglers"] = straggler_share(batch) * add_up(terms.values())
+    terms["stragglers"] = straggler_share(batch.num_devices) * add_up(terms.values())
     terms = {name: problem.calibration.overall * value for name, value in terms.items()}
     worst = np.argmax(laid.memory.reserved_bytes, axis=1)
     at_worst = {name: value[rows, worst] for name, value in laid.memory.terms.items()}
@@ -428,7 +343,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     logged, host = np.zeros(len(batch)), np.zeros(len(batch))
     for stages in np.unique(batch.pp):
         where = np.flatnonzero(batch.pp == stages)
-        laid = _lay_out(problem, batch.take(where), int(stages))
+        laid = lay_out(problem, batch.take(where), int(stages))
         terms, stage_memory, worst_stage = _price(problem, laid)
         logged[where] = laid.memory.logged_bytes(problem)
         host[where] = host_bytes(problem, laid.batch, laid.parameters)
@@ -464,7 +379,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
 def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     """Time per micro-batch and memory of every pipeline rank of one plan."""
     problem = problem.placed(plan.placement)
-    laid = _lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
+    laid = lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
     reserved = laid.memory.reserved_bytes
     risk_z = np.log(reserved[0] / problem.capacity_bytes) / problem.calibration.memory_spread
     layers = np.array(laid.batch.layouts[0])[chunks_of_ranks(plan.schedule, plan.pp, plan.vp)].sum(axis=1)

@@ -49,7 +49,7 @@ def load_cluster(text: str) -> ClusterSpec:
     """The cluster that `text` names: NAME, NAME:NODESxDEVICES, or the path of a TOML file."""
     path = Path(text)
     if path.suffix == ".toml" or is_file(path):
-        return _from_table(read_table(path), str(path))
+        return cluster_from_table(read_table(path), str(path))
     match = _SIZED.fullmatch(text)
     if not match:
         raise InputError(f"cluster {text!r} is neither NAME:NODESxDEVICES, such as h100-sxm:16x8, nor a TOML file")
@@ -72,7 +72,7 @@ def load_cluster(text: str) -> ClusterSpec:
 
 @lru_cache(maxsize=64)
 def _preset(name: str) -> ClusterSpec:
-    return _from_table(read_table(_presets("clusters")[name]), f"cluster {name}")
+    return cluster_from_table(read_table(_presets("clusters")[name]), f"cluster {name}")
 
 
 def _of_node(level: LinkLevel, devices: int) -> LinkLevel:
@@ -109,7 +109,7 @@ def cluster_schema() -> dict[str, Any]:
     return described
 
 
-def _from_table(table: dict[str, Any], where: str) -> ClusterSpec:
+def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
     """Decode a cluster whose `device` is the id of a shipped device or a table of its own."""
     device = table.get("device")
     if isinstance(device, str):

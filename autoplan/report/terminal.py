@@ -84,7 +84,7 @@ def make_console(stream: TextIO | None = None) -> Console:
     return Console(file=stream or sys.stdout, highlight=False, soft_wrap=False, emoji=False)
 
 
-def _print(console: Console, part: Table | str) -> None:
+def print_part(console: Console, part: Table | str) -> None:
     """Print a part; into a file or pipe without the blanks that fill its lines."""
     if console.is_terminal:
         console.print(part)
@@ -133,9 +133,9 @@ def print_table(
         )
     for row in rows:
         table.add_row(*row[:shown])
-    _print(console, table)
+    print_part(console, table)
     if left_out := [header for header, _ in columns[shown:]]:
-        _print(console, escape(f"(too narrow for {', '.join(left_out)}: widen the terminal or use --json)"))
+        print_part(console, escape(f"(too narrow for {', '.join(left_out)}: widen the terminal or use --json)"))
 
 
 def _headline(file: PlanFile) -> str:
@@ -147,14 +147,15 @@ def _headline(file: PlanFile) -> str:
     )
 
 
-def _labelled() -> Table:
+def labelled() -> Table:
+    """A grid of labels and what they stand for."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     return grid
 
 
-def _runs(counts: Iterable[int]) -> str:
+def runs(counts: Iterable[int]) -> str:
     """Counts with their repetitions told once: '7, 14 x 8, 7'."""
     runs = [(count, len(list(same))) for count, same in groupby(counts)]
     return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
@@ -166,15 +167,15 @@ def _layers(file: PlanFile) -> str:
     chunks = chunk_layers(plan, file.model.num_layers)
     if len(set(chunks)) == 1:
         return ""
-    text = f"{_runs(sum(chunks[rank :: plan.pp]) for rank in range(plan.pp))} on the stages"
-    return f"{text}; {_runs(chunks)} in the chunks" if plan.vp > 1 else text
+    text = f"{runs(sum(chunks[rank :: plan.pp]) for rank in range(plan.pp))} on the stages"
+    return f"{text}; {runs(chunks)} in the chunks" if plan.vp > 1 else text
 
 
 def _answer(file: PlanFile) -> Table:
     best = file.best
     capacity = best.memory_bytes + best.memory_headroom_bytes
     peak_name, peak = datasheet_peak(file.cluster.device, file.training.precision)
-    grid = _labelled()
+    grid = labelled()
     grid.add_row("plan", f"[bold green]{escape(best.plan.describe())}[/]")
     if layers := _layers(file):
         grid.add_row("layers", layers)
@@ -291,19 +292,19 @@ def certificate_line(certificate: Certificate) -> str:
 
 def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | None) -> None:
     """The answer of a search, the runners-up, why, how sure, and what to do next: (label, text)."""
-    _print(console, escape(_headline(file)))
+    print_part(console, escape(_headline(file)))
     console.print()
-    _print(console, _answer(file))
+    print_part(console, _answer(file))
     console.print()
     _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
     console.print()
-    grid = _labelled()
+    grid = labelled()
     if file.alternatives:
         grid.add_row("why", escape(why_first(file.best, file.alternatives[0])))
     if file.certificate:
         grid.add_row("sure", certificate_line(file.certificate))
         grid.add_row("space", escape("; ".join(file.certificate.limits)))
-    _print(console, grid)
+    print_part(console, grid)
     if next_step:
         label, text = next_step
         # One line whatever the width, so that it can be copied.
@@ -312,9 +313,9 @@ def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | 
 
 def print_estimate(console: Console, file: PlanFile) -> None:
     """Where time and memory of one plan go: terms of the step, then every pipeline rank."""
-    _print(console, escape(_headline(file)))
+    print_part(console, escape(_headline(file)))
     console.print()
-    _print(console, _answer(file))
+    print_part(console, _answer(file))
     console.print()
     _print_terms(console, file.best)
     console.print()
@@ -407,9 +408,9 @@ def _summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
 
 def print_memory(console: Console, file: PlanFile) -> None:
     """Where the memory of one plan goes, stage by stage, and which change would free how much."""
-    _print(console, escape(_headline(file)))
+    print_part(console, escape(_headline(file)))
     console.print()
-    _print(console, _answer(file))
+    print_part(console, _answer(file))
     console.print("\nmemory in GiB, stage by stage")
     _print_waterfall(console, file)
     console.print()

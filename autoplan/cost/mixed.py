@@ -1,0 +1,220 @@
+"""What does a step cost whose replicas and stages sit on unlike devices?
+
+Every stage is priced by `estimate`'s own functions in the problem in which all devices were those of its part
+(`MixedProblem.as_if`); here the stages of a pipeline are put together, and the replicas of a step.  On one part the
+answer is that of `estimate`.  Arrays of stages have the shape (kinds of replicas, stages).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.compute import add_up
+from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, straggler_share, work_terms
+from autoplan.cost.memory import StageParameters, host_bytes
+from autoplan.cost.schedule import hop_sends_exposed_s, one_forward_one_backward_s
+from autoplan.cost.sheets import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
+from autoplan.cost.tail import first_layers, shown_gather_s, shown_reduce_s
+from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, check_mixed
+from autoplan.model import Block, ModelSpec
+from autoplan.problem import Problem
+from autoplan.result import MixedCost, MixedKindCost, MixedStageCost
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+END = ("data_parallel_reduce", "optimizer", "parameter_gather")
+SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result
+
+
+def layer_kinds(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
+    """The different layers of a model, in the order in which they first appear."""
+    return tuple(dict.fromkeys(model.layers))
+
+
+def pipeline_s(
+    forward_s: Floats, backward_s: Floats, send_s: Floats, num_microbatches: Ints
+) -> tuple[Floats, Floats, Ints]:
+    """(makespan without messages, exposed messages, critical stage) of 1F1B over stages and hops that differ.
+
+    `send_s` is one message over every hop, shape (kinds, stages - 1).
+    """
+    ones = np.ones_like(num_microbatches)
+    makespan, critical = one_forward_one_backward_s(forward_s, backward_s, num_microbatches, ones)
+    return makespan, hop_sends_exposed_s(send_s, num_microbatches), critical
+
+
+def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[MixedCost, ...]:
+    """Step time and memory of every plan; one that does not fit is a result like any other.
+
+    Raises InputError for a plan that does not belong to the problem, UnpricedError for one that is not priced.
+    """
+    alike: dict[tuple[frozenset[int], int], list[Member]] = defaultdict(list)
+    for plan_at, plan in enumerate(plans):
+        check_mixed(problem, plan)
+        for kind_at, kind in enumerate(plan.kinds):
+            member = Member(plan_at=plan_at, kind_at=kind_at, plan=plan, kind=kind)
+            alike[plan.parts, len(kind.stages)].append(member)
+    priced: dict[tuple[int, int], _KindPrice] = {}
+    for (used, stages), members in alike.items():
+        for member, price in zip(members, _price_kinds(problem, used, stages, members), strict=True):
+            priced[member.plan_at, member.kind_at] = price
+    return tuple(
+        _step(problem, plan, [priced[at, kind] for kind in range(len(plan.kinds))]) for at, plan in enumerate(plans)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KindPrice:
+    """One kind of replica: its stages, its time by term up to the last backward pass, and what the end adds."""
+
+    cost: MixedKindCost
+    terms_s: dict[str, float]
+    end_s: dict[str, float]
+    spread: float  # of log time
+    oom_z: float
+
+
+def _price_kinds(
+    problem: MixedProblem, used: frozenset[int], stages: int, members: Sequence[Member]
+) -> list[_KindPrice]:
+    sheets = list(lay_out_kinds(problem, used, stages, members))
+    cells = {name: np.zeros((len(members), stages)) for name in CELLS}
+    for sheet in sheets:
+        rows, columns = np.nonzero(sheet.here)
+        for name, value in stage_cells(problem, used, sheet, members).items():
+            cells[name][sheet.member[rows], columns] = value[rows, columns]
+    cells["send_s"][:, :-1] = hops_s(problem, sheets, members, cells)
+    counts = np.array([member.kind.num_microbatches for member in members])
+    makespan, sends, critical = pipeline_s(cells["forward_s"], cells["backward_s"], cells["send_s"][:, :-1], counts)
+
+    # What needs the laid-out batch of a part rather than one number for every stage.
+    terms = {name: np.zeros(len(members)) for name in STEP_TERMS}
+    layer_s = np.zeros((len(members), stages, len(layer_kinds(problem.model))))
+    spread, host_z = np.zeros(len(members)), np.full(len(members), -np.inf)
+    for sheet in sheets:
+        own = sheet.problem
+        for found in (_work_terms(sheet, critical), _shown_terms(sheet, cells)):
+            for name, (who, value) in found.items():
+                terms[name][who] = value
+        rows, columns = np.nonzero(sheet.here)
+        layer_s[sheet.member[rows], columns] = own.calibration.overall * _layer_s(own, sheet.laid)[rows]
+        spreads = np.hypot(own.calibration.time_spreads, own.timings.match.spread)
+        np.maximum.at(spread, sheet.member, spreads[spread_kinds(own, sheet.laid.batch)])
+        np.maximum.at(host_z, sheet.member, _host_z(sheet))
+    work = add_up(value for name, value in terms.items() if name not in END)
+    terms["pipeline_bubble"] = np.maximum(makespan - work, 0.0)
+    terms["pipeline_send"] = sends
+    terms["data_parallel_reduce"] += tied_s(problem, sheets, members)
+    terms["optimizer"] = cells["update_s"].max(axis=1)
+    oom_z = np.maximum(cells["oom_z"].max(axis=1), host_z)
+    return [
+        _KindPrice(
+            cost=MixedKindCost(
+                stages=_stage_costs(problem, member.kind, {name: cells[name][at] for name in SHOWN}, layer_s[at]),
+                pipeline_s=float(makespan[at] + sends[at]),
+            ),
+            terms_s={name: float(value[at]) for name, value in terms.items() if name not in END},
+            end_s={name: float(terms[name][at]) for name in END},
+            spread=float(spread[at]),
+            oom_z=float(oom_z[at]),
+        )
+        for at, member in enumerate(members)
+    ]
+
+
+# Of some members, by term: (which, seconds).
+_SomeTerms = dict[str, tuple[Ints, Floats]]
+
+
+def _work_terms(sheet: Sheet, critical: Ints) -> _SomeTerms:
+    """The work of the critical stage, of members that have it on this part."""
+    rows, overall = sheet.rows(critical), sheet.problem.calibration.overall
+    terms = work_terms(sheet.laid, critical[sheet.member])
+    return {name: (sheet.member[rows], overall * value[rows]) for name, value in terms.items()}
+
+
+def _shown_terms(sheet: Sheet, cells: dict[str, Floats]) -> _SomeTerms:
+    """What shows of reductions and gathers, of members whose first stage is on this part: it hides least."""
+    own, rows = sheet.problem, sheet.rows(np.zeros(len(cells["forward_s"]), dtype=np.int64))
+    who, first = sheet.member[rows], sheet.laid.batch.take(rows)
+    layers = first_layers(sheet.laid.blocks)[rows]
+    return {
+        "data_parallel_reduce": (
+            who,
+            shown_reduce_s(own, first, cells["backward_s"][who], layers, cells["reduce_s"][who]),
+        ),
+        "parameter_gather": (
+            who,
+            shown_gather_s(own, first, cells["forward_s"][who], layers, cells["gather_s"][who]),
+        ),
+    }
+
+
+def _layer_s(problem: Problem, laid: Stages) -> Floats:
+    """Both passes of one layer of each kind: shape (plans, 1, kinds of layers)."""
+    repeats = laid.batch.recompute_num_layers > 0
+    one = {
+        block: cost.total_forward_s + cost.total_backward_s + np.where(repeats, cost.total_repeat_s, 0.0)
+        for block, cost in laid.costs.items()
+    }
+    return np.stack([add_up(one[block] for block in layer) for layer in layer_kinds(problem.model)], axis=1)
+
+
+def _host_z(sheet: Sheet) -> Floats:
+    """Of the hosts of the stages that sit on the part: how near they are to their capacity."""
+    own, parameters = sheet.problem, sheet.laid.parameters
+    here = StageParameters(
+        dense=np.where(sheet.here, parameters.dense, 0.0),
+        expert=np.where(sheet.here, parameters.expert, 0.0),
+        ends=np.where(sheet.here, parameters.ends, 0.0),
+    )
+    needed = host_bytes(own, sheet.laid.batch, here)
+    return np.log(needed / own.cluster.host.memory_bytes) / own.calibration.memory_spread
+
+
+def _stage_costs(
+    problem: MixedProblem, kind: ReplicaKind, cells: dict[str, Floats], layer_s: Floats
+) -> tuple[MixedStageCost, ...]:
+    return tuple(
+        MixedStageCost(
+            part=stage.part,
+            tp=stage.tp,
+            layers=stage.layers,
+            layer_s=tuple(layer_s[at].tolist()),
+            capacity_bytes=problem.as_if(stage.part, frozenset((stage.part,))).capacity_bytes,
+            **{name: float(value[at]) for name, value in cells.items()},
+        )
+        for at, stage in enumerate(kind.stages)
+    )
+
+
+# -- from pipelines to a step -----------------------------------------------------------------------------------------
+
+
+def _step(problem: MixedProblem, plan: MixedPlan, kinds: Sequence[_KindPrice]) -> MixedCost:
+    """All replicas wait for the last pipeline, and for the slowest reduction, update and gather of any."""
+    last = max(kinds, key=lambda kind: kind.cost.pipeline_s)
+    terms = dict(last.terms_s)
+    terms |= {name: max(kind.end_s[name] for kind in kinds) for name in END}
+    overall = max(problem.calibrations[part].overall for part in plan.parts)
+    terms["overhead"] = overall * problem.framework.step_overhead_s
+    slower = float(straggler_share(np.array([plan.num_devices]))[0])
+    terms["stragglers"] = slower * sum(value for name, value in terms.items() if name != "stragglers")
+    terms = {name: terms[name] for name in STEP_TERMS}
+    step_s = sum(terms.values())
+    spread = float(np.exp(NORMAL_90 * max(kind.spread for kind in kinds)))
+    return MixedCost(
+        plan=plan,
+        step_s=step_s,
+        low_s=step_s / spread,
+        high_s=step_s * spread,
+        terms_s=terms,
+        kinds=tuple(kind.cost for kind in kinds),
+        oom_z=max(kind.oom_z for kind in kinds),
+    )

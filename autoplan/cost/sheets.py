@@ -1,0 +1,221 @@
+"""What does every stage of a mixed plan cost on its own part?
+
+Kinds of replicas are laid out by `estimate`'s functions as if all of them sat on one part, a sheet for each part; of
+every sheet the stages count that do sit there.  Arrays of a sheet have the shape (rows, stages).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.communication import Links
+from autoplan.cost.estimate import Stages, lay_out, message_s
+from autoplan.cost.islands import Islands, links_between
+from autoplan.cost.layer import groups
+from autoplan.cost.tail import own_parameters, reduction_s, tied_table_bytes, update_s
+from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, as_parallel
+from autoplan.plan import PlanBatch
+from autoplan.problem import Problem
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# What is known of every stage on its own part.
+CELLS = (
+    "forward_s",
+    "backward_s",
+    "reduce_s",
+    "gather_s",
+    "update_s",
+    "message_s",
+    "send_s",
+    "memory_bytes",
+    "sharded_bytes",
+    "oom_z",
+)
+_SHARDED = {
+    "none": (),
+    "zero1": ("optimizer",),
+    "zero2": ("optimizer", "gradients"),
+    "zero3": ("optimizer", "gradients", "weights"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One kind of replica of one plan."""
+
+    plan_at: int
+    kind_at: int
+    plan: MixedPlan
+    kind: ReplicaKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """Kinds laid out as if on one part: a row for each of their tensor-parallel degrees there."""
+
+    part: int
+    problem: Problem
+    laid: Stages
+    member: Ints  # of every row
+    here: Bools  # which stages sit on the part and have the row's degree: shape (rows, stages)
+
+    def rows(self, stage: Ints) -> Ints:
+        """The rows that hold the stage asked for of each member."""
+        return np.flatnonzero(self.here[np.arange(len(self.member)), stage[self.member]])
+
+
+def lay_out_kinds(
+    problem: MixedProblem, used: frozenset[int], stages: int, members: Sequence[Member]
+) -> Iterator[Sheet]:
+    """A sheet for every part in use, of kinds that have as many stages."""
+    for part in sorted(used):
+        rows = [
+            (at, tp)
+            for at, member in enumerate(members)
+            for tp in sorted({stage.tp for stage in member.kind.stages if stage.part == part})
+        ]
+        if not rows:
+            continue
+        own = problem.as_if(part, used)
+        plans = [as_parallel(problem, members[at].plan, members[at].kind, tp) for at, tp in rows]
+        here = [[(stage.part, stage.tp) == (part, tp) for stage in members[at].kind.stages] for at, tp in rows]
+        yield Sheet(
+            part=part,
+            problem=own,
+            laid=lay_out(own, PlanBatch.of(plans, problem.model.num_layers), stages),
+            member=np.array([at for at, _ in rows]),
+            here=np.array(here),
+        )
+
+
+def _islands(problem: MixedProblem, used: frozenset[int], sheet: Sheet, members: Sequence[Member]) -> Islands:
+    """The replicas that reduce every stage of a sheet together, one group for every row and stage."""
+    own, stages = sheet.problem, sheet.here.shape[1]
+    is_apart = problem.is_apart(sheet.part, used)
+    held = [
+        members[at].plan.num_inside(members[at].kind, stage) if is_apart else (members[at].plan.num_replicas, 1)
+        for at in sheet.member
+        for stage in range(stages)
+    ]
+    level = problem.between(sheet.part, used, problem.cluster.parts[sheet.part].num_devices)
+    return Islands(
+        own=Links.of(own),
+        between=links_between(level, own.calibration),
+        inside=np.array([inside for inside, _ in held]),
+        islands=np.array([islands for _, islands in held]),
+    )
+
+
+def _share_factors(sheet: Sheet, members: Sequence[Member]) -> Floats:
+    """By how much more of the sharded states than an even share every row holds."""
+    shares = [(members[at].kind.state_share, members[at].plan.num_replicas) for at in sheet.member]
+    return np.array([1.0 if share is None else share * replicas for share, replicas in shares])
+
+
+def _sharded_bytes(sheet: Sheet, members: Sequence[Member]) -> Floats:
+    """Of the memory of every stage, what grows with the share of states, fragmentation included."""
+    framework, terms = sheet.problem.framework, sheet.laid.memory.terms
+    result = np.zeros_like(sheet.laid.forward_s)
+    for row, at in enumerate(sheet.member):
+        for name in _SHARDED[members[at].plan.sharding]:
+            keeps = name == "gradients" and members[at].plan.sharding == "zero2"
+            if keeps and not framework.zero2_reduces_every_microbatch and members[at].kind.num_microbatches > 1:
+                continue
+            result[row] += framework.reserved_factor * terms[name][row]
+    return result
+
+
+def _chain(sheet: Sheet, members: Sequence[Member]) -> PlanBatch:
+    """The stages of every row on its part as a pipeline of its own, so that strides are those of its replicas."""
+    batch = sheet.laid.batch
+    kinds = [members[at].kind for at in sheet.member]
+    run = np.array([sum(stage.part == sheet.part for stage in kind.stages) for kind in kinds])
+    return replace(batch, dp_shard=np.array([kind.count for kind in kinds]), pp=run)
+
+
+def stage_cells(
+    problem: MixedProblem, used: frozenset[int], sheet: Sheet, members: Sequence[Member]
+) -> dict[str, Floats]:
+    """`CELLS` of every row and stage, but those of hops, as if all stages sat on the part of the sheet."""
+    own, laid, batch = sheet.problem, sheet.laid, sheet.laid.batch
+    overall, shape = own.calibration.overall, sheet.here.shape
+    reduce, gather = reduction_s(own, batch, laid.blocks, laid.parameters, _islands(problem, used, sheet, members))
+    factor = _share_factors(sheet, members)[:, None]
+    held = laid.parameters.dense + laid.parameters.expert
+    sharded = _sharded_bytes(sheet, members)
+    memory = laid.memory.reserved_bytes + (factor - 1.0) * sharded
+    update = update_s(own, (factor * own_parameters(batch, laid.parameters)).ravel(), held.ravel()).reshape(shape)
+    return {
+        "forward_s": overall * laid.forward_s,
+        "backward_s": overall * laid.backward_s,
+        "reduce_s": overall * reduce,
+        "gather_s": overall * gather,
+        "update_s": overall * update,
+        "message_s": np.repeat(overall * message_s(own, _chain(sheet, members))[:, None], shape[1], axis=1),
+        "memory_bytes": memory,
+        "sharded_bytes": factor * sharded,
+        "oom_z": np.log(memory / own.capacity_bytes) / own.calibration.memory_spread,
+    }
+
+
+def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
+    """How many devices send at once over what joins every two parts."""
+    senders: dict[frozenset[int], int] = defaultdict(int)
+    for kind in plan.kinds:
+        for stage, behind in zip(kind.stages, kind.stages[1:], strict=False):
+            if stage.part != behind.part:
+                senders[frozenset((stage.part, behind.part))] += kind.count * max(stage.tp, behind.tp)
+    return senders
+
+
+def hops_s(
+    problem: MixedProblem, sheets: Sequence[Sheet], members: Sequence[Member], cells: dict[str, Floats]
+) -> Floats:
+    """One message over every hop, as the slower of both ends sees it: shape (kinds, stages - 1)."""
+    parts = np.array([[stage.part for stage in member.kind.stages] for member in members])
+    crosses = parts[:, 1:] != parts[:, :-1]
+    hops = np.where(crosses, 0.0, np.maximum(cells["message_s"][:, 1:], cells["message_s"][:, :-1]))
+    senders = [_crossings(member.plan) for member in members]
+    for sheet in sheets:
+        alike: dict[tuple[frozenset[int], int], list[tuple[int, int]]] = defaultdict(list)
+        ends = crosses[sheet.member] & (sheet.here[:, 1:] | sheet.here[:, :-1])
+        for row, hop in zip(*np.nonzero(ends), strict=True):
+            at = sheet.member[row]
+            pair = frozenset(parts[at, hop : hop + 2].tolist())
+            alike[pair, senders[at][pair]].append((row, hop))
+        for (pair, count), found in alike.items():
+            rows, columns = np.array(found).T
+            calibration = sheet.problem.calibration
+            links = links_between(problem.between(sheet.part, pair, count), calibration)
+            message = calibration.overall * message_s(sheet.problem, sheet.laid.batch.take(rows), links)
+            np.maximum.at(hops, (sheet.member[rows], columns), message)
+    return hops
+
+
+def tied_s(problem: MixedProblem, sheets: Sequence[Sheet], members: Sequence[Member]) -> Floats:
+    """Reduction of the embedding's gradients between the first and the last stage of every kind."""
+    result = np.zeros(len(members))
+    stages = sheets[0].here.shape[1]
+    if not problem.model.tied_embeddings or stages == 1:
+        return result
+    for sheet in sheets:
+        batch = _chain(sheet, members)
+        for row in np.flatnonzero(sheet.here[:, 0] | sheet.here[:, -1]):
+            member, one = members[sheet.member[row]], batch.take(np.array([row]))
+            ends = frozenset((member.kind.stages[0].part, member.kind.stages[-1].part))
+            stride, links = groups(one).pp[0] * (stages - 1), Links.of(sheet.problem)
+            if len(ends) > 1:
+                level = problem.between(sheet.part, ends, member.kind.count * int(one.tp[0]))
+                links = links_between(level, sheet.problem.calibration)
+            time = links.all_reduce_s(stride, np.array([2]), tied_table_bytes(sheet.problem, one))
+            at = sheet.member[row]
+            result[at] = max(result[at], sheet.problem.calibration.overall * float(time[0]))
+    return result

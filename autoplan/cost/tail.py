@@ -1,0 +1,175 @@
+"""How long does the end of a step take: gradient reduction, the optimizer's step, the gather of parameters?
+
+Formulas: `modelling` C7, E5.  Arrays of stages have the shape (plans, stages).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.arithmetic import block_shapes
+from autoplan.cost.cached import GRAD_BYTES
+from autoplan.cost.communication import CONTENTION_SHARE
+from autoplan.cost.compute import add_up, memory_bound_s, padded_vocab
+from autoplan.cost.layer import GATHERED_BYTES, groups
+from autoplan.cost.layout import StageBlocks
+from autoplan.cost.measured import find
+from autoplan.cost.memory import StageParameters
+from autoplan.framework import Framework
+from autoplan.plan import OFFLOADS, SHARDINGS, PlanBatch
+from autoplan.problem import Problem
+from autoplan.topology.levels import Gaps
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
+    """How many tensors of weights every stage holds: matrices and norms of its blocks, embedding, final norm, head."""
+    shapes = block_shapes(problem.model)
+    norms = problem.model.norms_per_block
+    tensors = add_up(
+        count.astype(np.float64) * (len(shapes[block].linears) + norms) for block, count in blocks.count.items()
+    )
+    tensors = tensors + blocks.at_last(np.where(blocks.is_last[:, 0] & problem.model.tied_embeddings, 1.0, 2.0))
+    tensors[:, 0] += 1
+    return tensors
+
+
+def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
+    """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
+    if not framework.reduce_bucket_bytes:
+        return np.ones_like(parameters)
+    return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.reduce_bucket_bytes), 1.0)
+
+
+def _bucket_host_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """What the hosts add to every bucket: the members of its group are late in pipelines that cross nodes."""
+    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
+    members = np.where(batch.cp * batch.dp > 1, batch.cp * batch.dp, 0)
+    return problem.calibration.host * problem.framework.cross_node_pipeline_s_per_bucket_member * members * crosses
+
+
+class Collectives(Protocol):
+    """Reduces gradients and gathers parameters over groups: (stride, size, buffer in bytes, gaps) to seconds."""
+
+    def all_reduce_s(  # noqa: D102
+        self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None, /
+    ) -> Floats: ...
+
+    def all_gather_s(  # noqa: D102
+        self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None, /
+    ) -> Floats: ...
+
+    def reduce_scatter_s(  # noqa: D102
+        self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None, /
+    ) -> Floats: ...
+
+
+def reduction_s(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, links: Collectives
+) -> tuple[Floats, Floats]:
+    """(gradient reduction, parameter gather) of every stage at the end of a step, all of it: shape (plans, stages)."""
+    framework, places, stages = problem.framework, groups(batch), blocks.num_stages
+
+    def per_stage(pair: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+        return np.repeat(pair[0], stages), np.repeat(pair[1], stages)
+
+    def shaped(times: Floats) -> Floats:
+        return times.reshape(len(batch), stages)
+
+    dense, expert = parameters.dense.ravel(), parameters.expert.ravel()
+    wire = framework.bytes_per_reduced_grad
+    dearer = framework.sharded_wire_factor
+    shard, expert_shard, replicate = (per_stage(p) for p in (places.shard, places.expert_shard, places.replicate))
+    gaps = places.gaps.repeat(stages) if places.gaps else None
+    reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s
+    first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
+    # Copies of a shard group reduce the shard that each holds.
+    across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
+    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense, gaps)
+    gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
+    all_ranks = (places.shard[0], batch.cp * batch.dp)
+    buckets = _reduce_buckets(framework, dense)
+    unsharded = buckets * links.all_reduce_s(*per_stage(all_ranks), wire * dense / buckets, gaps)
+    unsharded = unsharded + buckets * np.repeat(_bucket_host_s(problem, batch), stages)
+    expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
+    unsharded = unsharded + links.all_reduce_s(*per_stage(expert_copies), wire * expert)
+
+    kind = batch.sharding[:, None]
+    zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
+    first = shaped(dearer * first + across)
+    once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
+    reduce = np.where(kind == 0, shaped(unsharded), np.where(once, first, shaped(across)))
+    pieces = _weight_tensors(problem, blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
+    host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
+    gather_s = np.where((kind == zero1) | (kind == zero2), shaped(dearer * gather) + host_s, 0.0)
+    return reduce, gather_s
+
+
+def shown_reduce_s(
+    problem: Problem, batch: PlanBatch, backward_s: Floats, first_layers: Floats, reduce_s: Floats
+) -> Floats:
+    """What shows of the gradient reduction; `first_layers` are those of the first stage (`modelling` E5)."""
+    framework = problem.framework
+    # Later stages end their backward passes earlier, by what the stages before them still have to do; the first stage
+    # can hide its reduction only under its own last backward pass.
+    backward = backward_s / batch.vp[:, None]
+    slack = np.cumsum(backward, axis=1) - backward
+    can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
+    overlapped = batch.grad_reduce_overlap & can_overlap
+    # Where tensor parallelism leaves the scale-up domain its collectives need the network all through that pass.
+    is_free = batch.tp <= problem.cluster.levels[-1].num_devices
+    slack[:, 0] = np.where(overlapped & is_free, framework.grad_reduce_overlap_share * backward_s[:, 0], 0.0)
+    exposed = np.maximum((reduce_s - slack).max(axis=1), 0.0)
+    # The last bucket is ready only when the backward pass is over.
+    exposed = np.maximum(exposed, reduce_s[:, 0] / first_layers)
+    return exposed + CONTENTION_SHARE * np.minimum(reduce_s[:, 0], slack[:, 0])
+
+
+def shown_gather_s(
+    problem: Problem, batch: PlanBatch, forward_s: Floats, first_layers: Floats, gather_s: Floats
+) -> Floats:
+    """What shows of the gather of parameters, which may hide under the next forward pass."""
+    hidden = batch.param_gather_overlap & problem.framework.param_gather_overlap
+    return np.where(
+        hidden, np.maximum(gather_s[:, 0] - forward_s[:, 0], gather_s[:, 0] / first_layers), gather_s.max(axis=1)
+    )
+
+
+def first_layers(blocks: StageBlocks) -> Floats:
+    """Blocks on the first stage, at least one."""
+    return np.maximum(add_up(count[:, 0].astype(np.float64) for count in blocks.count.values()), 1)
+
+
+def tied_table_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Gradients of the embedding that the first and the last stage reduce where it is the head's matrix too."""
+    wire = problem.framework.bytes_per_reduced_grad
+    return wire * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
+
+
+def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
+    """Parameters that a rank of every stage updates: shape (plans, stages)."""
+    places, is_sharded = groups(batch), batch.sharding >= SHARDINGS.index("zero1")
+    own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]
+    return own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
+
+
+def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
+    """Time of the optimizer on a device that updates `own` parameters and holds the gradients of `held`."""
+    framework = problem.framework
+    update = memory_bound_s(problem, framework.bytes_moved_per_update * own)
+    measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
+    update = measured.scaled(1 / problem.device_share).otherwise(update)
+    return update + memory_bound_s(problem, framework.bytes_per_grad * held)
+
+
+def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -> Floats:
+    """The same where each plan has its optimizer, on the device or on the host: shape (plans)."""
+    # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
+    framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
+    on_host = own * (framework.bytes_moved_per_update + framework.bytes_per_grad + GATHERED_BYTES) / link
+    return np.where(batch.offload == OFFLOADS.index("optimizer"), on_host, update_s(problem, own, held))

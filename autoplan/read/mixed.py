@@ -1,0 +1,62 @@
+"""Which clusters train together?  Clusters joined by +, or a file with parts and what joins them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autoplan.cluster import ClusterSpec
+from autoplan.errors import InputError
+from autoplan.files import decode, is_file, read_table, schema
+from autoplan.parts import BetweenSpec, MixedCluster, joined
+from autoplan.read.cluster import cluster_from_table, cluster_schema, load_cluster
+
+
+def load_parts(text: str) -> ClusterSpec | MixedCluster:
+    """The cluster that `text` names: as `load_cluster` reads it, several of them joined by +, or a TOML file of parts.
+
+    Parts that are alike and on one network become one, so that a cluster written in pieces is the whole again.
+    """
+    path = Path(text)
+    if path.suffix == ".toml" or is_file(path):
+        table = read_table(path)
+        return _from_table(table, str(path)) if "parts" in table else cluster_from_table(table, str(path))
+    names = text.split("+")
+    if len(names) == 1:
+        return load_cluster(text)
+    return joined([load_cluster(name) for name in names], BetweenSpec(), text)
+
+
+def _from_table(table: dict[str, Any], where: str) -> ClusterSpec | MixedCluster:
+    if unknown := sorted(table.keys() - {"name", "parts", "between"}):
+        raise InputError(f"{where}: unknown key {unknown[0]!r}; known: between, name, parts")
+    parts, between, name = table["parts"], table.get("between", {}), table.get("name", Path(where).stem)
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        raise InputError(f"{where}: parts must be tables, each begun by [[parts]]")
+    if not isinstance(between, dict) or not isinstance(name, str):
+        raise InputError(f"{where}: between must be a table and name a text")
+    loaded = [_part(part, f"{where}: parts[{at}]") for at, part in enumerate(parts)]
+    return joined(loaded, decode(BetweenSpec, between, f"{where}: between"), name)
+
+
+def _part(table: dict[str, Any], where: str) -> ClusterSpec:
+    """A part: `cluster` names one as the command line does, or the table describes one."""
+    if "cluster" not in table:
+        return cluster_from_table(table, where)
+    if len(table) > 1 or not isinstance(table["cluster"], str):
+        raise InputError(f"{where}: write cluster = 'NAME:NODESxDEVICES' alone, or describe the cluster without it")
+    try:
+        return load_cluster(table["cluster"])
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def mixed_schema() -> dict[str, Any]:
+    """JSON Schema of a file of parts, each of them a cluster or the name of one."""
+    described, cluster = schema(MixedCluster, human_units=True), cluster_schema()
+    described["$defs"] |= cluster["$defs"]
+    named = {"type": "object", "properties": {"cluster": {"type": "string"}}, "required": ["cluster"]}
+    parts = described["$defs"]["MixedCluster"]["properties"]["parts"]
+    parts["items"] = {"anyOf": [named | {"additionalProperties": False}, parts["items"]]}
+    described["$defs"]["MixedCluster"]["required"] = ["parts"]
+    return described

@@ -1,0 +1,123 @@
+"""How does a plan of a mixed cluster read on a terminal?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.mixed import MixedPlan, ReplicaKind
+from autoplan.parts import MixedCluster
+from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, runs, term_name
+from autoplan.result import MixedCost, MixedPlanFile
+from autoplan.units import format_bytes, format_percent, format_seconds
+
+SHOWN_PLANS = 8
+
+
+def _names(cluster: MixedCluster) -> list[str]:
+    """Of the parts; those that share a name are numbered."""
+    names = [part.name for part in cluster.parts]
+    return [f"{name}#{at}" if names.count(name) > 1 else name for at, name in enumerate(names)]
+
+
+def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
+    """A kind of replica in a few words: '4 x (h100-sxm tp 8: 20 | a100-sxm tp 8: 12) of 16 micro-batches of 1'."""
+    runs_of: list[tuple[tuple[int, int], list[int]]] = []
+    for stage in kind.stages:
+        if not runs_of or runs_of[-1][0] != (stage.part, stage.tp):
+            runs_of.append(((stage.part, stage.tp), []))
+        runs_of[-1][1].append(stage.layers)
+    stages = " | ".join(f"{names[part]} tp {tp}: {runs(layers)}" for (part, tp), layers in runs_of)
+    return f"{kind.count} x ({stages}) of {kind.num_microbatches} micro-batches of {kind.micro_batch}"
+
+
+def describe(plan: MixedPlan, names: Sequence[str]) -> str:
+    """A plan in one line."""
+    words = [" + ".join(describe_kind(kind, names) for kind in plan.kinds), plan.sharding.replace("none", "unsharded")]
+    if plan.recompute != "none":
+        words.append(f"{plan.recompute} recompute")
+    return ", ".join(words)
+
+
+def print_mixed(console: Console, file: MixedPlanFile) -> None:
+    """The answer, its stages, where its time goes, what else would do, and how sure."""
+    names, best = _names(file.cluster), file.best
+    sizes = " + ".join(f"{part.num_nodes} x {part.devices_per_node} {part.device.name}" for part in file.cluster.parts)
+    print_part(
+        console,
+        escape(
+            f"{file.model.name} on {sizes}, {file.training.precision}, {file.training.seq_len:,} tokens, "
+            f"global batch {best.plan.global_batch:,}"
+        ),
+    )
+    console.print()
+    grid = labelled()
+    grid.add_row("plan", f"[bold green]{escape(describe(best.plan, names))}[/]")
+    interval = f"(90 %: {format_seconds(best.low_s)} to {format_seconds(best.high_s)})"
+    grid.add_row("step", f"[bold]{format_seconds(best.step_s)}[/] {interval}")
+    tokens_per_s = best.sequences_per_s * file.training.seq_len
+    grid.add_row("rate", f"{tokens_per_s:,.0f} tokens/s, {tokens_per_s / best.plan.num_devices:,.0f} per device in use")
+    idle = [name for at, name in enumerate(names) if at not in best.plan.parts]
+    if idle:
+        grid.add_row("idle", escape(", ".join(idle)))
+    print_part(console, grid)
+    console.print()
+    _print_stages(console, best, names)
+    console.print()
+    _print_terms(console, best)
+    if file.alternatives:
+        console.print()
+        _print_ranking(console, [best, *file.alternatives[: SHOWN_PLANS - 1]], names)
+    if file.certificate:
+        console.print()
+        certificate, grid = file.certificate, labelled()
+        rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
+        side = "below" if certificate.gap >= 0 else "above"
+        grid.add_row(
+            "sure",
+            f"{certificate.plans:,} plans of {certificate.structures:,} structures priced; "
+            f"{format_percent(abs(certificate.gap))} {side} the sum of what the parts reach alone "
+            f"(sequences/s: {escape(rates)})",
+        )
+        grid.add_row("space", escape("; ".join(certificate.limits)))
+        print_part(console, grid)
+
+
+def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> None:
+    columns = ("replicas", "stage", "part", "tp", "layers", "forward", "backward", "memory", "of")
+    rows = [
+        (
+            str(kind.count) if at == 0 else "",
+            str(at),
+            escape(names[stage.part]),
+            str(stage.tp),
+            str(stage.layers),
+            format_seconds(stage.forward_s),
+            format_seconds(stage.backward_s),
+            format_bytes(stage.memory_bytes),
+            format_bytes(stage.capacity_bytes),
+        )
+        for kind, price in zip(cost.plan.kinds, cost.kinds, strict=True)
+        for at, stage in enumerate(price.stages)
+    ]
+    print_table(console, [(name, name != "part") for name in columns], rows, keep=5)
+
+
+def _print_terms(console: Console, cost: MixedCost) -> None:
+    rows = [
+        (term_name(name), format_seconds(value), format_percent(value / cost.step_s))
+        for name, value in cost.terms_s.items()
+        if value >= LEAST_SHOWN_S
+    ]
+    print_table(console, (("time of a step", False), ("", True), ("share", True)), rows)
+
+
+def _print_ranking(console: Console, costs: Sequence[MixedCost], names: Sequence[str]) -> None:
+    columns = (("#", True), ("plan", False), ("step", True), ("sequences/s", True))
+    rows = [
+        (str(at), escape(describe(cost.plan, names)), format_seconds(cost.step_s), f"{cost.sequences_per_s:.4g}")
+        for at, cost in enumerate(costs, 1)
+    ]
+    print_table(console, columns, rows, keep=3)

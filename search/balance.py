@@ -1,0 +1,125 @@
+"""How is work shared out over unlike stages and replicas?  Layers, micro-batches and states, each exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+SAME = 1e-12  # share by which times may differ by rounding
+
+
+def min_max_layers(layer_s: Floats, extra_s: Floats, most_layers: Ints) -> tuple[int, ...] | None:
+    """Layers of every stage such that the slowest stage is as fast as possible; None where none fits.
+
+    `layer_s` is every layer on every stage, shape (stages, layers); `extra_s` what a stage does beside them.  Every
+    stage gets at least one layer and at most `most_layers`.  Of the best cuts it is the one with the least sum of
+    squared times, so that stages without influence on the slowest are alike.
+    """
+    stages, num_layers = layer_s.shape
+    if stages > num_layers:
+        return None
+    before = np.concatenate([np.zeros((stages, 1)), np.cumsum(layer_s, axis=1)], axis=1)
+    # As every stage has a layer, stage i begins at layer i + a and ends behind layer i + b, 0 <= a <= b <= spare.
+    spare = np.arange(num_layers - stages + 1)
+    begins = np.arange(stages)[:, None] + spare
+    start_s, end_s = np.take_along_axis(before, begins, 1), np.take_along_axis(before, begins + 1, 1)
+    times = extra_s[:, None, None] + end_s[:, None, :] - start_s[:, :, None]  # (stages, a, b)
+    held = 1 + spare[None, :] - spare[:, None]
+    times = np.where((held >= 1) & (held <= most_layers[:, None, None]), times, np.inf)
+    slowest, _ = _cheapest_cut(times, np.maximum)
+    if not np.isfinite(slowest):
+        return None
+    return _cheapest_cut(np.where(times <= slowest * (1 + SAME), times**2, np.inf), np.add)[1]
+
+
+def _cheapest_cut(costs: Floats, join: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """(cost, layers of every stage) of the cut whose stages' costs, joined, are least: dynamic programming."""
+    best = np.where(np.arange(costs.shape[1]) == 0, 0.0, np.inf)
+    froms = []
+    for stage in costs:
+        joined = join(best[:, None], stage)
+        froms.append(joined.argmin(axis=0))
+        best = joined.min(axis=0)
+    end, layers = costs.shape[1] - 1, []
+    for begins in reversed(froms):
+        layers.append(1 + end - int(begins[end]))
+        end = int(begins[end])
+    return float(best[-1]), tuple(reversed(layers))
+
+
+def split_microbatches(
+    time_s: Sequence[Floats], counts: Sequence[int], sizes: Sequence[int], global_batch: int
+) -> tuple[int, ...] | None:
+    """Micro-batches of all replicas of every kind such that the slowest replica is as fast as possible.
+
+    `time_s[k][m - 1]` is a replica of kind k with m micro-batches of `sizes[k]` sequences, not falling; its `counts[k]`
+    replicas share the kind's micro-batches as evenly as whole numbers allow, and each gets at least one.  None where
+    no numbers give `global_batch`.
+    """
+    bars = np.unique(np.concatenate(list(time_s)))
+    low, high = 0, len(bars)
+    while low < high:
+        middle = (low + high) // 2
+        if _share_out(time_s, counts, sizes, global_batch, bars[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return _share_out(time_s, counts, sizes, global_batch, bars[low]) if low < len(bars) else None
+
+
+def _share_out(
+    time_s: Sequence[Floats], counts: Sequence[int], sizes: Sequence[int], global_batch: int, bar: float
+) -> tuple[int, ...] | None:
+    """Micro-batches of every kind with no replica slower than `bar`: sums that the kinds can reach, bit by bit."""
+    spare = [
+        count * (int(np.searchsorted(times, bar, side="right")) - 1)
+        for times, count in zip(time_s, counts, strict=True)
+    ]
+    rest = global_batch - sum(count * size for count, size in zip(counts, sizes, strict=True))
+    if rest < 0 or min(spare) < 0:
+        return None
+    reached = [1]  # bit i: whether i sequences beyond one micro-batch a replica can be placed on the kinds so far
+    for most, size in zip(spare, sizes, strict=True):
+        reached.append(_multiples(reached[-1], size, most) & ((2 << rest) - 1))
+    if not reached[-1] >> rest & 1:
+        return None
+    result = []
+    for before, most, size in zip(reversed(reached[:-1]), reversed(spare), reversed(sizes), strict=True):
+        taken = next(n for n in range(min(most, rest // size), -1, -1) if before >> (rest - n * size) & 1)
+        rest -= taken * size
+        result.append(taken)
+    return tuple(count + taken for count, taken in zip(counts, reversed(result), strict=True))
+
+
+def _multiples(sums: int, size: int, most: int) -> int:
+    """The bits of `sums`, each with 0 to `most` times `size` added."""
+    step = 1
+    while most > 0:
+        taken = min(step, most)
+        sums |= sums << taken * size
+        most -= taken
+        step *= 2
+    return sums
+
+
+def even_shares(most: Sequence[float], counts: Sequence[int]) -> tuple[float, ...] | None:
+    """The share of one replica of every kind, as even as their bounds `most` allow; None where they leave some over.
+
+    All that are not at their bound have the same.
+    """
+    if min(most) < 0 or sum(count * bound for count, bound in zip(counts, most, strict=True)) < 1:
+        return None
+    left, replicas = 1.0, sum(counts)
+    level = 1.0
+    for bound, count in sorted(zip(most, counts, strict=True)):
+        level = left / replicas
+        if bound >= level:
+            break
+        left -= count * bound
+        replicas -= count
+    return tuple(min(bound, level) for bound in most)

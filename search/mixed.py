@@ -1,0 +1,154 @@
+"""What is the fastest plan of a mixed cluster?  Structures of pipelines within stated limits, the best ones settled."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from autoplan.cost.recompute import stores_scores
+from autoplan.mixed import MixedProblem
+from autoplan.plan import Recompute, Sharding
+from autoplan.problem import Problem
+from autoplan.result import RISKY_Z, MixedCertificate, MixedResult, RankedPlan
+from autoplan.rules import Setting, megatron_lm
+from search.limits import default_limits
+from search.settle import Settled, Settler, ordered
+from search.space import Space
+from search.structures import LEAST_USED, MAX_STAGES, Pipelines, Structure, groupings, pipelines
+from search.study import search as search_alone
+
+KEPT_PIPELINES = 3  # of every group of parts, taken on to be combined
+KEPT_STRUCTURES = 4  # of every set of parts in use, whose other choices are looked at
+KEPT_CHOICES = 2  # of them, whose kinds are given micro-batches of their own
+KEPT_PLANS = 20
+MICRO_BATCHES = (1, 2, 4, 8)
+
+# What is left out, in words.
+LIMITS = (
+    "every group of parts forms equal pipelines, whose stages on one part have one tp; parts may be idle",
+    f"at least {LEAST_USED:.0%} of the devices of a group in use, at most {MAX_STAGES} stages",
+    "tp a power of two in the scale-up domain; of three parts and more the same on all",
+    "parts in the order of their memory, of two also the reverse",
+    f"the best {KEPT_PIPELINES} pipelines of every group combined; micro-batches, sharding and recomputation of the "
+    f"best {KEPT_STRUCTURES} structures of every set of parts in use",
+    f"micro-batch {'|'.join(map(str, MICRO_BATCHES))}, 1f1b without interleaving, cp 1, ep 1",
+)
+
+
+def _settle_plainly(
+    settler: Settler, ways: Iterable[tuple[Pipelines, ...]], shardings: Sequence[Sharding]
+) -> list[Settled]:
+    """Structures with one sequence a micro-batch and sharded states; those that do not fit with recomputation too."""
+    plain = [
+        Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding=sharding, recompute="none")
+        for kinds in ways
+        for sharding in _possible(kinds, shardings)
+        if sharding != "none"
+    ]
+    found = settler.settle(plain)
+    fitting = {one for one, cost in found if cost.oom_z <= RISKY_Z}
+    return ordered(found + settler.settle(replace(one, recompute="full") for one in plain if one not in fitting))
+
+
+def _possible(kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding]) -> list[Sharding]:
+    """The shardings that are priced: over parts, weights and gradients travel between replicas of one stage only."""
+    is_deep = any(len(kind.places) > 1 for kind in kinds)
+    return [sharding for sharding in shardings if sharding in ("none", "zero1") or not is_deep]
+
+
+def _others(
+    kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding], recomputes: Sequence[Recompute]
+) -> Iterator[Structure]:
+    """The other choices of a structure: micro-batches, alike on all kinds, sharding and recomputation."""
+    for micro, sharding, recompute in itertools.product(MICRO_BATCHES, _possible(kinds, shardings), recomputes):
+        yield Structure(kinds=kinds, micro_batches=(micro,) * len(kinds), sharding=sharding, recompute=recompute)
+
+
+def _unlike(one: Structure) -> Iterator[Structure]:
+    """The structure with another micro-batch on one of its kinds."""
+    for at, micro in itertools.product(range(len(one.kinds)), MICRO_BATCHES):
+        yield replace(one, micro_batches=(*one.micro_batches[:at], micro, *one.micro_batches[at + 1 :]))
+
+
+def _subsets(parts: Sequence[int]) -> list[tuple[int, ...]]:
+    return [group for size in range(1, len(parts) + 1) for group in itertools.combinations(parts, size)]
+
+
+def alone(problem: MixedProblem, part: int, global_batch: int) -> RankedPlan | None:
+    """The best plan of one part, of all schedules and degrees that a search on it looks at; None where none fits."""
+    own: Problem = problem.as_if(part, frozenset((part,)))
+    setting = Setting(model=own.model, training=own.training, num_devices=own.cluster.num_devices)
+    space = Space(setting=setting, limits=default_limits(own, (global_batch,)), rules=megatron_lm.RULES)
+    ranked = search_alone(own, space).ranked if space.cells() else ()
+    return ranked[0] if ranked else None
+
+
+def search_mixed(
+    problem: MixedProblem, global_batch: int, shardings: Sequence[Sharding] = ("none", "zero1")
+) -> MixedResult:
+    """The best plans found, and how far they stay behind the sum of what the parts reach alone."""
+    settler = Settler(problem, global_batch)
+    parts = range(len(problem.cluster.parts))
+    structures: set[tuple[Pipelines, ...]] = set()
+    best_of: dict[tuple[int, ...], list[Pipelines]] = {}
+    settled: list[Settled] = []
+    for group in _subsets(parts):
+        ways = pipelines(problem, group, global_batch)
+        structures |= {(way,) for way in ways}
+        found = _settle_plainly(settler, [(way,) for way in ways], shardings)
+        best_of[group] = list(dict.fromkeys(one.kinds[0] for one, _ in found))[:KEPT_PIPELINES]
+        settled += found
+    combined = {
+        kinds
+        for grouping in groupings(parts)
+        if len(grouping) > 1
+        for kinds in itertools.product(*(best_of[group] for group in grouping))
+    }
+    structures |= combined
+    settled += _settle_plainly(settler, sorted(combined, key=repr), shardings)
+
+    # What was settled without other choices says which structures are worth them.  Every set of parts has its own, so
+    # that one part more takes nothing away.
+    shortlist = list(dict.fromkeys(one.kinds for one in _best_by_parts(settled, KEPT_STRUCTURES)))
+    scores = stores_scores(problem.as_if(0, frozenset((0,))))
+    recomputes: list[Recompute] = ["none", "selective", "full"] if scores else ["none", "full"]
+    settled += settler.settle(one for kinds in shortlist for one in _others(kinds, shardings, recomputes))
+    settled += settler.settle(other for one in _best_by_parts(settled, KEPT_CHOICES) for other in _unlike(one))
+    return _result(problem, global_batch, settled, len(structures), settler.num_priced)
+
+
+def _best_by_parts(settled: Iterable[Settled], most: int) -> list[Structure]:
+    """Of every set of parts the structures with its best plans, as many as `most` ways to form pipelines."""
+    kept: dict[frozenset[int], dict[tuple[Pipelines, ...], Structure]] = defaultdict(dict)
+    for one, _ in ordered(settled):
+        here = kept[frozenset(part for kind in one.kinds for part, _ in kind.places)]
+        if len(here) < most:
+            here.setdefault(one.kinds, one)
+    return [one for here in kept.values() for one in here.values()]
+
+
+def _result(
+    problem: MixedProblem, global_batch: int, settled: Sequence[Settled], num_structures: int, num_priced: int
+) -> MixedResult:
+    costs = [cost for _, cost in ordered(settled)]
+    ranked = tuple({cost.plan: cost for cost in costs if cost.oom_z <= RISKY_Z}.values())[:KEPT_PLANS]
+    parts = range(len(problem.cluster.parts))
+    plans_alone = tuple(alone(problem, part, global_batch) for part in parts)
+    rates = []
+    for part, plan in zip(parts, plans_alone, strict=True):
+        mixed = [cost for cost in costs if cost.plan.parts == {part}]
+        # A part that cannot hold the model alone counts with what it would reach if it could.
+        here = [cost.sequences_per_s for cost in mixed if cost.oom_z <= RISKY_Z]
+        here = here or [cost.sequences_per_s for cost in mixed]
+        rates.append(max([*here, global_batch / plan.step_s if plan else 0.0]))
+    certificate = MixedCertificate(
+        structures=num_structures,
+        plans=num_priced,
+        rates_alone=tuple(rates),
+        gap=1 - ranked[0].sequences_per_s / sum(rates) if ranked else 1.0,
+        limits=LIMITS,
+    )
+    closest = costs[0] if costs and not ranked else None
+    return MixedResult(ranked=ranked, closest=closest, alone=plans_alone, certificate=certificate)

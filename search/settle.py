@@ -1,0 +1,225 @@
+"""What is the best plan of a structure?  Layers, micro-batches and shares of states that follow from its prices.
+
+They depend on one another through these prices, so that a few rounds of pricing and sharing out settle them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.mixed import estimate_mixed, layer_kinds, pipeline_s
+from autoplan.mixed import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
+from autoplan.plan import even_chunks
+from autoplan.result import RISKY_Z, MixedCost, MixedKindCost, MixedStageCost
+from search.balance import even_shares, min_max_layers, split_microbatches
+from search.structures import Place, Structure
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+ROUNDS = 6  # of pricing and sharing out anew
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A structure whose layers, micro-batches and shares are being settled."""
+
+    structure: Structure
+    plan: MixedPlan | None
+    most_layers: list[Ints]  # of every stage of every kind: more was seen not to fit
+    cost: MixedCost | None = None  # of the best plan so far: the fastest that fits, else the one that is nearest to
+
+
+Settled = tuple[Structure, MixedCost]
+
+
+def _is_better(one: MixedCost, other: MixedCost | None) -> bool:
+    if other is None:
+        return True
+    fits, other_fits = one.oom_z <= RISKY_Z, other.oom_z <= RISKY_Z
+    if fits and other_fits:
+        return one.sequences_per_s > other.sequences_per_s
+    return fits or (not other_fits and one.oom_z < other.oom_z)
+
+
+def _key(kind: ReplicaKind) -> tuple[Place, ...]:
+    return tuple((stage.part, stage.tp) for stage in kind.stages)
+
+
+class Settler:
+    """Settles structures of one problem and batch, and counts the plans that it prices."""
+
+    def __init__(self, problem: MixedProblem, global_batch: int) -> None:
+        self.problem, self.global_batch = problem, global_batch
+        self.num_priced = 0
+        kinds = layer_kinds(problem.model)
+        self._kind_of_layer = np.array([kinds.index(layer) for layer in problem.model.layers])
+
+    def settle(self, structures: Iterable[Structure]) -> list[Settled]:
+        """The structures that have a plan, each with its best, best first."""
+        drafts = [
+            _Draft(
+                structure=one,
+                plan=self._first_plan(one),
+                most_layers=[np.full(len(kind.places), self.problem.model.num_layers) for kind in one.kinds],
+            )
+            for one in structures
+        ]
+        seen: set[tuple[int, MixedPlan]] = set()
+        for _ in range(ROUNDS):
+            open_ = [(at, draft) for at, draft in enumerate(drafts) if draft.plan and (at, draft.plan) not in seen]
+            if not open_:
+                break
+            seen |= {(at, draft.plan) for at, draft in open_ if draft.plan}
+            self.num_priced += len(open_)
+            costs = estimate_mixed(self.problem, [draft.plan for _, draft in open_ if draft.plan])
+            for (_, draft), cost in zip(open_, costs, strict=True):
+                if cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost):
+                    draft.cost = cost
+                draft.plan = self._next_plan(draft, cost)
+        done = [(draft.structure, draft.cost) for draft in drafts if draft.cost]
+        return ordered(done)
+
+    def _first_plan(self, structure: Structure) -> MixedPlan | None:
+        """Even layers, and micro-batches by the number of devices; the batch need not come out yet."""
+        devices = [sum(tp for _, tp in kind.places) for kind in structure.kinds]
+        total = sum(kind.count * size for kind, size in zip(structure.kinds, devices, strict=True))
+        layers = [even_chunks(self.problem.model.num_layers, len(kind.places)) for kind in structure.kinds]
+        shares = [self.global_batch * size / total for size in devices]
+        counts = [
+            max(round(share / micro), 1) * kind.count
+            for kind, share, micro in zip(structure.kinds, shares, structure.micro_batches, strict=True)
+        ]
+        return self._plan(structure, layers, counts, None)
+
+    def _plan(
+        self,
+        structure: Structure,
+        layers: Sequence[tuple[int, ...]],
+        num_microbatches: Sequence[int],
+        shares: Sequence[float] | None,
+    ) -> MixedPlan | None:
+        """The plan in which all replicas of kind k have `num_microbatches[k]` together; None if it mixes vendors."""
+        kinds = []
+        for at, (one, cut, many) in enumerate(zip(structure.kinds, layers, num_microbatches, strict=True)):
+            places = zip(one.places, cut, strict=True)
+            stages = tuple(MixedStage(part=part, tp=tp, layers=held) for (part, tp), held in places)
+            least, more = divmod(many, one.count)
+            for count, each in ((one.count - more, least), (more, least + 1)):
+                if count:
+                    kinds.append(
+                        ReplicaKind(
+                            count=count,
+                            micro_batch=structure.micro_batches[at],
+                            num_microbatches=each,
+                            stages=stages,
+                            state_share=shares[at] if shares else None,
+                        )
+                    )
+        plan = MixedPlan(
+            kinds=tuple(kinds),
+            sharding=structure.sharding if sum(kind.count for kind in kinds) > 1 else "none",
+            recompute=structure.recompute,
+            precision=self.problem.training.precision,
+        )
+        return None if mixes_vendors(self.problem, plan) else plan
+
+    def _next_plan(self, draft: _Draft, cost: MixedCost) -> MixedPlan | None:
+        """Share out anew by what the last plan was seen to cost."""
+        kinds = list(zip(cost.plan.kinds, cost.kinds, strict=True))
+        found = [next(price for kind, price in kinds if _key(kind) == one.places) for one in draft.structure.kinds]
+        shares = self._shares(draft, cost, found)
+        if shares is None and cost.oom_z > RISKY_Z:
+            for most, price in zip(draft.most_layers, found, strict=True):
+                self._tighten(most, price)
+        layers, passes = [], []
+        for most, price in zip(draft.most_layers, found, strict=True):
+            layer_s = np.array([stage.layer_s for stage in price.stages])[:, self._kind_of_layer]
+            extra_s, before = self._beside_layers(price, layer_s)
+            cut = min_max_layers(layer_s, extra_s, most)
+            if cut is None:
+                return None
+            after = extra_s + _held_s(layer_s, cut)
+            layers.append(cut)
+            passes.append(before * after / before.sum(axis=0))
+        split = self._split(draft.structure, passes, found)
+        return self._plan(draft.structure, layers, split, shares) if split else None
+
+    def _split(
+        self, structure: Structure, passes: Sequence[Floats], found: Sequence[MixedKindCost]
+    ) -> tuple[int, ...] | None:
+        """Micro-batches of all replicas of every kind."""
+        if len(structure.kinds) == 1:
+            many, rest = divmod(self.global_batch, structure.micro_batches[0])
+            return (many,) if not rest and many >= structure.kinds[0].count else None
+        counts = [one.count for one in structure.kinds]
+        tables = [
+            self._times(self.global_batch // micro // count + 1, one, price)
+            for micro, count, one, price in zip(structure.micro_batches, counts, passes, found, strict=True)
+        ]
+        return split_microbatches(tables, counts, structure.micro_batches, self.global_batch)
+
+    def _beside_layers(self, price: MixedKindCost, layer_s: Floats) -> tuple[Floats, Floats]:
+        """(what every stage does beside its layers, forward and backward of every stage)."""
+        passes = np.array([[stage.forward_s, stage.backward_s] for stage in price.stages]).T
+        held = _held_s(layer_s, [stage.layers for stage in price.stages])
+        return np.maximum(passes.sum(axis=0) - held, 0.0), passes
+
+    def _times(self, most: int, passes: Floats, price: MixedKindCost) -> Floats:
+        """The pipeline of one replica with 1 to `most` micro-batches."""
+        forward, backward = (np.repeat(one[None, :], most, axis=0) for one in passes)
+        sends = np.repeat(np.array([[stage.send_s for stage in price.stages[:-1]]]), most, axis=0)
+        makespan, exposed, _ = pipeline_s(forward, backward, sends, np.arange(1, most + 1))
+        return np.maximum.accumulate(makespan + exposed)
+
+    def _allowed_bytes(self, stage: MixedStageCost) -> float:
+        """Memory with which a stage is safe."""
+        return stage.capacity_bytes * float(np.exp(RISKY_Z * self.problem.calibrations[stage.part].memory_spread))
+
+    def _tighten(self, most: Ints, price: MixedKindCost) -> None:
+        """Take layers from stages that do not fit; memory has a constant part, so that no fitting number is lost."""
+        for at, stage in enumerate(price.stages):
+            allowed = self._allowed_bytes(stage)
+            if stage.memory_bytes > allowed:
+                most[at] = min(most[at], stage.layers - 1, int(stage.layers * allowed / stage.memory_bytes))
+
+    def _shares(self, draft: _Draft, cost: MixedCost, found: Sequence[MixedKindCost]) -> tuple[float, ...] | None:
+        """Shares of states with which all stages fit; None where even ones do, or none."""
+        if draft.structure.sharding == "none" or len(found) == 1 or cost.oom_z <= RISKY_Z:
+            return None
+        given = {_key(kind): kind.state_share for kind in cost.plan.kinds}
+        most = []
+        for one, price in zip(draft.structure.kinds, found, strict=True):
+            share = given[one.places]
+            share = 1 / cost.plan.num_replicas if share is None else share
+            room = [
+                (self._allowed_bytes(stage) - stage.memory_bytes + stage.sharded_bytes) / stage.sharded_bytes * share
+                if stage.sharded_bytes > 0
+                else float(stage.memory_bytes <= self._allowed_bytes(stage))
+                for stage in price.stages
+            ]
+            most.append(min(*room, 1.0))
+        return even_shares(most, [one.count for one in draft.structure.kinds])
+
+
+def _held_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
+    """Time of the layers of every stage."""
+    ends = np.cumsum([0, *layers])
+    return np.array([layer_s[at, ends[at] : ends[at + 1]].sum() for at in range(len(layers))])
+
+
+def ordered(settled: Iterable[Settled]) -> list[Settled]:
+    """Plans that fit by their rate, then those that do not by how far they are from it."""
+    return sorted(
+        settled,
+        key=lambda item: (
+            max(item[1].oom_z - RISKY_Z, 0.0),
+            -item[1].sequences_per_s,
+            len(item[1].plan.kinds),
+            repr(item[1].plan),
+        ),
+    )

@@ -1,0 +1,97 @@
+"""Which pipelines can the parts of a mixed cluster form, alone and together?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoplan.mixed import MixedProblem
+from autoplan.plan import ParallelPlan, Recompute, Sharding
+from autoplan.rules import Setting, broken, megatron_lm, universal
+from search.limits import divisors
+
+MAX_STAGES = 32  # without interleaving deeper pipelines are mostly bubble
+LEAST_USED = 0.9  # share of the devices of its parts that a structure must use
+
+Place = tuple[int, int]  # part and tensor-parallel degree of a stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelines:
+    """`count` replicas with their stages, before layers and micro-batches are shared out."""
+
+    count: int
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """Replicas of one or more kinds, and the choices that hold for all of them."""
+
+    kinds: tuple[Pipelines, ...]
+    micro_batches: tuple[int, ...]  # of every kind
+    sharding: Sharding
+    recompute: Recompute
+
+
+def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
+    """Powers of two that stay in the scale-up domain of a part and that the framework admits."""
+    cluster = problem.cluster.parts[part]
+    rules = megatron_lm.RULES if problem.framework.rules == "megatron-lm" else universal.RULES_ALONE
+    most, degrees = min(cluster.levels[-1].num_devices, cluster.num_devices), []
+    for power in range(most.bit_length()):
+        tp = 2**power
+        sp = tp > 1 and problem.framework.sequence_parallel and problem.training.seq_len % tp == 0
+        etp = tp if problem.model.moe else 1
+        plan = ParallelPlan(global_batch=1, tp=tp, sp=sp, etp=etp, precision=problem.training.precision)
+        setting = Setting(model=problem.model, training=problem.training, num_devices=tp)
+        if cluster.num_devices % tp == 0 and not broken(rules, setting, plan):
+            degrees.append(tp)
+    return tuple(degrees)
+
+
+def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Orders in which a pipeline visits parts: most memory first, as early stages keep more, and of two the reverse."""
+    memory = {part: problem.cluster.parts[part].device.visible_memory_bytes for part in parts}
+    order = tuple(sorted(parts, key=lambda part: (-memory[part], part)))
+    yield order
+    if len(order) == 2:
+        yield order[::-1]
+
+
+def pipelines(problem: MixedProblem, parts: Sequence[int], most_replicas: int) -> tuple[Pipelines, ...]:
+    """Ways to form equal pipelines from all the devices of `parts`, or nearly all."""
+    degrees = {part: tensor_degrees(problem, part) for part in parts}
+    size = {part: problem.cluster.parts[part].num_devices for part in parts}
+    deepest = min(problem.model.num_layers, MAX_STAGES)
+    found = []
+    for order in orders(problem, parts):
+        for tps in itertools.product(*(degrees[part] for part in order)):
+            if len(order) > 2 and any(
+                tp != min(max(tps), max(degrees[part])) for part, tp in zip(order, tps, strict=True)
+            ):
+                continue
+            groups = [size[part] // tp for part, tp in zip(order, tps, strict=True)]
+            for count in sorted({one for group in groups for one in divisors(group)}):
+                depths = [group // count for group in groups]
+                used = sum(count * depth * tp for depth, tp in zip(depths, tps, strict=True))
+                if 0 in depths or sum(depths) > deepest or count > most_replicas:
+                    continue
+                if used >= LEAST_USED * sum(size.values()):
+                    stages = [[(part, tp)] * depth for part, tp, depth in zip(order, tps, depths, strict=True)]
+                    found.append(Pipelines(count=count, places=tuple(itertools.chain(*stages))))
+    return tuple(dict.fromkeys(found))
+
+
+def groupings(parts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to put some of the parts into groups: those of one group form pipelines, others are idle."""
+    if not parts:
+        yield ()
+        return
+    first, rest = parts[0], parts[1:]
+    for others in groupings(rest):
+        yield others  # the first is idle
+        yield ((first,), *others)
+        for at, group in enumerate(others):
+            yield (*others[:at], (first, *group), *others[at + 1 :])

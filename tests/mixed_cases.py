@@ -1,0 +1,76 @@
+"""Mixed clusters and plans for tests, written shortly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.cluster import ClusterSpec
+from autoplan.framework import Framework
+from autoplan.mixed import MixedProblem, MixedStage, ReplicaKind
+from autoplan.model import ModelSpec
+from autoplan.parts import BetweenSpec, MixedCluster
+from autoplan.problem import Problem
+from autoplan.read.calibration import built_in_calibration
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework
+from autoplan.training import Precision, TrainingSpec
+
+SMALL = ModelSpec(
+    name="small", num_layers=12, hidden_size=2048, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=5632
+)
+MEGATRON = load_framework("megatron-core")
+
+
+def problem_of(
+    *parts: ClusterSpec,
+    model: ModelSpec = SMALL,
+    between: BetweenSpec | None = None,
+    seq_len: int = 2048,
+    precision: Precision = "bf16",
+    framework: Framework = MEGATRON,
+) -> MixedProblem:
+    return MixedProblem(
+        model=model,
+        training=TrainingSpec(seq_len=seq_len, precision=precision),
+        cluster=MixedCluster(name="mixed", parts=parts, between=between or BetweenSpec()),
+        framework=framework,
+        calibrations=tuple(built_in_calibration(framework, part.device.generation) for part in parts),
+    )
+
+
+def whole(problem: MixedProblem, cluster: ClusterSpec) -> Problem:
+    """The problem on a plain cluster."""
+    return Problem(
+        model=problem.model,
+        training=problem.training,
+        cluster=cluster,
+        framework=problem.framework,
+        calibration=built_in_calibration(problem.framework, cluster.device.generation),
+    )
+
+
+def scaled(
+    text: str, name: str, *, speed: float = 1.0, memory_gb: float | None = None, vendor: str = ""
+) -> ClusterSpec:
+    """A shipped cluster whose device computes and streams `speed` times as fast."""
+    cluster = load_cluster(text)
+    device = cluster.device
+    device = replace(
+        device,
+        name=name,
+        vendor=vendor or device.vendor,  # type: ignore[arg-type]
+        peak_flops_per_s={precision: speed * rate for precision, rate in device.peak_flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=speed * device.memory_bandwidth_bytes_per_s,
+        memory_bytes=memory_gb * 1e9 if memory_gb else device.memory_bytes,
+        visible_memory_bytes=memory_gb * 1e9 if memory_gb else device.visible_memory_bytes,
+    )
+    return replace(cluster, name=name, device=device)
+
+
+def stages(*places: tuple[int, int, int]) -> tuple[MixedStage, ...]:
+    """Of (part, tp, layers)."""
+    return tuple(MixedStage(part=part, tp=tp, layers=layers) for part, tp, layers in places)
+
+
+def replicas(count: int, num_microbatches: int, *places: tuple[int, int, int], micro_batch: int = 1) -> ReplicaKind:
+    return ReplicaKind(count=count, num_microbatches=num_microbatches, micro_batch=micro_batch, stages=stages(*places))

@@ -1,0 +1,101 @@
+"""What does the command line answer where a cluster has unlike parts?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoplan.files import decode, read_table
+from autoplan.result import MixedPlanFile
+
+AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+MIXED = ("--cluster", "h100-sxm:1x4+a100-sxm:1x2", "--global-batch", "16", "--seq-len", "4096")
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*AUTOPLAN, *arguments],
+        cwd=folder,
+        env={key: value for key, value in os.environ.items() if key != "COLUMNS"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which one search on a mixed cluster has run."""
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "llama.json").write_text(json.dumps(LLAMA))
+    done = run(folder, "search", "llama.json", *MIXED)
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    (folder / "stderr").write_text(done.stderr)
+    return folder
+
+
+def test_a_mixed_search_shows_stages_on_their_parts_and_how_sure_it_is(searched: Path) -> None:
+    shown = (searched / "stdout").read_text()
+    assert shown.startswith("llama on 1 x 4 h100-sxm + 1 x 2 a100-sxm, bf16, 4,096 tokens, global batch 16")
+    for word in ("plan ", "step ", "90 %", "h100-sxm tp", "a100-sxm", "micro-batches of", "parts", "space"):
+        assert word in shown
+    assert "wrote plan.json" in (searched / "stderr").read_text()
+
+
+def test_a_mixed_plan_file_is_priced_again_to_the_same_step(searched: Path) -> None:
+    file = decode(MixedPlanFile, read_table(searched / "plan.json"), "plan.json")
+    assert file.best.plan.global_batch == 16
+    again = run(searched, "estimate", "plan.json", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["best"] == json.loads((searched / "plan.json").read_text())["best"]
+
+
+def test_a_mixed_plan_is_not_exported(searched: Path) -> None:
+    done = run(searched, "export", "plan.json", "--to", "megatron-lm")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "no framework that is known here starts a plan whose replicas or stages are unlike" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("search", "llama.json", *MIXED, "--fix", "tp=2", "--force"), "--fix and --max do not narrow"),
+        (("search", "llama.json", *MIXED, "--allow", "offload", "--force"), "only zero2 and zero3 may be allowed"),
+        (("search", "llama.json", *MIXED[:3], "8:16", *MIXED[4:], "--force"), "takes one number, not a range"),
+        (("estimate", "llama.json", *MIXED), "unlike parts, for which there is autoplan search only"),
+        (("estimate", "plan.json", "--tp", "2"), "a plan file is priced as it is, without --tp"),
+        (("search", "llama.json", "--cluster", "h100-sxm:1x4+", *MIXED[2:], "--force"), "cluster '' is neither"),
+    ],
+)
+def test_what_a_mixed_cluster_does_not_take_is_one_line(searched: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = run(searched, *arguments)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+
+
+def test_schemas_of_mixed_files_are_printed(searched: Path) -> None:
+    for kind in ("mixed-cluster", "mixed-plan"):
+        assert "properties" in run(searched, "schema", kind).stdout

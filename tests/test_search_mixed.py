@@ -1,0 +1,242 @@
+"""Does the search on mixed clusters find what published systems find, and never lose by having more?"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from autoplan.cost.mixed import estimate_mixed
+from autoplan.errors import InputError
+from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind
+from autoplan.model import ModelSpec
+from autoplan.parts import BetweenSpec
+from autoplan.plan import even_chunks
+from autoplan.read.framework import load_framework
+from autoplan.read.model import load_model
+from autoplan.result import RISKY_Z, MixedCost, MixedResult
+from mixed_cases import SMALL, problem_of, replicas, scaled
+from search.mixed import search_mixed
+from search.settle import Settler
+from search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
+
+
+def check(problem: MixedProblem, result: MixedResult, global_batch: int) -> MixedCost:
+    """The best plan of a result, all of whose plans keep the laws of mixed plans."""
+    for cost in result.ranked:
+        plan = cost.plan
+        assert plan.global_batch == global_batch
+        for kind, price in zip(plan.kinds, cost.kinds, strict=True):
+            assert sum(stage.layers for stage in kind.stages) == problem.model.num_layers
+            assert all(stage.memory_bytes < stage.capacity_bytes for stage in price.stages)
+        shares = [kind.count * kind.state_share for kind in plan.kinds if kind.state_share is not None]
+        assert not shares or sum(shares) == pytest.approx(1, abs=1e-9)
+    rates = [cost.sequences_per_s for cost in result.ranked]
+    assert rates == sorted(rates, reverse=True)
+    return result.ranked[0]
+
+
+def test_a_mixed_pair_of_nodes_beats_the_symmetric_plan() -> None:
+    """S45: 8 A100-80 beside 8 V100-32, Llama-13B: 1.4 times the best symmetric plan, at most 3496 / 2000 of it."""
+    a100, v100 = scaled("a100-sxm:1x8", "a100"), scaled("v100:1x8", "v100")
+    problem = problem_of(a100, v100, model=load_model("llama-13b"), precision="fp16")
+    result = search_mixed(problem, 256)
+    best = check(problem, result, 256)
+    assert best.plan.parts == {0, 1}
+    on = {part: [s.layers for k in best.plan.kinds for s in k.stages if s.part == part] for part in (0, 1)}
+    assert min(on[0]) > max(on[1])
+
+    symmetric = []
+    for tp, pp, size in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)):
+        layers, deep = even_chunks(40, pp), pp * tp
+        if pp > 1 and deep <= 16:
+            places = [(int(at >= pp // 2), tp, held) for at, held in enumerate(layers)]
+            symmetric.append((replicas(16 // deep, 16 * deep // size, *places, micro_batch=size),))
+        if deep <= 8:
+            halves = ([(part, tp, held) for held in layers] for part in (0, 1))
+            symmetric.append(tuple(replicas(8 // deep, 16 * deep // size, *one, micro_batch=size) for one in halves))
+    assert all(
+        sum(kind.count * kind.micro_batch * kind.num_microbatches for kind in kinds) == 256 for kinds in symmetric
+    )
+    costs = [
+        cost
+        for recompute in ("none", "full")
+        for cost in estimate_mixed(
+            problem,
+            [MixedPlan(kinds=kinds, recompute=recompute, precision="fp16") for kinds in symmetric],  # type: ignore[arg-type]
+        )
+    ]
+    paced = max(cost.sequences_per_s for cost in costs if cost.oom_z <= RISKY_Z)
+    # A V100 paces every symmetric plan, to twice what the V100s reach alone at most.
+    most = 2 * result.certificate.rates_alone[1]
+    assert paced <= most
+    assert 1.4 * paced <= 1.4 * most <= best.sequences_per_s <= 1.75 * most
+
+
+def test_replicas_of_half_the_speed_take_half_the_batch() -> None:
+    """S46 (a), (c): speeds 1, 1, .5, .5: at least 2.9 of the ideal 3.0, where an equal split has 2.0."""
+    fast, slow = scaled("a100-sxm:1x2", "fast"), scaled("a100-sxm:1x2", "slow", speed=0.5)
+    problem = problem_of(fast, slow)
+    structure = Structure(
+        kinds=(Pipelines(count=2, places=((0, 1),)), Pipelines(count=2, places=((1, 1),))),
+        micro_batches=(1, 1),
+        sharding="zero1",
+        recompute="none",
+    )
+    ((_, cost),) = Settler(problem, 481).settle([structure])
+    many = {kind.stages[0].part: kind.count * kind.num_microbatches for kind in cost.plan.kinds}
+    assert sum(kind.count * kind.num_microbatches for kind in cost.plan.kinds) == 481
+    ideal = sum(
+        kind.num_microbatches * kind.count / price.pipeline_s
+        for kind, price in zip(cost.plan.kinds, cost.kinds, strict=True)
+    )
+    assert 481 / max(price.pipeline_s for price in cost.kinds) >= 2.9 / 3 * ideal
+    equal = MixedPlan(kinds=(replicas(2, 120, (0, 1, 12)), replicas(2, 120, (1, 1, 12))))
+    (paced,) = estimate_mixed(problem, [equal])
+    assert 480 / max(price.pipeline_s for price in paced.kinds) <= 2.1 / 3 * ideal
+    assert len(many) <= len(cost.plan.kinds) <= 4
+
+
+def test_states_go_where_memory_is() -> None:
+    """S54: decoupled shares fit where shares by speed do not, 1.2 times the throughput of equal ones."""
+    model = replace(SMALL, num_layers=48, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_size=11008)
+    fast = scaled("a100-sxm:1x4", "fast", memory_gb=16)
+    slow = scaled("a100-sxm:1x4", "slow", speed=0.5, memory_gb=48)
+    problem = problem_of(fast, slow, model=model, seq_len=1024, framework=load_framework("pytorch-fsdp"))
+    structure = Structure(
+        kinds=(Pipelines(count=4, places=((0, 1),)), Pipelines(count=4, places=((1, 1),))),
+        micro_batches=(1, 1),
+        sharding="zero3",
+        recompute="full",
+    )
+    ((_, cost),) = Settler(problem, 96).settle([structure])
+    assert cost.verdict == "fits"
+    shares = [kind.state_share or 0.0 for kind in cost.plan.kinds]
+    assert 4 * sum(shares) == pytest.approx(1, abs=1e-9)
+    assert shares[0] < 0.08 < 0.17 < shares[1]
+    assert cost.plan.kinds[0].num_microbatches > cost.plan.kinds[1].num_microbatches
+    even = MixedPlan(
+        kinds=(replicas(4, 12, (0, 1, 48)), replicas(4, 12, (1, 1, 48))), sharding="zero3", recompute="full"
+    )
+    (equal,) = estimate_mixed(problem, [even])
+    assert equal.step_s / cost.step_s >= 1.2
+
+
+# Of 140 B parameters, for 128 accelerators of X beside 640 of Y, 0.7 times as fast (S49).
+LLAMA_140B = ModelSpec(
+    name="llama-140b",
+    num_layers=96,
+    hidden_size=10752,
+    vocab_size=32000,
+    num_heads=96,
+    num_kv_heads=8,
+    ffn_size=28672,
+)
+
+
+def hethub(between: BetweenSpec, seq_len: int, global_batch: int) -> tuple[float, float | None]:
+    """Shares of the sum of both types alone: pipelines across types, and replicas apart; t = 8 inside a type."""
+    x = scaled("a100-sxm:16x8", "x")
+    y = replace(scaled("a100-sxm:80x8", "y", speed=0.7), name="y")
+    y = replace(y, device=replace(y.device, vendor="amd"))
+    problem = problem_of(x, y, model=LLAMA_140B, between=between, seq_len=seq_len)
+    settler = Settler(problem, global_batch)
+
+    def best(structures: list[tuple[Pipelines, ...]]) -> MixedCost | None:
+        found = settler.settle(
+            Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding="zero1", recompute="none")
+            for kinds in structures
+        )
+        return found[0][1] if found and found[0][1].verdict == "fits" else None
+
+    def alone(part: int, groups: int) -> list[Pipelines]:
+        return [Pipelines(count=groups // pp, places=((part, 8),) * pp) for pp in (2, 4, 8)]
+
+    of_x, of_y = alone(0, 16), alone(1, 80)
+    rates = [best([(one,) for one in ways]) for ways in (of_x, of_y)]
+    total = sum(cost.sequences_per_s for cost in rates if cost)
+    across = best(
+        [
+            (Pipelines(count=16, places=((0, 8), *((1, 8),) * 5)),),
+            (Pipelines(count=16, places=(*((1, 8),) * 5, (0, 8))),),
+        ]
+    )
+    apart = best(list(itertools.product(of_x[1:], of_y[1:])))
+    assert across is not None
+    return across.sequences_per_s / total, apart.sequences_per_s / total if apart else None
+
+
+def test_pipelines_across_types_reach_what_both_reach_alone() -> None:
+    """S49, S59: 95 % of the sum; where no collective may mix vendors a pipeline's boundary is all that crosses."""
+    across, apart = hethub(BetweenSpec(device_bytes_per_s=10e9, cross_vendor_collectives=False), 4096, 3072)
+    assert across >= 0.95
+    assert apart is None
+
+
+def test_replicas_across_types_lose_more_over_a_slow_link() -> None:
+    """S49: below 90 % of the sum, where pipelines across types stay above."""
+    across, apart = hethub(BetweenSpec(device_bytes_per_s=1e9), 2048, 1536)
+    assert apart is not None
+    assert apart < 0.90 < across
+
+
+def test_one_boundary_crosses_between_two_regions() -> None:
+    """S56: 2 x 8 devices, 30 ms, 1 Gb/s, 7 B parameters that one region cannot hold."""
+    region = scaled("a100-sxm:1x8", "east", speed=0.4, memory_gb=17)
+    parts = (region, replace(region, name="west"))
+    model = load_model("llama2-7b")
+    plans = []
+    for bandwidth in (1.25e8, 1.25e7):
+        problem = problem_of(*parts, model=model, between=BetweenSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.03))
+        best = check(problem, search_mixed(problem, 64), 64)
+        (kind,) = best.plan.kinds  # no reduction crosses: all replicas are alike, with every stage on one part
+        assert sum(one.part != two.part for one, two in itertools.pairwise(kind.stages)) == 1
+        plans.append(best)
+        if bandwidth == 1.25e8:
+            blind = [(at % 2, 4, layers) for at, layers in enumerate(even_chunks(32, 4))]
+            (turns,) = estimate_mixed(problem, [MixedPlan(kinds=(replicas(1, 64, *blind),))])
+            assert turns.step_s / best.step_s >= 1.3
+    assert plans[0].plan != plans[1].plan
+
+
+def test_a_slow_part_or_a_far_one_is_left_idle() -> None:
+    near, far = scaled("a100-sxm:1x4", "near"), scaled("a100-sxm:1x4", "far")
+    problem = problem_of(near, far, between=BetweenSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1))
+    best = check(problem, search_mixed(problem, 32), 32)
+    assert len(best.plan.parts) == 1
+
+
+@pytest.mark.parametrize("speed", [0.02, 1.0])
+def test_one_more_part_never_makes_the_best_plan_slower(speed: float) -> None:
+    one, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=speed)
+    both = search_mixed(problem_of(one, more), 16)
+    assert both.ranked[0].step_s <= search_mixed(problem_of(one), 16).ranked[0].step_s * (1 + 1e-9)
+    assert both.certificate.gap == pytest.approx(1 - both.ranked[0].sequences_per_s / sum(both.certificate.rates_alone))
+
+
+def test_parts_in_another_order_have_the_same_best_plan() -> None:
+    one, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=0.4)
+    found = [search_mixed(problem_of(*parts), 16).ranked[0].step_s for parts in ((one, more), (more, one))]
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def test_groupings_are_all_partitions_of_all_subsets() -> None:
+    found = list(groupings((0, 1, 2)))
+    assert len(found) == len(set(found)) == 15  # Bell(4), the empty one included
+    assert ((0, 2), (1,)) in {tuple(sorted(one)) for one in found}
+
+
+def test_pipelines_use_nearly_all_devices_and_legal_degrees() -> None:
+    problem = problem_of(scaled("a100-sxm:1x8", "one"), scaled("a100-sxm:3x4", "two"))
+    assert tensor_degrees(problem, 1) == (1, 2, 4)
+    found = pipelines(problem, (0, 1), 64)
+    for one in found:
+        assert one.count * sum(tp for _, tp in one.places) >= 0.9 * 20
+        assert {part for part, _ in one.places} == {0, 1}
+    assert Pipelines(count=4, places=((0, 2), *((1, 1),) * 3)) in found
+
+
+def test_a_batch_without_a_sequence_for_a_replica_is_refused() -> None:
+    with pytest.raises(InputError, match="num_microbatches"):
+        ReplicaKind(num_microbatches=0, stages=replicas(1, 1, (0, 1, 12)).stages)
