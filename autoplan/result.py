@@ -106,6 +106,8 @@ class Certificate:
     least_left: float | None  # least bound of what was not priced, over the best; None: all was priced or is too large
     proven: bool
     limits: tuple[str, ...]  # what the space left out, in words
+    quantile: float | None = None  # of the step time that the best plan makes least, where not the predicted one
+    margin: float | None = None  # plans so much slower than the fastest were looked at for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,70 @@ class SearchResult:
     rivals: tuple[RankedPlan, ...]
     closest: RankedPlan | None
     certificate: Certificate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A plan that may be as fast as the best: the ratio of their times per sequence, and its 90 % interval."""
+
+    plan: ParallelPlan
+    ratio: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.ratio <= self.high:
+            raise InputError(f"ratio {self.ratio:g} must lie in its interval from {self.low:g} to {self.high:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A number that would have to be other than assumed, alone, for another plan to win: the first such plan."""
+
+    quantity: str  # in words, such as 'NVLink bandwidth'
+    factor: float  # at which the winners change, on the number
+    plan: ParallelPlan
+    is_proven: bool  # no plan that the search left out can win before that
+    measure: tuple[str, ...] = ()  # operations of `autoplan profile` that tell the number
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obvious:
+    """The best plan of a family that a person would think of first: how it compares with the answer."""
+
+    family: str
+    plan: RankedPlan  # the least too large one, where none fits
+    ratio: float  # of the times per sequence
+    excess_bytes: float  # memory beyond what is there; 0 where it fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What the answer hangs on: relative growth of the step with each number, and the numbers that would change it."""
+
+    elasticities: dict[str, float]  # by quantity; -0.4: 1 % more of it makes the step 0.4 % shorter
+    flips: tuple[Flip, ...]  # nearest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How sure the choice is.  Contenders are plans in the interval of their ratio to the best, fastest first."""
+
+    runner_up: RankedPlan | None  # the best plan that differs in more than details
+    ratio: float | None  # of its time per sequence to that of the best
+    width: float | None  # factor to either end of the ratio's 90 % interval
+    num_contenders: int
+    contenders: tuple[Contender, ...]
+    sensitivity: Sensitivity | None = None
+    obvious: tuple[Obvious, ...] = ()
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the runner-up is a contender."""
+        return self.ratio is not None and self.width is not None and self.ratio <= self.width
 
 
 def datasheet_peak(device: DeviceSpec, precision: Precision) -> tuple[str, float]:
@@ -242,6 +308,7 @@ class PlanFile:
     rests_on: dict[Provenance, float] = field(default_factory=dict)  # share of the best plan's step
     hosts: tuple[HostRanks, ...] = ()  # of the best plan, in the order of its ranks, where the cluster lists its nodes
     listed_step_s: float | None = None  # of the best plan on the nodes as listed, where it has a placement
+    choice: Choice | None = None  # where plans were searched
 
     def __post_init__(self) -> None:
         if self.schema_version != PLAN_FILE_VERSION:

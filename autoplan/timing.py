@@ -253,6 +253,7 @@ class TimingTable:
     times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
     # What measured and interpolated times are multiplied by: how much a step grows with them says what rests on them.
     nudge: tuple[float, float] = (1.0, 1.0)
+    slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
 
@@ -264,6 +265,12 @@ class TimingTable:
     def holds(self, operation: Operation, *dtypes: str) -> bool:
         """Whether the operation was measured in one of these types at all."""
         return any((operation, dtype) in self.times for dtype in dtypes)
+
+    def slowed(self, operations: Iterable[Operation], growth: float) -> TimingTable:
+        """The table with times of some operations so many times as long."""
+        if self.is_empty:
+            return self
+        return replace(self, slower={**self.slower, **dict.fromkeys(operations, growth)})
 
     @classmethod
     def of(
@@ -302,6 +309,7 @@ class TimingTable:
             return Lookup.refused(len(shapes))
         rows, inverse = np.unique(shapes, axis=0, return_inverse=True)
         seconds, is_exact = times.at(operation, rows)
+        seconds = seconds * self.slower.get(operation, 1.0)
         return Lookup(seconds=seconds[inverse.ravel()], is_exact=is_exact[inverse.ravel()], nudge=self.nudge)
 
 

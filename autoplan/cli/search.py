@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +26,7 @@ from autoplan.cli.inputs import (
     TimingsOption,
     whole_number,
 )
-from autoplan.errors import AutoplanError
+from autoplan.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
     from autoplan.result import PlanFile
@@ -58,6 +59,13 @@ def search(
         list[str] | None,
         typer.Option(metavar="CHOICE", help="Also look at zero2, zero3, offload, partial_recompute or tp_overlap."),
     ] = None,
+    robust: Annotated[
+        float | None,
+        typer.Option(metavar="Q", help="Take the plan with the least Q-quantile of the step time, such as 0.9."),
+    ] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also say what would change the answer, and why obvious plans lost.")
+    ] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
     force: ForceOption = False,
     json: JsonOption = False,
@@ -76,6 +84,8 @@ def search(
     from autoplan.read.mixed import load_parts
 
     check_output(out, force=force)
+    if robust is not None and not 0.5 <= robust < 1:
+        raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
     flags = TrainingFlags(
         model=model,
         cluster=cluster,
@@ -93,6 +103,8 @@ def search(
     if isinstance(parts, MixedCluster):
         from autoplan.cli.mixed import search_parts
 
+        if robust is not None or why:
+            raise InputError(f"{'--why' if why else '--robust'} is not there for mixed clusters yet: leave it out")
         narrowed = bool(fix or bounds)
         mixed = make_mixed_problem(flags, parts)
         search_parts(
@@ -104,14 +116,29 @@ def search(
 
     from autoplan.cli.progress import progress_bar
     from search.advice import check_result
+    from search.choice import choice_of, robust_margin, robust_order
     from search.placement import place_best
+    from search.study import MARGIN
     from search.study import search as run
 
+    margin = MARGIN if robust is None else max(MARGIN, robust_margin(problem, robust))
     with progress_bar(quiet=quiet) as advance:
-        result = run(problem, space, advance)
+        result = run(problem, space, advance, margin=margin)
         check_result(problem, space, result)
         result = place_best(problem, result)
-    file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "")
+    if robust is not None:
+        result = robust_order(result, robust, margin)
+    choice = choice_of(result)
+    if why:
+        from search.obvious import obvious
+        from search.sensitivity import sensitivity
+
+        choice = replace(
+            choice,
+            sensitivity=sensitivity(problem, space, result, margin),
+            obvious=obvious(problem, space, result),
+        )
+    file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "", choice=choice)
     text = encode(file)
     write_text(out, text, force=force)
     if json:

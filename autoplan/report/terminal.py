@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TextIO
 
@@ -15,12 +15,23 @@ from rich.text import Text
 
 from autoplan.plan import chunk_layers
 from autoplan.ranks import HostRanks
-from autoplan.result import Certificate, PlanFile, RankedPlan, StageCost, datasheet_peak
+from autoplan.result import (
+    Certificate,
+    Choice,
+    Obvious,
+    PlanFile,
+    RankedPlan,
+    StageCost,
+    datasheet_peak,
+)
 from autoplan.timing import Provenance
 from autoplan.units import GIB, format_bytes, format_percent, format_seconds
 
 SHOWN_PLANS = 10
 SHOWN_REASONS = 3
+LEAST_REASON = 0.02  # of the largest
+LEAST_GAP = 1e-6  # of two steps that are not called level
+SHOWN_FLIPS = 3
 SHOWN_SWITCHES = 8
 SHOWN_HOSTS = 64
 MOST_STAGES = 16  # rows of the table of stages; the first and last ones stay
@@ -259,14 +270,7 @@ def _summed(terms_s: dict[str, float]) -> dict[str, float]:
 
 def why_first(best: RankedPlan, second: RankedPlan) -> str:
     """Why the winner beats the runner-up: the terms in which their times per sequence differ most."""
-    batch = best.plan.global_batch
-    scale = batch / second.plan.global_batch  # of the runner-up's times to the winner's global batch
-    terms, others = best.terms_s, second.terms_s
-    if (terms.get("head", 0.0) > 0) != (others.get("head", 0.0) > 0):
-        # Terms of work are those of the busiest stage, which holds the head in one plan and layers in its place in
-        # the other: only their sums compare.
-        terms, others = _summed(terms), _summed(others)
-    gained = {name: others.get(name, 0.0) * scale - value for name, value in terms.items()}
+    gained = _gained(best, second)
     total = sum(gained.values())
     if total < 1e-6 * best.step_s:
         return f"level with the runner-up ({second.plan.describe()}): the plainer plan goes first"
@@ -274,20 +278,84 @@ def why_first(best: RankedPlan, second: RankedPlan) -> str:
     parts = [
         f"{format_seconds(abs(gained[name]))} {'less' if gained[name] > 0 else 'more'} {term_name(name)}"
         for name in largest
-        if abs(gained[name]) > 0.02 * max(abs(gained[largest[0]]), total)
+        if abs(gained[name]) > LEAST_REASON * max(abs(gained[largest[0]]), total)
     ]
-    share = total / (second.step_s * scale)
+    share = total / (best.step_s + total)
     return f"{format_percent(share)} faster than the runner-up ({second.plan.describe()}): {', '.join(parts)}"
 
 
-def certificate_line(certificate: Certificate) -> str:
-    """Why there is no better plan, in one sentence."""
+def _gained(best: RankedPlan, second: RankedPlan) -> dict[str, float]:
+    """By how much every term of the second plan is longer, for as many sequences as the best has in a step."""
+    scale = best.plan.global_batch / second.plan.global_batch
+    terms, others = best.terms_s, second.terms_s
+    if (terms.get("head", 0.0) > 0) != (others.get("head", 0.0) > 0):
+        # Terms of work are those of the busiest stage, which holds the head in one plan and layers in its place in
+        # the other: only their sums compare.
+        terms, others = _summed(terms), _summed(others)
+    return {name: others.get(name, 0.0) * scale - value for name, value in terms.items()}
+
+
+def certificate_line(certificate: Certificate, choice: Choice | None = None) -> str:
+    """Why there is no better plan, and what the model cannot tell from it, in one sentence."""
     least = certificate.least_left
     others = "every other is too large" if least is None else f"no other within {format_percent(least - 1)}"
+    sure = "proven best" if certificate.proven else "best found"
+    if certificate.quantile is not None:
+        sure += f" at the {format_percent(certificate.quantile)} quantile"
+        others += f", {format_percent(certificate.margin or 0.0)} beyond the fastest looked at"
+    rival = f"{_runner_up(choice)}; " if choice and choice.runner_up else ""
     return (
-        f"proven best of {certificate.plans:,} plans in {certificate.cells:,} cells: {certificate.bounded:,} bounds, "
+        f"{sure} of {certificate.plans:,} plans in {certificate.cells:,} cells; {rival}{certificate.bounded:,} bounds, "
         f"{certificate.priced:,} priced, {others}"
     )
+
+
+def _runner_up(choice: Choice) -> str:
+    """How far off the runner-up is, and whether the model can tell."""
+    behind, width = (choice.ratio or 1.0) - 1.0, format_percent((choice.width or 1.0) - 1.0)
+    gap = (
+        "level" if abs(behind) < LEAST_GAP else f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
+    )
+    if not choice.is_close:
+        return f"runner-up {gap}, outside the model's {width} interval"
+    more = choice.num_contenders - 1
+    rest = f", as {'is' if more == 1 else 'are'} {more} more: measure them" if more else ": measure both"
+    return f"runner-up {gap}, inside the model's {width} interval{rest}"
+
+
+def choice_lines(best: RankedPlan, choice: Choice) -> Iterator[tuple[str, str]]:
+    """(label, text) of what would change the answer, and of why the obvious alternatives lost."""
+    if choice.sensitivity:
+        flips = choice.sensitivity.flips
+        for flip in flips[:SHOWN_FLIPS]:
+            tell = f" (autoplan profile --only {','.join(flip.measure)})" if flip.measure else ""
+            yield "unless", f"{_changed(flip.factor)} {flip.quantity}: then {flip.plan.describe()}{tell}"
+        if not flips:
+            yield "unless", "no number of the hardware, halved or doubled alone, makes another plan win"
+    for one in choice.obvious:
+        yield "not", f"{one.family}: {_lost(best, one)}"
+
+
+def _changed(factor: float) -> str:
+    if abs(factor - 1.0) < LEAST_SHOWN_SHARE:
+        return "any other"
+    return f"{format_percent(abs(factor - 1.0))} {'more' if factor > 1 else 'less'}"
+
+
+def _lost(best: RankedPlan, one: Obvious) -> str:
+    """What an alternative lacks: memory, or time in the terms that grow most."""
+    if one.excess_bytes > 0:
+        return f"does not fit by {format_bytes(one.excess_bytes)} ({one.plan.plan.describe()})"
+    lost = _gained(best, one.plan)
+    largest = sorted(lost, key=lambda name: -lost[name])[:SHOWN_REASONS]
+    parts = [
+        f"{format_seconds(lost[name])} more {term_name(name)}"
+        for name in largest
+        if lost[name] > LEAST_REASON * abs(sum(lost.values()))
+    ]
+    risk = "" if one.plan.verdict == "fits" else "may run out of memory, "
+    gap = f"{format_percent(abs(one.ratio - 1.0))} {'slower' if one.ratio > 1 else 'faster'}"
+    return f"{risk}{gap} ({one.plan.plan.describe()}): {', '.join(parts)}"
 
 
 def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | None) -> None:
@@ -299,10 +367,15 @@ def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | 
     _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
     console.print()
     grid = labelled()
-    if file.alternatives:
-        grid.add_row("why", escape(why_first(file.best, file.alternatives[0])))
+    choice = file.choice
+    if second := choice.runner_up if choice else next(iter(file.alternatives), None):
+        grid.add_row("why", escape(why_first(file.best, second)))
     if file.certificate:
-        grid.add_row("sure", certificate_line(file.certificate))
+        grid.add_row("sure", certificate_line(file.certificate, choice))
+    if choice:
+        for label, text in choice_lines(file.best, choice):
+            grid.add_row(label, escape(text))
+    if file.certificate:
         grid.add_row("space", escape("; ".join(file.certificate.limits)))
     print_part(console, grid)
     if next_step:

@@ -1,0 +1,161 @@
+"""How sure is the choice?  Plans that the model cannot tell from the best, and the choice at a quantile.
+
+The errors of two plans of one cluster, model and framework are much alike: a wrong rate of the matrix products moves
+all of them.  What decides is the interval of the *ratio* of two plans.  Times of components are off by factors of their
+own, so that a ratio is off by as much as the two plans spend on different things; and each plan is off by a little of
+its own.  Both figures are fitted to pairs of measured runs (`benchmarks/choice.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.estimate import NORMAL_90
+from autoplan.plan import ParallelPlan
+from autoplan.problem import Problem
+from autoplan.result import Choice, Contender, RankedPlan, SearchResult
+from search.study import KEPT
+
+Floats = NDArray[np.float64]
+
+# Fitted to pairs of plans of one model, batch and devices in 10 published sources: benchmarks/results, choice.
+OWN_SPREAD = 0.05  # of a ratio's logarithm, for any two plans
+SHARED_WEIGHT = 1.0  # of the calibration's variances, by the share of the step that is spent on other things
+
+# What takes its time from the same rates: elements of `CostEstimate.terms_s`.  Waiting for the slowest rank goes with
+# all of them.  Matrix products and the head are one, as either may be on the busiest stage.
+COMPONENTS = {
+    "kernels": ("gemm", "attention", "memory_bound", "recompute", "head", "optimizer"),
+    "host": ("launch", "overhead", "allocator_retries"),
+    "tensor": ("tp_communication", "cp_communication"),
+    "experts": ("ep_communication",),
+    "states": ("fsdp_communication", "data_parallel_reduce", "parameter_gather"),
+    "pipeline": ("pipeline_bubble", "pipeline_send"),
+}
+MOST_CONTENDERS = 20  # of which the answer holds the plans
+
+
+def shares(terms_s: Mapping[str, Floats]) -> Floats:
+    """What part of every step each of `COMPONENTS` takes: shape (plans, components)."""
+    parts = np.stack([sum(terms_s[name] for name in names) for names in COMPONENTS.values()], axis=-1)
+    return np.asarray(parts / parts.sum(axis=-1, keepdims=True))
+
+
+def ratio_spreads(parts: Floats, spreads: Floats, other: Floats, other_spread: Floats | float) -> Floats:
+    """Standard deviation of log(measured / predicted) of the ratio of plans to others.
+
+    `parts` are their `shares`, `spreads` those of log(measured / predicted) of every plan alone.
+    """
+    apart = np.abs(parts - other).sum(axis=-1) / 2
+    return np.asarray(np.sqrt(OWN_SPREAD**2 + SHARED_WEIGHT * apart * (spreads**2 + other_spread**2)))
+
+
+def spread_of(one: RankedPlan) -> float:
+    """Standard deviation of log(measured / predicted) of a plan's step."""
+    return math.log(one.high_s / one.step_s) / NORMAL_90
+
+
+def pace(one: RankedPlan) -> float:
+    """Seconds per sequence, by which plans of different batches compare."""
+    return one.step_s / one.plan.global_batch
+
+
+def kind_of(plan: ParallelPlan) -> Hashable:
+    """What is no trifle: plans of one kind differ in layouts, the split of states or the depth of interleaving."""
+    return (
+        (plan.pp, plan.tp, plan.cp, plan.ep, plan.etp, plan.dp, plan.micro_batch, plan.vp > 1),
+        (plan.recompute, plan.recompute_modules, plan.recompute_num_layers),
+        (plan.sharding in ("zero2", "zero3"), plan.offload, plan.tp_overlap),
+    )
+
+
+def distinct(result: SearchResult) -> tuple[RankedPlan, ...]:
+    """The best plan of each kind that a search has kept, best first."""
+    z = _z(result.certificate.quantile)
+    plans = sorted((*result.ranked, *result.rivals), key=lambda one: at_quantile(one, z))
+    return first_of_kinds((result.rivals[0], *plans))
+
+
+def first_of_kinds(plans: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
+    """The first plan of each kind."""
+    first: dict[Hashable, RankedPlan] = {}
+    for one in plans:
+        first.setdefault(kind_of(one.plan), one)
+    return tuple(first.values())
+
+
+def choice_of(result: SearchResult) -> Choice:
+    """The plans that the model cannot tell from the best, of those that the search has kept.
+
+    A contender is in the 90 % interval of its ratio to the best: measured, it may be the faster one.
+    """
+    best, *others = distinct(result)
+    if not others:
+        return Choice(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())
+    terms = {name: np.array([one.terms_s[name] for one in (best, *others)]) for name in best.terms_s}
+    parts, spreads = shares(terms), np.array([spread_of(one) for one in (best, *others)])
+    ratio = np.array([pace(one) for one in others]) / pace(best)
+    width = np.exp(NORMAL_90 * ratio_spreads(parts[1:], spreads[1:], parts[0], spreads[0]))
+    inside = np.flatnonzero(ratio <= width)
+    contenders = tuple(
+        Contender(
+            plan=others[at].plan,
+            ratio=float(ratio[at]),
+            low=float(ratio[at] / width[at]),
+            high=float(ratio[at] * width[at]),
+        )
+        for at in inside[:MOST_CONTENDERS]
+    )
+    return Choice(
+        runner_up=others[0],
+        ratio=float(ratio[0]),
+        width=float(width[0]),
+        num_contenders=len(inside),
+        contenders=contenders,
+    )
+
+
+# -- the choice at a quantile -----------------------------------------------------------------------------------------
+
+
+def _z(quantile: float | None) -> float:
+    """In standard deviations; none is the median, which is what an estimate predicts."""
+    return 0.0 if quantile is None else NormalDist().inv_cdf(quantile)
+
+
+def at_quantile(one: RankedPlan, z: float) -> float:
+    """Seconds per sequence of a plan, `z` standard deviations above the predicted ones."""
+    return pace(one) * math.exp(z * spread_of(one))
+
+
+def robust_margin(problem: Problem, quantile: float) -> float:
+    """How far beyond the fastest plan's time the plan with the least `quantile` may lie.
+
+    A plan further off is slower at the quantile even if its interval is the narrowest and the fastest one's the widest.
+    """
+    spreads = np.hypot(problem.calibration.time_spreads, problem.timings.match.spread)
+    return math.expm1(_z(quantile) * float(np.ptp(spreads)))
+
+
+def robust_order(result: SearchResult, quantile: float, margin: float) -> SearchResult:
+    """`result` with plans in the order of that quantile of their step times.
+
+    Plans of a cell have one spread, so that the best one of each cell is its best at any quantile, and the choice is
+    proven if all cells within `margin`, the one of `robust_margin`, are among the rivals.
+    """
+    z, fastest = _z(quantile), pace(result.rivals[0])
+    rivals = tuple(sorted(result.rivals, key=lambda one: at_quantile(one, z)))
+    old = result.certificate
+    # Of more plans than it keeps a search has lost only those slower than all that it kept.
+    is_whole = old.priced <= KEPT or max(map(pace, rivals)) >= fastest * (1 + margin)
+    certificate = replace(
+        old, quantile=quantile, best_step_s=rivals[0].step_s, proven=old.proven and is_whole, margin=margin
+    )
+    ranked = tuple(sorted(result.ranked, key=lambda one: at_quantile(one, z)))
+    return replace(result, ranked=ranked, rivals=rivals, certificate=certificate)

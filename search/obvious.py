@@ -1,0 +1,54 @@
+"""Why did the obvious lose?  The best plan of each family that a person would think of first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoplan.problem import Problem
+from autoplan.result import Obvious, SearchResult
+from search.choice import pace
+from search.limits import Limits
+from search.space import Space
+from search.study import search
+
+
+def _narrowed(limits: Limits, **degrees: int) -> Limits:
+    """`limits` with some degrees fixed, whatever bound they had."""
+    fixed = tuple((axis, value) for axis, value in degrees.items() if (axis, value) not in limits.fixed)
+    return replace(
+        limits,
+        fixed=(*limits.fixed, *fixed),
+        most=tuple((axis, value) for axis, value in limits.most if axis not in degrees),
+    )
+
+
+def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
+    """(name, limits) of what is tried first in practice; the user's own limits hold, but for the sharding of FSDP."""
+    cluster, has_experts = problem.cluster, problem.model.moe is not None
+    domain = min(cluster.levels[-1].num_devices, cluster.num_devices)
+    node = min(cluster.devices_per_node, domain)
+    alone = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
+    yield "data parallelism alone", _narrowed(limits, **alone)
+    yield "FSDP alone", replace(_narrowed(limits, **alone), shardings=("zero3",))
+    if has_experts:
+        yield "data and expert parallelism alone", _narrowed(limits, tp=1, pp=1, cp=1)
+    if node > 1:
+        yield f"tp {node} and data parallelism", _narrowed(limits, tp=node, pp=1, cp=1)
+        yield f"tp {node} and a pipeline without interleaving", _narrowed(limits, tp=node, cp=1, vp=1)
+    yield "a pipeline without tensor parallelism", _narrowed(limits, tp=1, cp=1)
+
+
+def obvious(problem: Problem, space: Space, result: SearchResult) -> tuple[Obvious, ...]:
+    """The best legal plan of every family, unless it is the answer or that of a family before."""
+    best = result.rivals[0]
+    seen, found = {best.plan}, []
+    for name, limits in families(problem, space.limits):
+        outcome = search(problem, replace(space, limits=limits), margin=0.0)
+        plan = outcome.rivals[0] if outcome.rivals else outcome.closest
+        if plan is None or plan.plan in seen:
+            continue
+        seen.add(plan.plan)
+        excess = 0.0 if outcome.rivals else max(plan.memory_bytes - problem.capacity_bytes, 0.0)
+        found.append(Obvious(family=name, plan=plan, ratio=pace(plan) / pace(best), excess_bytes=excess))
+    return tuple(found)
