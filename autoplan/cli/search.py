@@ -127,7 +127,7 @@ def search(
         check_result(problem, space, result)
         result = place_best(problem, result)
     if robust is not None:
-        result = robust_order(result, robust, margin)
+        result = robust_order(problem, result, robust)
     choice = choice_of(result)
     if why:
         from search.obvious import obvious

@@ -301,8 +301,8 @@ def certificate_line(certificate: Certificate, choice: Choice | None = None) -> 
     others = "every other is too large" if least is None else f"no other within {format_percent(least - 1)}"
     sure = "proven best" if certificate.proven else "best found"
     if certificate.quantile is not None:
-        sure += f" at the {format_percent(certificate.quantile)} quantile"
-        others += f", {format_percent(certificate.margin or 0.0)} beyond the fastest looked at"
+        sure += f" at the {certificate.quantile:g} quantile"
+        others += f" of the fastest (the quantile needs {format_percent(certificate.margin or 0.0)})"
     rival = f"{_runner_up(choice)}; " if choice and choice.runner_up else ""
     return (
         f"{sure} of {certificate.plans:,} plans in {certificate.cells:,} cells; {rival}{certificate.bounded:,} bounds, "
@@ -327,19 +327,14 @@ def choice_lines(best: RankedPlan, choice: Choice) -> Iterator[tuple[str, str]]:
     """(label, text) of what would change the answer, and of why the obvious alternatives lost."""
     if choice.sensitivity:
         flips = choice.sensitivity.flips
-        for flip in flips[:SHOWN_FLIPS]:
-            tell = f" (autoplan profile --only {','.join(flip.measure)})" if flip.measure else ""
-            yield "unless", f"{_changed(flip.factor)} {flip.quantity}: then {flip.plan.describe()}{tell}"
+        for at, flip in enumerate(flips[:SHOWN_FLIPS]):
+            change = f"{format_percent(abs(flip.factor - 1.0))} {'higher' if flip.factor > 1 else 'lower'}"
+            tell = f"; autoplan profile --only {','.join(flip.measure)} tells" if flip.measure else ""
+            yield "" if at else "unless", f"{flip.quantity} {change}: then {flip.plan.describe()}{tell}"
         if not flips:
             yield "unless", "no number of the hardware, halved or doubled alone, makes another plan win"
-    for one in choice.obvious:
-        yield "not", f"{one.family}: {_lost(best, one)}"
-
-
-def _changed(factor: float) -> str:
-    if abs(factor - 1.0) < LEAST_SHOWN_SHARE:
-        return "any other"
-    return f"{format_percent(abs(factor - 1.0))} {'more' if factor > 1 else 'less'}"
+    for at, one in enumerate(choice.obvious):
+        yield "" if at else "not", f"{one.family}: {_lost(best, one)}"
 
 
 def _lost(best: RankedPlan, one: Obvious) -> str:
