@@ -21,7 +21,7 @@ from autoplan.cost.estimate import NORMAL_90
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
 from autoplan.result import Choice, Contender, RankedPlan, SearchResult
-from search.study import KEPT
+from search.study import KEPT_WINNERS
 
 Floats = NDArray[np.float64]
 
@@ -83,7 +83,7 @@ def kind_of(plan: ParallelPlan) -> Hashable:
 
 def distinct(result: SearchResult) -> tuple[RankedPlan, ...]:
     """The best plan of each kind that a search has kept, best first."""
-    z = _z(result.certificate.quantile)
+    z = normal_z(result.certificate.quantile)
     plans = sorted((*result.ranked, *result.rivals), key=lambda one: at_quantile(one, z))
     return first_of_kinds((result.rivals[0], *plans))
 
@@ -131,7 +131,7 @@ def choice_of(result: SearchResult) -> Choice:
 # -- the choice at a quantile -----------------------------------------------------------------------------------------
 
 
-def _z(quantile: float | None) -> float:
+def normal_z(quantile: float | None) -> float:
     """In standard deviations; none is the median, which is what an estimate predicts."""
     return 0.0 if quantile is None else NormalDist().inv_cdf(quantile)
 
@@ -147,7 +147,7 @@ def robust_margin(problem: Problem, quantile: float) -> float:
     A plan further off is slower at the quantile even if its interval is the narrowest and the fastest one's the widest.
     """
     spreads = np.hypot(problem.calibration.time_spreads, problem.timings.match.spread)
-    return math.expm1(_z(quantile) * float(np.ptp(spreads)))
+    return math.expm1(normal_z(quantile) * float(np.ptp(spreads)))
 
 
 def robust_order(problem: Problem, result: SearchResult, quantile: float) -> SearchResult:
@@ -156,11 +156,11 @@ def robust_order(problem: Problem, result: SearchResult, quantile: float) -> Sea
     Plans of a cell have one spread, so that the best one of each cell is its best at any quantile, and the choice is
     proven if all cells within `robust_margin`, which the search must have had, are among the rivals.
     """
-    z, margin, fastest = _z(quantile), robust_margin(problem, quantile), pace(result.rivals[0])
+    z, margin, fastest = normal_z(quantile), robust_margin(problem, quantile), pace(result.rivals[0])
     rivals = tuple(sorted(result.rivals, key=lambda one: at_quantile(one, z)))
     old = result.certificate
     # Of more plans than it keeps a search has lost only those slower than all that it kept.
-    is_whole = old.priced <= KEPT or max(map(pace, rivals)) >= fastest * (1 + margin)
+    is_whole = old.priced <= KEPT_WINNERS or max(map(pace, rivals)) >= fastest * (1 + margin)
     certificate = replace(
         old, quantile=quantile, best_step_s=rivals[0].step_s, proven=old.proven and is_whole, margin=margin
     )

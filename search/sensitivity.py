@@ -7,9 +7,8 @@ work is as it would be then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import RISKY_Z, Flip, RankedPlan, SearchResult, Sensitivity
 from autoplan.timing import Calibration, Operation
-from search.choice import kind_of, pace
+from search.choice import at_quantile, kind_of, normal_z, pace
 from search.ranking import TIE, seconds_per_sequence
 from search.space import Space
 from search.study import KEPT, MARGIN, search
@@ -137,66 +136,88 @@ def quantities(problem: Problem) -> tuple[Quantity, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """The plans that may win, best first; those of the best one's kind are of kind 0."""
+
+    plans: tuple[RankedPlan, ...]
+    batch: PlanBatch
+    kinds: Ints
+    scale: Floats  # of a plan's predicted time to the quantile that the search makes least
+    margin: float  # the search left out no plan nearer to the best; below 0 where that is not known
+
+    @classmethod
+    def of(cls, problem: Problem, result: SearchResult, margin: float) -> _Field:
+        z = normal_z(result.certificate.quantile)
+        best = result.rivals[0]
+        ordered = sorted((*result.ranked, *result.rivals), key=lambda one: at_quantile(one, z))
+        others = [one for one in {one.plan: one for one in ordered}.values() if one.plan != best.plan]
+        if len(others) >= MOST_PLANS:
+            margin = min(margin, pace(others[MOST_PLANS - 1]) / pace(best) - 1.0)
+        plans = (best, *others[: MOST_PLANS - 1])
+        numbers: dict[Hashable, int] = {}
+        kinds = [numbers.setdefault(kind_of(one.plan), len(numbers)) for one in plans]
+        return cls(
+            plans=plans,
+            batch=PlanBatch.of([one.plan for one in plans], problem.model.num_layers),
+            kinds=np.array(kinds, dtype=np.int64),
+            scale=np.array([at_quantile(one, z) / pace(one) for one in plans]),
+            margin=margin if result.certificate.quantile is None else -1.0,
+        )
+
+    def times(self, problem: Problem) -> Floats:
+        """What the search makes small, of every plan."""
+        return self.scale * seconds_per_sequence(estimate(problem, self.batch))
+
+    def least(self, times: Floats) -> Floats:
+        """The least of each kind."""
+        found = np.full(int(self.kinds.max()) + 1, np.inf)
+        np.minimum.at(found, self.kinds, times)
+        return found
+
+
 def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: float) -> Sensitivity:
     """Elasticities of the best plan's step, and the numbers that would let a plan of another kind win, nearest first.
 
     The winners looked at are the plans of `result`; `margin` is what the search left none out of.
     """
-    rows, kinds, margin = _rows(result, margin)
-    batch = PlanBatch.of([one.plan for one in rows], problem.model.num_layers)
-    now = seconds_per_sequence(estimate(problem, batch))
-    slopes, flips = {}, [*_less_memory(problem, rows, kinds, margin), *_more_memory(problem, space, rows[0])]
+    field = _Field.of(problem, result, margin)
+    now = field.times(problem)
+    slopes, flips = {}, [*_less_memory(problem, field), *_more_memory(problem, space, result)]
     for quantity in quantities(problem):
-
-        def times(growth: float, quantity: Quantity = quantity) -> Floats:
-            return seconds_per_sequence(estimate(quantity.slower(problem, growth), batch))
-
-        nudged = times(1.0 + _NUDGE)
+        nudged = field.times(quantity.slower(problem, 1.0 + _NUDGE))
         sign = -1.0 if quantity.is_rate else 1.0
         slopes[quantity.name] = sign * float(nudged[0] / now[0] - 1.0) / _NUDGE
-        if kinds.max() == 0 or np.ptp(nudged / now) < _NUDGE * LEAST_SLOPE:
-            continue
-        least = _of_kinds(now, kinds)
-        slope = (_of_kinds(nudged, kinds) - least) / _NUDGE
-        for end in (MOST_CHANGE, 1.0 / MOST_CHANGE):
-            found = first_crossing(lambda growth: _of_kinds(times(growth), kinds), least, slope, end)
-            if found is None:
-                continue
-            growth, kind = found
-            then = times(growth)
-            winner = min(np.flatnonzero(kinds == kind), key=lambda at: float(then[at]))
-            # What is left out takes at least `1 + margin` times as long as the best one now, more where the number is
-            # worse, and where it is better no less than in proportion.
-            is_proven = float(then[kinds == 0].min()) <= float(now[0]) * (1.0 + margin) * min(growth, 1.0)
-            flips.append(
-                Flip(
-                    quantity=quantity.name,
-                    factor=growth**sign,
-                    plan=rows[winner].plan,
-                    is_proven=is_proven,
-                    measure=quantity.measure,
-                )
-            )
+        if np.ptp(nudged / now) >= _NUDGE * LEAST_SLOPE:
+            flips.extend(_flips(problem, field, quantity, now, nudged))
     return Sensitivity(elasticities=slopes, flips=tuple(sorted(flips, key=lambda flip: abs(math.log(flip.factor)))))
 
 
-def _rows(result: SearchResult, margin: float) -> tuple[tuple[RankedPlan, ...], Ints, float]:
-    """(plans to price again, best first, the kind of each, what they leave none out of); the best is of kind 0."""
-    best = result.rivals[0]
-    others = {one.plan: one for one in sorted((*result.ranked, *result.rivals), key=pace) if one.plan != best.plan}
-    if len(others) >= MOST_PLANS:
-        margin = min(margin, pace(list(others.values())[MOST_PLANS - 1]) / pace(best) - 1.0)
-    rows = (best, *islice(others.values(), MOST_PLANS - 1))
-    numbers: dict[Hashable, int] = {}
-    kinds = [numbers.setdefault(kind_of(one.plan), len(numbers)) for one in rows]
-    return rows, np.array(kinds, dtype=np.int64), margin
+def _flips(problem: Problem, field: _Field, quantity: Quantity, now: Floats, nudged: Floats) -> Iterator[Flip]:
+    """The first one in either direction."""
 
+    def times(growth: float) -> Floats:
+        return field.times(quantity.slower(problem, growth))
 
-def _of_kinds(times: Floats, kinds: Ints) -> Floats:
-    """The least time of each kind."""
-    least = np.full(int(kinds.max()) + 1, np.inf)
-    np.minimum.at(least, kinds, times)
-    return least
+    least = field.least(now)
+    slope = (field.least(nudged) - least) / _NUDGE
+    for end in (MOST_CHANGE, 1.0 / MOST_CHANGE):
+        found = first_crossing(lambda growth: field.least(times(growth)), least, slope, end)
+        if found is None:
+            continue
+        growth, kind = found
+        then = times(growth)
+        winner = min(np.flatnonzero(field.kinds == kind), key=lambda at: float(then[at]))
+        # What is left out takes at least `1 + margin` times as long as the best one now, more where the number is
+        # worse, and where it is better no less than in proportion.
+        best = float(then[field.kinds == 0].min())
+        yield Flip(
+            quantity=quantity.name,
+            factor=growth if not quantity.is_rate else 1.0 / growth,
+            plan=field.plans[winner].plan,
+            is_proven=best <= float(now[0]) * (1.0 + field.margin) * min(growth, 1.0),
+            measure=quantity.measure,
+        )
 
 
 def first_crossing(
@@ -241,31 +262,36 @@ def _room(problem: Problem) -> float:
     return math.exp(RISKY_Z * problem.calibration.memory_spread)
 
 
-def _less_memory(problem: Problem, rows: Sequence[RankedPlan], kinds: Ints, margin: float) -> Iterator[Flip]:
-    """Where no plan of the best one's kind that is faster than the next kind's fits."""
-    if rows[0].verdict != "fits":
+def _less_memory(problem: Problem, field: _Field) -> Iterator[Flip]:
+    """Where no plan of the best one's kind that is better than the next kind's fits."""
+    best = field.plans[0]
+    if best.verdict != "fits":
         return
     least = math.inf
-    for one, kind in zip(rows, kinds, strict=True):
+    for one, kind in zip(field.plans, field.kinds, strict=True):
         if kind == 0:
             least = min(least, one.memory_bytes)
         elif one.memory_bytes < least:
             factor = least / _room(problem) / problem.capacity_bytes
-            is_proven = pace(one) <= pace(rows[0]) * (1.0 + margin)
+            is_proven = pace(one) <= pace(best) * (1.0 + field.margin)
             yield Flip(quantity="device memory", factor=factor, plan=one.plan, is_proven=is_proven)
             return
 
 
-def _more_memory(problem: Problem, space: Space, best: RankedPlan) -> Iterator[Flip]:
+def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterator[Flip]:
     """The plan that would win with the least more memory, if any would."""
+    best, z = result.rivals[0], normal_z(result.certificate.quantile)
     device = problem.cluster.device
     roomy = replace(device, visible_memory_bytes=MOST_CHANGE * device.visible_memory_bytes)
     found = search(replace(problem, cluster=replace(problem.cluster, device=roomy)), space)
-    faster = [one for one in found.ranked if pace(one) < pace(best) * (1.0 - TIE)]
-    if not faster:
+    bar = at_quantile(best, z) * (1.0 - TIE)
+    better = [one for one in (*found.ranked, *found.rivals) if at_quantile(one, z) < bar]
+    better = [one for one in better if kind_of(one.plan) != kind_of(best.plan)]
+    if not better:
         return
-    first = min(faster, key=lambda one: (one.memory_bytes, pace(one)))
+    first = min(better, key=lambda one: (one.memory_bytes, pace(one)))
     # A search tells all plans within its margin, and keeps so many.
-    is_proven = pace(best) <= pace(faster[0]) * (1.0 + MARGIN) and len(found.ranked) < KEPT
+    is_whole = pace(best) <= pace(found.rivals[0]) * (1.0 + MARGIN) and len(found.ranked) < KEPT
     factor = first.memory_bytes / _room(problem) / problem.capacity_bytes
+    is_proven = is_whole and result.certificate.quantile is None
     yield Flip(quantity="device memory", factor=factor, plan=first.plan, is_proven=is_proven)

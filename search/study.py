@@ -28,6 +28,7 @@ Ints = NDArray[np.int64]
 FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
 KEPT = 1000  # plans that a result ranks
+KEPT_WINNERS = 20_000  # best plans of cells, of which a result tells one a cell
 MARGIN = 0.05  # plans so much slower than the best are found too, all of them
 # Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.
 # Few of them, and few prices, until there is a plan to beat.
@@ -71,7 +72,7 @@ class _Findings:
     wanted: int
     margin: float
     plans: Leaders = field(default_factory=lambda: Leaders(KEPT))
-    winners: Leaders = field(default_factory=lambda: Leaders(KEPT))  # of the cells, block by block
+    winners: Leaders = field(default_factory=lambda: Leaders(KEPT_WINNERS))  # of the cells, block by block
     best: float = np.inf  # seconds per sequence
     left: float = np.inf  # the least bound of what was not priced for it
     bounded: int = 0

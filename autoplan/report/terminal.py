@@ -329,8 +329,9 @@ def choice_lines(best: RankedPlan, choice: Choice) -> Iterator[tuple[str, str]]:
         flips = choice.sensitivity.flips
         for at, flip in enumerate(flips[:SHOWN_FLIPS]):
             change = f"{format_percent(abs(flip.factor - 1.0))} {'higher' if flip.factor > 1 else 'lower'}"
+            late = "" if flip.is_proven else " at the latest"
             tell = f"; autoplan profile --only {','.join(flip.measure)} tells" if flip.measure else ""
-            yield "" if at else "unless", f"{flip.quantity} {change}: then {flip.plan.describe()}{tell}"
+            yield "" if at else "unless", f"{flip.quantity} {change}{late}: then {flip.plan.describe()}{tell}"
         if not flips:
             yield "unless", "no number of the hardware, halved or doubled alone, makes another plan win"
     for at, one in enumerate(choice.obvious):

@@ -1,0 +1,61 @@
+"""Why did the obvious plans lose?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoplan.cost.estimate import estimate
+from autoplan.model import Experts
+from search.choice import pace
+from search.limits import with_wishes
+from search.obvious import families, obvious
+from search.study import search
+from search_cases import DENSE, LARGE, make
+
+MOE = replace(
+    DENSE, name="moe", moe=Experts(num_experts=16, experts_per_token=2, expert_ffn_size=2048, shared_expert_ffn_size=0)
+)
+
+
+def test_every_family_is_told_by_its_best_plan() -> None:
+    problem, space = make()
+    result = search(problem, space)
+    told = {one.family: one for one in obvious(problem, space, result)}
+    assert "FSDP alone" in told
+    assert told["FSDP alone"].plan.plan.sharding == "zero3"
+    for name, limits in families(problem, space.limits):
+        family = replace(space, limits=limits)
+        costs = estimate(problem, family.plans(family.cells())[0])
+        fits = costs.verdict == 0
+        if name not in told or not fits.any():
+            continue
+        least = float(np.min((costs.step_s / costs.batch.global_batch)[fits]))
+        assert pace(told[name].plan) == pytest.approx(least)
+        assert told[name].ratio == pytest.approx(least / pace(result.rivals[0]))
+        assert told[name].excess_bytes == 0
+    assert result.rivals[0].plan not in [one.plan.plan for one in told.values()]
+
+
+def test_a_family_that_does_not_fit_says_by_how_much() -> None:
+    problem, space = make(LARGE)
+    alone = next(one for one in obvious(problem, space, search(problem, space)) if one.family.startswith("data par"))
+    assert alone.plan.verdict == "oom"
+    assert alone.excess_bytes == pytest.approx(alone.plan.memory_bytes - problem.capacity_bytes)
+    assert alone.excess_bytes > 0
+
+
+def test_experts_have_a_family_of_their_own() -> None:
+    problem, space = make(MOE)
+    assert "data and expert parallelism alone" in dict(families(problem, space.limits))
+    assert "data and expert parallelism alone" not in dict(families(make()[0], space.limits))
+
+
+def test_a_family_against_the_users_wishes_is_left_out() -> None:
+    problem, space = make(fix=("tp=2",))
+    told = obvious(problem, space, search(problem, space))
+    assert all(one.plan.plan.tp == 2 for one in told)
+    free = with_wishes(space.limits, fix=(), at_most=("tp=8",), allow=())
+    assert dict(families(problem, free))["FSDP alone"].shardings == ("zero3",)
