@@ -116,7 +116,7 @@ def search(problem: Problem, space: Space, progress: Progress | None = None, *, 
         proven=bool(ranking),
         limits=space.describe(),
     )
-    rivals = _first_of_cells(_ranked_leaders(problem, seen.winners))
+    rivals = _first_of_cells(problem, seen.winners)
     closest = None if ranking else _closest(problem, space, frontier)
     return SearchResult(ranked=ranking, rivals=rivals, closest=closest, certificate=certificate)
 
@@ -312,10 +312,10 @@ def _ranked_leaders(problem: Problem, leaders: Leaders) -> tuple[RankedPlan, ...
     return ranked(problem, estimate(problem, leaders.batch), range(len(leaders)))
 
 
-def _first_of_cells(plans: tuple[RankedPlan, ...]) -> tuple[RankedPlan, ...]:
+def _first_of_cells(problem: Problem, leaders: Leaders) -> tuple[RankedPlan, ...]:
     """The first plan of each cell."""
-    first = {
-        (one.plan.pp, one.plan.tp, one.plan.cp, one.plan.ep, one.plan.etp, one.plan.dp_replicate): one
-        for one in reversed(plans)
-    }
-    return tuple(one for one in plans if one in first.values())
+    if leaders.batch is None:
+        return ()
+    first, _ = leaders.batch.distinct("pp", "tp", "cp", "ep", "etp", "dp_replicate")
+    batch = leaders.batch.take(np.sort(first))
+    return ranked(problem, estimate(problem, batch), range(len(batch)))

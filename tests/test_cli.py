@@ -15,7 +15,7 @@ import pytest
 
 from autoplan.cli.planfile import encode
 from autoplan.files import decode, read_table
-from autoplan.report.terminal import make_console, print_estimate, why_first
+from autoplan.report.terminal import make_console, print_estimate, print_search, why_first
 from autoplan.result import PlanFile, RankedPlan
 from profiler.record import Fingerprint, Record
 from profiler.store import open_store
@@ -74,7 +74,12 @@ def test_a_search_answers_first_and_says_how_sure_it_is(searched: Path) -> None:
     for word in ("plan ", "step ", "90 %", "tokens/s", "MFU", "Megatron model FLOPs", "bf16", "GiB", "free"):
         assert word in answer
     assert re.search(r"why\s+[0-9.]+ % faster than the runner-up|level with", shown)
-    assert re.search(r"proven best of [0-9,]+ plans in [0-9,]+ cells", " ".join(shown.split()))
+    assert re.search(
+        r"proven best of [0-9,]+ plans in [0-9,]+ cells; "
+        r"runner-up (level|[0-9.]+ % slower), inside the model's [0-9.]+ % interval"
+        r"(: measure both|, as (is|are) \d+ more: measure them)",
+        " ".join(shown.split()),
+    )
     assert "autoplan export plan.json --to megatron-lm --launcher torchrun" in shown
     assert "\x1b" not in shown
     assert all(line == line.rstrip() for line in shown.splitlines())
@@ -141,6 +146,25 @@ def test_a_plan_that_cannot_be_exported_gets_no_export_command(folder: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "autoplan export" not in done.stdout
     assert re.search(r"^no launch script:  .*rope_base 10000.5", done.stdout, re.MULTILINE)
+
+
+def test_a_search_says_what_would_change_its_answer_and_why_others_lost(folder: Path) -> None:
+    done = run(folder, "search", "llama.json", *PLACE, "--why", "--robust", "0.9", "--json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    file = decode(PlanFile, json.loads(done.stdout), "plan.json")
+    assert file.certificate is not None
+    assert file.certificate.quantile == 0.9
+    assert file.choice is not None
+    assert file.choice.sensitivity is not None
+    assert file.choice.sensitivity.elasticities["matrix-product rate"] < 0
+    assert "FSDP alone" in [one.family for one in file.choice.obvious]
+    text = io.StringIO()
+    print_search(make_console(text), file, None)
+    shown = " ".join(text.getvalue().split())
+    assert "at the 0.9 quantile of " in shown
+    assert re.search(r"unless [\w -]+ [0-9.]+ % (higher|lower)( at the latest)?: then ", shown)
+    assert re.search(r"FSDP alone: [0-9.]+ % slower \(dp 8, .*\): .* more ", shown)
+    assert_refused(folder, "search", "llama.json", *PLACE, "--force", "--robust", "1.5", says="--robust 1.5")
 
 
 def test_a_file_is_replaced_with_force_only(searched: Path) -> None:

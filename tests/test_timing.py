@@ -130,6 +130,14 @@ def test_a_nudge_multiplies_measured_and_interpolated_times_apart() -> None:
     assert nudged == pytest.approx(plain * [2.0, 3.0, 1.0])
 
 
+def test_operations_are_slowed_down_apart() -> None:
+    both = TimingTable.of([measured("gemm", (64, 64, 64), 1.0), measured("dgrad", (64, 64, 64), 1.0)])
+    slowed = both.slowed(["gemm"], 1.5)
+    assert seconds(slowed, "gemm", 64, 64, 64) == 1.5
+    assert seconds(slowed, "dgrad", 64, 64, 64) == 1.0
+    assert seconds(both, "gemm", 64, 64, 64) == 1.0
+
+
 def test_burst_benchmarks_are_slowed_down_to_what_training_sustains() -> None:
     device = load_cluster("b200:1x8").device
     factors = burst_factors(device)
