@@ -221,12 +221,13 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     """The rules that the plan obeys; refused with the first that it breaks."""
     from autoplan.cli.inputs import check_tp_overlap
     from autoplan.plan import chunk_layers
-    from autoplan.rules import Setting, broken, megatron_lm, universal
+    from autoplan.rules import Setting, broken
+    from autoplan.rules.books import book_of
 
     chunk_layers(plan, problem.model.num_layers)
     if plan.tp_overlap:
         check_tp_overlap(problem.framework)
-    rules = megatron_lm.RULES if problem.framework.rules == "megatron-lm" else universal.RULES_ALONE
+    rules = book_of(problem.framework).rules
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
     if faults := broken(rules, setting, plan):
         raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")

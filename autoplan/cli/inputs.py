@@ -225,7 +225,7 @@ def check_framework(framework: Framework) -> None:
     if framework.rules == "unknown":
         raise UnpricedError(
             f"which plans {framework.name} admits is not known yet: "
-            "use megatron-core or nemo, or a framework TOML of your own"
+            "use megatron-core, nemo, torchtitan, nanotron, deepspeed-zero, pytorch-fsdp or a framework TOML of your own"
         )
 
 
@@ -239,20 +239,22 @@ def check_tp_overlap(framework: Framework) -> None:
 
 
 def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: list[str], allow: list[str]) -> Space:
-    """The plans that Megatron-Core admits for `problem`, within the user's limits."""
+    """The plans that the framework admits for `problem`, within the user's limits."""
     from autoplan.rules import Setting
-    from autoplan.rules.megatron_lm import RULES
-    from search.limits import batch_grid, default_limits, with_wishes
+    from autoplan.rules.books import book_of
+    from search.limits import batch_grid, check_words, default_limits, with_wishes
     from search.space import Space
 
     check_framework(problem.framework)
     low, high = parse_batches(global_batch)
     batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
     limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=at_most, allow=allow)
+    book = book_of(problem.framework)
+    check_words(problem.framework.name, book, limits)
     if any(limits.tp_overlaps):
         check_tp_overlap(problem.framework)
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    return Space(setting=setting, limits=limits, rules=RULES)
+    return Space(setting=setting, limits=limits, rules=book.rules)
 
 
 def check_output(path: Path, *, force: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoplan.plan import DEFAULT_MODULE_BITS, PlanBatch
-from autoplan.rules import Bools, Rule, Setting, all_true
+from autoplan.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PlanBatch
+from autoplan.rules import Bools, Rule, Rulebook, Setting, all_true
 
 SOURCE = "any framework"
 
@@ -43,6 +43,10 @@ def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.recompute_modules & ~DEFAULT_MODULE_BITS) == 0
+
+
+def _every_layer(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.recompute != FULL) | (batch.recompute_num_layers == ALL_LAYERS)
 
 
 RULES: tuple[Rule, ...] = (
@@ -96,14 +100,23 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Where a framework's own rules are not written down.
-RULES_ALONE: tuple[Rule, ...] = (
-    *RULES,
-    Rule(
-        source=SOURCE,
-        holds=_whole_layers,
-        says=lambda s, p: (
-            f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full"
-        ),
+# Where a framework recomputes no parts of a layer by their names.
+NO_PARTS = Rule(
+    source=SOURCE,
+    holds=_whole_layers,
+    says=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full",
+)
+
+# Where a framework recomputes every layer or none.
+ALL_OR_NONE = Rule(
+    source=SOURCE,
+    holds=_every_layer,
+    says=lambda s, p: (
+        f"recompute of {p.recompute_num_layers} layers of a chunk is known of Megatron-LM and plain PyTorch only: "
+        "use none or full"
     ),
 )
+
+# Where a framework's own rules are not written down.
+RULES_ALONE: tuple[Rule, ...] = (*RULES, NO_PARTS)
+BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)

@@ -1,0 +1,135 @@
+"""Which plans does torchtitan accept?
+
+Places are files and lines of torchtitan b5bcd76 (2026-08), below torchtitan/; those below torch/ are of PyTorch 2.13.0,
+whose pipeline schedules it runs.  Unsharded and sharded states are those of FSDP2, so that any schedule may go with
+them.  --parallelism.module_fqns_per_model_part takes any counts of layers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
+from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, narrow, universal
+from autoplan.rules.fsdp2 import PIPELINE_RULES, SCHEDULE
+from autoplan.rules.widths import kv_groups
+
+_DECODER = "models/common/decoder.py"
+_DIMS = "distributed/parallel_dims.py"
+_FSDP = "distributed/fsdp.py"
+
+NONE, ZERO2 = SHARDINGS.index("none"), SHARDINGS.index("zero2")
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def _tied(setting: Setting, batch: PlanBatch) -> Bools:
+    return batch.pp == 1 if setting.model.tied_embeddings else all_true(batch)
+
+
+def _resharding(setting: Setting, batch: PlanBatch) -> Bools:
+    """The weights of a stage stay gathered through a step by default, which is what zero3 means in its pipelines."""
+    return (batch.pp == 1) | (batch.sharding != ZERO2)
+
+
+# -- tensor and context parallelism -----------------------------------------------------------------------------------
+
+
+def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
+    return kv_groups(setting.model) % batch.tp == 0
+
+
+def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
+    return ~batch.sp | (batch.tp > 1)
+
+
+def _sequence(setting: Setting, batch: PlanBatch) -> Bools:
+    """Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch."""
+    parts = np.where(batch.sp, batch.tp, 1) * np.where(batch.cp > 1, 2 * batch.cp, 1)
+    return setting.training.seq_len % parts == 0
+
+
+def _cp_is_sharded(setting: Setting, batch: PlanBatch) -> Bools:
+    """The ranks of a context group are among those that FSDP shards over."""
+    return (batch.cp == 1) | (batch.sharding != NONE)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+def _experts_take_ranks(setting: Setting, batch: PlanBatch) -> Bools:
+    """Experts borrow the ranks of one copy of the shard group; without sharding the whole stage is such a copy."""
+    copies = np.where(batch.sharding == NONE, batch.dp, batch.dp_replicate)
+    ranks = batch.tp * batch.cp * batch.dp // copies
+    return ranks % batch.ep == 0 if setting.model.moe else all_true(batch)
+
+
+def _expert_tensors(setting: Setting, batch: PlanBatch) -> Bools:
+    """Spread experts are whole; without expert parallelism they follow tp like every other matrix."""
+    return batch.etp == np.where(batch.ep > 1, 1, batch.tp) if setting.model.moe else all_true(batch)
+
+
+CHOICES = (
+    SCHEDULE,
+    # fsdp_reshard_after_forward never and always.
+    Choice(axis="sharding", words=("none", "zero2", "zero3"), source=f"{_FSDP}:112"),
+    Choice(axis="cp_kind", words=(CP_KINDS[0],), source="distributed/context_parallel/api.py:88"),
+    # enable_cpu_offload takes the parameters along, which is not priced.
+    Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_FSDP}:231"),
+    Choice(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
+)
+
+RULES: tuple[Rule, ...] = (
+    *universal.RULES,
+    universal.NO_PARTS,
+    universal.ALL_OR_NONE,
+    *(choice.rule() for choice in CHOICES),
+    *PIPELINE_RULES,
+    Rule(
+        source=f"{_DECODER}:168",
+        holds=_tied,
+        says=lambda s, p: f"tied embeddings need pp 1, pp is {p.pp}: lower pp",
+    ),
+    Rule(
+        source=f"{_FSDP}:129",
+        holds=_resharding,
+        says=lambda s, p: f"zero2 with pp {p.pp} is what zero3 is in a pipeline: use zero3",
+    ),
+    Rule(
+        source=f"{_DECODER}:195",
+        holds=_kv_heads,
+        says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source="trainer.py:300",
+        holds=_sp_needs_tp,
+        says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
+    ),
+    Rule(
+        source="trainer.py:302",
+        holds=_sequence,
+        says=lambda s, p: (
+            f"seq_len {s.training.seq_len} must be divisible by {(p.tp if p.sp else 1) * (2 * p.cp if p.cp > 1 else 1)} "
+            f"(tp {p.tp} with sp, 2 cp of cp {p.cp}): lower tp or cp"
+        ),
+    ),
+    Rule(
+        source=f"{_FSDP}:54",
+        holds=_cp_is_sharded,
+        says=lambda s, p: f"cp {p.cp} needs sharded states, sharding is {p.sharding}: use zero3 or cp 1",
+    ),
+    Rule(
+        source=f"{_DIMS}:188",
+        holds=_experts_take_ranks,
+        says=lambda s, p: f"ep {p.ep} must divide the ranks of one copy of the sharded states: lower ep or dp_replicate",
+    ),
+    Rule(
+        source="models/common/MOE_SHARDING.md:23",
+        holds=_expert_tensors,
+        says=lambda s, p: f"etp {p.etp} with ep {p.ep} and tp {p.tp}: set etp to {1 if p.ep > 1 else p.tp}",
+    ),
+    *narrow.rules("components/quantization/utils.py:22"),
+)
+
+BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"))
