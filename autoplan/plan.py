@@ -16,7 +16,7 @@ from autoplan.units import check_count
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
 # Parts of a layer that selective recomputation may repeat, by Megatron-Core's names (transformer_config.py).

@@ -15,7 +15,6 @@ from autoplan.plan import (
     CP_KINDS,
     OFFLOADS,
     RECOMPUTE_MODULES,
-    RECOMPUTES,
     SCHEDULES,
     SHARDINGS,
     parse_recompute,
@@ -143,7 +142,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
 
 
 def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:
-    """Selective recomputation gives memory back where scores are stored or the framework repeats more than attention."""
+    """Selective recomputation gives memory back where scores are stored or more than attention is repeated."""
     gives_back = stores_scores(problem) or problem.framework.selective_recompute_share > 0
     return tuple(name for name in book.words("recompute") if gives_back or name != "selective")
 

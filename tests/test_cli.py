@@ -376,7 +376,7 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--allow", "luck"), "unknown"),
         (("llama.json", *PLACE, "--precision", "bf17"), "bf17.*bf16"),
         (("llama.json", *PLACE, "--attention", "slow"), "slow.*flash"),
-        (("llama.json", *PLACE, "--framework", "torchtitan"), "not known yet"),
+        (("llama.json", *PLACE, "--framework", "hai-llm"), "not known yet"),
         (("llama.json", *PLACE, "--framework", "tensorfold"), "unknown framework"),
         (("llama.json", *PLACE, "--timings", "hearsay"), "'hearsay': use aiconfigurator or db"),
         (("llama.json", *PLACE, "--reserve-memory", "4"), "unit"),

@@ -252,7 +252,7 @@ def test_senseless_wishes_are_refused(wish: dict[str, list[str]]) -> None:
     ("fix", "says"),
     [
         ("precision=fp8", "use --precision"),
-        ("schedule=1f1b", "follows from vp"),
+        ("schedule=zb-x", "must be one of 1f1b"),
         ("micro_batches=1", "did you mean micro_batch"),
         ("luck=3", "known: tp"),
     ],

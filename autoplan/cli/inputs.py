@@ -225,7 +225,7 @@ def check_framework(framework: Framework) -> None:
     if framework.rules == "unknown":
         raise UnpricedError(
             f"which plans {framework.name} admits is not known yet: "
-            "use megatron-core, nemo, torchtitan, nanotron, deepspeed-zero, pytorch-fsdp or a framework TOML of your own"
+            "use megatron-core, nemo, torchtitan, nanotron, deepspeed-zero or pytorch-fsdp, or a TOML file of your own"
         )
 
 

@@ -145,7 +145,8 @@ RULES: tuple[Rule, ...] = (
         source=f"{_FOLDING}:206",
         holds=_folded_experts,
         says=lambda s, p: (
-            f"ep {p.ep} with tp {p.tp} needs pp 1 and nothing on the host, pp is {p.pp} and offload {p.offload}: set tp 1"
+            f"ep {p.ep} with tp {p.tp} needs pp 1 and nothing on the host, pp is {p.pp} and offload {p.offload}: "
+            "set tp 1"
         ),
     ),
     Rule(

@@ -47,10 +47,6 @@ def _zero_bubble_rounds(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.schedule != _NAME["zb-h1"]) | (count % np.maximum(count // batch.pp, 1) == 0)
 
 
-def _dualpipe_filled(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule != _NAME["dualpipe-v"]) | (batch.num_microbatches >= 2 * batch.pp)
-
-
 def _tied(setting: Setting, batch: PlanBatch) -> Bools:
     return batch.pp == 1 if setting.model.tied_embeddings else all_true(batch)
 
@@ -98,11 +94,6 @@ PIPELINE_RULES: tuple[Rule, ...] = (
             f"zb-h1 needs {p.num_microbatches} micro-batches divisible by their rounds, as many as pp {p.pp} fits into "
             "them: change global_batch or micro_batch"
         ),
-    ),
-    Rule(
-        source=f"{_SCHEDULES}:3439",
-        holds=_dualpipe_filled,
-        says=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v",
     ),
 )
 
@@ -163,9 +154,7 @@ CHOICES = (
     Choice(axis="cp_kind", words=(CP_KINDS[0],), source=f"{_ATTENTION}:53"),
     # CPUOffloadPolicy takes the parameters along, which is not priced.
     Choice(axis="offload", words=(OFFLOADS[0],), source="fsdp/_fully_shard/_fsdp_api.py:183"),
-    Choice(
-        axis="precision", words=("bf16", "fp16", "fp8", "mxfp8"), source="fsdp/_fully_shard/_fsdp_api.py:14"
-    ),
+    Choice(axis="precision", words=("bf16", "fp16", "fp8", "mxfp8"), source="fsdp/_fully_shard/_fsdp_api.py:14"),
 )
 
 RULES: tuple[Rule, ...] = (
@@ -176,7 +165,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source="pipelining/stage.py PipelineStage",
         holds=_tied,
-        says=lambda s, p: f"tied embeddings need pp 1, pp is {p.pp}: stages do not add up the gradients of a shared weight",
+        says=lambda s, p: (
+            f"tied embeddings need pp 1, pp is {p.pp}: stages do not add up the gradients of a shared weight"
+        ),
     ),
     WHOLE_HEADS,
     SP_NEEDS_TP,
@@ -191,6 +182,4 @@ RULES: tuple[Rule, ...] = (
     *narrow.rules("torchao float8 and mx, torch._scaled_mm"),
 )
 
-BOOK = Rulebook(
-    rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"), repeats_some_layers=True
-)
+BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"), repeats_some_layers=True)

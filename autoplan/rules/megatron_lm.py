@@ -15,12 +15,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.model import Block, ModelSpec
+from autoplan.model import ModelSpec
 from autoplan.plan import (
     CP_KINDS,
     FULL,
     OFFLOADS,
-    PRECISIONS,
     RECOMPUTE_MODULES,
     SCHEDULES,
     SHARDINGS,
@@ -220,9 +219,7 @@ def _experts_per_stage(setting: Setting, plan: ParallelPlan) -> str:
     return f"tp {plan.tp} x pp {plan.pp}"
 
 
-CHOICES = (
-    Choice(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),
-)
+CHOICES = (Choice(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),)
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,

@@ -110,8 +110,8 @@ RULES: tuple[Rule, ...] = (
         source="trainer.py:302",
         holds=_sequence,
         says=lambda s, p: (
-            f"seq_len {s.training.seq_len} must be divisible by {(p.tp if p.sp else 1) * (2 * p.cp if p.cp > 1 else 1)} "
-            f"(tp {p.tp} with sp, 2 cp of cp {p.cp}): lower tp or cp"
+            f"seq_len {s.training.seq_len} must be divisible by tp {p.tp} with sp, times 2 cp {2 * p.cp} with cp > 1: "
+            "lower tp or cp"
         ),
     ),
     Rule(
@@ -122,7 +122,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_DIMS}:188",
         holds=_experts_take_ranks,
-        says=lambda s, p: f"ep {p.ep} must divide the ranks of one copy of the sharded states: lower ep or dp_replicate",
+        says=lambda s, p: (
+            f"ep {p.ep} must divide the ranks of one copy of the sharded states: lower ep or dp_replicate"
+        ),
     ),
     Rule(
         source="models/common/MOE_SHARDING.md:23",

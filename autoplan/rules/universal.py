@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PlanBatch
+from autoplan.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, SCHEDULES, PlanBatch
 from autoplan.rules import Bools, Rule, Rulebook, Setting, all_true
 
 SOURCE = "any framework"
@@ -39,6 +39,11 @@ def _expert_grid(setting: Setting, batch: PlanBatch) -> Bools:
 def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
     """Embedding and head may have a chunk of their own; nanotron also runs stages in the middle without a layer."""
     return batch.pp * batch.vp <= setting.model.num_layers + 2
+
+
+def _dualpipe_filled(setting: Setting, batch: PlanBatch) -> Bools:
+    """Single plans of fewer micro-batches cannot be made at all."""
+    return (batch.schedule != SCHEDULES.index("dualpipe-v")) | (batch.num_microbatches >= 2 * batch.pp)
 
 
 def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
@@ -98,13 +103,20 @@ RULES: tuple[Rule, ...] = (
             "lower pp or vp"
         ),
     ),
+    Rule(
+        source=SOURCE,
+        holds=_dualpipe_filled,
+        says=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v or lower pp",
+    ),
 )
 
 # Where a framework recomputes no parts of a layer by their names.
 NO_PARTS = Rule(
     source=SOURCE,
     holds=_whole_layers,
-    says=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full",
+    says=lambda s, p: (
+        f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full"
+    ),
 )
 
 # Where a framework recomputes every layer or none.
