@@ -142,7 +142,9 @@ class ParallelPlan:
             words.append("overlapped tensor-parallel traffic")
         if self.ep_overlap:
             words.append("overlapped expert traffic")
-        if self.vp > 1:
+        if self.schedule not in ("1f1b", "interleaved"):
+            words.append(self.schedule)
+        elif self.vp > 1:
             words.append(f"interleave {self.vp}")
         if self.layers_per_chunk and len(set(self.layers_per_chunk)) > 1:
             ranks = {sum(self.layers_per_chunk[rank :: self.pp]) for rank in range(self.pp)}

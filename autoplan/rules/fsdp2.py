@@ -51,12 +51,6 @@ def _tied(setting: Setting, batch: PlanBatch) -> Bools:
     return batch.pp == 1 if setting.model.tied_embeddings else all_true(batch)
 
 
-SCHEDULE = Choice(
-    axis="schedule",
-    words=("1f1b", "interleaved", "gpipe", "zb-h1", "zb-v", "dualpipe-v"),
-    source=f"{_SCHEDULES}:3627",
-)
-
 PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         source=f"{_SCHEDULES}:686",
@@ -148,7 +142,6 @@ def _no_experts(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 CHOICES = (
-    SCHEDULE,
     # reshard_after_forward False and True.
     Choice(axis="sharding", words=("none", "zero2", "zero3"), source="fsdp/_fully_shard/_fully_shard.py:102"),
     Choice(axis="cp_kind", words=(CP_KINDS[0],), source=f"{_ATTENTION}:53"),

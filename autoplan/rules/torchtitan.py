@@ -11,7 +11,7 @@ import numpy as np
 
 from autoplan.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
 from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, narrow, universal
-from autoplan.rules.fsdp2 import PIPELINE_RULES, SCHEDULE
+from autoplan.rules.fsdp2 import PIPELINE_RULES
 from autoplan.rules.widths import kv_groups
 
 _DECODER = "models/common/decoder.py"
@@ -71,7 +71,6 @@ def _expert_tensors(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 CHOICES = (
-    SCHEDULE,
     # fsdp_reshard_after_forward never and always.
     Choice(axis="sharding", words=("none", "zero2", "zero3"), source=f"{_FSDP}:112"),
     Choice(axis="cp_kind", words=(CP_KINDS[0],), source="distributed/context_parallel/api.py:88"),
