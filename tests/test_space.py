@@ -17,9 +17,10 @@ from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
 from autoplan.rules import Rulebook, Setting, legal, megatron_lm, nanotron, torchtitan
+from autoplan.rules.books import book_of
 from autoplan.rules.megatron_lm import RULES
 from autoplan.training import TrainingSpec
-from search.limits import Limits, batch_grid, default_limits, divisors, with_wishes
+from search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_wishes
 from search.space import Cell, Space, chunk_counts, layouts
 
 DENSE = ModelSpec(
@@ -224,6 +225,33 @@ def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
     scores = replace(problem(), training=TrainingSpec(seq_len=1024, attention="unfused"))
     assert "selective" in default_limits(scores, (16,)).recomputes
     assert dict(default_limits(scores, (16,)).most)["cp"] == 1
+
+
+@pytest.mark.parametrize(
+    ("framework", "shardings", "schedules", "recomputes"),
+    [
+        ("torchtitan", ("none", "zero2", "zero3"), ("1f1b", "interleaved"), ("none", "selective", "full")),
+        ("pytorch-fsdp", ("none", "zero2", "zero3"), ("1f1b", "interleaved"), ("none", "full")),
+        ("nanotron", ("none", "zero1"), ("1f1b",), ("none", "full")),
+        ("deepspeed-zero", ("none", "zero1", "zero2", "zero3"), ("1f1b",), ("none", "full")),
+    ],
+)
+def test_default_limits_follow_the_framework(
+    framework: str, shardings: tuple[str, ...], schedules: tuple[str, ...], recomputes: tuple[str, ...]
+) -> None:
+    limits = default_limits(replace(problem(), framework=load_framework(framework)), (16,))
+    assert (limits.shardings, limits.schedules, limits.recomputes) == (shardings, schedules, recomputes)
+    check_words(framework, book_of(load_framework(framework)), limits)
+
+
+def test_a_schedule_goes_with_the_chunks_that_it_needs() -> None:
+    limits = with_wishes(default_limits(problem(), (16,)), fix=["schedule=zb-v"], at_most=(), allow=())
+    assert {(plan.schedule, plan.vp) for plan in enumerated(replace(space_of(MOE, 8, limits), rules=()))} == {
+        ("zb-v", 2)
+    }
+    wider = with_wishes(default_limits(problem(), (16,)), fix=(), at_most=["pp=2"], allow=["schedule=gpipe"])
+    found = {(plan.schedule, plan.pp) for plan in enumerated(replace(space_of(MOE, 8, wider), rules=()))}
+    assert found == {("1f1b", 1), ("1f1b", 2), ("gpipe", 2), ("interleaved", 2)}
 
 
 def test_wishes_fix_bound_and_allow() -> None:

@@ -86,6 +86,7 @@ def estimate(
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import decode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
+    from autoplan.rules.books import book_of
 
     if out is not None:
         check_output(out, force=force)
@@ -108,6 +109,7 @@ def estimate(
             db=whole_url(context, url),
         )
         problem = make_problem(flags)
+        book = book_of(problem.framework)
         degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}
         table = {
             **degrees,
@@ -120,7 +122,7 @@ def estimate(
             "sharding": sharding,
             **parse_recompute(recompute),
             "schedule": schedule or ("interleaved" if vp > 1 else "1f1b"),
-            "layers_per_chunk": _layers(layers),
+            "layers_per_chunk": _layers(layers) or (book.split(problem.model, pp * vp) if book.split else None),
             "cp_kind": cp_kind,
             "offload": offload,
             "tp_overlap": tp_overlap,

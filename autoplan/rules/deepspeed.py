@@ -7,7 +7,7 @@ Megatron whose mpu DeepSpeed is given; context parallelism is Ulysses; experts a
 from __future__ import annotations
 
 from autoplan.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, universal
+from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.widths import kv_groups
 
 _ENGINE = "runtime/engine.py"
@@ -19,10 +19,6 @@ NONE, ZERO2, ZERO3 = (SHARDINGS.index(word) for word in ("none", "zero2", "zero3
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
-
-
-def _one_chunk(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.vp == 1
 
 
 def _no_gradient_shards(setting: Setting, batch: PlanBatch) -> Bools:
@@ -56,10 +52,6 @@ def _cp_alone(setting: Setting, batch: PlanBatch) -> Bools:
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
-def _whole_experts(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.etp == 1
-
-
 def _folded_experts(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.ep == 1) | (batch.tp == 1) | ((batch.pp == 1) & (batch.offload == OFFLOADS.index("none")))
 
@@ -83,10 +75,6 @@ def _offload(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.offload == OFFLOADS.index("none")) | (batch.sharding != NONE)
 
 
-def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (batch.tp > 1)
-
-
 CHOICES = (
     Choice(axis="schedule", words=("1f1b",), source=f"{_PIPE}/schedule.py:189"),
     Choice(axis="cp_kind", words=(CP_KINDS[1],), source=f"{_ULYSSES}:145"),
@@ -98,11 +86,7 @@ RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.ALL_OR_NONE,
     *(choice.rule() for choice in CHOICES),
-    Rule(
-        source=f"{_PIPE}/schedule.py:189",
-        holds=_one_chunk,
-        says=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1",
-    ),
+    shared.no_interleaving(f"{_PIPE}/schedule.py:189"),
     Rule(
         source=f"{_PIPE}/engine.py:76",
         holds=_no_gradient_shards,
@@ -131,16 +115,8 @@ RULES: tuple[Rule, ...] = (
         holds=_cp_alone,
         says=lambda s, p: f"cp {p.cp} with tp {p.tp}: Ulysses knows no tensor parallelism, set one to 1",
     ),
-    Rule(
-        source="module_inject/auto_tp.py",
-        holds=_sp_needs_tp,
-        says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
-    ),
-    Rule(
-        source=f"{_FOLDING}:214",
-        holds=_whole_experts,
-        says=lambda s, p: f"etp {p.etp}: experts are whole, set etp 1",
-    ),
+    shared.sp_needs_tp("module_inject/auto_tp.py"),
+    shared.whole_experts(f"{_FOLDING}:214"),
     Rule(
         source=f"{_FOLDING}:206",
         holds=_folded_experts,

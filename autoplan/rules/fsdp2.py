@@ -1,8 +1,8 @@
 """Which plans does plain PyTorch run: fully_shard (FSDP2), DTensor tensor parallelism, torch.distributed.pipelining?
 
-Places are files and lines of PyTorch 2.13.0, below torch/distributed/.  States that are not sharded are those of
-`replicate`, which is built on FSDP2: DistributedDataParallel under a schedule that splits the backward pass, or with
-tensor parallelism in a pipeline, trains with wrong gradients and says nothing.
+Places are files and lines of PyTorch 2.13.0.  States that are not sharded are those of `replicate`, which is built on
+FSDP2: DistributedDataParallel under a schedule that splits the backward pass, or with tensor parallelism in a pipeline,
+trains with wrong gradients and says nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.plan import CP_KINDS, OFFLOADS, SCHEDULES, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, narrow, universal
-from autoplan.rules.widths import kv_groups
+from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
 
-_SCHEDULES = "pipelining/schedules.py"
-_ATTENTION = "tensor/experimental/_context_parallel/_attention.py"
+_SCHEDULES = "torch/distributed/pipelining/schedules.py"
+_ATTENTION = "torch/distributed/tensor/experimental/_context_parallel/_attention.py"
 
 _NAME = {word: SCHEDULES.index(word) for word in SCHEDULES}
 _V_SHAPED = (_NAME["zb-v"], _NAME["dualpipe-v"])
@@ -45,10 +44,6 @@ def _interleaved_rounds(setting: Setting, batch: PlanBatch) -> Bools:
 def _zero_bubble_rounds(setting: Setting, batch: PlanBatch) -> Bools:
     count = batch.num_microbatches
     return (batch.schedule != _NAME["zb-h1"]) | (count % np.maximum(count // batch.pp, 1) == 0)
-
-
-def _tied(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.pp == 1 if setting.model.tied_embeddings else all_true(batch)
 
 
 PIPELINE_RULES: tuple[Rule, ...] = (
@@ -92,48 +87,6 @@ PIPELINE_RULES: tuple[Rule, ...] = (
 )
 
 
-# -- tensor and context parallelism -----------------------------------------------------------------------------------
-
-
-def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
-    """A view of projections into heads needs whole heads on every rank."""
-    return kv_groups(setting.model) % batch.tp == 0
-
-
-def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (batch.tp > 1)
-
-
-def _sequence(setting: Setting, batch: PlanBatch) -> Bools:
-    """Two chunks a rank balance the causal mask; sequence parallelism spreads each rank's tokens over tp."""
-    parts = np.where(batch.sp, batch.tp, 1) * np.where(batch.cp > 1, 2 * batch.cp, 1)
-    return setting.training.seq_len % parts == 0
-
-
-WHOLE_HEADS = Rule(
-    source="tensor/parallel/style.py ColwiseParallel",
-    holds=_kv_heads,
-    says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be divisible by tp {p.tp}: lower tp",
-)
-SP_NEEDS_TP = Rule(
-    source="tensor/parallel/style.py SequenceParallel",
-    holds=_sp_needs_tp,
-    says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
-)
-
-
-def sequence_rule(source: str) -> Rule:
-    """That the sequence divides into what context and sequence parallelism make of it."""
-    return Rule(
-        source=source,
-        holds=_sequence,
-        says=lambda s, p: (
-            f"seq_len {s.training.seq_len} must be divisible by "
-            f"{'tp x ' if p.sp else ''}{'2 cp' if p.cp > 1 else '1'} (tp {p.tp}, cp {p.cp}): lower tp or cp"
-        ),
-    )
-
-
 # -- experts, sharding ------------------------------------------------------------------------------------------------
 
 
@@ -143,11 +96,19 @@ def _no_experts(setting: Setting, batch: PlanBatch) -> Bools:
 
 CHOICES = (
     # reshard_after_forward False and True.
-    Choice(axis="sharding", words=("none", "zero2", "zero3"), source="fsdp/_fully_shard/_fully_shard.py:102"),
+    Choice(
+        axis="sharding",
+        words=("none", "zero2", "zero3"),
+        source="torch/distributed/fsdp/_fully_shard/_fully_shard.py:102",
+    ),
     Choice(axis="cp_kind", words=(CP_KINDS[0],), source=f"{_ATTENTION}:53"),
     # CPUOffloadPolicy takes the parameters along, which is not priced.
-    Choice(axis="offload", words=(OFFLOADS[0],), source="fsdp/_fully_shard/_fsdp_api.py:183"),
-    Choice(axis="precision", words=("bf16", "fp16", "fp8", "mxfp8"), source="fsdp/_fully_shard/_fsdp_api.py:14"),
+    Choice(axis="offload", words=(OFFLOADS[0],), source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183"),
+    Choice(
+        axis="precision",
+        words=("bf16", "fp16", "fp8", "mxfp8"),
+        source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:14",
+    ),
 )
 
 RULES: tuple[Rule, ...] = (
@@ -155,24 +116,18 @@ RULES: tuple[Rule, ...] = (
     universal.NO_PARTS,
     *(choice.rule() for choice in CHOICES),
     *PIPELINE_RULES,
+    shared.tied_needs_one_stage("torch/distributed/pipelining/stage.py PipelineStage"),
+    shared.whole_kv_heads("torch/distributed/tensor/parallel/style.py ColwiseParallel"),
+    shared.sp_needs_tp("torch/distributed/tensor/parallel/style.py SequenceParallel"),
+    shared.whole_sequence("torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py:148"),
     Rule(
-        source="pipelining/stage.py PipelineStage",
-        holds=_tied,
-        says=lambda s, p: (
-            f"tied embeddings need pp 1, pp is {p.pp}: stages do not add up the gradients of a shared weight"
-        ),
-    ),
-    WHOLE_HEADS,
-    SP_NEEDS_TP,
-    sequence_rule("tensor/experimental/_context_parallel/_load_balancer.py:148"),
-    Rule(
-        source="tensor/parallel/style.py",
+        source="torch/distributed/tensor/parallel/style.py",
         holds=_no_experts,
         says=lambda s, p: (
             f"ep {p.ep} and etp {p.etp}: PyTorch has no style that spreads experts; set both to 1, or use torchtitan"
         ),
     ),
-    *narrow.rules("torchao float8 and mx, torch._scaled_mm"),
+    *shared.aligned("torchao float8 and mx, torch._scaled_mm"),
 )
 
 BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"), repeats_some_layers=True)

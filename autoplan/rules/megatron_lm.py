@@ -26,7 +26,7 @@ from autoplan.plan import (
     ParallelPlan,
     PlanBatch,
 )
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, narrow, universal
+from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.widths import has_dense_mlp, kv_groups
 
 Ints = NDArray[np.int64]
@@ -107,10 +107,6 @@ def _cp_window(setting: Setting, batch: PlanBatch) -> Bools:
     if model.window is None and not model.attention_sinks:
         return all_true(batch)
     return (batch.cp == 1) | (batch.cp_kind == ALL_TO_ALL)
-
-
-def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (batch.tp > 1)
 
 
 def _sp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
@@ -278,11 +274,7 @@ RULES: tuple[Rule, ...] = (
         _cp_window,
         lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
     ),
-    _rule(
-        "core/model_parallel_config.py:502",
-        _sp_needs_tp,
-        lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
-    ),
+    shared.sp_needs_tp("core/model_parallel_config.py:502"),
     _rule(
         "core/tensor_parallel/mappings.py:178",
         _sp_sequence,
@@ -367,7 +359,7 @@ RULES: tuple[Rule, ...] = (
             "recompute: leave it out of recompute_modules"
         ),
     ),
-    *narrow.rules("core/fp8_utils.py:356"),
+    *shared.aligned("core/fp8_utils.py:356"),
 )
 
 BOOK = Rulebook(rules=RULES, choices=CHOICES, repeats_parts=True, repeats_some_layers=True)

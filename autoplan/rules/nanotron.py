@@ -12,8 +12,8 @@ import numpy as np
 
 from autoplan.model import ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch, chunk_layers
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, universal
-from autoplan.rules.widths import has_dense_mlp, kv_groups
+from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules.widths import has_dense_mlp
 
 _LLAMA = "models/llama.py"
 _LINEAR = "parallel/tensor_parallel/nn.py"
@@ -48,10 +48,6 @@ def layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _one_chunk(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.vp == 1
-
-
 def _needs_pp(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.schedule == ONE_FORWARD_ONE_BACKWARD) | (batch.pp > 1)
 
@@ -68,16 +64,8 @@ def _own_split(setting: Setting, batch: PlanBatch) -> Bools:
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
 
 
-def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
-    return kv_groups(setting.model) % batch.tp == 0
-
-
 def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
     return setting.model.ffn_size % batch.tp == 0 if has_dense_mlp(setting.model) else all_true(batch)
-
-
-def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (batch.tp > 1)
 
 
 def _sp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
@@ -95,10 +83,6 @@ def _no_cp(setting: Setting, batch: PlanBatch) -> Bools:
 def _no_ep(setting: Setting, batch: PlanBatch) -> Bools:
     """The sizes of the groups multiply to the world without ep, and are laid out with it."""
     return batch.ep == 1
-
-
-def _whole_experts(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.etp == 1
 
 
 def _one_shard_group(setting: Setting, batch: PlanBatch) -> Bools:
@@ -123,11 +107,7 @@ RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.ALL_OR_NONE,
     *(choice.rule() for choice in CHOICES),
-    Rule(
-        source=f"{_ENGINE}:270",
-        holds=_one_chunk,
-        says=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1",
-    ),
+    shared.no_interleaving(f"{_ENGINE}:270"),
     Rule(
         source=f"{_ENGINE}:175",
         holds=_needs_pp,
@@ -142,21 +122,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(source="models/base.py:224", holds=_own_split, says=_says_split),
-    Rule(
-        source=f"{_LLAMA}:351",
-        holds=_kv_heads,
-        says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be divisible by tp {p.tp}: lower tp",
-    ),
+    shared.whole_kv_heads(f"{_LLAMA}:351"),
     Rule(
         source=f"{_LINEAR}:128",
         holds=_mlp_width,
         says=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
     ),
-    Rule(
-        source="config/parallelism_config.py:46",
-        holds=_sp_needs_tp,
-        says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
-    ),
+    shared.sp_needs_tp("config/parallelism_config.py:46"),
     Rule(
         source="parallel/tensor_parallel/distributed_differentiable_primitives.py:106",
         holds=_sp_sequence,
@@ -172,11 +144,7 @@ RULES: tuple[Rule, ...] = (
         holds=_no_ep,
         says=lambda s, p: f"ep {p.ep}: a run does not start with expert parallelism, set ep 1",
     ),
-    Rule(
-        source="nn/moe.py:71",
-        holds=_whole_experts,
-        says=lambda s, p: f"etp {p.etp}: experts are whole on every rank, set etp 1",
-    ),
+    shared.whole_experts("nn/moe.py:71"),
     Rule(
         source="optim/zero.py:184",
         holds=_one_shard_group,

@@ -1,7 +1,7 @@
 """Which plans does torchtitan accept?
 
-Places are files and lines of torchtitan b5bcd76 (2026-08), below torchtitan/; those below torch/ are of PyTorch 2.13.0,
-whose pipeline schedules it runs.  Unsharded and sharded states are those of FSDP2, so that any schedule may go with
+Places are files and lines of torchtitan b5bcd76 (2026-08), below torchtitan/, and of PyTorch 2.13.0, whose pipeline
+schedules it runs, below torch/.  Unsharded and sharded states are those of FSDP2, so that any schedule may go with
 them.  --parallelism.module_fqns_per_model_part takes any counts of layers.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, narrow, universal
+from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.fsdp2 import PIPELINE_RULES
-from autoplan.rules.widths import kv_groups
 
 _DECODER = "models/common/decoder.py"
 _DIMS = "distributed/parallel_dims.py"
@@ -24,30 +23,12 @@ NONE, ZERO2 = SHARDINGS.index("none"), SHARDINGS.index("zero2")
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _tied(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.pp == 1 if setting.model.tied_embeddings else all_true(batch)
-
-
 def _resharding(setting: Setting, batch: PlanBatch) -> Bools:
     """The weights of a stage stay gathered through a step by default, which is what zero3 means in its pipelines."""
     return (batch.pp == 1) | (batch.sharding != ZERO2)
 
 
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
-
-
-def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
-    return kv_groups(setting.model) % batch.tp == 0
-
-
-def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (batch.tp > 1)
-
-
-def _sequence(setting: Setting, batch: PlanBatch) -> Bools:
-    """Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch."""
-    parts = np.where(batch.sp, batch.tp, 1) * np.where(batch.cp > 1, 2 * batch.cp, 1)
-    return setting.training.seq_len % parts == 0
 
 
 def _cp_is_sharded(setting: Setting, batch: PlanBatch) -> Bools:
@@ -59,7 +40,7 @@ def _cp_is_sharded(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 def _experts_take_ranks(setting: Setting, batch: PlanBatch) -> Bools:
-    """Experts borrow the ranks of one copy of the shard group; without sharding the whole stage is such a copy."""
+    """Experts borrow the ranks of one copy of the shard group; without sharding every replica is one."""
     copies = np.where(batch.sharding == NONE, batch.dp, batch.dp_replicate)
     ranks = batch.tp * batch.cp * batch.dp // copies
     return ranks % batch.ep == 0 if setting.model.moe else all_true(batch)
@@ -85,34 +66,16 @@ RULES: tuple[Rule, ...] = (
     universal.ALL_OR_NONE,
     *(choice.rule() for choice in CHOICES),
     *PIPELINE_RULES,
-    Rule(
-        source=f"{_DECODER}:168",
-        holds=_tied,
-        says=lambda s, p: f"tied embeddings need pp 1, pp is {p.pp}: lower pp",
-    ),
+    shared.tied_needs_one_stage(f"{_DECODER}:168"),
     Rule(
         source=f"{_FSDP}:129",
         holds=_resharding,
         says=lambda s, p: f"zero2 with pp {p.pp} is what zero3 is in a pipeline: use zero3",
     ),
-    Rule(
-        source=f"{_DECODER}:195",
-        holds=_kv_heads,
-        says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be divisible by tp {p.tp}: lower tp",
-    ),
-    Rule(
-        source="trainer.py:300",
-        holds=_sp_needs_tp,
-        says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
-    ),
-    Rule(
-        source="trainer.py:302",
-        holds=_sequence,
-        says=lambda s, p: (
-            f"seq_len {s.training.seq_len} must be divisible by tp {p.tp} with sp, times 2 cp {2 * p.cp} with cp > 1: "
-            "lower tp or cp"
-        ),
-    ),
+    shared.whole_kv_heads(f"{_DECODER}:195"),
+    shared.sp_needs_tp("trainer.py:300"),
+    # Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch.
+    shared.whole_sequence("trainer.py:302"),
     Rule(
         source=f"{_FSDP}:54",
         holds=_cp_is_sharded,
@@ -130,7 +93,7 @@ RULES: tuple[Rule, ...] = (
         holds=_expert_tensors,
         says=lambda s, p: f"etp {p.etp} with ep {p.ep} and tp {p.tp}: set etp to {1 if p.ep > 1 else p.tp}",
     ),
-    *narrow.rules("components/quantization/utils.py:22"),
+    *shared.aligned("components/quantization/utils.py:22"),
 )
 
 BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"))
