@@ -11,14 +11,7 @@ from functools import lru_cache
 from autoplan.cost.recompute import stores_scores
 from autoplan.errors import InputError
 from autoplan.model import ModelSpec
-from autoplan.plan import (
-    CP_KINDS,
-    OFFLOADS,
-    RECOMPUTE_MODULES,
-    SCHEDULES,
-    SHARDINGS,
-    parse_recompute,
-)
+from autoplan.plan import CP_KINDS, OFFLOADS, RECOMPUTE_MODULES, SCHEDULES, SHARDINGS, parse_recompute
 from autoplan.problem import Problem
 from autoplan.rules import Rulebook
 from autoplan.rules.books import book_of
@@ -248,7 +241,8 @@ def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], a
         if name in ("zero2", "zero3"):
             limits = replace(limits, shardings=tuple(dict.fromkeys((*limits.shardings, name))))
         elif axis == "schedule":
-            limits = replace(limits, schedules=tuple(dict.fromkeys((*limits.schedules, name.partition("=")[2]))))
+            schedule = name.removeprefix("schedule=")
+            limits = replace(limits, schedules=tuple(dict.fromkeys((*limits.schedules, schedule))))
         elif name == "partial_recompute":
             if not limits.partial_recomputes:
                 raise InputError("--allow partial_recompute: the framework recomputes all layers or none, leave it out")

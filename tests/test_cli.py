@@ -148,8 +148,6 @@ def test_a_plan_that_cannot_be_exported_gets_no_export_command(folder: Path) -> 
     [
         ("torchtitan", ("--fix", "schedule=zb-v"), {"none", "zero2", "zero3"}),
         ("nanotron", ("--fix", "pp=4", "--allow", "schedule=gpipe"), {"none", "zero1"}),
-        ("deepspeed-zero", (), {"none", "zero1", "zero2", "zero3"}),
-        ("pytorch-fsdp", (), {"none", "zero2", "zero3"}),
     ],
 )
 def test_a_search_finds_a_plan_of_another_framework(

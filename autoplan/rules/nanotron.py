@@ -1,7 +1,7 @@
 """Which plans does nanotron accept, and how does it cut a model into pipeline stages?
 
-Places are files and lines of nanotron 2411b02 (2026-04), below src/nanotron/.  Pads the vocabulary to a multiple of tp
-(helpers.py:52), and ties embeddings across stages.
+Places are files and lines of nanotron 2411b02 (2026-04), below src/nanotron/.  The vocabulary is padded to a
+multiple of tp (helpers.py:52), and embeddings may be tied across stages.
 """
 
 from __future__ import annotations
