@@ -22,6 +22,7 @@ from autoplan.cost.estimate import message_s, straggler_share
 from autoplan.cost.layer import block_costs, groups, local_parameters
 from autoplan.cost.layout import repeats_mtp
 from autoplan.cost.memory import StageParameters, states, stored_bytes
+from autoplan.cost.order import V_SHAPED
 from autoplan.cost.recompute import activation_parts, kept_bytes
 from autoplan.cost.schedule import send_exposed_s
 from autoplan.cost.tail import optimizer_s
@@ -32,8 +33,10 @@ from search.space import Space
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 ONE_FORWARD_ONE_BACKWARD = tuple(SCHEDULES.index(name) for name in ("1f1b", "interleaved"))
+FOLDED = tuple(SCHEDULES.index(name) for name in V_SHAPED)
 
 
 # -- where the layers lie ----------------------------------------------------------------------------------------------
@@ -55,11 +58,17 @@ class Spread:
     repeated_first: Ints
     repeated_last: Ints
     repeated_heaviest: Ints
-    rank: Ints  # which one is the heaviest, -1 where that is not known: shape (layouts)
+    # Shape (layouts):
+    rank: Ints  # which one is the heaviest, -1 where that is not known
+    has_path: Bools  # whether the schedule is 1F1B, plain or interleaved, whose closed form holds
+    is_folded: Bools  # whether the first rank has the last chunk too, so that fewer passes than stages may be alive
 
     def take(self, which: Ints) -> Spread:
         """Those of the layouts at the given indices."""
         return Spread(**{name: getattr(self, name)[which] for name in self.__slots__})
+
+
+FIGURES = Spread.__slots__[: Spread.__slots__.index("rank")]
 
 
 @lru_cache(maxsize=64)
@@ -69,37 +78,52 @@ def sorts(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
 
 
 @lru_cache(maxsize=65536)
-def _spread(model: ModelSpec, layout: tuple[int, ...], pp: int, num_repeated: int) -> tuple[Ints, int]:
-    """((figures of `Spread` but the rank, sorts), rank) of one layout."""
+def _spread(
+    model: ModelSpec, layout: tuple[int, ...], pp: int, num_repeated: int, *, is_folded: bool
+) -> tuple[Ints, int]:
+    """((`FIGURES`, sorts), heaviest rank) of one layout."""
     which = np.array([sorts(model).index(layer) for layer in model.layers])
     layers = np.array(layout)
     starts = np.cumsum(layers) - layers
     total = np.zeros((model.num_layers + 1, len(sorts(model))), dtype=np.int64)
     np.cumsum(which[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
-    held = (total[starts + layers] - total[starts]).reshape(-1, pp, total.shape[1]).sum(axis=0)
+    held = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
     again = total[starts + np.minimum(layers, num_repeated)] - total[starts]
-    again = again.reshape(-1, pp, total.shape[1]).sum(axis=0)
+    again = _by_rank(again, pp, is_folded=is_folded)
+    head = 0 if is_folded else pp - 1
     others = held[: max(pp - 1, 1)].sum(axis=1)
     rank = len(others) - 1 - int(np.argmax(others[::-1]))
     before = held[:rank].sum(axis=0)
-    figures = [held[0], held[0] - again[0], held[-1], held[rank], before]
-    return np.stack([*figures, again.sum(axis=0), again[0], again[-1], again[rank]]), rank
+    figures = [held[0], held[0] - again[0], held[head], held[rank], before]
+    return np.stack([*figures, again.sum(axis=0), again[0], again[head], again[rank]]), rank
 
 
-def spreads(model: ModelSpec, layouts: Sequence[tuple[tuple[int, ...], int, int]]) -> Spread:
-    """The figures of some (layers of each chunk, ranks, layers of a chunk that are recomputed)."""
-    found = [_spread(model, *one) for one in layouts]
-    names = [name for name in Spread.__slots__ if name != "rank"]
-    table = np.array([figures for figures, _ in found]).reshape(len(found), len(names), len(sorts(model)))
-    columns = {name: table[:, at] for at, name in enumerate(names)}
-    return Spread(**columns, rank=np.array([rank for _, rank in found], dtype=np.int64))
+def _by_rank(chunks: Ints, pp: int, *, is_folded: bool) -> Ints:
+    """Sums over the chunks of every rank: chunk i is on rank i mod pp, or comes back from the last rank."""
+    rounds = chunks.reshape(-1, pp, chunks.shape[1])
+    return rounds[0] + rounds[1, ::-1] if is_folded else rounds.sum(axis=0)
+
+
+def spreads(model: ModelSpec, layouts: Sequence[tuple[tuple[int, ...], int, int, int]]) -> Spread:
+    """The figures of some (layers of each chunk, ranks, layers of a chunk that are recomputed, schedule)."""
+    schedule = np.array([one[-1] for one in layouts], dtype=np.int64)
+    is_folded = np.isin(schedule, FOLDED)
+    found = [_spread(model, *one[:-1], is_folded=bool(folds)) for one, folds in zip(layouts, is_folded, strict=True)]
+    table = np.array([figures for figures, _ in found]).reshape(len(found), len(FIGURES), len(sorts(model)))
+    return Spread(
+        **{name: table[:, at] for at, name in enumerate(FIGURES)},
+        rank=np.array([rank for _, rank in found], dtype=np.int64),
+        has_path=np.isin(schedule, ONE_FORWARD_ONE_BACKWARD),
+        is_folded=is_folded,
+    )
 
 
 def spread_of(model: ModelSpec, batch: PlanBatch) -> Spread:
     """The figures of every plan of `batch`."""
-    some, like = batch.distinct("layout", "recompute_num_layers", "pp")
-    keys = zip(batch.layout[some], batch.pp[some], batch.recompute_num_layers[some], strict=True)
-    return spreads(model, [(batch.layouts[at], int(pp), int(again)) for at, pp, again in keys]).take(like)
+    some, like = batch.distinct("layout", "recompute_num_layers", "pp", "schedule")
+    columns = (column[some].tolist() for column in (batch.layout, batch.pp, batch.recompute_num_layers, batch.schedule))
+    keys = zip(*columns, strict=True)
+    return spreads(model, [(batch.layouts[at], *rest) for at, *rest in keys]).take(like)
 
 
 # -- what plans of a kind cost -----------------------------------------------------------------------------------------
@@ -131,8 +155,8 @@ class KindCosts:
     def step_s(self, vp: Ints, spread: Spread, *, overlaps: bool) -> Floats:
         """A time that no plan of the kind with at most `vp` chunks a rank and such a spread of layers beats.
 
-        The paths of the last and the heaviest rank through the closed form of 1F1B, and the mean work of all ranks,
-        which no schedule beats.
+        The paths of the last and the heaviest rank through the closed form of 1F1B, and the work of each of them and
+        the mean of all ranks, which no schedule beats.
         """
         pp, m = self.batch.pp, self.batch.num_microbatches
         total = self.model_s + (spread.repeated * self.repeat_s).sum(axis=-1)
@@ -140,14 +164,12 @@ class KindCosts:
         heavy = (spread.heaviest * self.layer_s + spread.repeated_heaviest * self.repeat_s).sum(axis=-1)
         path = np.where(spread.rank < 0, 0.0, m * heavy + self._around(spread, total, heavy) / vp)
         path = np.maximum(m * last + (total - last) / vp, path)
-        has_path = np.isin(self.batch.schedule, ONE_FORWARD_ONE_BACKWARD)
-        mean = m * total / pp
-        work = np.where(has_path, np.maximum(mean, path), mean)
+        work = np.maximum(m * total / pp, np.where(spread.has_path, path, m * np.maximum(last, heavy)))
         one, two = (
             send_exposed_s(self.message_s, pp, m, np.full_like(pp, count), self.message_s, overlaps=overlaps)
             for count in (1, 2)
         )
-        sends = np.where(has_path, np.where(vp > 1, np.minimum(one, two), one), 0.0)
+        sends = np.where(spread.has_path, np.where(vp > 1, np.minimum(one, two), one), 0.0)
         return self.factor * (work + sends + self.rest_s)
 
     def _around(self, spread: Spread, total: Floats, heavy: Floats) -> Floats:
@@ -167,7 +189,7 @@ class KindCosts:
 
     def memory_bytes(self, spread: Spread) -> Floats:
         """Memory that no plan of the kind with such a spread of layers does without, on its first rank."""
-        live = np.minimum(self.batch.num_microbatches, self.batch.pp)
+        live = np.where(spread.is_folded, 1, np.minimum(self.batch.num_microbatches, self.batch.pp))
         states_bytes = (spread.first * self.state_bytes).sum(axis=-1)
         kept = (spread.kept_first * self.kept_bytes).sum(axis=-1)
         kept = kept + spread.repeated_first.sum(axis=-1) * self.stored_bytes
@@ -246,14 +268,13 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
 def kind_bounds(problem: Problem, space: Space, costs: KindCosts) -> tuple[Floats, Floats]:
     """(a time that no plan of each kind beats, memory that none does without)."""
     batch = costs.batch
+    if not len(batch):
+        return np.zeros(0), np.zeros(0)
     some, like = batch.distinct("pp", "recompute_num_layers")
     least = [_fewest(space, int(batch.pp[at]), int(batch.recompute_num_layers[at])) for at in some]
-    table = np.array([figures for _, figures in least]).reshape(
-        -1, len(Spread.__slots__) - 1, len(sorts(problem.model))
-    )
-    table, vp = table[like], np.array([vp for vp, _ in least], dtype=np.int64)[like]
-    figures = {name: table[:, at] for at, name in enumerate(Spread.__slots__[:-1])}
-    spread = Spread(**figures, rank=np.full(len(batch), -1))
+    vp = np.array([vp for vp, _ in least], dtype=np.int64)[like]
+    joined = Spread(**{name: np.stack([getattr(one, name) for _, one in least]) for name in Spread.__slots__})
+    spread = joined.take(like)
     time = costs.step_s(vp, spread, overlaps=problem.framework.p2p_overlap)
     return time, costs.memory_bytes(spread)
 
@@ -270,9 +291,12 @@ def group_bounds(problem: Problem, space: Space, groups: PlanBatch) -> tuple[Flo
 
 
 @lru_cache(maxsize=4096)
-def _fewest(space: Space, pp: int, num_repeated: int) -> tuple[int, Ints]:
-    """(most chunks of a rank, least figures of `Spread` but the rank) of all layouts on so many stages."""
-    model, layouts = space.setting.model, space.layouts_on(pp)
-    found = [_spread(model, layout, pp, num_repeated)[0] for _, layout in layouts]
-    figures = np.minimum.reduce(found) if found else np.zeros((len(Spread.__slots__) - 1, len(sorts(model))), np.int64)
-    return max((vp for vp, _ in layouts), default=1), figures
+def _fewest(space: Space, pp: int, num_repeated: int) -> tuple[int, Spread]:
+    """(most chunks of a rank, least figures) of all layouts on so many stages."""
+    found = space.layouts_on(pp)
+    spread = spreads(space.setting.model, [(layout, pp, num_repeated, schedule) for _, schedule, layout in found])
+    none = np.zeros(len(sorts(space.setting.model)), dtype=np.int64)
+    least = {name: getattr(spread, name).min(axis=0) if found else none for name in FIGURES}
+    return max((vp for vp, _, _ in found), default=1), Spread(
+        **least, rank=np.array(-1), has_path=np.array(spread.has_path.all()), is_folded=np.array(spread.is_folded.any())
+    )
