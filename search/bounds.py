@@ -17,15 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes
+from autoplan.cost.communication import CONTENTION_SHARE, Links
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
 from autoplan.cost.estimate import message_s, straggler_share
 from autoplan.cost.layer import block_costs, groups, local_parameters
-from autoplan.cost.layout import repeats_mtp
-from autoplan.cost.memory import StageParameters, states, stored_bytes
+from autoplan.cost.layout import StageBlocks, repeats_mtp
+from autoplan.cost.memory import (
+    StageParameters,
+    boundary_bytes,
+    communicator_bytes,
+    states,
+    stored_bytes,
+    wgrad_buffer_bytes,
+)
 from autoplan.cost.order import V_SHAPED
 from autoplan.cost.recompute import activation_parts, kept_bytes
 from autoplan.cost.schedule import send_exposed_s
-from autoplan.cost.tail import optimizer_s
+from autoplan.cost.tail import optimizer_s, reduction_s
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
@@ -51,11 +59,14 @@ class Spread:
 
     first: Ints  # on the first rank
     kept_first: Ints  # of these, not recomputed as a whole
+    second: Ints  # on the rank behind it, which has no embedding and often more layers
+    kept_second: Ints
     last: Ints  # on the rank with the head
     heaviest: Ints  # on the rank with most layers but for the last one, the later of equal ones
     before: Ints  # on the ranks before that one
     repeated: Ints  # of the whole model
     repeated_first: Ints
+    repeated_second: Ints
     repeated_last: Ints
     repeated_heaviest: Ints
     # Shape (layouts):
@@ -77,39 +88,60 @@ def sorts(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
     return tuple(dict.fromkeys(model.layers))
 
 
-@lru_cache(maxsize=65536)
-def _spread(
-    model: ModelSpec, layout: tuple[int, ...], pp: int, num_repeated: int, *, is_folded: bool
-) -> tuple[Ints, int]:
-    """((`FIGURES`, sorts), heaviest rank) of one layout."""
-    which = np.array([sorts(model).index(layer) for layer in model.layers])
-    layers = np.array(layout)
-    starts = np.cumsum(layers) - layers
-    total = np.zeros((model.num_layers + 1, len(sorts(model))), dtype=np.int64)
-    np.cumsum(which[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
+@lru_cache(maxsize=16384)
+def _spread(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: bool) -> tuple[Ints, int]:
+    """(`FIGURES` of one layout, heaviest rank): shape (layers of a chunk that are recomputed, figures, sorts)."""
+    layers, total = np.array(layout), _layers_before(model)
+    starts, numbers = np.cumsum(layers) - layers, np.arange(max(layout) + 1)
     held = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
-    again = total[starts + np.minimum(layers, num_repeated)] - total[starts]
-    again = _by_rank(again, pp, is_folded=is_folded)
-    head = 0 if is_folded else pp - 1
+    again = _by_rank(total[starts + np.minimum(layers, numbers[:, None])] - total[starts], pp, is_folded=is_folded)
+    head, behind = 0 if is_folded else pp - 1, min(1, pp - 1)
     others = held[: max(pp - 1, 1)].sum(axis=1)
     rank = len(others) - 1 - int(np.argmax(others[::-1]))
-    before = held[:rank].sum(axis=0)
-    figures = [held[0], held[0] - again[0], held[head], held[rank], before]
-    return np.stack([*figures, again.sum(axis=0), again[0], again[head], again[rank]]), rank
+    figures = {
+        "first": held[0],
+        "kept_first": held[0] - again[:, 0],
+        "second": held[behind],
+        "kept_second": held[behind] - again[:, behind],
+        "last": held[head],
+        "heaviest": held[rank],
+        "before": held[:rank].sum(axis=0),
+        "repeated": again.sum(axis=1),
+        "repeated_first": again[:, 0],
+        "repeated_second": again[:, behind],
+        "repeated_last": again[:, head],
+        "repeated_heaviest": again[:, rank],
+    }
+    table = np.empty((len(numbers), len(FIGURES), total.shape[1]), dtype=np.int64)
+    for at, name in enumerate(FIGURES):
+        table[:, at] = figures[name]
+    return table, rank
+
+
+@lru_cache(maxsize=64)
+def _layers_before(model: ModelSpec) -> Ints:
+    """How many of the first n layers are of each sort: shape (layers + 1, sorts)."""
+    which = np.array([sorts(model).index(layer) for layer in model.layers])
+    total = np.zeros((model.num_layers + 1, len(sorts(model))), dtype=np.int64)
+    np.cumsum(which[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
+    return total
 
 
 def _by_rank(chunks: Ints, pp: int, *, is_folded: bool) -> Ints:
     """Sums over the chunks of every rank: chunk i is on rank i mod pp, or comes back from the last rank."""
-    rounds = chunks.reshape(-1, pp, chunks.shape[1])
-    return rounds[0] + rounds[1, ::-1] if is_folded else rounds.sum(axis=0)
+    rounds = chunks.reshape(*chunks.shape[:-2], -1, pp, chunks.shape[-1])
+    return rounds[..., 0, :, :] + rounds[..., 1, ::-1, :] if is_folded else rounds.sum(axis=-3)
 
 
 def spreads(model: ModelSpec, layouts: Sequence[tuple[tuple[int, ...], int, int, int]]) -> Spread:
     """The figures of some (layers of each chunk, ranks, layers of a chunk that are recomputed, schedule)."""
     schedule = np.array([one[-1] for one in layouts], dtype=np.int64)
     is_folded = np.isin(schedule, FOLDED)
-    found = [_spread(model, *one[:-1], is_folded=bool(folds)) for one, folds in zip(layouts, is_folded, strict=True)]
-    table = np.array([figures for figures, _ in found]).reshape(len(found), len(FIGURES), len(sorts(model)))
+    found = [
+        _spread(model, one[0], one[1], is_folded=bool(folds)) for one, folds in zip(layouts, is_folded, strict=True)
+    ]
+    chosen = [table[min(again, len(table) - 1)] for (table, _), (_, _, again, _) in zip(found, layouts, strict=True)]
+    table = np.array(chosen).reshape(len(found), len(FIGURES), len(sorts(model)))
     return Spread(
         **{name: table[:, at] for at, name in enumerate(FIGURES)},
         rank=np.array([rank for _, rank in found], dtype=np.int64),
@@ -145,7 +177,9 @@ class KindCosts:
     state_bytes: Floats  # of a layer: (kinds, sorts)
     kept_bytes: Floats  # of a layer and micro-batch: (kinds, sorts)
     stored_bytes: Floats  # of a layer that is recomputed as a whole
-    fixed_bytes: Floats  # the embedding's states among them
+    boundary_bytes: Floats  # of a chunk in flight
+    embedding_bytes: Floats  # its states
+    fixed_bytes: Floats  # whatever the layout
 
     def of(self, plans: PlanBatch, kind: Ints) -> KindCosts:
         """Those of `plans`, each of the kind at an index."""
@@ -188,16 +222,26 @@ class KindCosts:
         return before + np.where(covering < warmup, np.maximum(filling, draining), filling + draining)
 
     def memory_bytes(self, spread: Spread) -> Floats:
-        """Memory that no plan of the kind with such a spread of layers does without, on its first rank."""
-        live = np.where(spread.is_folded, 1, np.minimum(self.batch.num_microbatches, self.batch.pp))
-        states_bytes = (spread.first * self.state_bytes).sum(axis=-1)
-        kept = (spread.kept_first * self.kept_bytes).sum(axis=-1)
-        kept = kept + spread.repeated_first.sum(axis=-1) * self.stored_bytes
-        return self.fixed_bytes + states_bytes + live * kept
+        """Memory that no plan of the kind with such a spread of layers does without, on its first or second rank."""
+        m, pp = self.batch.num_microbatches, self.batch.pp
+
+        def rank_bytes(layers: Ints, kept: Ints, repeated: Ints, live: Ints) -> Floats:
+            passes = (kept * self.kept_bytes).sum(axis=-1) + repeated.sum(axis=-1) * self.stored_bytes
+            passes = passes + self.boundary_bytes
+            return (layers * self.state_bytes).sum(axis=-1) + np.where(spread.is_folded, 1, live) * passes
+
+        first = rank_bytes(spread.first, spread.kept_first, spread.repeated_first, np.minimum(m, pp))
+        ahead = np.minimum(m, np.maximum(pp - 1, 1))
+        second = rank_bytes(spread.second, spread.kept_second, spread.repeated_second, ahead)
+        return self.fixed_bytes + np.maximum(first + self.embedding_bytes, second)
 
 
-def kind_costs(problem: Problem, batch: PlanBatch) -> KindCosts:
-    """What the kinds of `batch` cost; their layouts are not looked at."""
+def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None = None) -> KindCosts:
+    """What the kinds of `batch` cost; their layouts are not looked at.
+
+    `first` are the fewest and the most layers that the first rank may have; without them the reductions of gradients
+    count as none.
+    """
     problem, model = problem.placed(batch.placement), problem.model
     costs = block_costs(problem, batch)
     forward = {block: cost.total_forward_s for block, cost in costs.items()}
@@ -216,6 +260,9 @@ def kind_costs(problem: Problem, batch: PlanBatch) -> KindCosts:
     framework = problem.framework
     counts = np.array([model.layers.count(layer) for layer in sorts(model)])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
+    rest_s = framework.step_overhead_s + _update_s(problem, batch, *mean)
+    if first is not None:
+        rest_s = rest_s + _reductions_s(problem, batch, dense.min(axis=-1), expert.min(axis=-1), first)
     return KindCosts(
         batch=batch,
         model_s=(counts * layer_s).sum(axis=-1) + head,
@@ -224,12 +271,14 @@ def kind_costs(problem: Problem, batch: PlanBatch) -> KindCosts:
         repeat_s=_per_layer(model, repeat),
         head_s=head,
         message_s=np.where(batch.pp > 1, message_s(problem, batch), 0.0),
-        rest_s=framework.step_overhead_s + _update_s(problem, batch, *mean),
+        rest_s=rest_s,
         factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
         state_bytes=per_dense[:, None] * dense + per_expert[:, None] * expert,
         kept_bytes=_kept_bytes(problem, batch),
         stored_bytes=framework.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
-        fixed_bytes=framework.fixed_bytes + per_end * model.vocab_size * model.hidden_size / batch.tp,
+        boundary_bytes=framework.reserved_factor * boundary_bytes(problem, batch),
+        embedding_bytes=per_end * model.vocab_size * model.hidden_size / batch.tp,
+        fixed_bytes=_fixed_bytes(problem, batch),
     )
 
 
@@ -253,6 +302,15 @@ def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return problem.framework.reserved_factor * _per_layer(problem.model, kept)
 
 
+def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """What every rank holds whatever its layers are: context, buffers of communicators and of weight gradients."""
+    framework, shape = problem.framework, (len(batch), 1)
+    none = np.zeros(shape, dtype=np.int64)
+    blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)
+    buffers = wgrad_buffer_bytes(problem, batch, blocks)[:, 0]
+    return framework.fixed_bytes + framework.reserved_factor * buffers + communicator_bytes(problem, groups(batch))
+
+
 def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> Floats:
     """The optimizer's step of a rank with the mean of the parameters of all stages, which one of them exceeds."""
     if problem.timings.holds("optimizer", "bf16", "fp16", "fp32"):
@@ -260,6 +318,37 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
     places, sharded = groups(batch), batch.sharding >= SHARDINGS.index("zero1")
     own = dense / np.where(sharded, places.shard[1], 1) + expert / np.where(sharded, places.expert_shard[1], 1)
     return optimizer_s(problem, batch, own, dense + expert)
+
+
+def _reductions_s(
+    problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats, first: tuple[Ints, Ints]
+) -> Floats:
+    """What shows at least of reducing gradients and gathering parameters on the first rank (`cost.tail`).
+
+    `dense` and `expert` are the parameters of its leanest layer.  However much of the reduction the last backward pass
+    hides, its last bucket shows, and the contention with what it hides under.
+    """
+    fewest, most = first
+    model, framework = problem.model, problem.framework
+    table = model.vocab_size * model.hidden_size / batch.tp
+    held = StageParameters(
+        dense=(fewest * dense + table)[:, None], expert=(fewest * expert)[:, None], ends=table[:, None]
+    )
+    none = np.zeros((len(batch), 1), dtype=np.int64)
+    block, per_layer = model.layers[0][0], len(model.layers[0])
+    blocks = StageBlocks(
+        count={block: fewest[:, None]},
+        repeated={block: none},
+        repeats_chunk=none > 0,
+        chunks_alike=none[:, 0] == 0,
+        is_last=none > 0,
+    )
+    reduce, gather = (times[:, 0] for times in reduction_s(problem, batch, blocks, held, Links.of(problem)))
+    last_bucket = 1.0 / np.maximum(most * per_layer, 1)
+    may_hide = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
+    hidden = reduce * (last_bucket + CONTENTION_SHARE * (1.0 - last_bucket))
+    gathers_early = batch.param_gather_overlap & framework.param_gather_overlap
+    return np.where(may_hide, hidden, reduce) + gather * np.where(gathers_early, last_bucket, 1.0)
 
 
 # -- all layouts of a kind, and all kinds of a group ------------------------------------------------------------------
@@ -288,6 +377,22 @@ def group_bounds(problem: Problem, space: Space, groups: PlanBatch) -> tuple[Flo
     if space.limits.repeats_layers:
         lean = replace(lean, kept_bytes=np.minimum(lean.kept_bytes, lean.stored_bytes[:, None]))
     return time, kind_bounds(problem, space, lean)[1]
+
+
+def first_layers(space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
+    """(fewest, most) layers of the first rank in all layouts of each kind."""
+    stages, at = np.unique(kinds.pp, return_inverse=True)
+    ends = np.array([_first_layers(space, int(pp)) for pp in stages], dtype=np.int64).reshape(-1, 2)[at]
+    return ends[:, 0], ends[:, 1]
+
+
+@lru_cache(maxsize=4096)
+def _first_layers(space: Space, pp: int) -> tuple[int, int]:
+    held = [
+        int(_spread(space.setting.model, layers, pp, is_folded=schedule in FOLDED)[0][0, 0].sum())
+        for _, schedule, layers in space.layouts_on(pp)
+    ]
+    return min(held, default=0), max(held, default=0)
 
 
 @lru_cache(maxsize=4096)

@@ -25,6 +25,7 @@ from autoplan.training import Precision
 MIN_TOKENS_PER_CP_RANK = 4096
 MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
+MOST_FEWER_AT_ENDS = 4  # more than that, no head of a published model is worth in layers
 
 COUNTS = ("tp", "cp", "pp", "vp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "micro_batch")
 WORDS = {
@@ -42,6 +43,8 @@ ALLOWED = (
     "zero3",
     "offload",
     "partial_recompute",
+    "uneven_stages",
+    "partial_sharding",
     "tp_overlap",
     *(f"schedule={name}" for name in SCHEDULES if name not in USUAL_SCHEDULES),
 )
@@ -75,6 +78,8 @@ class Limits:
     cp_kinds: tuple[str, ...] = CP_KINDS
     offloads: tuple[str, ...] = ("none",)
     tp_overlaps: tuple[bool, ...] = (False,)
+    fewer_at_ends: int = 1  # layers that the first and the last chunk may have less than others
+    shards_any_part: bool = False  # whether states may be sharded over any part of the replicas
     rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]
     # The one way in which the framework cuts the model into so many stages; None: several are tried.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
@@ -98,7 +103,7 @@ class Limits:
         """The limits in words, for the certificate."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]
         parts += [f"{axis} <= {value}" for axis, value in self.most]
-        parts += ["sharding " + "|".join(self.shardings), "recompute " + "|".join(self.recomputes)]
+        parts += ["sharding " + "|".join(self.shardings), "recompute " + "|".join(_in_short(self.recomputes))]
         if any(self.tp_overlaps):
             parts.append("tp_overlap " + "|".join("on" if value else "off" for value in self.tp_overlaps))
         if self.schedules != USUAL_SCHEDULES:
@@ -110,6 +115,14 @@ class Limits:
         if self.rank_orders != RANK_ORDERS[:1]:
             parts.append("rank_order " + "|".join(self.rank_orders))
         return tuple(parts)
+
+
+def _in_short(recomputes: tuple[str, ...]) -> tuple[str, ...]:
+    """Choices of recomputation, numbers of layers as a range."""
+    numbers = [int(choice[5:]) for choice in recomputes if choice.startswith("full:")]
+    if len(numbers) < 3:
+        return recomputes
+    return (*(one for one in recomputes if not one.startswith("full:")), f"full:{min(numbers)}..{max(numbers)}")
 
 
 def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
@@ -168,7 +181,7 @@ def _parts(model: ModelSpec) -> tuple[str, ...]:
 
 def _numbers(model: ModelSpec) -> tuple[str, ...]:
     """Numbers of layers of a chunk."""
-    return tuple(f"full:{2**power}" for power in range(model.num_layers.bit_length()))
+    return tuple(f"full:{number}" for number in range(1, model.num_layers))
 
 
 @lru_cache(maxsize=4096)
@@ -267,6 +280,10 @@ def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], a
             limits = replace(limits, recomputes=recomputes)
         elif name == "offload":
             limits = replace(limits, offloads=("none", "optimizer"))
+        elif name == "uneven_stages":
+            limits = replace(limits, fewer_at_ends=MOST_FEWER_AT_ENDS)
+        elif name == "partial_sharding":
+            limits = replace(limits, shards_any_part=True)
         else:
             limits = replace(limits, tp_overlaps=(False, True))
     asked = {}

@@ -90,7 +90,8 @@ class Space:
         else:
             if not limits.fixes("vp"):
                 parts.append("vp a divisor of the layers of a rank")
-            parts.append("layers spread evenly, or with the head, and the embedding too, counted as a layer")
+            counted = "a layer" if limits.fewer_at_ends == 1 else f"1 to {limits.fewer_at_ends} layers"
+            parts.append(f"layers spread evenly, or with the head, and the embedding too, counted as {counted}")
         return tuple(parts)
 
     def cells(self) -> tuple[Cell, ...]:
@@ -143,8 +144,8 @@ class Space:
 
     def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
         """(the kinds of `groups`, for each the index of its group)."""
-        rows = [self._kind_rows(cell) for cell in cells]
-        like, values = _expanded(owner, rows, len(_KIND))
+        present, at = np.unique(owner, return_inverse=True)
+        like, values = _expanded(at, [self._kind_rows(cells[cell]) for cell in present], len(_KIND))
         column = dict(zip(_KIND, values.T, strict=True))
         # Only sharded optimizers gather parameters.
         gathers = column["sharding"] > SHARDINGS.index("none")
@@ -238,7 +239,7 @@ class Space:
             group = tp * cp * (dp // replicate)
             natural = replicate == 1 or (cp * (dp // replicate) > 1 and group in limits.shard_domains)
             if (
-                (free or natural)
+                (free or natural or limits.shards_any_part)
                 and limits.admits("dp_replicate", replicate)
                 and limits.admits("dp_shard", dp // replicate)
             ):
@@ -280,7 +281,8 @@ class Space:
         )
         if cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard"):
             states = tuple((sharding, place) for sharding, place in states if sharding != "none")
-        return _kind_rows(limits.recomputes, states)
+        longest = _longest_chunk(limits, self.setting.model, cell.pp)
+        return _kind_rows(limits.recomputes, states, longest)
 
     def layouts_on(self, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """(chunks of a rank, schedule, layers of every chunk) of the layouts on so many stages."""
@@ -331,17 +333,19 @@ def chunk_counts(num_layers: int, pp: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def layouts(num_layers: int, pp: int, vp: int, num_mtp_layers: int = 0) -> tuple[tuple[int, ...], ...]:
+def layouts(
+    num_layers: int, pp: int, vp: int, num_mtp_layers: int = 0, fewer_at_ends: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """Layers of every chunk: spread evenly, and with what stands beside them counted as layers.
 
-    The head counts as one layer, or as one and the prediction layers before it; the embedding as none or one.  Only
-    an end may be without a layer, and every rank has one.
+    The head counts as one layer, or as one and the prediction layers before it; the embedding as none or one; or each
+    as up to `fewer_at_ends`.  Only an end may be without a layer, and every rank has one.
     """
     chunks = pp * vp
     found = [even_chunks(num_layers, chunks)]
     if pp > 1:
-        for behind in sorted({1, 1 + num_mtp_layers}):
-            for before in (0, 1):
+        for behind in sorted({*range(1, fewer_at_ends + 1), 1 + num_mtp_layers}):
+            for before in range(fewer_at_ends + 1):
                 whole = even_chunks(num_layers + before + behind, chunks)
                 found.append((whole[0] - before, *whole[1:-1], whole[-1] - behind))
 
@@ -370,11 +374,11 @@ def _group_rows(
 
 
 @lru_cache(maxsize=4096)
-def _kind_rows(recomputes: tuple[str, ...], states: tuple[tuple[str, str], ...]) -> Ints:
+def _kind_rows(recomputes: tuple[str, ...], states: tuple[tuple[str, str], ...], longest: int) -> Ints:
+    """`longest` is how many layers a chunk has at most: so many are all of them."""
+    choices = [choice for choice in map(_recompute, recomputes) if choice[2] == ALL_LAYERS or choice[2] < longest]
     rows = [
-        (SHARDINGS.index(sharding), *_recompute(recompute), OFFLOADS.index(place))
-        for sharding, place in states
-        for recompute in recomputes
+        (SHARDINGS.index(sharding), *choice, OFFLOADS.index(place)) for sharding, place in states for choice in choices
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, len(_KIND))
 
@@ -386,10 +390,18 @@ def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int,
         for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp))
         if limits.admits("vp", vp)
         for layout in (
-            (limits.split(model, pp),) if limits.split else layouts(model.num_layers, pp, vp, model.num_mtp_layers)
+            (limits.split(model, pp),)
+            if limits.split
+            else layouts(model.num_layers, pp, vp, model.num_mtp_layers, limits.fewer_at_ends)
         )
         for schedule in _schedules(limits, pp, vp)
     )
+
+
+@lru_cache(maxsize=4096)
+def _longest_chunk(limits: Limits, model: ModelSpec, pp: int) -> int:
+    """Most layers of a chunk, in all layouts on so many stages."""
+    return max((max(layers) for *_, layers in _layouts(limits, model, pp)), default=0)
 
 
 def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:

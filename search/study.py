@@ -17,7 +17,7 @@ from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, Certificate, RankedPlan, SearchResult
 from autoplan.rules import legal
-from search.bounds import KindCosts, group_bounds, kind_bounds, kind_costs, spread_of
+from search.bounds import KindCosts, first_layers, group_bounds, kind_bounds, kind_costs, spread_of
 from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
 from search.sampler import CellSampler
 from search.space import Cell, Space
@@ -33,6 +33,7 @@ MARGIN = 0.05  # plans so much slower than the best are found too, all of them
 # Few of them, and few prices, until there is a plan to beat.
 FIRST_KINDS, BLOCK_KINDS = 128, 8192
 FIRST_PRICED, MOST_PRICED = 32, 2048
+ROOM = 0.9  # of the memory, by its bound, for a plan that is priced to have something to beat
 
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
@@ -133,6 +134,7 @@ def _explore(problem: Problem, space: Space, frontier: _Frontier, seen: _Finding
     groups = usable[np.lexsort((frontier.bound[usable], cell_bound[frontier.owner[usable]]))]
     place = np.empty(len(frontier.cells), dtype=np.int64)
     place[order] = np.arange(len(order))
+    _dive(problem, space, frontier, seen, groups, limit_bytes)
     done, size = 0, FIRST_KINDS
     while done < len(order) and cell_bound[order[done]] < seen.bar:
         # As many cells as have a block of kinds below the bar.
@@ -153,6 +155,36 @@ def _explore(problem: Problem, space: Space, frontier: _Frontier, seen: _Finding
     seen.skip(frontier.bound[usable])
     if progress:
         progress(len(frontier.cells), len(frontier.cells))
+
+
+def _dive(
+    problem: Problem, space: Space, frontier: _Frontier, seen: _Findings, groups: Ints, limit_bytes: float
+) -> None:
+    """Price one plan of every cell, so that there is something to beat: the one that its bounds like best."""
+    _, first = np.unique(frontier.owner[groups], return_index=True)
+    which = groups[first]
+    kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(which), frontier.owner[which])
+    costs = kind_costs(problem, kinds)
+    lowest, least_bytes = kind_bounds(problem, space, costs)
+    best = _first_of(of_group, lowest, least_bytes <= ROOM * limit_bytes)
+    plans, of_kind = space.layouts_of(kinds.take(best))
+    spread = spread_of(problem.model, plans)
+    of_plan = costs.of(plans, best[of_kind])
+    bound = of_plan.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
+    lawful = legal(space.rules, space.setting, plans)
+    chosen = _first_of(of_kind, bound, lawful & (of_plan.memory_bytes(spread) <= ROOM * limit_bytes))
+    for at in range(0, len(chosen), MOST_PRICED):
+        batch = plans.take(chosen[at : at + MOST_PRICED])
+        costs_s = estimate(problem, batch)
+        fits = costs_s.verdict == seen.wanted
+        seen.best = min(seen.best, float(seconds_per_sequence(costs_s)[fits].min(initial=np.inf)))
+
+
+def _first_of(owner: Ints, value: Floats, usable: NDArray[np.bool_]) -> Ints:
+    """For every owner the usable element of least value, if it has one."""
+    some = np.flatnonzero(usable)
+    some = some[np.lexsort((value[some], owner[some]))]
+    return some[np.flatnonzero(np.diff(owner[some], prepend=-1))]
 
 
 def _blocks(groups: Ints, frontier: _Frontier) -> Iterator[Ints]:
@@ -187,7 +219,7 @@ def _price_groups(
     """Price those plans of some groups whose bounds leave them a chance, the least bound first."""
     owner = frontier.owner[which]
     kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(which), owner)
-    costs = kind_costs(problem, kinds)
+    costs = kind_costs(problem, kinds, first_layers(space, kinds))
     lowest, least_bytes = kind_bounds(problem, space, costs)
     lowest = lowest / kinds.global_batch
     fitting = least_bytes <= limit_bytes

@@ -16,7 +16,7 @@ from autoplan.read.framework import load_framework, preset_frameworks
 from autoplan.rules import Setting
 from autoplan.rules.books import book_of
 from autoplan.training import TrainingSpec
-from search.bounds import group_bounds, kind_bounds, kind_costs, spread_of, spreads
+from search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, spread_of, spreads
 from search.limits import default_limits, with_wishes
 from search.space import Space
 from search.study import search
@@ -99,7 +99,8 @@ def test_no_plan_beats_its_bounds(made: tuple[Problem, Space], seed: int) -> Non
     if not len(batch):
         return
     plans = some_of(batch, 400, seed)
-    costs, spread = kind_costs(problem, plans), spread_of(problem.model, plans)
+    costs = kind_costs(problem, plans, first_layers(space, plans))
+    spread = spread_of(problem.model, plans)
     found = estimate(problem, plans)
     bound = costs.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
     assert (bound <= found.step_s * (1 + 1e-9)).all(), plans.plan(int(np.argmax(bound / found.step_s)))
@@ -120,7 +121,7 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
     some = np.random.default_rng(3).permutation(len(kinds))[:200]
     kinds, of_group = kinds.take(some), of_group[some]
     plans, of_kind = space.layouts_of(kinds)
-    costs = kind_costs(problem, kinds)
+    costs = kind_costs(problem, kinds, first_layers(space, kinds))
     of_plan, spread = costs.of(plans, of_kind), spread_of(problem.model, plans)
     bound = of_plan.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
     least = of_plan.memory_bytes(spread)
