@@ -18,7 +18,8 @@ from autoplan.problem import Problem
 from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, Certificate, RankedPlan, SearchResult
 from autoplan.rules import legal
 from search.bounds import KindCosts, first_layers, group_bounds, kind_bounds, kind_costs, spread_of
-from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
+from search.ranking import TIE, Leaders, ordering, ranked, seconds_per_sequence
+from search.sampler import AXES as CELL_AXES
 from search.sampler import CellSampler
 from search.space import Cell, Space
 
@@ -83,7 +84,8 @@ class _Findings:
     @property
     def bar(self) -> float:
         """What a bound has to be below to be worth a price."""
-        return self.best * (1.0 + self.margin)
+        # A plan whose bound is its price is below it, too.
+        return self.best * (1.0 + self.margin) * (1.0 + 2 * TIE)
 
     def skip(self, bound: Floats) -> None:
         """Remember the least of those bounds that are not below the bar."""
@@ -174,10 +176,11 @@ def _dive(
     lawful = legal(space.rules, space.setting, plans)
     chosen = _first_of(of_kind, bound, lawful & (of_plan.memory_bytes(spread) <= ROOM * limit_bytes))
     for at in range(0, len(chosen), MOST_PRICED):
-        batch = plans.take(chosen[at : at + MOST_PRICED])
-        costs_s = estimate(problem, batch)
-        fits = costs_s.verdict == seen.wanted
-        seen.best = min(seen.best, float(seconds_per_sequence(costs_s)[fits].min(initial=np.inf)))
+        priced = estimate(problem, plans.take(chosen[at : at + MOST_PRICED]))
+        fitting = np.flatnonzero(priced.verdict == seen.wanted)
+        objective = seconds_per_sequence(priced)[fitting]
+        seen.winners.offer(objective, priced.batch.take(fitting))
+        seen.best = min(seen.best, float(objective.min(initial=np.inf)))
 
 
 def _first_of(owner: Ints, value: Floats, usable: NDArray[np.bool_]) -> Ints:
@@ -345,8 +348,7 @@ def _ranked_leaders(problem: Problem, leaders: Leaders) -> tuple[RankedPlan, ...
 
 def _first_of_cells(plans: tuple[RankedPlan, ...]) -> tuple[RankedPlan, ...]:
     """The first plan of each cell."""
-    first = {
-        (one.plan.pp, one.plan.tp, one.plan.cp, one.plan.ep, one.plan.etp, one.plan.dp_replicate): one
-        for one in reversed(plans)
-    }
-    return tuple(one for one in plans if one in first.values())
+    first: dict[tuple[int, ...], RankedPlan] = {}
+    for one in plans:
+        first.setdefault(tuple(getattr(one.plan, axis) for axis in CELL_AXES), one)
+    return tuple(first.values())
