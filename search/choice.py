@@ -75,7 +75,7 @@ def pace(one: RankedPlan) -> float:
 def kind_of(plan: ParallelPlan) -> Hashable:
     """What is no trifle: plans of one kind differ in layouts, the split of states or the depth of interleaving."""
     return (
-        (plan.pp, plan.tp, plan.cp, plan.ep, plan.etp, plan.dp, plan.micro_batch, plan.vp > 1),
+        (plan.pp, plan.tp, plan.cp, plan.ep, plan.etp, plan.dp, plan.micro_batch, plan.schedule),
         (plan.recompute, plan.recompute_modules, plan.recompute_num_layers),
         (plan.sharding in ("zero2", "zero3"), plan.offload, plan.tp_overlap),
     )

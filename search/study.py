@@ -17,8 +17,9 @@ from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, Certificate, RankedPlan, SearchResult
 from autoplan.rules import legal
-from search.bounds import KindCosts, group_bounds, kind_bounds, kind_costs, spread_of
-from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
+from search.bounds import KindCosts, first_layers, group_bounds, kind_bounds, kind_costs, spread_of
+from search.ranking import TIE, Leaders, ordering, ranked, seconds_per_sequence
+from search.sampler import AXES as CELL_AXES
 from search.sampler import CellSampler
 from search.space import Cell, Space
 
@@ -34,6 +35,7 @@ MARGIN = 0.05  # plans so much slower than the best are found too, all of them
 # Few of them, and few prices, until there is a plan to beat.
 FIRST_KINDS, BLOCK_KINDS = 128, 8192
 FIRST_PRICED, MOST_PRICED = 32, 2048
+ROOM = 0.9  # of the memory, by its bound, for a plan that is priced to have something to beat
 
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
@@ -83,7 +85,8 @@ class _Findings:
     @property
     def bar(self) -> float:
         """What a bound has to be below to be worth a price."""
-        return self.best * (1.0 + self.margin)
+        # A plan whose bound is its price is below it, too.
+        return self.best * (1.0 + self.margin) * (1.0 + 2 * TIE)
 
     def skip(self, bound: Floats) -> None:
         """Remember the least of those bounds that are not below the bar."""
@@ -134,6 +137,7 @@ def _explore(problem: Problem, space: Space, frontier: _Frontier, seen: _Finding
     groups = usable[np.lexsort((frontier.bound[usable], cell_bound[frontier.owner[usable]]))]
     place = np.empty(len(frontier.cells), dtype=np.int64)
     place[order] = np.arange(len(order))
+    _dive(problem, space, frontier, seen, groups, limit_bytes)
     done, size = 0, FIRST_KINDS
     while done < len(order) and cell_bound[order[done]] < seen.bar:
         # As many cells as have a block of kinds below the bar.
@@ -154,6 +158,37 @@ def _explore(problem: Problem, space: Space, frontier: _Frontier, seen: _Finding
     seen.skip(frontier.bound[usable])
     if progress:
         progress(len(frontier.cells), len(frontier.cells))
+
+
+def _dive(
+    problem: Problem, space: Space, frontier: _Frontier, seen: _Findings, groups: Ints, limit_bytes: float
+) -> None:
+    """Price one plan of every cell, so that there is something to beat: the one that its bounds like best."""
+    _, first = np.unique(frontier.owner[groups], return_index=True)
+    which = groups[first]
+    kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(which), frontier.owner[which])
+    costs = kind_costs(problem, kinds)
+    lowest, least_bytes = kind_bounds(problem, space, costs)
+    best = _first_of(of_group, lowest, least_bytes <= ROOM * limit_bytes)
+    plans, of_kind = space.layouts_of(kinds.take(best))
+    spread = spread_of(problem.model, plans)
+    of_plan = costs.of(plans, best[of_kind])
+    bound = of_plan.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
+    lawful = legal(space.rules, space.setting, plans)
+    chosen = _first_of(of_kind, bound, lawful & (of_plan.memory_bytes(spread) <= ROOM * limit_bytes))
+    for at in range(0, len(chosen), MOST_PRICED):
+        priced = estimate(problem, plans.take(chosen[at : at + MOST_PRICED]))
+        fitting = np.flatnonzero(priced.verdict == seen.wanted)
+        objective = seconds_per_sequence(priced)[fitting]
+        seen.winners.offer(objective, priced.batch.take(fitting))
+        seen.best = min(seen.best, float(objective.min(initial=np.inf)))
+
+
+def _first_of(owner: Ints, value: Floats, usable: NDArray[np.bool_]) -> Ints:
+    """For every owner the usable element of least value, if it has one."""
+    some = np.flatnonzero(usable)
+    some = some[np.lexsort((value[some], owner[some]))]
+    return some[np.flatnonzero(np.diff(owner[some], prepend=-1))]
 
 
 def _blocks(groups: Ints, frontier: _Frontier) -> Iterator[Ints]:
@@ -188,7 +223,7 @@ def _price_groups(
     """Price those plans of some groups whose bounds leave them a chance, the least bound first."""
     owner = frontier.owner[which]
     kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(which), owner)
-    costs = kind_costs(problem, kinds)
+    costs = kind_costs(problem, kinds, first_layers(space, kinds))
     lowest, least_bytes = kind_bounds(problem, space, costs)
     lowest = lowest / kinds.global_batch
     fitting = least_bytes <= limit_bytes
@@ -316,6 +351,6 @@ def _first_of_cells(problem: Problem, leaders: Leaders) -> tuple[RankedPlan, ...
     """The first plan of each cell."""
     if leaders.batch is None:
         return ()
-    first, _ = leaders.batch.distinct("pp", "tp", "cp", "ep", "etp", "dp_replicate")
+    first, _ = leaders.batch.distinct(*CELL_AXES)
     batch = leaders.batch.take(np.sort(first))
     return ranked(problem, estimate(problem, batch), range(len(batch)))

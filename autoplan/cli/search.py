@@ -57,7 +57,11 @@ def search(
     max_tp: Annotated[int | None, whole_number("--max-tp", "N", "Short for --max tp=N.")] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="CHOICE", help="Also look at zero2, zero3, offload, partial_recompute or tp_overlap."),
+        typer.Option(
+            metavar="CHOICE",
+            help="Also look at zero2, zero3, offload, partial_recompute, uneven_stages, partial_sharding, tp_overlap "
+            "or a schedule (schedule=zb-v).",
+        ),
     ] = None,
     robust: Annotated[
         float | None,
@@ -73,9 +77,9 @@ def search(
 ) -> None:
     """Find the fastest plan that fits and write it to plan.json.
 
-    Looks at every plan that Megatron-Core admits on the whole cluster.  Optimizer states are replicated or sharded
-    (ZeRO-1), layers are recomputed as a whole or not at all, overlap of tensor-parallel traffic is off: --allow widens
-    this.
+    Looks at every plan that the framework admits on the whole cluster.  States are sharded as its users would (in
+    Megatron-Core not at all or by ZeRO-1), pipelines run 1F1B, plain or interleaved, layers are recomputed as a whole
+    or not at all, overlap of tensor-parallel traffic is off: --allow widens this.
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_mixed_problem, make_problem, make_space, whole_url
     from autoplan.cli.planfile import encode, make_plan_file
