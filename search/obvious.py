@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoplan.problem import Problem
 from autoplan.result import Obvious, SearchResult
+from autoplan.rules.books import book_of
 from search.choice import pace
 from search.limits import Limits
 from search.space import Space
@@ -30,7 +31,8 @@ def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
     node = min(cluster.devices_per_node, domain)
     alone = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
     yield "data parallelism alone", _narrowed(limits, **alone)
-    yield "FSDP alone", replace(_narrowed(limits, **alone), shardings=("zero3",))
+    if "zero3" in book_of(problem.framework).words("sharding"):
+        yield "FSDP alone", replace(_narrowed(limits, **alone), shardings=("zero3",))
     if has_experts:
         yield "data and expert parallelism alone", _narrowed(limits, tp=1, pp=1, cp=1)
     if node > 1:

@@ -9,6 +9,9 @@ import pytest
 
 from autoplan.cost.estimate import estimate
 from autoplan.model import Experts
+from autoplan.read.framework import load_framework
+from autoplan.rules import legal
+from autoplan.rules.books import BOOKS
 from search.choice import pace
 from search.limits import with_wishes
 from search.obvious import families, obvious
@@ -59,3 +62,15 @@ def test_a_family_against_the_users_wishes_is_left_out() -> None:
     assert all(one.plan.plan.tp == 2 for one in told)
     free = with_wishes(space.limits, fix=(), at_most=("tp=8",), allow=())
     assert dict(families(problem, free))["FSDP alone"].shardings == ("zero3",)
+
+
+def test_a_framework_without_fsdp_has_no_family_of_it() -> None:
+    problem, space = make()
+    nanotron = replace(problem, framework=load_framework("nanotron"))
+    assert "FSDP alone" not in dict(families(nanotron, space.limits))
+
+
+def test_nanotron_admits_none_of_no_plans() -> None:
+    problem, space = make()
+    none = replace(space.candidates(space.cells()[:1]).take(np.empty(0, dtype=np.int64)), layouts=())
+    assert legal(BOOKS["nanotron"].rules, space.setting, none).tolist() == []

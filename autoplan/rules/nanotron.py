@@ -58,7 +58,7 @@ def _filled(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _own_split(setting: Setting, batch: PlanBatch) -> Bools:
     own = [layers_per_stage(setting.model, len(layout)) == layout for layout in batch.layouts]
-    return np.array(own)[batch.layout]
+    return np.array(own, dtype=np.bool_)[batch.layout]
 
 
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
