@@ -58,8 +58,8 @@ def search(
         list[str] | None,
         typer.Option(
             metavar="CHOICE",
-            help="Also look at zero2, zero3, offload, partial_recompute, uneven_stages, partial_sharding, tp_overlap or a "
-            "schedule (schedule=zb-v).",
+            help="Also look at zero2, zero3, offload, partial_recompute, uneven_stages, partial_sharding, tp_overlap "
+            "or a schedule (schedule=zb-v).",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
