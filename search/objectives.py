@@ -74,9 +74,7 @@ OBJECTIVES = {
     one.name: one
     for one in (
         Objective(name="step-time", measure="time", cost=lambda run: run.seconds_per_sequence),
-        Objective(
-            name="tokens-per-device", measure="time", cost=lambda run: run.num_devices / run.tokens_per_s
-        ),
+        Objective(name="tokens-per-device", measure="time", cost=lambda run: run.num_devices / run.tokens_per_s),
         Objective(
             name="cost-per-token",
             measure="time",
@@ -152,11 +150,11 @@ def figures_at(
     devices = cluster.num_devices
     goodput = run.reliability.goodput(devices)
     tokens_per_s = seq_len / seconds_per_sequence
-    hours_per_token = devices / 3600.0 / (tokens_per_s * goodput) if goodput else np.inf
+    hours_per_token = devices / 3600.0 / (tokens_per_s * goodput)
     price = cluster.price_per_device_hour
     joules = None
     if joules_per_sequence is not None:
-        joules = run.power_usage_effectiveness * joules_per_sequence / seq_len / goodput if goodput else np.inf
+        joules = run.power_usage_effectiveness * joules_per_sequence / seq_len / goodput
     tokens = run.tokens
     return RunFigures(
         num_devices=devices,

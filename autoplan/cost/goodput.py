@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autoplan.errors import InputError
 from autoplan.units import check_positive
 
 # 419 unexpected interruptions of Llama 3 405B in 54 days on 16,384 H100 (arXiv:2407.21783, table 5).
@@ -35,9 +36,15 @@ class Reliability:
         return daly_interval_s(self.mtbf_s(num_devices), self.checkpoint_s)
 
     def goodput(self, num_devices: int) -> float:
-        """The share of a run's time that its steps take, in (0, 1); 0 where failures leave no progress."""
+        """The share of a run's time that its steps take; InputError where failures leave no progress."""
         mtbf_s, interval_s = self.mtbf_s(num_devices), self.interval_s(num_devices)
-        return 1.0 / expected_wall_s(1.0, interval_s, mtbf_s, self.checkpoint_s, self.restart_s)
+        wall_s = expected_wall_s(1.0, interval_s, mtbf_s, self.checkpoint_s, self.restart_s)
+        if math.isinf(wall_s):
+            raise InputError(
+                f"{num_devices:,} devices fail every {mtbf_s:.3g} s, a checkpoint takes {self.checkpoint_s:g} s and a "
+                f"restart {self.restart_s:g} s: such a run makes no progress"
+            )
+        return 1.0 / wall_s
 
 
 def young_interval_s(mtbf_s: float, checkpoint_s: float) -> float:

@@ -283,6 +283,11 @@ def why_first(best: RankedPlan, second: RankedPlan) -> str:
 def certificate_line(certificate: Certificate) -> str:
     """Why there is no better plan, in one sentence."""
     least = certificate.least_left
+    if certificate.best_in:
+        return (
+            f"proven: of {certificate.plans:,} plans in {certificate.cells:,} cells none is better in "
+            f"{' and '.join(certificate.best_in)} ({certificate.bounded:,} bounds, {certificate.priced:,} priced)"
+        )
     others = "every other is too large" if least is None else f"no other within {format_percent(least - 1)}"
     return (
         f"proven best of {certificate.plans:,} plans in {certificate.cells:,} cells: {certificate.bounded:,} bounds, "
