@@ -89,9 +89,12 @@ def _lines(figures: RunFigures) -> Iterable[tuple[str, str]]:
 
 
 def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> None:
-    """A table of runs; of the figures those in which the rows differ."""
-    figures = [row.figures for row in rows]
-    shown = [(head, text) for head, text in FIGURES if len({one and text(one) for one in figures}) > 1]
+    """A table of runs; of several rows without the figures that are the same in all."""
+    figures = [row.figures for row in rows if row.figures]
+    texts = {head: {text(one) for one in figures} for head, text in FIGURES}
+    shown = [
+        (head, text) for head, text in FIGURES if texts[head] != {None} and (len(texts[head]) > 1 or len(rows) == 1)
+    ]
     cells = [
         [
             *(escape(place) for place in row.places),
