@@ -17,7 +17,7 @@ from autoplan.files import decode
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
-from autoplan.read.cluster import load_cluster
+from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.framework import load_framework
 from autoplan.result import RunFigures
 from autoplan.training import TrainingSpec
@@ -159,6 +159,13 @@ def test_a_device_without_its_power_and_a_price_of_nothing_are_refused_by_name()
     device = {key: value for key, value in table["device"].items() if key != "tdp_w"}
     with pytest.raises(InputError, match="tdp_w"):
         decode(ClusterSpec, {**table, "device": device}, "lab")
+
+
+def test_no_price_ships_and_every_preset_has_its_power() -> None:
+    for name in preset_clusters():
+        cluster = load_cluster(name)
+        assert cluster.price_per_device_hour is None
+        assert waiting_power_w(cluster) > 0
 
 
 def test_what_a_run_is_for_decides_the_objective_and_what_it_admits() -> None:

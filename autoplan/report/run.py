@@ -52,7 +52,7 @@ def print_run(console: Console, report: RunReport) -> None:
     """What the run takes, then the front where there are several objectives, then all sizes where there are several."""
     console.print()
     grid = labelled()
-    for label, text in _lines(report.best.figures):
+    for label, text in _lines(report.best):
         grid.add_row(label, escape(text))
     print_part(console, grid)
     if len(report.front) > 1:
@@ -69,7 +69,8 @@ def _size_row(one: SizeOutcome) -> Row:
     return Row(places=(str(one.num_nodes),), best=one.best, least=one.least, why=one.why)
 
 
-def _lines(figures: RunFigures) -> Iterable[tuple[str, str]]:
+def _lines(best: RunPlan) -> Iterable[tuple[str, str]]:
+    figures, plan = best.figures, best.plan
     yield (
         "goodput",
         f"{format_percent(figures.goodput)}: a failure every {format_days(figures.mtbf_s)}, a checkpoint every "
@@ -82,7 +83,12 @@ def _lines(figures: RunFigures) -> Iterable[tuple[str, str]]:
         total = "" if figures.energy_j is None else f", {figures.energy_j / JOULES_PER_MWH:,.4g} MWh in all"
         yield "energy", f"{figures.energy_per_token_j:,.3g} J per token{total}, failures included"
     if figures.run_s is not None and figures.device_hours is not None:
-        yield "run", f"{format_days(figures.run_s)}, {figures.device_hours:,.0f} device hours, failures included"
+        low, high = (format_days(figures.run_s * bound / plan.step_s) for bound in (plan.low_s, plan.high_s))
+        yield (
+            "run",
+            f"{format_days(figures.run_s)} (90 %, of the step: {low} to {high}), {figures.device_hours:,.0f} device "
+            "hours, failures included",
+        )
     if figures.tokens_in_budget is not None and figures.budget_s is not None:
         lasts = format_days(figures.budget_s)
         yield "budget", f"{format_tokens(figures.tokens_in_budget)} tokens in {lasts}, failures included"
