@@ -20,7 +20,7 @@ from autoplan.cli.inputs import (
     SeqLenOption,
     TimingsOption,
 )
-from autoplan.cli.run import (
+from autoplan.cli.objectives import (
     CheckpointOption,
     DeviceMtbfOption,
     NodesOption,
@@ -79,8 +79,8 @@ def compare(
     import msgspec
 
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, make_space, whole_url
+    from autoplan.cli.objectives import make_run, parse_sizes, priced
     from autoplan.cli.progress import progress_bar
-    from autoplan.cli.run import make_run, parse_sizes, priced
     from autoplan.files import write_text
     from autoplan.report.compare import Compared, draw_rates, print_compared
     from autoplan.report.terminal import make_console
@@ -159,7 +159,7 @@ def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:
 
 def _searched(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:
     """The fastest plan on so many nodes, or why there is none."""
-    from autoplan.cli.run import resized
+    from autoplan.cli.objectives import resized
     from autoplan.result import SizeOutcome
     from search.objectives import find_objectives
     from search.sizes import search_sizes

@@ -25,7 +25,7 @@ from autoplan.cli.inputs import (
     TimingsOption,
     whole_number,
 )
-from autoplan.cli.run import (
+from autoplan.cli.objectives import (
     CheckpointOption,
     DeadlineOption,
     DeviceMtbfOption,
@@ -97,8 +97,8 @@ def search(
     this.  With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_mixed_problem, make_problem, make_space, whole_url
+    from autoplan.cli.objectives import search_run
     from autoplan.cli.planfile import encode, make_plan_file
-    from autoplan.cli.run import search_run
     from autoplan.files import write_text
     from autoplan.parts import MixedCluster
     from autoplan.read.mixed import load_parts
@@ -170,7 +170,7 @@ def search(
     if json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.run import print_run
+        from autoplan.report.runs import print_run
         from autoplan.report.terminal import make_console, print_next_step, print_search
 
         console = make_console()

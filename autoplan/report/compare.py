@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.markup import escape as escape_markup
 
-from autoplan.report.run import Row, print_runs
+from autoplan.report.runs import Row, print_runs
 from autoplan.report.terminal import labelled, print_part
 from autoplan.result import RunFigures, SizeOutcome
 from autoplan.units import format_days

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from autoplan.cli import app
-from autoplan.cli.run import parse_sizes, parse_tokens
+from autoplan.cli.objectives import parse_sizes, parse_tokens
 from autoplan.errors import AutoplanError, InputError
 from autoplan.files import decode
 from autoplan.result import PlanFile
