@@ -159,7 +159,7 @@ def test_a_search_says_what_would_change_its_answer_and_why_others_lost(folder: 
     assert file.choice.sensitivity.elasticities["matrix-product rate"] < 0
     assert "FSDP alone" in [one.family for one in file.choice.obvious]
     text = io.StringIO()
-    print_search(make_console(text), file, None)
+    print_search(make_console(text), file)
     shown = " ".join(text.getvalue().split())
     assert "at the 0.9 quantile of " in shown
     assert re.search(r"unless [\w -]+ [0-9.]+ % (higher|lower)( at the latest)?: then ", shown)

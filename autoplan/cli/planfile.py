@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autoplan.mixed import MixedProblem
     from autoplan.problem import Problem
-    from autoplan.result import Certificate, Choice, MixedCertificate, MixedCost, MixedPlanFile, PlanFile, RankedPlan
+    from autoplan.result import (
+        Certificate,
+        Choice,
+        MixedCertificate,
+        MixedCost,
+        MixedPlanFile,
+        PlanFile,
+        RankedPlan,
+        RunReport,
+    )
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
@@ -24,6 +33,7 @@ def make_plan_file(
     *,
     timings: str = "",
     choice: Choice | None = None,
+    run: RunReport | None = None,
 ) -> PlanFile:
     """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
     from autoplan.cost.estimate import estimate, stage_costs
@@ -53,6 +63,7 @@ def make_plan_file(
         hosts=hosts(problem.cluster, plans[0].plan),
         listed_step_s=float(estimate(problem, listed).step_s[0]) if best.placement else None,
         choice=choice,
+        run=run,
     )
 
 

@@ -26,10 +26,26 @@ from autoplan.cli.inputs import (
     TimingsOption,
     whole_number,
 )
+from autoplan.cli.objectives import (
+    CheckpointOption,
+    DeadlineOption,
+    DeviceMtbfOption,
+    GpuHoursOption,
+    MaxNodesOption,
+    NodesOption,
+    ObjectiveOption,
+    PriceOption,
+    PueOption,
+    RestartOption,
+    RunFlags,
+    TokensOption,
+)
 from autoplan.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
-    from autoplan.result import PlanFile
+    from autoplan.problem import Problem
+    from autoplan.result import Choice, PlanFile, SearchResult
+    from search.space import Space
 
 
 def search(
@@ -70,6 +86,17 @@ def search(
     why: Annotated[
         bool, typer.Option("--why", help="Also say what would change the answer, and why obvious plans lost.")
     ] = False,
+    objective: ObjectiveOption = None,
+    nodes: NodesOption = None,
+    max_nodes: MaxNodesOption = None,
+    tokens: TokensOption = None,
+    deadline: DeadlineOption = None,
+    gpu_hours: GpuHoursOption = None,
+    price: PriceOption = None,
+    device_mtbf: DeviceMtbfOption = None,
+    checkpoint_time: CheckpointOption = None,
+    restart_time: RestartOption = None,
+    pue: PueOption = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
     force: ForceOption = False,
     json: JsonOption = False,
@@ -80,8 +107,10 @@ def search(
     Looks at every plan that the framework admits on the whole cluster.  States are sharded as its users would (in
     Megatron-Core not at all or by ZeRO-1), pipelines run 1F1B, plain or interleaved, layers are recomputed as a whole
     or not at all, overlap of tensor-parallel traffic is off: --allow widens this.
+    With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_mixed_problem, make_problem, make_space, whole_url
+    from autoplan.cli.objectives import search_run
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import write_text
     from autoplan.parts import MixedCluster
@@ -102,6 +131,19 @@ def search(
         timings=timings,
         db=whole_url(context, url),
     )
+    run_flags = RunFlags(
+        objectives=objective or [],
+        nodes=nodes,
+        max_nodes=max_nodes,
+        tokens=tokens,
+        deadline=deadline,
+        gpu_hours=gpu_hours,
+        price=price,
+        device_mtbf=device_mtbf,
+        checkpoint_time=checkpoint_time,
+        restart_time=restart_time,
+        pue=pue,
+    )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
     parts = load_parts(cluster)
     if isinstance(parts, MixedCluster):
@@ -109,6 +151,8 @@ def search(
 
         if robust is not None or why:
             raise InputError(f"{'--why' if why else '--robust'} is not there for mixed clusters yet: leave it out")
+        if run_flags.are_given:
+            raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
         narrowed = bool(fix or bounds)
         mixed = make_mixed_problem(flags, parts)
         search_parts(
@@ -116,7 +160,9 @@ def search(
         )
         return
     problem = make_problem(flags)
-    space = make_space(problem, global_batch, fix=fix or [], at_most=bounds, allow=allow or [])
+
+    def space_of(one: Problem) -> Space:
+        return make_space(one, global_batch, fix=fix or [], at_most=bounds, allow=allow or [])
 
     from autoplan.cli.progress import progress_bar
     from search.advice import check_result
@@ -125,32 +171,40 @@ def search(
     from search.study import MARGIN
     from search.study import search as run
 
-    margin = MARGIN if robust is None else max(MARGIN, robust_margin(problem, robust))
-    with progress_bar(quiet=quiet) as advance:
-        result = run(problem, space, advance, margin=margin)
-        check_result(problem, space, result)
-        result = place_best(problem, result)
-    if robust is not None:
-        result = robust_order(problem, result, robust)
-    choice = choice_of(result)
-    if why:
-        from search.obvious import obvious
-        from search.sensitivity import sensitivity
-
-        choice = replace(
-            choice,
-            sensitivity=sensitivity(problem, space, result, margin),
-            obvious=obvious(problem, space, result),
+    if run_flags.are_given:
+        if robust is not None or why:
+            raise InputError(f"{'--why' if why else '--robust'} is about step times: leave objectives and runs out")
+        with progress_bar(quiet=quiet, unit="sizes") as advance:
+            chosen = search_run(problem, run_flags, space_of, advance)
+        file = make_plan_file(
+            chosen.problem, chosen.plans, chosen.certificate, timings=timings or "", run=chosen.report
         )
-    file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "", choice=choice)
+    else:
+        space = space_of(problem)
+        margin = MARGIN if robust is None else max(MARGIN, robust_margin(problem, robust))
+        with progress_bar(quiet=quiet) as advance:
+            result = run(problem, space, advance, margin=margin)
+            check_result(problem, space, result)
+            result = place_best(problem, result)
+        if robust is not None:
+            result = robust_order(problem, result, robust)
+        choice = choice_of(result)
+        if why:
+            choice = _explained(choice, problem, space, result, margin)
+        file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "", choice=choice)
     text = encode(file)
     write_text(out, text, force=force)
     if json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.terminal import make_console, print_search
+        from autoplan.report.runs import print_run
+        from autoplan.report.terminal import make_console, print_next_step, print_search
 
-        print_search(make_console(), file, _next_step(file, out))
+        console = make_console()
+        print_search(console, file)
+        if file.run:
+            print_run(console, file.run)
+        print_next_step(console, *_next_step(file, out))
     if quiet:
         return
     if file.best.verdict != "fits":
@@ -160,6 +214,16 @@ def search(
             file=sys.stderr,
         )
     print(f"wrote {out}", file=sys.stderr)
+
+
+def _explained(choice: Choice, problem: Problem, space: Space, result: SearchResult, margin: float) -> Choice:
+    """With what would change the answer, and why obvious plans lost."""
+    from search.obvious import obvious
+    from search.sensitivity import sensitivity
+
+    return replace(
+        choice, sensitivity=sensitivity(problem, space, result, margin), obvious=obvious(problem, space, result)
+    )
 
 
 def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:

@@ -298,6 +298,11 @@ def _gained(best: RankedPlan, second: RankedPlan) -> dict[str, float]:
 def certificate_line(certificate: Certificate, choice: Choice | None = None) -> str:
     """Why there is no better plan, and what the model cannot tell from it, in one sentence."""
     least = certificate.least_left
+    if certificate.best_in:
+        return (
+            f"proven: of {certificate.plans:,} plans in {certificate.cells:,} cells none is better in "
+            f"{' and '.join(certificate.best_in)} ({certificate.bounded:,} bounds, {certificate.priced:,} priced)"
+        )
     others = "every other is too large" if least is None else f"no other within {format_percent(least - 1)}"
     sure = "proven best" if certificate.proven else "best found"
     if certificate.quantile is not None:
@@ -354,14 +359,15 @@ def _lost(best: RankedPlan, one: Obvious) -> str:
     return f"{risk}{gap} ({one.plan.plan.describe()}): {', '.join(parts)}"
 
 
-def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | None) -> None:
-    """The answer of a search, the runners-up, why, how sure, and what to do next: (label, text)."""
+def print_search(console: Console, file: PlanFile) -> None:
+    """The answer of a search, the runners-up, why and how sure."""
     print_part(console, escape(_headline(file)))
     console.print()
     print_part(console, _answer(file))
     console.print()
-    _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
-    console.print()
+    if file.alternatives:
+        _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
+        console.print()
     grid = labelled()
     choice = file.choice
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
@@ -374,10 +380,11 @@ def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | 
     if file.certificate:
         grid.add_row("space", escape("; ".join(file.certificate.limits)))
     print_part(console, grid)
-    if next_step:
-        label, text = next_step
-        # One line whatever the width, so that it can be copied.
-        console.print(f"\n{label}:  {escape(text)}", soft_wrap=True)
+
+
+def print_next_step(console: Console, label: str, text: str) -> None:
+    """What to do next, on one line whatever the width, so that it can be copied."""
+    console.print(f"\n{label}:  {escape(text)}", soft_wrap=True)
 
 
 def print_estimate(console: Console, file: PlanFile) -> None:
