@@ -307,7 +307,7 @@ def certificate_line(certificate: Certificate, choice: Choice | None = None) -> 
     sure = "proven best" if certificate.proven else "best found"
     if certificate.quantile is not None:
         sure += f" at the {certificate.quantile:g} quantile"
-        others += f" of the fastest (the quantile needs {format_percent(certificate.margin or 0.0)})"
+        others += f" (for the quantile {format_percent(certificate.margin or 0.0)} beyond the fastest count)"
     rival = f"{_runner_up(choice)}; " if choice and choice.runner_up else ""
     return (
         f"{sure} of {certificate.plans:,} plans in {certificate.cells:,} cells; {rival}{certificate.bounded:,} bounds, "
