@@ -7,14 +7,44 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoplan.mixed import MixedProblem
+    from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
     from autoplan.result import Certificate, MixedCertificate, MixedCost, MixedPlanFile, PlanFile, RankedPlan
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
+
+
+def is_plan_file(path: Path) -> bool:
+    """Whether a path names a plan file of a cluster of equal nodes."""
+    from autoplan.files import read_table
+
+    return path.suffix == ".json" and path.is_file() and "schema_version" in read_table(path)
+
+
+def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan, str]:
+    """The problem, the best plan and the timings that a plan file names; these are read from the database at `url`."""
+    from autoplan.cli.inputs import with_timings
+    from autoplan.files import decode, read_table
+    from autoplan.problem import Problem
+    from autoplan.result import PlanFile
+
+    file = decode(PlanFile, read_table(path), str(path))
+    problem = Problem(
+        model=file.model,
+        training=file.training,
+        cluster=file.cluster,
+        framework=file.framework,
+        calibration=file.calibration,
+        reserve_bytes=file.reserve_bytes,
+    )
+    if file.timings:
+        problem = with_timings(problem, file.timings, url)
+    return problem, file.best.plan, file.timings
 
 
 def make_plan_file(

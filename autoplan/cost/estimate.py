@@ -176,12 +176,18 @@ def message_s(problem: Problem, batch: PlanBatch, across: Links | None = None) -
     and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
     """
     links, places = Links.of(problem), groups(batch)
+    sent, gathered = message_bytes(problem, batch)
+    message = (across or links).send_s(*places.pp, sent)
+    return message + links.all_gather_s(*places.tp, gathered)
+
+
+def message_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(what a rank sends to the next stage, what tensor-parallel ranks gather of such slices, 0 for whole states)."""
     tokens = norm_tokens(problem, batch)
     scatters = problem.framework.scatter_gather_p2p & ~batch.sp
     sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
-    message = (across or links).send_s(*places.pp, 2.0 * sent * problem.model.hidden_size)
-    gather = links.all_gather_s(*places.tp, 2.0 * tokens * problem.model.hidden_size)
-    return message + np.where(scatters, gather, 0.0)
+    hidden = problem.model.hidden_size
+    return 2.0 * sent * hidden, np.where(scatters, 2.0 * tokens * hidden, 0.0)
 
 
 def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:

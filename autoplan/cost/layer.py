@@ -102,6 +102,16 @@ class Groups:
     pp: tuple[Ints, Ints]
     gaps: Gaps | None  # in `shard` and all that hold it, where pipelines come between the context-parallel groups
 
+    @property
+    def dense_copies(self) -> tuple[Ints, Ints]:
+        """All ranks with the same dense parameters."""
+        return self.shard[0], self.shard[1] * self.replicate[1]
+
+    @property
+    def expert_copies(self) -> tuple[Ints, Ints]:
+        """All ranks with the same expert parameters."""
+        return self.expert_shard[0], self.expert_shard[1] * self.replicate[1]
+
 
 def groups(batch: PlanBatch) -> Groups:
     """The communicators of every plan.  Expert groups re-use the ranks of a stage: etp fastest, then ep.
@@ -198,8 +208,8 @@ def _parts(
 ) -> _Parts:
     places, zeros = groups(batch), np.zeros(len(batch))
     tp = _tp_s(problem, batch, links, (kernels.gemm_forward_s, kernels.gemm_backward_s))
-    if block is Block.MOE and not any(linear.split == "column" for linear in shape.linears):
-        tp = zeros, zeros  # routed experts take their tokens from the ranks that hold them
+    if not has_tp_traffic(block, shape):
+        tp = zeros, zeros
     cp = zeros, zeros
     if block in ATTENTION_BLOCKS:
         attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
@@ -222,6 +232,43 @@ def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Float
     return dense, expert
 
 
+def has_tp_traffic(block: Block, shape: BlockShape) -> bool:
+    """Whether a block has tensor-parallel collectives: routed experts take tokens from the ranks that hold them."""
+    return block is not Block.MOE or any(linear.split == "column" for linear in shape.linears)
+
+
+def tp_buffer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """The hidden state of a micro-batch that tensor-parallel ranks gather, or add up."""
+    return 2.0 * rank_tokens(problem, batch) * problem.model.hidden_size
+
+
+def cp_buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(keys and values, queries and outputs) of one attention block that a context-parallel rank holds."""
+    model, tokens = problem.model, rank_tokens(problem, batch)
+    # Beyond its key/value heads tensor parallelism copies them.
+    kv = 2.0 * tokens * model.kv_heads * (model.qk_head_dim + model.v_head_dim) / np.minimum(batch.tp, model.kv_heads)
+    return kv, 2.0 * tokens * model.num_heads * (model.qk_head_dim + model.v_head_dim) / batch.tp
+
+
+def ep_buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
+    """(dispatched, combined, gathered by expert tensor parallelism) of one MoE block in one pass.
+
+    The first two hold every token once for each of its experts.
+    """
+    moe = problem.model.moe
+    assert moe is not None
+    width = moe.latent_size or problem.model.hidden_size
+    routed = norm_tokens(problem, batch) * moe.experts_per_token * width
+    gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
+    return problem.framework.bytes_per_dispatched * routed, 2.0 * routed, gathered
+
+
+def dispatched_copies(problem: Problem) -> int:
+    """How often a buffer of experts holds each token, as its dispatcher knows."""
+    assert problem.model.moe is not None
+    return problem.model.moe.experts_per_token if problem.framework.dispatches_once else 1
+
+
 def _tp_s(problem: Problem, batch: PlanBatch, links: Links, gemm_s: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
     """(forward, backward) exposed tensor-parallel collectives of one block.
 
@@ -229,7 +276,7 @@ def _tp_s(problem: Problem, batch: PlanBatch, links: Links, gemm_s: tuple[Floats
     the further all-gather of the inputs for the weight gradient hides under the data gradient.  Without it one
     all-reduce a pass.  Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
     """
-    buffer = 2.0 * rank_tokens(problem, batch) * problem.model.hidden_size
+    buffer = tp_buffer_bytes(problem, batch)
     framework, places = problem.framework, groups(batch)
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
     host = framework.host_s_per_collective * (batch.tp > 1)
@@ -251,20 +298,15 @@ def _cp_s(
     Ring: keys and values travel around while blocks of attention are computed, only what is longer shows, and the
     first block's transfer.  All-to-all (Ulysses, arXiv:2309.14509): q, k, v and the output, all exposed.
     """
-    model = problem.model
     if (batch.cp == 1).all():
         return np.zeros(len(batch)), np.zeros(len(batch))
-    tokens = rank_tokens(problem, batch)
-    # Beyond its key/value heads tensor parallelism copies them.
-    kv = 2.0 * tokens * model.kv_heads * (model.qk_head_dim + model.v_head_dim) / np.minimum(batch.tp, model.kv_heads)
-    whole = kv * batch.cp
-    ring = links.all_gather_s(*places.cp, whole)
+    kv, heads = cp_buffer_bytes(problem, batch)
+    ring = links.all_gather_s(*places.cp, kv * batch.cp)
     steps = np.maximum(batch.cp - 1, 1)
     hidden_forward = attention_s[0] * (batch.cp - 1) / batch.cp
     hidden_backward = attention_s[1] * (batch.cp - 1) / batch.cp
     ring_forward = np.maximum(ring - hidden_forward, ring / steps)
     ring_backward = np.maximum(2 * ring - hidden_backward, 2 * ring / steps)
-    heads = 2.0 * tokens * model.num_heads * (model.qk_head_dim + model.v_head_dim) / batch.tp
     exchange = links.all_to_all_s(*places.cp, heads) + links.all_to_all_s(*places.cp, kv)
     is_ring = batch.cp_kind == CP_KINDS.index("ring")
     forward = np.where(is_ring, ring_forward, exchange)
@@ -274,15 +316,11 @@ def _cp_s(
 
 def _ep_s(problem: Problem, batch: PlanBatch, links: Links, places: Groups) -> Floats:
     """Dispatch and combine of one MoE block in one pass: two all-to-all of the routed tokens."""
-    moe = problem.model.moe
-    assert moe is not None
-    width = moe.latent_size or problem.model.hidden_size
-    routed = norm_tokens(problem, batch) * moe.experts_per_token * width
-    copies = moe.experts_per_token if problem.framework.dispatches_once else 1
-    dispatch = links.all_to_all_s(*places.ep, problem.framework.bytes_per_dispatched * routed, copies)
-    exchange = dispatch + links.all_to_all_s(*places.ep, 2.0 * routed, copies)
+    dispatched, combined, gathered = ep_buffer_bytes(problem, batch)
+    copies = dispatched_copies(problem)
+    dispatch = links.all_to_all_s(*places.ep, dispatched, copies)
+    exchange = dispatch + links.all_to_all_s(*places.ep, combined, copies)
     # Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
-    gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
     ones = np.ones(len(batch), dtype=np.int64)
     spread = links.all_gather_s(ones, batch.etp, gathered) + links.reduce_scatter_s(ones, batch.etp, gathered)
     host = problem.calibration.host * problem.framework.host_s_per_collective

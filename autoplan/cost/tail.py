@@ -39,7 +39,7 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
     return tensors
 
 
-def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
+def reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
     """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
     if not framework.reduce_bucket_bytes:
         return np.ones_like(parameters)
@@ -92,12 +92,10 @@ def reduction_s(
     across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
     gather = links.all_gather_s(*shard, GATHERED_BYTES * dense, gaps)
     gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
-    all_ranks = (places.shard[0], batch.cp * batch.dp)
-    buckets = _reduce_buckets(framework, dense)
-    unsharded = buckets * links.all_reduce_s(*per_stage(all_ranks), wire * dense / buckets, gaps)
+    buckets = reduce_buckets(framework, dense)
+    unsharded = buckets * links.all_reduce_s(*per_stage(places.dense_copies), wire * dense / buckets, gaps)
     unsharded = unsharded + buckets * np.repeat(_bucket_host_s(problem, batch), stages)
-    expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
-    unsharded = unsharded + links.all_reduce_s(*per_stage(expert_copies), wire * expert)
+    unsharded = unsharded + links.all_reduce_s(*per_stage(places.expert_copies), wire * expert)
 
     kind = batch.sharding[:, None]
     zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
