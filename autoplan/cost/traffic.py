@@ -154,9 +154,10 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
         if block is Block.MOE:
             yield from _experts(problem, batch, places, forward + count)
         yield from _units(problem, batch, places, count, local_parameters(batch, shape))
-    yield from _units(
-        problem, batch, places, np.full(plan.pp, plan.num_microbatches), (parameters.ends[0], np.zeros(1))
-    )
+    # Embedding and head are units of their own, also on one stage.
+    units = np.where(blocks.is_last[0] & (np.arange(plan.pp) == 0), 2, 1)
+    passes = float(plan.num_microbatches) * units
+    yield from _units(problem, batch, places, passes, (parameters.ends[0] / units, np.zeros(1)))
     yield from _end_of_step(problem, batch, places, parameters)
     yield from _pipeline(problem, plan, batch, places)
 

@@ -27,28 +27,26 @@ def print_traffic(console: Console, step: StepTraffic) -> None:
         f"What a device of stage {step.stage} sends in a step, exposed or not; over links that many share its part",
         soft_wrap=True,
     )
-    names = [f"over {level.name}" for level in step.levels]
+    names = [level.name for level in step.levels]
     columns = (
         ("communicator", False),
         ("ranks", True),
-        ("buffer", True),
         ("times", True),
-        ("of the time", True),
+        ("time", True),
         *((name, True) for name in names),
     )
     rows = [
         (
             f"{row.communicator} {OPERATION_NAMES[row.operation]}",
             f"{row.num_ranks:,}",
-            format_volume(row.buffer_bytes),
             f"{row.times:,.6g}",
             format_percent(step.share(row)),
             *(format_volume(moved) if moved else "-" for moved in row.level_bytes),
         )
         for row in step.rows
     ]
-    total = ("all", "", "", "", "", *(format_volume(moved) for moved in step.level_bytes))
-    print_table(console, columns, [*rows, total], fold_headers=True)
+    total = ("all", "", "", "", *(format_volume(moved) for moved in step.level_bytes))
+    print_table(console, columns, [*rows, total])
 
 
 def traffic_json(step: StepTraffic) -> dict[str, Any]:
