@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.errors import InputError
+
 if TYPE_CHECKING:
     from autoplan.mixed import MixedProblem
     from autoplan.plan import ParallelPlan
@@ -33,7 +35,13 @@ def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan
     from autoplan.problem import Problem
     from autoplan.result import PlanFile
 
-    file = decode(PlanFile, read_table(path), str(path))
+    table = read_table(path)
+    if "schema_version" not in table:
+        what = (
+            "plans of mixed clusters are not read here" if "mixed_schema_version" in table else "give what search wrote"
+        )
+        raise InputError(f"{path} is no plan file of a cluster of equal nodes: {what}")
+    file = decode(PlanFile, table, str(path))
     problem = Problem(
         model=file.model,
         training=file.training,

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def topo(
-    cluster: Annotated[
-        str, typer.Argument(metavar="CLUSTER", help="Preset with a size (h100-sxm:16x8) or a cluster.toml.")
-    ],
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="As for search.")],
     plan: Annotated[
         Path | None, typer.Option(metavar="PLAN", help="Show what a step of this plan.json moves over the links.")
     ] = None,
@@ -32,16 +30,25 @@ def topo(
 
     from autoplan.cli.inputs import check_output
     from autoplan.files import write_text
-    from autoplan.read.cluster import load_cluster
+    from autoplan.parts import MixedCluster
+    from autoplan.read.mixed import load_parts
     from autoplan.report.drawing import draw
     from autoplan.report.terminal import make_console
-    from autoplan.report.topology import print_topology, topology_json
+    from autoplan.report.topology import mixed_json, print_mixed_topology, print_topology, topology_json
     from autoplan.report.traffic import print_traffic, traffic_json
     from autoplan.topology.graph import quotient
 
     if svg is not None:
         check_output(svg, force=force)
-    spec = load_cluster(cluster)
+    spec = load_parts(cluster)
+    if isinstance(spec, MixedCluster):
+        if plan is not None or svg is not None:
+            raise InputError(f"{cluster} has unlike parts: --plan and --svg show a cluster of equal nodes, name a part")
+        if json:
+            typer.echo(msgspec.json.encode(mixed_json(spec)).decode())
+        else:
+            print_mixed_topology(make_console(), spec)
+        return
     step = _step_traffic(plan, spec) if plan is not None else None
     found = quotient(spec)
     if json:

@@ -88,6 +88,8 @@ def all_reduce_s(
 
     Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
     """
+    if not buffer_bytes.any():  # as of the experts of a dense model
+        return np.zeros(len(size))
     spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
     return _all_reduce(topology, spans, buffer_bytes)[0]
 
@@ -119,6 +121,8 @@ def all_gather_s(
     topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None
 ) -> Floats:
     """Time of an all-gather that ends with `buffer_bytes` on every rank; a reduce-scatter from them costs the same."""
+    if not buffer_bytes.any():
+        return np.zeros(len(size))
     spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
     moved = hierarchical_bytes(spans, buffer_bytes, 1.0)
     return _collective_s(topology, spans, moved, spans.hops, buffer_bytes, 1.0)

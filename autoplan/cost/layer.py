@@ -169,11 +169,12 @@ def block_costs(problem: Problem, batch: PlanBatch) -> dict[Block, BlockCost]:
     some, like = batch.distinct(*KERNEL_AXES, "tp_overlap")
     few = batch.take(some)
     kernels, has_launches = _block_kernels(problem, few)
+    tp_s = _tp_link_s(problem, few, links)
     costs: dict[Block, BlockCost] = {}
     # Experts come last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(block_shapes(problem.model).items(), key=lambda item: item[0] is Block.MOE):
         beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
-        parts = _parts(problem, few, block, shape, links, kernels[block], has_launches[block]).take(like)
+        parts = _parts(problem, few, block, shape, links, kernels[block], has_launches[block], tp_s).take(like)
         costs[block] = _block_cost(problem, batch, block, shape, parts, links, places, beside_s)
     return costs
 
@@ -205,11 +206,12 @@ def _parts(
     links: Links,
     kernels: KernelTimes,
     has_launches: NDArray[np.bool_],
+    tp_s: Floats,
 ) -> _Parts:
     places, zeros = groups(batch), np.zeros(len(batch))
-    tp = _tp_s(problem, batch, links, (kernels.gemm_forward_s, kernels.gemm_backward_s))
-    if not has_tp_traffic(block, shape):
-        tp = zeros, zeros
+    tp = zeros, zeros
+    if has_tp_traffic(block, shape):
+        tp = _tp_s(problem, batch, tp_s, (kernels.gemm_forward_s, kernels.gemm_backward_s))
     cp = zeros, zeros
     if block in ATTENTION_BLOCKS:
         attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
@@ -269,24 +271,30 @@ def dispatched_copies(problem: Problem) -> int:
     return problem.model.moe.experts_per_token if problem.framework.dispatches_once else 1
 
 
-def _tp_s(problem: Problem, batch: PlanBatch, links: Links, gemm_s: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
-    """(forward, backward) exposed tensor-parallel collectives of one block.
+def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
+    """Tensor-parallel collectives of one block in one pass.
 
     With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes;
     the further all-gather of the inputs for the weight gradient hides under the data gradient.  Without it one
     all-reduce a pass.  Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
     """
-    buffer = tp_buffer_bytes(problem, batch)
-    framework, places = problem.framework, groups(batch)
+    buffer, group = tp_buffer_bytes(problem, batch), groups(batch).tp
+    time = np.zeros(len(batch))
+    if batch.sp.any():
+        time = links.all_gather_s(*group, buffer) + links.reduce_scatter_s(*group, buffer)
+    return time if batch.sp.all() else np.where(batch.sp, time, links.all_reduce_s(*group, buffer))
+
+
+def _tp_s(problem: Problem, batch: PlanBatch, link_s: Floats, gemm_s: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+    """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` in each pass."""
+    framework = problem.framework
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
     host = framework.host_s_per_collective * (batch.tp > 1)
     host = problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
-    sharded = links.all_gather_s(*places.tp, buffer) + links.reduce_scatter_s(*places.tp, buffer)
-    time = np.where(batch.sp, sharded, links.all_reduce_s(*places.tp, buffer))
     meeting = host * np.where(batch.sp, 2, 1)
     # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
     share = np.where(batch.tp_overlap, framework.tp_overlap_share, 0.0)
-    forward, backward = (time - share * np.minimum(time, products) + meeting for products in gemm_s)
+    forward, backward = (link_s - share * np.minimum(link_s, products) + meeting for products in gemm_s)
     return forward, backward
 
 

@@ -8,11 +8,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from autoplan.cluster import ClusterSpec
-from autoplan.cost.traffic import StepTraffic
 from autoplan.report.topology import (
     KIND_NAMES,
     cluster_line,
@@ -26,6 +25,9 @@ from autoplan.report.topology import (
 from autoplan.topology.graph import ClusterGraph, Group, links_up
 from autoplan.topology.parts import Graph, Link, Part, PartKind, fabric_link, nic_link, node_graph, wide_levels
 from autoplan.units import format_rate, format_seconds, format_volume
+
+if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
+    from autoplan.cost.traffic import StepTraffic
 
 MOST_DRAWN = 16  # devices of the opened node; of a larger one each class of parts is drawn once
 WIDTH, MARGIN = 1080, 24

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
 
-from autoplan.cost.traffic import StepTraffic
 from autoplan.report.terminal import print_table
 from autoplan.units import format_percent, format_volume
+
+if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
+    from autoplan.cost.traffic import StepTraffic
 
 OPERATION_NAMES = {
     "all_reduce": "all-reduce",

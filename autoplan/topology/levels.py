@@ -8,7 +8,7 @@ one leaf switch, a site, all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,11 +55,11 @@ class Topology:
     """Levels from the innermost outwards; the last one joins all devices."""
 
     levels: tuple[Level, ...]
+    network: tuple[int, ...] = field(init=False)  # indices of the levels that NICs lead to
 
-    @property
-    def network(self) -> tuple[int, ...]:
-        """Indices of the levels that NICs lead to."""
-        return tuple(at for at, level in enumerate(self.levels) if level.is_network)
+    def __post_init__(self) -> None:
+        network = tuple(at for at, level in enumerate(self.levels) if level.is_network)
+        object.__setattr__(self, "network", network)
 
     @property
     def tiers(self) -> tuple[int, ...]:
