@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.communication import Links
+from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
 from autoplan.cost.compute import (
     KERNEL_AXES,
     add_up,
     head_s,
-    norm_tokens,
-    rank_tokens,
 )
-from autoplan.cost.layer import TERMS, BlockCost, block_costs, fsdp_s, groups
+from autoplan.cost.layer import TERMS, BlockCost, block_costs, fsdp_s
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
     MEMORY_TERMS,
@@ -37,7 +36,6 @@ from autoplan.cost.tail import (
     reduction_s,
     shown_gather_s,
     shown_reduce_s,
-    tied_table_bytes,
 )
 from autoplan.model import Block
 from autoplan.plan import SCHEDULES, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
@@ -179,15 +177,6 @@ def message_s(problem: Problem, batch: PlanBatch, across: Links | None = None) -
     sent, gathered = message_bytes(problem, batch)
     message = (across or links).send_s(*places.pp, sent)
     return message + links.all_gather_s(*places.tp, gathered)
-
-
-def message_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """(what a rank sends to the next stage, what tensor-parallel ranks gather of such slices, 0 for whole states)."""
-    tokens = norm_tokens(problem, batch)
-    scatters = problem.framework.scatter_gather_p2p & ~batch.sp
-    sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
-    hidden = problem.model.hidden_size
-    return 2.0 * sent * hidden, np.where(scatters, 2.0 * tokens * hidden, 0.0)
 
 
 def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:

@@ -12,22 +12,29 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, block_shapes
 from autoplan.cost.communication import Links
+from autoplan.cost.communicators import (
+    GATHERED_BYTES,
+    Groups,
+    cp_buffer_bytes,
+    dispatched_copies,
+    ep_buffer_bytes,
+    groups,
+    has_tp_traffic,
+    tp_buffer_bytes,
+)
 from autoplan.cost.compute import (
     KERNEL_AXES,
     KernelTimes,
     add_up,
-    expert_tokens,
     kernel_times,
     local_sizes,
     memory_bound_s,
-    norm_tokens,
-    rank_tokens,
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, layer_factors
 from autoplan.framework import Framework
 from autoplan.model import Block
-from autoplan.plan import CP_KINDS, FULL, PP_BEFORE_DP, SHARDINGS, PlanBatch
+from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -46,8 +53,6 @@ TERMS = (
     "fsdp_communication",
     "launch",
 )
-
-GATHERED_BYTES = 2.0  # weights travel in 16 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,56 +92,6 @@ class BlockCost:
     def term_s(self, name: str, count: Ints, repeated: Ints) -> Floats:
         """One term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
         return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Stride and size of every communicator of a plan."""
-
-    tp: tuple[Ints, Ints]
-    cp: tuple[Ints, Ints]
-    shard: tuple[Ints, Ints]  # dense states: dp_shard x cp
-    replicate: tuple[Ints, Ints]  # copies of a shard group
-    ep: tuple[Ints, Ints]
-    expert_shard: tuple[Ints, Ints]  # expert states
-    pp: tuple[Ints, Ints]
-    gaps: Gaps | None  # in `shard` and all that hold it, where pipelines come between the context-parallel groups
-
-    @property
-    def dense_copies(self) -> tuple[Ints, Ints]:
-        """All ranks with the same dense parameters."""
-        return self.shard[0], self.shard[1] * self.replicate[1]
-
-    @property
-    def expert_copies(self) -> tuple[Ints, Ints]:
-        """All ranks with the same expert parameters."""
-        return self.expert_shard[0], self.expert_shard[1] * self.replicate[1]
-
-
-def groups(batch: PlanBatch) -> Groups:
-    """The communicators of every plan.  Expert groups re-use the ranks of a stage: etp fastest, then ep.
-
-    Where pipelines come before data parallelism, replicas are whole pipelines and their ranks so much further apart.
-    Source: Megatron-LM core/parallel_state.py, RankGenerator.
-    """
-    ones = np.ones(len(batch), dtype=np.int64)
-    stage = batch.tp * batch.cp * batch.dp
-    shard = batch.cp * batch.dp_shard
-    expert = batch.ep * batch.etp
-    expert_shard = np.maximum(stage // expert // batch.dp_replicate, 1)
-    block, parted = batch.tp * batch.cp, (batch.rank_order == PP_BEFORE_DP) & (batch.pp > 1)
-    apart = np.where(parted, batch.pp, 1)
-    in_runs = parted & (batch.cp > 1)
-    return Groups(
-        tp=(ones, batch.tp),
-        cp=(batch.tp, batch.cp),
-        shard=(np.where(in_runs, batch.tp, batch.tp * apart), shard),
-        replicate=(batch.tp * shard * apart, batch.dp_replicate),
-        ep=(batch.etp, batch.ep),
-        expert_shard=(expert * apart, expert_shard),
-        pp=(np.where(parted, block, stage), batch.pp),
-        gaps=Gaps(np.where(in_runs, batch.cp, batch.num_devices), block * apart) if in_runs.any() else None,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,43 +187,6 @@ def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Float
         else:
             dense = dense + held
     return dense, expert
-
-
-def has_tp_traffic(block: Block, shape: BlockShape) -> bool:
-    """Whether a block has tensor-parallel collectives: routed experts take tokens from the ranks that hold them."""
-    return block is not Block.MOE or any(linear.split == "column" for linear in shape.linears)
-
-
-def tp_buffer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """The hidden state of a micro-batch that tensor-parallel ranks gather, or add up."""
-    return 2.0 * rank_tokens(problem, batch) * problem.model.hidden_size
-
-
-def cp_buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """(keys and values, queries and outputs) of one attention block that a context-parallel rank holds."""
-    model, tokens = problem.model, rank_tokens(problem, batch)
-    # Beyond its key/value heads tensor parallelism copies them.
-    kv = 2.0 * tokens * model.kv_heads * (model.qk_head_dim + model.v_head_dim) / np.minimum(batch.tp, model.kv_heads)
-    return kv, 2.0 * tokens * model.num_heads * (model.qk_head_dim + model.v_head_dim) / batch.tp
-
-
-def ep_buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
-    """(dispatched, combined, gathered by expert tensor parallelism) of one MoE block in one pass.
-
-    The first two hold every token once for each of its experts.
-    """
-    moe = problem.model.moe
-    assert moe is not None
-    width = moe.latent_size or problem.model.hidden_size
-    routed = norm_tokens(problem, batch) * moe.experts_per_token * width
-    gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
-    return problem.framework.bytes_per_dispatched * routed, 2.0 * routed, gathered
-
-
-def dispatched_copies(problem: Problem) -> int:
-    """How often a buffer of experts holds each token, as its dispatcher knows."""
-    assert problem.model.moe is not None
-    return problem.model.moe.experts_per_token if problem.framework.dispatches_once else 1
 
 
 def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:

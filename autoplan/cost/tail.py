@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.cached import GRAD_BYTES
 from autoplan.cost.communication import CONTENTION_SHARE
-from autoplan.cost.compute import add_up, memory_bound_s, padded_vocab
-from autoplan.cost.layer import GATHERED_BYTES, groups
+from autoplan.cost.communicators import GATHERED_BYTES, groups
+from autoplan.cost.compute import add_up, memory_bound_s
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.measured import find
 from autoplan.cost.memory import StageParameters
@@ -159,12 +159,6 @@ def shown_gather_s(
 def first_layers(blocks: StageBlocks) -> Floats:
     """Blocks on the first stage, at least one."""
     return np.maximum(add_up(count[:, 0].astype(np.float64) for count in blocks.count.values()), 1)
-
-
-def tied_table_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Gradients of the embedding that the first and the last stage reduce where it is the head's matrix too."""
-    wire = problem.framework.bytes_per_reduced_grad
-    return wire * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
 
 
 def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communication import Links, link_bytes
-from autoplan.cost.estimate import message_bytes
-from autoplan.cost.layer import (
+from autoplan.cost.communicators import (
     GATHERED_BYTES,
     Groups,
     cp_buffer_bytes,
@@ -23,14 +22,16 @@ from autoplan.cost.layer import (
     ep_buffer_bytes,
     groups,
     has_tp_traffic,
-    local_parameters,
+    message_bytes,
+    tied_table_bytes,
     tp_buffer_bytes,
 )
+from autoplan.cost.layer import local_parameters
 from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import StageParameters, stage_parameters
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.recompute import ATTENTION_BLOCKS
-from autoplan.cost.tail import reduce_buckets, tied_table_bytes
+from autoplan.cost.tail import reduce_buckets
 from autoplan.model import Block
 from autoplan.plan import SELECTIVE, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
