@@ -98,6 +98,13 @@ def test_a_node_of_a_shipped_kind_has_its_calibrated_curves(tmp_path: Path) -> N
     written(found, tmp_path)
 
 
+def test_sockets_that_were_seen_are_written(tmp_path: Path) -> None:
+    found = describe(replace(hgx(), num_sockets=4))
+    assert found.cluster.host.num_sockets == 4
+    assert "num_sockets = 4  # nvidia-smi topo -m" in cluster_toml(found.cluster, found.remarks)
+    written(found, tmp_path)
+
+
 @pytest.mark.parametrize("name", preset_clusters())
 def test_every_shipped_kind_of_node_is_itself_when_nothing_else_is_known_of_it(name: str, tmp_path: Path) -> None:
     shipped = load_cluster(name)
