@@ -574,6 +574,18 @@ def test_saved_files_of_another_machine_become_a_cluster(
     assert "c.toml exists" in err
 
 
+def test_nodes_without_a_name_are_all_those_of_the_switches_or_fill_them_in_order() -> None:
+    tree = parse_switches("SwitchName=a Level=0 Nodes=n[1-4]\nSwitchName=b Level=0 Nodes=n[5-8]\n")
+    seen = found_in([Report(seen=(hgx(),))])
+    every = describe_all(seen, tree=tree).cluster
+    assert every.num_nodes == 8
+    assert [(len(group.names), group.switches) for group in every.nodes] == [(4, ("a",)), (4, ("b",))]
+    some = describe_all(seen, tree=tree, num_nodes=6)
+    assert (some.cluster.num_nodes, some.cluster.nodes) == (6, ())
+    assert [tier.num_nodes for tier in some.cluster.network.tiers] == [4]
+    assert "which of the 8 nodes of Slurm's topology are meant is not known" in some.warnings[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
