@@ -82,7 +82,7 @@ def test_the_counted_times_are_those_of_the_estimate(model: str, plan: ParallelP
     assert spent["tp"] == pytest.approx(terms["tp_communication"])
     assert spent.get("cp", 0) == pytest.approx(terms["cp_communication"])
     assert spent.get("ep", 0) + spent.get("etp", 0) == pytest.approx(terms["ep_communication"])
-    states = sum(spent.get(name, 0) for name in ("shard", "expert shard", "replicate"))
+    states = sum(spent.get(name, 0) for name in ("shard", "expert shard", "replicate", "expert replicate"))
     ends = terms["fsdp_communication"] + terms["data_parallel_reduce"] + terms["parameter_gather"]
     assert states == pytest.approx(ends)
     assert price(problem, plan).step_s[0] > sum(spent.values())

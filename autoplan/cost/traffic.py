@@ -1,7 +1,8 @@
 """What does a step of one plan move over the links of every level, communicator by communicator?
 
 Buffers and groups are those that the pricing functions take; here they are counted over a step, whether they show or
-hide behind computation.  Arrays have one element per stage.
+hide behind computation.  What has no price, such as the few reductions of the loss, is not counted.  Arrays have one
+element per stage.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class TrafficRow:
     buffer_bytes: float  # of the largest one
     times: float
     level_bytes: tuple[float, ...]  # over the links of every level, per device and direction
-    time_s: float  # shown or hidden
+    time_s: float  # exposed or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +167,9 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
 def _passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block: Block) -> tuple[Floats, Floats]:
     """(backward, forward) passes through blocks of a kind in a step, those of recomputation that send among these."""
     count, repeated = (table[block][0].astype(np.float64) for table in (blocks.count, blocks.repeated))
-    depths = problem.model.num_mtp_layers * problem.model.mtp_layer.count(block) if problem.model.num_mtp_layers else 0
-    count = count + depths * blocks.is_last[0]
-    repeated = repeated + depths * blocks.is_last[0] * repeats_mtp(batch)
+    if problem.model.num_mtp_layers:
+        predicting = problem.model.num_mtp_layers * problem.model.mtp_layer.count(block) * blocks.is_last[0]
+        count, repeated = count + predicting, repeated + predicting * repeats_mtp(batch)
     share = problem.framework.selective_recompute_share
     if batch.recompute[0] == SELECTIVE and share:
         repeated = share * count
@@ -279,12 +280,12 @@ def _end_of_step(
     gaps = places.gaps.repeat(stages) if places.gaps else None
     if sharding == "none":
         buckets = reduce_buckets(framework, held[0])
-        for group, buffer, times, between in (
-            (places.dense_copies, wire * held[0] / buckets, buckets, gaps),
-            (places.expert_copies, wire * held[1], ones, None),
+        for name, group, buffer, times, between in (
+            ("replicate", places.dense_copies, wire * held[0] / buckets, buckets, gaps),
+            ("expert replicate", places.expert_copies, wire * held[1], ones, None),
         ):
             yield Transfers(
-                communicator="replicate",
+                communicator=name,
                 operation="all_reduce",
                 group=_each(group, stages),
                 buffer_bytes=buffer,
