@@ -16,6 +16,9 @@ from autoplan.cost.estimate import message_s
 from autoplan.cost.traffic import StepTraffic, TrafficRow, step_traffic, transfers
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster
+from autoplan.report.drawing import draw
+from autoplan.topology.graph import quotient
 from commands import run
 from flows import Expanded, chain, hierarchical
 from test_estimate import PLAIN, price, problem_of, terms_of
@@ -153,6 +156,18 @@ def test_tiers_that_hold_nothing_back_are_told_too() -> None:
     # Of the rings of a leaf's 32 nodes one hop leaves it, over links that all of them share.
     reduced = rows_of(step)["shard reduce_scatter"].level_bytes
     assert reduced[2] == pytest.approx(reduced[1] / 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [("a100-pcie:64x8", 3), ("frontier:256x8", 4), ("gb200-nvl72:128x4", 3), ("mi300x:64x8", 3), ("h100-sxm:1x8", 1)],
+)
+def test_every_level_of_links_is_labelled_where_it_is_drawn(name: str, labels: int) -> None:
+    cluster = load_cluster(name)
+    plan = ParallelPlan(global_batch=4096, tp=4, sp=True, dp_shard=cluster.num_devices // 4)
+    step = step_traffic(problem_of(cluster=cluster), plan)
+    assert len(step.levels) == labels
+    assert draw(cluster, quotient(cluster), step).count(" a step<") == labels
 
 
 def test_the_command_shows_the_traffic_of_a_plan_and_draws_it(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ class _Canvas:
         self.labels.append(y)
         self.text(MARGIN, y + 4, text, colour=colour, style=style)
 
-    def link_label(self, y: float, link: Link, text: str = "") -> None:
-        for line in (rates_text(link) + text, fault_text(link.share)):
+    def link_label(self, y: float, link: Link, text: str, sent: str) -> None:
+        for line in (rates_text(link) + text, sent, fault_text(link.share)):
             if line:
                 self.label(y, line, colour=_colour(link), style='font-size="11"')
 
@@ -171,7 +171,7 @@ def _moved(cluster: ClusterSpec, step: StepTraffic) -> dict[str, str]:
     """What a step moves, in words, by the name of a fabric or the kind of its direct links, that of the tier whose
     switches the links lead out of, "nic", or "wan".
     """
-    words = [f", {format_volume(moved)} a step" for moved in step.level_bytes]
+    words = [f"{format_volume(moved)} a step" for moved in step.level_bytes]
     found: dict[str, str] = {}
     for at, level in enumerate(step.levels):
         if not level.is_network:
@@ -229,7 +229,7 @@ def _draw_switches(
             over = f", {link.oversubscription:g}:1" if link.oversubscription > 1 else ""
             far = f", {format_seconds(2 * link.latency_s)}" if link.latency_s else ""
             sent = moved.get("wan" if link.kind == "wan" else part.name, "")
-            canvas.link_label((above.y + y) / 2, link, f" each{over}{far}{sent}")
+            canvas.link_label((above.y + y) / 2, link, f" each{over}{far}", sent)
     return box
 
 
@@ -258,8 +258,8 @@ def _draw_node(
         if a != b and boxes[a].kind != boxes[b].kind:
             canvas.link(boxes[a], boxes[b], link)
             if "nic" not in (boxes[a].kind, boxes[b].kind):  # a NIC takes what it sends
-                fabric = next((graph.nodes[one]["part"].name for one in (a, b) if boxes[one].kind == "fabric"), "")
-                labels[link, (boxes[a].y + boxes[b].y) / 2] = moved.get(fabric, "")
+                sent = moved.get(_level_of(cluster, graph.nodes[a]["part"], graph.nodes[b]["part"]), "")
+                labels[link, (boxes[a].y + boxes[b].y) / 2] = sent
         elif boxes[a].kind == "socket":
             canvas.link(boxes[a], boxes[b], link)
             labels[link, boxes[a].y] = ""
@@ -280,8 +280,15 @@ def _draw_node(
     for (link, at), sent in labels.items():
         hops = 1 if link in direct else 2  # half of a latency is that of the way to a switch
         latency = f", {format_seconds(hops * link.latency_s)}" if link.latency_s else ""
-        canvas.link_label(at, link, latency + sent)
+        canvas.link_label(at, link, latency, sent)
     return y - GAP
+
+
+def _level_of(cluster: ClusterSpec, *ends: Part) -> str:
+    """The level whose links are those between two parts of a node: that of a fabric, or of devices and their host."""
+    fabric = next((part.name for part in ends if part.kind == "fabric"), "")
+    is_own = any(part.kind == "device" for part in ends)
+    return fabric or next((level.name for level in cluster.levels if is_own and level.kind == "pcie"), "")
 
 
 def _rows(graph: Graph) -> list[list[Any]]:
