@@ -288,8 +288,8 @@ class ClusterSpec:
         for group in self.nodes:
             if len(group.switches) != len(self.network.tiers):
                 raise InputError(
-                    f"node {group.names[0]!r} must name a switch of each of the {len(self.network.tiers)} tiers, "
-                    f"got {list(group.switches)}"
+                    f"node {group.names[0]!r} must name {len(self.network.tiers)} switches, one of each tier and the "
+                    f"innermost first, got {list(group.switches)}: name them, or leave [[nodes]] out"
                 )
             if self.wan is not None and not group.site:
                 raise InputError(f"node {group.names[0]!r} must name its site, as there is a wan")

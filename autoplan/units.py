@@ -21,6 +21,8 @@ FILE_UNITS: tuple[tuple[str, str, float], ...] = (
     ("_ms", "_s", 1e-3),
 )
 
+_VOLUMES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
 
 def file_keys(field: str) -> tuple[str, ...]:
     """The keys under which a file may hold `field`: `memory_bytes` as `memory_gib`, `memory_mib` or in SI."""
@@ -74,6 +76,12 @@ def format_rate(value: float) -> str:
     """`value` bytes/s with three figures, decimal: '47.0 GB/s', '3.01 TB/s'."""
     scaled, unit = (value / 1e12, "TB/s") if value >= 999.5e9 else (value / 1e9, "GB/s")
     return f"{_three_figures(scaled)} {unit}"
+
+
+def format_volume(value: float) -> str:
+    """`value` bytes that are moved, with three figures, decimal as rates are: '47.0 GB', '3.01 MB'."""
+    scale, unit = next(((scale, unit) for scale, unit in _VOLUMES if value >= 0.9995 * scale), _VOLUMES[-1])
+    return f"{value / scale:.{0 if value >= 99.95 * scale else 1 if value >= 9.995 * scale else 2}f} {unit}"
 
 
 def format_seconds(value: float) -> str:

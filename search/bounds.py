@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communication import CONTENTION_SHARE, Links
+from autoplan.cost.communicators import groups
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
 from autoplan.cost.estimate import message_s, straggler_share
-from autoplan.cost.layer import block_costs, groups, local_parameters
+from autoplan.cost.layer import block_costs, local_parameters
 from autoplan.cost.layout import StageBlocks, repeats_mtp
 from autoplan.cost.memory import (
     StageParameters,

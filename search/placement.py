@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
-from autoplan.cost.layer import groups
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import RankedPlan, SearchResult

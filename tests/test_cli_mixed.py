@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from autoplan.files import decode, read_table
 from autoplan.result import MixedPlanFile
+from commands import run
 
-AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -28,18 +25,6 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 MIXED = ("--cluster", "h100-sxm:1x4+a100-sxm:1x2", "--global-batch", "16", "--seq-len", "4096")
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*AUTOPLAN, *arguments],
-        cwd=folder,
-        env={key: value for key, value in os.environ.items() if key != "COLUMNS"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,13 @@ def test_a_node_of_a_shipped_kind_has_its_calibrated_curves(tmp_path: Path) -> N
     written(found, tmp_path)
 
 
+def test_sockets_that_were_seen_are_written(tmp_path: Path) -> None:
+    found = describe(replace(hgx(), num_sockets=4))
+    assert found.cluster.host.num_sockets == 4
+    assert "num_sockets = 4  # nvidia-smi topo -m" in cluster_toml(found.cluster, found.remarks)
+    written(found, tmp_path)
+
+
 @pytest.mark.parametrize("name", preset_clusters())
 def test_every_shipped_kind_of_node_is_itself_when_nothing_else_is_known_of_it(name: str, tmp_path: Path) -> None:
     shipped = load_cluster(name)
@@ -565,6 +572,18 @@ def test_saved_files_of_another_machine_become_a_cluster(
     status, _, err = typed(*flags)
     assert status == 1
     assert "c.toml exists" in err
+
+
+def test_nodes_without_a_name_are_all_those_of_the_switches_or_fill_them_in_order() -> None:
+    tree = parse_switches("SwitchName=a Level=0 Nodes=n[1-4]\nSwitchName=b Level=0 Nodes=n[5-8]\n")
+    seen = found_in([Report(seen=(hgx(),))])
+    every = describe_all(seen, tree=tree).cluster
+    assert every.num_nodes == 8
+    assert [(len(group.names), group.switches) for group in every.nodes] == [(4, ("a",)), (4, ("b",))]
+    some = describe_all(seen, tree=tree, num_nodes=6)
+    assert (some.cluster.num_nodes, some.cluster.nodes) == (6, ())
+    assert [tier.num_nodes for tier in some.cluster.network.tiers] == [4]
+    assert "which of the 8 nodes of Slurm's topology are meant is not known" in some.warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
 from autoplan.errors import InputError
-from profiler.discover.infiniband import parse, read_folder
+from profiler.discover.infiniband import parse
 from topology_samples import sample
 
 
@@ -69,50 +69,6 @@ def test_rates_of_verbose_output():
     assert [(nic.name, nic.kind, nic.bytes_per_s) for nic in parse(libfabric * 3).nics] == [
         ("rdmap79s0", "efa", 12.5e9)
     ]
-
-
-def adapter(folder, name, *, pci, numa, ports, vendor="0x15b3"):
-    device = folder / "devices" / "pci0000:00" / pci
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text(f"{numa}\n")
-    (device / "vendor").write_text(f"{vendor}\n")
-    entry = folder / "class" / name
-    entry.mkdir(parents=True)
-    (entry / "device").symlink_to(device)
-    for number, (state, rate, layer) in enumerate(ports, start=1):
-        port = entry / "ports" / str(number)
-        port.mkdir(parents=True)
-        (port / "state").write_text(f"{state}\n")
-        (port / "rate").write_text(f"{rate}\n")
-        (port / "link_layer").write_text(f"{layer}\n")
-
-
-def test_folder_of_the_kernel(tmp_path):
-    ndr, edr = "400 Gb/sec (4X NDR)", "100 Gb/sec (4X EDR)"
-    adapter(tmp_path, "mlx5_0", pci="0000:1a:00.0", numa=0, ports=[("4: ACTIVE", ndr, "InfiniBand")])
-    adapter(
-        tmp_path,
-        "mlx5_1",
-        pci="0000:3c:00.0",
-        numa=-1,
-        ports=[("1: DOWN", edr, "Ethernet"), ("4: ACTIVE", edr, "Ethernet")],
-    )
-    adapter(tmp_path, "mlx5_2", pci="0000:4d:00.0", numa=1, ports=[("1: DOWN", ndr, "InfiniBand")])
-    adapter(tmp_path, "ibp9s0", pci="0000:9d:00.0", numa=1, ports=[("4: ACTIVE", edr, "Unknown")], vendor="0x1d0f")
-    nics = read_folder(tmp_path / "class").nics
-    assert [(nic.name, nic.kind, nic.bytes_per_s, nic.pci, nic.numa) for nic in nics] == [
-        ("ibp9s0", "efa", 12.5e9, "0000:9d:00.0", 1),
-        ("mlx5_0", "infiniband", 50e9, "0000:1a:00.0", 0),
-        ("mlx5_1", "roce", 12.5e9, "0000:3c:00.0", None),
-    ]
-
-
-def test_folder_that_is_missing_or_holds_nonsense(tmp_path):
-    with pytest.raises(InputError, match="cannot be read"):
-        read_folder(tmp_path / "none")
-    adapter(tmp_path, "mlx5_0", pci="0000:1a:00.0", numa=0, ports=[("4: ACTIVE", "fast", "InfiniBand")])
-    with pytest.raises(InputError, match=r"mlx5_0: the rate must be in Gb/s.*'fast'"):
-        read_folder(tmp_path / "class")
 
 
 @pytest.mark.parametrize(

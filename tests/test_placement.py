@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from allocations import DEVICES, fat_tree, packed, problem_on, shuffled
 from autoplan.cluster import NodeGroup, SwitchTier, WanSpec
+from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
-from autoplan.cost.layer import groups
 from autoplan.errors import InputError, UnpricedError
 from autoplan.framework import RANK_ORDERS
 from autoplan.plan import ParallelPlan, PlanBatch

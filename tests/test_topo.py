@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
@@ -20,15 +18,9 @@ from autoplan.report.drawing import MOST_DRAWN, WIDTH, draw
 from autoplan.report.topology import print_topology, rates_text, topology_json
 from autoplan.topology.graph import quotient
 from autoplan.topology.parts import Link
+from commands import run
 
-AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*AUTOPLAN, "topo", *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def shown(cluster: ClusterSpec) -> list[str]:
@@ -163,12 +155,27 @@ def test_a_link_reads_as_sustained_of_nominal(nominal: float, sustained: float, 
 
 
 def test_the_command_prints_draws_and_keeps_what_exists(tmp_path: Path) -> None:
-    drawn = run(tmp_path, "h100-sxm:2x8", "--svg", "cluster.svg", "--json")
+    drawn = run(tmp_path, "topo", "h100-sxm:2x8", "--svg", "cluster.svg", "--json")
     assert drawn.returncode == 0
     assert json.loads(drawn.stdout)["num_devices"] == 16
     assert ET.parse(tmp_path / "cluster.svg").getroot().tag == f"{SVG}svg"
-    again = run(tmp_path, "h100-sxm:2x8", "--svg", "cluster.svg")
+    again = run(tmp_path, "topo", "h100-sxm:2x8", "--svg", "cluster.svg")
     assert again.returncode == 1
     assert again.stderr == "autoplan: cluster.svg exists: choose another name or pass --force\n"
     assert again.stdout == ""
-    assert run(tmp_path, "h100-sxm:2x8", "--svg", "cluster.svg", "--force").returncode == 0
+    assert run(tmp_path, "topo", "h100-sxm:2x8", "--svg", "cluster.svg", "--force").returncode == 0
+
+
+def test_unlike_parts_are_shown_one_after_another_with_what_joins_them(tmp_path: Path) -> None:
+    both = run(tmp_path, "topo", "h100-sxm:2x8+a100-sxm:4x8")
+    assert both.stdout.index("h100-sxm: 2 x 8") < both.stdout.index("a100-sxm: 4 x 8")
+    assert both.stdout.endswith("between parts: the slower of their networks\n")
+    parts = '[[parts]]\ncluster = "h100-sxm:2x8"\n' * 2 + "[between]\nbandwidth_gb_per_s = 1.25\nlatency_ms = 10\n"
+    (tmp_path / "two.toml").write_text(parts)
+    table = json.loads(run(tmp_path, "topo", "two.toml", "--json").stdout)
+    assert [part["num_devices"] for part in table["parts"]] == [16, 16]
+    assert table["between"]["bandwidth_bytes_per_s"] == 1.25e9
+    assert "1.25 GB/s that all devices of a part share, 10.0 ms" in run(tmp_path, "topo", "two.toml").stdout
+    drawn = run(tmp_path, "topo", "two.toml", "--svg", "two.svg")
+    assert (drawn.returncode, drawn.stderr.count("\n")) == (1, 1)
+    assert not (tmp_path / "two.svg").exists()

@@ -91,7 +91,7 @@ def estimate(
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, whole_url
     from autoplan.cli.mixed import estimate_saved, is_mixed
-    from autoplan.cli.planfile import encode, make_plan_file
+    from autoplan.cli.planfile import encode, is_plan_file, make_plan_file, read_plan
     from autoplan.files import decode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
     from autoplan.rules.books import book_of
@@ -102,9 +102,9 @@ def estimate(
         _check_alone(context)
         estimate_saved(Path(model), json=json)
         return
-    if (saved := _saved_plan(model, whole_url(context, url))) is not None:
+    if is_plan_file(Path(model)):
         _check_alone(context)
-        problem, plan, timings = saved
+        problem, plan, timings = read_plan(Path(model), whole_url(context, url))
     else:
         if cluster is None or global_batch is None or seq_len is None:
             raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
@@ -170,33 +170,6 @@ def estimate(
     if not quiet and file.best.verdict != "fits":
         what = "does not fit" if file.best.verdict == "oom" else "may not fit"
         print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
-
-
-def _saved_plan(text: str, url: str | None) -> tuple[Problem, ParallelPlan, str] | None:
-    """The problem, the plan and the timings of a plan file, if `text` is the path of one."""
-    from autoplan.cli.inputs import with_timings
-    from autoplan.files import decode, read_table
-    from autoplan.problem import Problem
-    from autoplan.result import PlanFile
-
-    path = Path(text)
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    table = read_table(path)
-    if "schema_version" not in table:
-        return None
-    file = decode(PlanFile, table, text)
-    problem = Problem(
-        model=file.model,
-        training=file.training,
-        cluster=file.cluster,
-        framework=file.framework,
-        calibration=file.calibration,
-        reserve_bytes=file.reserve_bytes,
-    )
-    if file.timings:
-        problem = with_timings(problem, file.timings, url)
-    return problem, file.best.plan, file.timings
 
 
 def _check_alone(context: typer.Context) -> None:

@@ -7,10 +7,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from autoplan.errors import InputError
 
 if TYPE_CHECKING:
     from autoplan.mixed import MixedProblem
+    from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
     from autoplan.result import (
         Certificate,
@@ -24,6 +28,40 @@ if TYPE_CHECKING:
     )
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
+
+
+def is_plan_file(path: Path) -> bool:
+    """Whether a path names a plan file of a cluster of equal nodes."""
+    from autoplan.files import read_table
+
+    return path.suffix == ".json" and path.is_file() and "schema_version" in read_table(path)
+
+
+def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan, str]:
+    """The problem, the best plan and the timings that a plan file names; these are read from the database at `url`."""
+    from autoplan.cli.inputs import with_timings
+    from autoplan.files import decode, read_table
+    from autoplan.problem import Problem
+    from autoplan.result import PlanFile
+
+    table = read_table(path)
+    if "schema_version" not in table:
+        what = (
+            "plans of mixed clusters are not read here" if "mixed_schema_version" in table else "give what search wrote"
+        )
+        raise InputError(f"{path} is no plan file of a cluster of equal nodes: {what}")
+    file = decode(PlanFile, table, str(path))
+    problem = Problem(
+        model=file.model,
+        training=file.training,
+        cluster=file.cluster,
+        framework=file.framework,
+        calibration=file.calibration,
+        reserve_bytes=file.reserve_bytes,
+    )
+    if file.timings:
+        problem = with_timings(problem, file.timings, url)
+    return problem, file.best.plan, file.timings
 
 
 def make_plan_file(

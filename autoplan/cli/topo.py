@@ -2,41 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoplan.cli.inputs import ForceOption
+from autoplan.errors import InputError
+
+if TYPE_CHECKING:
+    from autoplan.cluster import ClusterSpec
+    from autoplan.cost.traffic import StepTraffic
 
 
 def topo(
-    cluster: Annotated[
-        str, typer.Argument(metavar="CLUSTER", help="Preset with a size (h100-sxm:16x8) or a cluster.toml.")
-    ],
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="As for search.")],
+    plan: Annotated[
+        Path | None, typer.Option(metavar="PLAN", help="Show what a step of this plan.json moves over the links.")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the cluster into an SVG file.")] = None,
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the graph as JSON instead of a tree.")] = False,
 ) -> None:
-    """Show a cluster as a tree of switches, nodes and links with their rates, or draw it."""
+    """Show a cluster as a tree of switches, nodes and links with their rates, or draw it; or the traffic of a plan."""
     import msgspec
 
     from autoplan.cli.inputs import check_output
     from autoplan.files import write_text
-    from autoplan.read.cluster import load_cluster
+    from autoplan.parts import MixedCluster
+    from autoplan.read.mixed import load_parts
     from autoplan.report.drawing import draw
     from autoplan.report.terminal import make_console
-    from autoplan.report.topology import print_topology, topology_json
+    from autoplan.report.topology import mixed_json, print_mixed_topology, print_topology, topology_json
+    from autoplan.report.traffic import print_traffic, traffic_json
     from autoplan.topology.graph import quotient
 
     if svg is not None:
         check_output(svg, force=force)
-    spec = load_cluster(cluster)
+    spec = load_parts(cluster)
+    if isinstance(spec, MixedCluster):
+        if plan is not None or svg is not None:
+            raise InputError(f"{cluster} has unlike parts: --plan and --svg show a cluster of equal nodes, name a part")
+        if json:
+            typer.echo(msgspec.json.encode(mixed_json(spec)).decode())
+        else:
+            print_mixed_topology(make_console(), spec)
+        return
+    step = _step_traffic(plan, spec) if plan is not None else None
     found = quotient(spec)
     if json:
-        typer.echo(msgspec.json.encode(topology_json(spec, found)).decode())
+        table = topology_json(spec, found) | ({"traffic": traffic_json(step)} if step else {})
+        typer.echo(msgspec.json.encode(table).decode())
     else:
         print_topology(make_console(), spec, found)
+        if step is not None:
+            print_traffic(make_console(), step)
     if svg is not None:
-        write_text(svg, draw(spec, found), force=force)
+        write_text(svg, draw(spec, found, step), force=force)
         typer.echo(f"drawn into {svg}", err=True)
+
+
+def _step_traffic(path: Path, cluster: ClusterSpec) -> StepTraffic:
+    """What the plan of a file moves on `cluster`, which need not be the one that it was made for."""
+    from autoplan.cli.planfile import read_plan
+    from autoplan.cost.traffic import step_traffic
+    from autoplan.timing import NO_TIMINGS
+
+    problem, plan, _ = read_plan(path)
+    if plan.num_devices != cluster.num_devices:
+        raise InputError(
+            f"{path}: the plan is for {plan.num_devices} devices, {cluster.name} has {cluster.num_devices}: "
+            "give the cluster that it was made for, or one of its size"
+        )
+    return step_traffic(replace(problem, cluster=cluster, timings=NO_TIMINGS), plan)

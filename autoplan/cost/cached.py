@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.cost.communicators import GATHERED_BYTES
 from autoplan.cost.compute import add_up, padded_vocab, rank_tokens
-from autoplan.cost.layer import GATHERED_BYTES
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.model import ModelSpec

@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.communication import Links
+from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
 from autoplan.cost.compute import (
     KERNEL_AXES,
     add_up,
     head_s,
-    norm_tokens,
-    rank_tokens,
 )
-from autoplan.cost.layer import TERMS, BlockCost, block_costs, fsdp_s, groups
+from autoplan.cost.layer import TERMS, BlockCost, block_costs, fsdp_s
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
     MEMORY_TERMS,
@@ -37,7 +36,6 @@ from autoplan.cost.tail import (
     reduction_s,
     shown_gather_s,
     shown_reduce_s,
-    tied_table_bytes,
 )
 from autoplan.model import Block
 from autoplan.plan import SCHEDULES, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
@@ -176,12 +174,9 @@ def message_s(problem: Problem, batch: PlanBatch, across: Links | None = None) -
     and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
     """
     links, places = Links.of(problem), groups(batch)
-    tokens = norm_tokens(problem, batch)
-    scatters = problem.framework.scatter_gather_p2p & ~batch.sp
-    sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
-    message = (across or links).send_s(*places.pp, 2.0 * sent * problem.model.hidden_size)
-    gather = links.all_gather_s(*places.tp, 2.0 * tokens * problem.model.hidden_size)
-    return message + np.where(scatters, gather, 0.0)
+    sent, gathered = message_bytes(problem, batch)
+    message = (across or links).send_s(*places.pp, sent)
+    return message + links.all_gather_s(*places.tp, gathered)
 
 
 def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:

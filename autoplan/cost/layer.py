@@ -12,22 +12,29 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, block_shapes
 from autoplan.cost.communication import Links
+from autoplan.cost.communicators import (
+    GATHERED_BYTES,
+    Groups,
+    cp_buffer_bytes,
+    dispatched_copies,
+    ep_buffer_bytes,
+    groups,
+    has_tp_traffic,
+    tp_buffer_bytes,
+)
 from autoplan.cost.compute import (
     KERNEL_AXES,
     KernelTimes,
     add_up,
-    expert_tokens,
     kernel_times,
     local_sizes,
     memory_bound_s,
-    norm_tokens,
-    rank_tokens,
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, layer_factors
 from autoplan.framework import Framework
 from autoplan.model import Block
-from autoplan.plan import CP_KINDS, FULL, PP_BEFORE_DP, SHARDINGS, PlanBatch
+from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -46,8 +53,6 @@ TERMS = (
     "fsdp_communication",
     "launch",
 )
-
-GATHERED_BYTES = 2.0  # weights travel in 16 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,46 +95,6 @@ class BlockCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Stride and size of every communicator of a plan."""
-
-    tp: tuple[Ints, Ints]
-    cp: tuple[Ints, Ints]
-    shard: tuple[Ints, Ints]  # dense states: dp_shard x cp
-    replicate: tuple[Ints, Ints]  # copies of a shard group
-    ep: tuple[Ints, Ints]
-    expert_shard: tuple[Ints, Ints]  # expert states
-    pp: tuple[Ints, Ints]
-    gaps: Gaps | None  # in `shard` and all that hold it, where pipelines come between the context-parallel groups
-
-
-def groups(batch: PlanBatch) -> Groups:
-    """The communicators of every plan.  Expert groups re-use the ranks of a stage: etp fastest, then ep.
-
-    Where pipelines come before data parallelism, replicas are whole pipelines and their ranks so much further apart.
-    Source: Megatron-LM core/parallel_state.py, RankGenerator.
-    """
-    ones = np.ones(len(batch), dtype=np.int64)
-    stage = batch.tp * batch.cp * batch.dp
-    shard = batch.cp * batch.dp_shard
-    expert = batch.ep * batch.etp
-    expert_shard = np.maximum(stage // expert // batch.dp_replicate, 1)
-    block, parted = batch.tp * batch.cp, (batch.rank_order == PP_BEFORE_DP) & (batch.pp > 1)
-    apart = np.where(parted, batch.pp, 1)
-    in_runs = parted & (batch.cp > 1)
-    return Groups(
-        tp=(ones, batch.tp),
-        cp=(batch.tp, batch.cp),
-        shard=(np.where(in_runs, batch.tp, batch.tp * apart), shard),
-        replicate=(batch.tp * shard * apart, batch.dp_replicate),
-        ep=(batch.etp, batch.ep),
-        expert_shard=(expert * apart, expert_shard),
-        pp=(np.where(parted, block, stage), batch.pp),
-        gaps=Gaps(np.where(in_runs, batch.cp, batch.num_devices), block * apart) if in_runs.any() else None,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """Kernels of one block and micro-batch, and exposed traffic in front of what other micro-batches hide.
 
@@ -159,11 +124,12 @@ def block_costs(problem: Problem, batch: PlanBatch) -> dict[Block, BlockCost]:
     some, like = batch.distinct(*KERNEL_AXES, "tp_overlap")
     few = batch.take(some)
     kernels, has_launches = _block_kernels(problem, few)
+    tp_s = _tp_link_s(problem, few, links)
     costs: dict[Block, BlockCost] = {}
     # Experts come last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(block_shapes(problem.model).items(), key=lambda item: item[0] is Block.MOE):
         beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
-        parts = _parts(problem, few, block, shape, links, kernels[block], has_launches[block]).take(like)
+        parts = _parts(problem, few, block, shape, links, kernels[block], has_launches[block], tp_s).take(like)
         costs[block] = _block_cost(problem, batch, block, shape, parts, links, places, beside_s)
     return costs
 
@@ -195,11 +161,12 @@ def _parts(
     links: Links,
     kernels: KernelTimes,
     has_launches: NDArray[np.bool_],
+    tp_s: Floats,
 ) -> _Parts:
     places, zeros = groups(batch), np.zeros(len(batch))
-    tp = _tp_s(problem, batch, links, (kernels.gemm_forward_s, kernels.gemm_backward_s))
-    if block is Block.MOE and not any(linear.split == "column" for linear in shape.linears):
-        tp = zeros, zeros  # routed experts take their tokens from the ranks that hold them
+    tp = zeros, zeros
+    if has_tp_traffic(block, shape):
+        tp = _tp_s(problem, batch, tp_s, (kernels.gemm_forward_s, kernels.gemm_backward_s))
     cp = zeros, zeros
     if block in ATTENTION_BLOCKS:
         attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
@@ -222,24 +189,30 @@ def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Float
     return dense, expert
 
 
-def _tp_s(problem: Problem, batch: PlanBatch, links: Links, gemm_s: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
-    """(forward, backward) exposed tensor-parallel collectives of one block.
+def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
+    """Tensor-parallel collectives of one block in one pass.
 
     With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes;
     the further all-gather of the inputs for the weight gradient hides under the data gradient.  Without it one
     all-reduce a pass.  Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
     """
-    buffer = 2.0 * rank_tokens(problem, batch) * problem.model.hidden_size
-    framework, places = problem.framework, groups(batch)
+    buffer, group = tp_buffer_bytes(problem, batch), groups(batch).tp
+    time = np.zeros(len(batch))
+    if batch.sp.any():
+        time = links.all_gather_s(*group, buffer) + links.reduce_scatter_s(*group, buffer)
+    return time if batch.sp.all() else np.where(batch.sp, time, links.all_reduce_s(*group, buffer))
+
+
+def _tp_s(problem: Problem, batch: PlanBatch, link_s: Floats, gemm_s: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+    """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` in each pass."""
+    framework = problem.framework
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
     host = framework.host_s_per_collective * (batch.tp > 1)
     host = problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
-    sharded = links.all_gather_s(*places.tp, buffer) + links.reduce_scatter_s(*places.tp, buffer)
-    time = np.where(batch.sp, sharded, links.all_reduce_s(*places.tp, buffer))
     meeting = host * np.where(batch.sp, 2, 1)
     # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
     share = np.where(batch.tp_overlap, framework.tp_overlap_share, 0.0)
-    forward, backward = (time - share * np.minimum(time, products) + meeting for products in gemm_s)
+    forward, backward = (link_s - share * np.minimum(link_s, products) + meeting for products in gemm_s)
     return forward, backward
 
 
@@ -251,20 +224,15 @@ def _cp_s(
     Ring: keys and values travel around while blocks of attention are computed, only what is longer shows, and the
     first block's transfer.  All-to-all (Ulysses, arXiv:2309.14509): q, k, v and the output, all exposed.
     """
-    model = problem.model
     if (batch.cp == 1).all():
         return np.zeros(len(batch)), np.zeros(len(batch))
-    tokens = rank_tokens(problem, batch)
-    # Beyond its key/value heads tensor parallelism copies them.
-    kv = 2.0 * tokens * model.kv_heads * (model.qk_head_dim + model.v_head_dim) / np.minimum(batch.tp, model.kv_heads)
-    whole = kv * batch.cp
-    ring = links.all_gather_s(*places.cp, whole)
+    kv, heads = cp_buffer_bytes(problem, batch)
+    ring = links.all_gather_s(*places.cp, kv * batch.cp)
     steps = np.maximum(batch.cp - 1, 1)
     hidden_forward = attention_s[0] * (batch.cp - 1) / batch.cp
     hidden_backward = attention_s[1] * (batch.cp - 1) / batch.cp
     ring_forward = np.maximum(ring - hidden_forward, ring / steps)
     ring_backward = np.maximum(2 * ring - hidden_backward, 2 * ring / steps)
-    heads = 2.0 * tokens * model.num_heads * (model.qk_head_dim + model.v_head_dim) / batch.tp
     exchange = links.all_to_all_s(*places.cp, heads) + links.all_to_all_s(*places.cp, kv)
     is_ring = batch.cp_kind == CP_KINDS.index("ring")
     forward = np.where(is_ring, ring_forward, exchange)
@@ -274,15 +242,11 @@ def _cp_s(
 
 def _ep_s(problem: Problem, batch: PlanBatch, links: Links, places: Groups) -> Floats:
     """Dispatch and combine of one MoE block in one pass: two all-to-all of the routed tokens."""
-    moe = problem.model.moe
-    assert moe is not None
-    width = moe.latent_size or problem.model.hidden_size
-    routed = norm_tokens(problem, batch) * moe.experts_per_token * width
-    copies = moe.experts_per_token if problem.framework.dispatches_once else 1
-    dispatch = links.all_to_all_s(*places.ep, problem.framework.bytes_per_dispatched * routed, copies)
-    exchange = dispatch + links.all_to_all_s(*places.ep, 2.0 * routed, copies)
+    dispatched, combined, gathered = ep_buffer_bytes(problem, batch)
+    copies = dispatched_copies(problem)
+    dispatch = links.all_to_all_s(*places.ep, dispatched, copies)
+    exchange = dispatch + links.all_to_all_s(*places.ep, combined, copies)
     # Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
-    gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
     ones = np.ones(len(batch), dtype=np.int64)
     spread = links.all_gather_s(ones, batch.etp, gathered) + links.reduce_scatter_s(ones, batch.etp, gathered)
     host = problem.calibration.host * problem.framework.host_s_per_collective

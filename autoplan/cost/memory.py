@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.cached import cached_bytes
+from autoplan.cost.communicators import GATHERED_BYTES, Groups, groups
 from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
-from autoplan.cost.layer import GATHERED_BYTES, Groups, groups, local_parameters
+from autoplan.cost.layer import local_parameters
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.order import chunks_of_ranks, live_chunks
 from autoplan.cost.recompute import NARROW_BYTES, activation_parts, kept_bytes, whole_bytes

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.communication import Links
+from autoplan.cost.communicators import groups, tied_table_bytes
 from autoplan.cost.estimate import Stages, lay_out, message_s
 from autoplan.cost.islands import Islands, links_between
-from autoplan.cost.layer import groups
-from autoplan.cost.tail import own_parameters, reduction_s, tied_table_bytes, update_s
+from autoplan.cost.tail import own_parameters, reduction_s, update_s
 from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem

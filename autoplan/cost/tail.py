@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.cached import GRAD_BYTES
 from autoplan.cost.communication import CONTENTION_SHARE
-from autoplan.cost.compute import add_up, memory_bound_s, padded_vocab
-from autoplan.cost.layer import GATHERED_BYTES, groups
+from autoplan.cost.communicators import GATHERED_BYTES, groups
+from autoplan.cost.compute import add_up, memory_bound_s
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.measured import find
 from autoplan.cost.memory import StageParameters
@@ -39,7 +39,7 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
     return tensors
 
 
-def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
+def reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
     """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
     if not framework.reduce_bucket_bytes:
         return np.ones_like(parameters)
@@ -73,41 +73,57 @@ def reduction_s(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, links: Collectives
 ) -> tuple[Floats, Floats]:
     """(gradient reduction, parameter gather) of every stage at the end of a step, all of it: shape (plans, stages)."""
-    framework, places, stages = problem.framework, groups(batch), blocks.num_stages
+    is_sharded = batch.sharding > 0
+    reduce = gather = np.zeros((len(batch), blocks.num_stages))
+    if is_sharded.any():
+        reduce, gather = _sharded_s(problem, batch, blocks, parameters, links)
+    if not is_sharded.all():
+        reduce = np.where(is_sharded[:, None], reduce, _unsharded_s(problem, batch, parameters, links))
+    return reduce, gather
 
-    def per_stage(pair: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-        return np.repeat(pair[0], stages), np.repeat(pair[1], stages)
 
-    def shaped(times: Floats) -> Floats:
-        return times.reshape(len(batch), stages)
+def _per_stage(pair: tuple[Ints, Ints], stages: int) -> tuple[Ints, Ints]:
+    return np.repeat(pair[0], stages), np.repeat(pair[1], stages)
 
+
+def _unsharded_s(problem: Problem, batch: PlanBatch, parameters: StageParameters, links: Collectives) -> Floats:
+    """Gradient reduction among all copies of the parameters."""
+    framework, places = problem.framework, groups(batch)
+    shape, wire = parameters.dense.shape, framework.bytes_per_reduced_grad
     dense, expert = parameters.dense.ravel(), parameters.expert.ravel()
-    wire = framework.bytes_per_reduced_grad
-    dearer = framework.sharded_wire_factor
-    shard, expert_shard, replicate = (per_stage(p) for p in (places.shard, places.expert_shard, places.replicate))
-    gaps = places.gaps.repeat(stages) if places.gaps else None
+    gaps = places.gaps.repeat(shape[1]) if places.gaps else None
+    buckets = reduce_buckets(framework, dense)
+    time = buckets * links.all_reduce_s(*_per_stage(places.dense_copies, shape[1]), wire * dense / buckets, gaps)
+    time = time + buckets * np.repeat(_bucket_host_s(problem, batch), shape[1])
+    time = time + links.all_reduce_s(*_per_stage(places.expert_copies, shape[1]), wire * expert)
+    return time.reshape(shape)
+
+
+def _sharded_s(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, links: Collectives
+) -> tuple[Floats, Floats]:
+    """(reduction, gather) of plans that shard some of their states."""
+    framework, places = problem.framework, groups(batch)
+    shape, wire, dearer = parameters.dense.shape, framework.bytes_per_reduced_grad, framework.sharded_wire_factor
+    dense, expert = parameters.dense.ravel(), parameters.expert.ravel()
+    gaps = places.gaps.repeat(shape[1]) if places.gaps else None
+    shard, expert_shard, replicate = (
+        _per_stage(pair, shape[1]) for pair in (places.shard, places.expert_shard, places.replicate)
+    )
     reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s
     first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
     # Copies of a shard group reduce the shard that each holds.
     across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
     gather = links.all_gather_s(*shard, GATHERED_BYTES * dense, gaps)
     gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
-    all_ranks = (places.shard[0], batch.cp * batch.dp)
-    buckets = _reduce_buckets(framework, dense)
-    unsharded = buckets * links.all_reduce_s(*per_stage(all_ranks), wire * dense / buckets, gaps)
-    unsharded = unsharded + buckets * np.repeat(_bucket_host_s(problem, batch), stages)
-    expert_copies = (places.expert_shard[0], places.expert_shard[1] * batch.dp_replicate)
-    unsharded = unsharded + links.all_reduce_s(*per_stage(expert_copies), wire * expert)
 
     kind = batch.sharding[:, None]
     zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
-    first = shaped(dearer * first + across)
     once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
-    reduce = np.where(kind == 0, shaped(unsharded), np.where(once, first, shaped(across)))
+    reduce = np.where(once, (dearer * first + across).reshape(shape), across.reshape(shape))
     pieces = _weight_tensors(problem, blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
     host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
-    gather_s = np.where((kind == zero1) | (kind == zero2), shaped(dearer * gather) + host_s, 0.0)
-    return reduce, gather_s
+    return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather.reshape(shape) + host_s, 0.0)
 
 
 def shown_reduce_s(
@@ -143,12 +159,6 @@ def shown_gather_s(
 def first_layers(blocks: StageBlocks) -> Floats:
     """Blocks on the first stage, at least one."""
     return np.maximum(add_up(count[:, 0].astype(np.float64) for count in blocks.count.values()), 1)
-
-
-def tied_table_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Gradients of the embedding that the first and the last stage reduce where it is the head's matrix too."""
-    wire = problem.framework.bytes_per_reduced_grad
-    return wire * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp
 
 
 def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from autoplan.cluster import ClusterSpec
@@ -24,7 +24,10 @@ from autoplan.report.topology import (
 )
 from autoplan.topology.graph import ClusterGraph, Group, links_up
 from autoplan.topology.parts import Graph, Link, Part, PartKind, fabric_link, nic_link, node_graph, wide_levels
-from autoplan.units import format_rate, format_seconds
+from autoplan.units import format_rate, format_seconds, format_volume
+
+if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
+    from autoplan.cost.traffic import StepTraffic
 
 MOST_DRAWN = 16  # devices of the opened node; of a larger one each class of parts is drawn once
 WIDTH, MARGIN = 1080, 24
@@ -109,8 +112,8 @@ class _Canvas:
         self.labels.append(y)
         self.text(MARGIN, y + 4, text, colour=colour, style=style)
 
-    def link_label(self, y: float, link: Link, text: str = "") -> None:
-        for line in (rates_text(link) + text, fault_text(link.share)):
+    def link_label(self, y: float, link: Link, text: str, sent: str) -> None:
+        for line in (rates_text(link) + text, sent, fault_text(link.share)):
             if line:
                 self.label(y, line, colour=_colour(link), style='font-size="11"')
 
@@ -127,13 +130,15 @@ def _colour(link: Link) -> str:
     return FAULT_COLOUR if link.share < 1 else LINK_COLOURS.get(link.kind, NETWORK_COLOUR)
 
 
-def draw(cluster: ClusterSpec, found: ClusterGraph) -> str:
-    """The cluster as the text of an SVG file."""
+def draw(cluster: ClusterSpec, found: ClusterGraph, step: StepTraffic | None = None) -> str:
+    """The cluster as the text of an SVG file, with what a step of a plan moves over its links."""
+    moved = _moved(cluster, step) if step else {}
     canvas = _Canvas()
     rate = halves_bytes_per_s(cluster)
     halves = "" if rate is None else f"; {format_rate(rate)} between its halves"
     canvas.text(MARGIN, 34, cluster_line(cluster) + halves, style='font-size="16" font-weight="bold"')
     note = "Rates are for one direction, sustained of nominal.  What is alike is drawn once."
+    note += "  What a step moves is that of a device, of shared links its part." if step else ""
     canvas.text(MARGIN, 54, note, style='font-size="11"')
     places = list(_opened(found.root))
     y, total = 80.0, 1
@@ -144,9 +149,9 @@ def draw(cluster: ClusterSpec, found: ClusterGraph) -> str:
         tops.append(y)
         y += 32
         if group.inside and group.vertices:
-            above = _draw_switches(canvas, found, group, total, _span(depth), above, y + ROW / 2)
+            above = _draw_switches(canvas, found, group, total, _span(depth), above, y + ROW / 2, moved)
             y += ROW + 10
-    bottom = _draw_node(canvas, cluster, found, places[-1], total, _span(len(places) - 1), above, y + 10)
+    bottom = _draw_node(canvas, cluster, found, places[-1], total, _span(len(places) - 1), above, y + 10, moved)
     for depth, group in reversed(list(enumerate(places))):
         (x0, x1), others = _span(depth), _others(group)
         bottom += 12 + LINE * bool(others)
@@ -160,6 +165,26 @@ def draw(cluster: ClusterSpec, found: ClusterGraph) -> str:
         f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="12">\n'
         f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>\n{body}\n</svg>\n'
     )
+
+
+def _moved(cluster: ClusterSpec, step: StepTraffic) -> dict[str, str]:
+    """What a step moves, in words, by the name of a fabric or the kind of its direct links, that of the tier whose
+    switches the links lead out of, "nic", or "wan".
+    """
+    words = [f"{format_volume(moved)} a step" for moved in step.level_bytes]
+    found: dict[str, str] = {}
+    for at, level in enumerate(step.levels):
+        if not level.is_network:
+            found |= {level.name: words[at]} | ({cluster.levels[at].kind: words[at]} if level.is_mesh else {})
+            continue
+        below = step.levels[at - 1] if at else None
+        if level.name == "wan":
+            found["wan"] = words[at]
+        elif below is None or not below.is_network:
+            found["nic"] = words[at]
+        else:
+            found[below.name.removeprefix(f"{cluster.network.kind} ")] = words[at]
+    return found
 
 
 def _span(depth: int) -> Span:
@@ -184,7 +209,14 @@ def _others(group: Group) -> str:
 
 
 def _draw_switches(
-    canvas: _Canvas, found: ClusterGraph, group: Group, total: int, span: Span, above: _Box | None, y: float
+    canvas: _Canvas,
+    found: ClusterGraph,
+    group: Group,
+    total: int,
+    span: Span,
+    above: _Box | None,
+    y: float,
+    moved: dict[str, str],
 ) -> _Box:
     """The switches of a place as one bar, and their links to the tier above."""
     part: Part = found.graph.nodes[group.vertices[0]]["part"]
@@ -196,7 +228,8 @@ def _draw_switches(
             canvas.link(above, box, link)
             over = f", {link.oversubscription:g}:1" if link.oversubscription > 1 else ""
             far = f", {format_seconds(2 * link.latency_s)}" if link.latency_s else ""
-            canvas.link_label((above.y + y) / 2, link, f" each{over}{far}")
+            sent = moved.get("wan" if link.kind == "wan" else part.name, "")
+            canvas.link_label((above.y + y) / 2, link, f" each{over}{far}", sent)
     return box
 
 
@@ -209,6 +242,7 @@ def _draw_node(
     span: Span,
     above: _Box | None,
     y: float,
+    moved: dict[str, str],
 ) -> float:
     """The parts of a node in rows, from the network down to the fabrics, and their links; returns where it ends."""
     graph: Graph = found.graph.subgraph(node.vertices)
@@ -219,34 +253,42 @@ def _draw_node(
     for vertices in _rows(graph):
         _draw_row(canvas, graph, vertices, total, inner, y, boxes)
         y += ROW + GAP
-    labels: dict[tuple[Link, float], None] = {}
+    labels: dict[tuple[Link, float], str] = {}
     for a, b, link in graph.edges(data="link"):
         if a != b and boxes[a].kind != boxes[b].kind:
             canvas.link(boxes[a], boxes[b], link)
             if "nic" not in (boxes[a].kind, boxes[b].kind):  # a NIC takes what it sends
-                labels[link, (boxes[a].y + boxes[b].y) / 2] = None
+                sent = moved.get(_level_of(cluster, graph.nodes[a]["part"], graph.nodes[b]["part"]), "")
+                labels[link, (boxes[a].y + boxes[b].y) / 2] = sent
         elif boxes[a].kind == "socket":
             canvas.link(boxes[a], boxes[b], link)
-            labels[link, boxes[a].y] = None
+            labels[link, boxes[a].y] = ""
     direct = _direct_links(graph)
     on_device = [box for box in boxes.values() if box.kind == "device"]
-    for text, link in _whole_fabrics(cluster, direct):
+    for name, text, link in _whole_fabrics(cluster, direct):
         bar = _Box(kind="fabric", text=text, x=sum(inner) / 2, y=y + ROW / 2, width=inner[1] - inner[0])
         canvas.box(bar)
         for box in on_device:
             canvas.link(box, bar, link)
-        labels[link, bar.y - GAP / 2 - ROW / 2] = None
+        labels[link, bar.y - GAP / 2 - ROW / 2] = moved.get(name, "")
         y += ROW + GAP
     if above:
         link = nic_link(cluster)
         for box in (one for one in boxes.values() if one.kind == "nic"):
             canvas.link(above, box, link)
-        labels[link, above.y + ROW] = None
-    for link, at in labels:
+        labels[link, above.y + ROW] = moved.get("nic", "")
+    for (link, at), sent in labels.items():
         hops = 1 if link in direct else 2  # half of a latency is that of the way to a switch
         latency = f", {format_seconds(hops * link.latency_s)}" if link.latency_s else ""
-        canvas.link_label(at, link, latency)
+        canvas.link_label(at, link, latency, sent)
     return y - GAP
+
+
+def _level_of(cluster: ClusterSpec, *ends: Part) -> str:
+    """The level whose links are those between two parts of a node: that of a fabric, or of devices and their host."""
+    fabric = next((part.name for part in ends if part.kind == "fabric"), "")
+    is_own = any(part.kind == "device" for part in ends)
+    return fabric or next((level.name for level in cluster.levels if is_own and level.kind == "pcie"), "")
 
 
 def _rows(graph: Graph) -> list[list[Any]]:
@@ -281,10 +323,10 @@ def _direct_links(graph: Graph) -> list[Link]:
     return list(dict.fromkeys(between))
 
 
-def _whole_fabrics(cluster: ClusterSpec, direct: list[Link]) -> Iterator[tuple[str, Link]]:
-    """Fabrics that are no vertices of a node: direct links between all devices, and those of a rack."""
+def _whole_fabrics(cluster: ClusterSpec, direct: list[Link]) -> Iterator[tuple[str, str, Link]]:
+    """Fabrics that are no vertices of a node, by name: direct links between all devices, and those of a rack."""
     for link in direct:
-        yield f"{KIND_NAMES.get(link.kind, link.kind)}: a link between every two", link
+        yield link.kind, f"{KIND_NAMES.get(link.kind, link.kind)}: a link between every two", link
     for level, num_nodes in wide_levels(cluster):
         joined = num_nodes * cluster.devices_per_node
-        yield f"{level.name}: {joined:,} devices of {nodes_text(num_nodes)}", fabric_link(level)
+        yield level.name, f"{level.name}: {joined:,} devices of {nodes_text(num_nodes)}", fabric_link(level)

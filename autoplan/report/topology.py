@@ -12,8 +12,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from autoplan.cluster import ClusterSpec
+from autoplan.parts import BetweenSpec, MixedCluster
 from autoplan.report.terminal import print_table
-from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up
+from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up, quotient
 from autoplan.topology.levels import compile_topology
 from autoplan.topology.parts import Link, Part
 from autoplan.units import format_rate, format_seconds
@@ -198,4 +199,36 @@ def topology_json(cluster: ClusterSpec, found: ClusterGraph) -> dict[str, Any]:
             for a, b, data in graph.edges(data=True)
         ],
         "places": msgspec.to_builtins(found.root),
+    }
+
+
+def print_mixed_topology(console: Console, cluster: MixedCluster) -> None:
+    """Every part as a tree, then what joins them."""
+    for part in cluster.parts:
+        print_topology(console, part, quotient(part))
+        console.print()
+    console.print(between_text(cluster.between), soft_wrap=True)
+
+
+def between_text(between: BetweenSpec) -> str:
+    """What joins the parts of a mixed cluster, one direction."""
+    words = []
+    if between.device_bytes_per_s is not None:
+        words.append(f"{format_rate(between.device_bytes_per_s)} for each device")
+    if between.bandwidth_bytes_per_s is not None:
+        words.append(f"{format_rate(between.bandwidth_bytes_per_s)} that all devices of a part share")
+    words = words or ["the slower of their networks"]
+    if between.latency_s is not None:
+        words.append(format_seconds(between.latency_s))
+    if not between.cross_vendor_collectives:
+        words.append("no collectives across vendors")
+    return f"between parts: {', '.join(words)}"
+
+
+def mixed_json(cluster: MixedCluster) -> dict[str, Any]:
+    """The graphs of all parts, and what joins them."""
+    return {
+        "cluster": cluster.name,
+        "parts": [topology_json(part, quotient(part)) for part in cluster.parts],
+        "between": msgspec.to_builtins(cluster.between),
     }

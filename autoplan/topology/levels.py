@@ -8,7 +8,7 @@ one leaf switch, a site, all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,11 +55,11 @@ class Topology:
     """Levels from the innermost outwards; the last one joins all devices."""
 
     levels: tuple[Level, ...]
+    network: tuple[int, ...] = field(init=False)  # indices of the levels that NICs lead to
 
-    @property
-    def network(self) -> tuple[int, ...]:
-        """Indices of the levels that NICs lead to."""
-        return tuple(at for at, level in enumerate(self.levels) if level.is_network)
+    def __post_init__(self) -> None:
+        network = tuple(at for at, level in enumerate(self.levels) if level.is_network)
+        object.__setattr__(self, "network", network)
 
     @property
     def tiers(self) -> tuple[int, ...]:
@@ -149,10 +149,13 @@ def _domains(cluster: ClusterSpec, placement: Sequence[str] | None) -> list[tupl
     return domains
 
 
-def compile_topology(cluster: ClusterSpec, placement: Sequence[str] | None = None) -> Topology:
+def compile_topology(
+    cluster: ClusterSpec, placement: Sequence[str] | None = None, *, every_tier: bool = False
+) -> Topology:
     """The levels of `cluster` that its devices need, with sustained rates.
 
-    Ranks fill the nodes in the order of `placement`, their names, or as the cluster lists them.
+    Ranks fill the nodes in the order of `placement`, their names, or as the cluster lists them.  Tiers of switches are
+    levels where they hold traffic back, or all of them.
     """
     total = cluster.num_devices
     if placement is not None and cluster.levels[-1].num_devices > cluster.devices_per_node:
@@ -192,7 +195,7 @@ def compile_topology(cluster: ClusterSpec, placement: Sequence[str] | None = Non
         if num_devices >= min(site, total):
             break
         narrowed = tier.oversubscription / cluster.slowest_share("uplink", at)
-        if narrowed > 1:
+        if narrowed > 1 or every_tier:
             below = replace(fabric, num_devices=num_devices, bytes_per_s=rate / oversubscription, seats=seats)
             levels.append(replace(below, name=f"{network.kind} {tier.name}"))
             oversubscription *= narrowed

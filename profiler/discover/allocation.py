@@ -95,15 +95,19 @@ def describe_all(
     """The cluster of the nodes that were found.
 
     `hosts` are the nodes of the job where not all were seen, or `num_nodes` says how many there are: they are taken to
-    be alike.  `tree` holds the switches above them.
+    be alike.  `tree` holds the switches above them; where no node has a name the cluster is all of it.
     """
     if len(found.nodes) > 1 or tree is not None:
         hosts = hosts or tuple(host for host in found.nodes if host)
+    if tree is not None and not hosts:
+        hosts = tuple(name for group in tree.groups for name in group.names)
     usual = _usual(found.nodes)
     number = num_nodes or max(len(hosts), len(found.nodes))
     description = describe(usual, num_nodes=number, name=name, device=device)
     if len(hosts) == number:
         description = _allocated(description, hosts, found.switches, tree)
+    elif tree is not None:
+        description = _below_some(description, number, tree)
     description = _with_flaws(description, found.nodes, usual)
     warnings = [*found.warnings, *description.warnings]
     if number > len(found.nodes):
@@ -162,9 +166,7 @@ def _allocated(
             warnings.append("which switches the nodes hang on is not known: they are taken to fill them in order")
             return replace(description, warnings=tuple(warnings))
     kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
-    for at in range(len(tier_nodes)):
-        kept[f"network.tiers[{at}].num_nodes"] = source
-        kept[f"network.tiers[{at}].oversubscription"] = "assumed: Slurm does not tell, correct it"
+    kept |= _tier_remarks(len(tier_nodes), source)
     kept["nodes[0]"] = f"the allocation; switches: {source}" if source else "the allocation; switches are not known"
     network = replace(cluster.network, tiers=_tiers(tier_nodes))
     try:
@@ -173,6 +175,25 @@ def _allocated(
         warnings.append(f"the allocation is left out of the file: {error}")
         return replace(description, warnings=tuple(warnings))
     return Description(cluster=cluster, remarks=kept, warnings=tuple(warnings))
+
+
+def _below_some(description: Description, number: int, tree: SwitchTree) -> Description:
+    """The cluster with the tiers of the switches of which it has some: nobody says which of their nodes."""
+    tiers, remarks = _tiers(tree.tier_nodes), dict(description.remarks)
+    kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
+    known = sum(len(group.names) for group in tree.groups)
+    warning = f"which of the {known} nodes of Slurm's topology are meant is not known: {number} fill switches in order"
+    return Description(
+        cluster=replace(description.cluster, network=replace(description.cluster.network, tiers=tiers)),
+        remarks=kept | _tier_remarks(len(tiers), "topology of Slurm"),
+        warnings=(*description.warnings, warning),
+    )
+
+
+def _tier_remarks(num_tiers: int, source: str) -> dict[str, str]:
+    remarks = {f"network.tiers[{at}].num_nodes": source for at in range(num_tiers)}
+    assumed = "assumed: Slurm does not tell, correct it"
+    return remarks | {f"network.tiers[{at}].oversubscription": assumed for at in range(num_tiers)}
 
 
 def _grouped(hosts: Sequence[str], switches: Mapping[str, tuple[str, ...]]) -> tuple[NodeGroup, ...]:

@@ -61,6 +61,9 @@ def describe(node: SeenNode, *, num_nodes: int = 1, name: str = "", device: str 
         level_remarks[f"levels[{len(levels) - 1}].num_devices"] = node.source
     level_remarks = {f"levels[{at}].efficiency": shipped for at in range(len(levels))} | level_remarks
     network, network_remarks, network_warnings = _network(cluster, node, size, shipped)
+    if node.num_sockets:
+        cluster = replace(cluster, host=replace(cluster.host, num_sockets=node.num_sockets))
+        remarks["host.num_sockets"] = node.source
     sources = (f"seen: {node.source}", f"what was not seen: {shipped}", *base.sources)
     cluster = replace(cluster, name=name or base.name, levels=levels, network=network, sources=sources)
     return Description(

@@ -1,7 +1,7 @@
-"""Which network adapters has a node, of which kind and rate?  From what their tools and /sys/class/infiniband say.
+"""Which network adapters has a node, of which kind and rate?  From what their tools print.
 
-Read are `ibstat`, `ibstatus`, `ibv_devinfo`, `cxi_stat` of Slingshot, `fi_info -p efa` of libfabric and the folder that
-the kernel shows; `ibv_devinfo` and `fi_info` tell rates with -v only.  A port that is down is left out.
+Read are `ibstat`, `ibstatus`, `ibv_devinfo`, `cxi_stat` of Slingshot and `fi_info -p efa` of libfabric; `ibv_devinfo`
+and `fi_info` tell rates with -v only.  A port that is down is left out.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from autoplan.errors import InputError
-from autoplan.files import read_text
 from profiler.discover.seen import MOST_DEVICES, NicKind, SeenNic, SeenNode, nic_kind
 from profiler.discover.text import pci_address, plain_lines, shown, whole_number
-from profiler.record import cleaned
 
 # What begins a device, by the tool that prints it.
 _BEGINS = {
@@ -69,45 +66,6 @@ def parse(text: str) -> SeenNode:
         )
     adapters = _adapters(lines, _BEGINS[tool])
     return SeenNode(source=tool, nics=tuple(_merged(nic for one in adapters if (nic := _nic(one)))))
-
-
-def read_folder(folder: Path) -> SeenNode:
-    """The adapters in a folder such as /sys/class/infiniband."""
-    try:
-        devices = sorted(path for path in folder.iterdir() if path.is_dir())
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be read: {error.strerror or error}") from None
-    if len(devices) > MOST_DEVICES:
-        raise InputError(f"{folder}: holds more than {MOST_DEVICES:,} devices")
-    nics = []
-    for device in devices:
-        adapter = _Adapter(name=cleaned(device.name), line=0)
-        for port in sorted(device.glob("ports/*")):
-            names = ("state", "rate", "link_layer")
-            adapter.ports.append(_Port(line=0, fields={name: _file(port / name) for name in names}))
-        try:
-            nic = _nic(adapter)
-        except InputError as error:
-            raise InputError(f"{device}: {error}") from None
-        if nic is None:
-            continue
-        numa = _file(device / "device" / "numa_node")
-        is_amazon = _file(device / "device" / "vendor") == _AMAZON
-        nics.append(
-            SeenNic(
-                name=nic.name,
-                kind="efa" if is_amazon else nic.kind,
-                bytes_per_s=nic.bytes_per_s,
-                pci=pci_address((device / "device").resolve().name),
-                numa=int(numa) if re.fullmatch(r"\d{1,4}", numa) else None,
-            )
-        )
-    return SeenNode(source=str(folder), nics=tuple(nics))
-
-
-def _file(path: Path) -> str:
-    """The content of a file of the kernel; blank where there is none, as on kernels that do not know it."""
-    return cleaned(read_text(path, most_bytes=4096)).strip() if path.is_file() else ""
 
 
 def _adapters(lines: Sequence[str], begins: re.Pattern[str]) -> list[_Adapter]:

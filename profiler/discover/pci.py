@@ -30,15 +30,21 @@ _NAMES = {
     "10de:2330": "NVIDIA H100 80GB HBM3",
     "10de:2331": "NVIDIA H100 PCIe",
     "10de:2335": "NVIDIA H200",
+    "10de:2342": "NVIDIA GH200 480GB",
+    "10de:2348": "NVIDIA GH200 144G HBM3e",
     "10de:2684": "NVIDIA GeForce RTX 4090",
     "10de:26b9": "NVIDIA L40S",
     "10de:2901": "NVIDIA B200",
     "10de:2941": "NVIDIA GB200",
+    "10de:3182": "NVIDIA B300 SXM6 AC",
+    "10de:31c2": "NVIDIA GB300",
+    "10de:31c3": "NVIDIA GB300",
     "1002:7408": "AMD Instinct MI250X",
     "1002:740c": "AMD Instinct MI250X/MI250",
     "1002:740f": "AMD Instinct MI210",
     "1002:74a1": "AMD Instinct MI300X",
     "1002:74a5": "AMD Instinct MI325X",
+    "1002:75a3": "AMD Instinct MI355X",
 }
 
 _MELLANOX = re.compile(r"mlx\d+_\S+")

@@ -1,0 +1,63 @@
+"""How does the traffic of a step read on a terminal?  Communicator by communicator, and all of it on every level."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+
+from autoplan.report.terminal import print_table
+from autoplan.units import format_percent, format_volume
+
+if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
+    from autoplan.cost.traffic import StepTraffic
+
+OPERATION_NAMES = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "send_recv": "messages",
+}
+
+
+def print_traffic(console: Console, step: StepTraffic) -> None:
+    """What a device sends in a step over the links of every level, one direction."""
+    console.print()
+    console.print(
+        f"What a device of stage {step.stage} sends in a step, exposed or not; over links that many share its part",
+        soft_wrap=True,
+    )
+    names = [level.name for level in step.levels]
+    columns = (
+        ("communicator", False),
+        ("ranks", True),
+        ("times", True),
+        ("time", True),
+        *((name, True) for name in names),
+    )
+    rows = [
+        (
+            f"{row.communicator} {OPERATION_NAMES[row.operation]}",
+            f"{row.num_ranks:,}",
+            f"{row.times:,.6g}",
+            format_percent(step.share(row)),
+            *(format_volume(moved) if moved else "-" for moved in row.level_bytes),
+        )
+        for row in step.rows
+    ]
+    total = ("all", "", "", "", *(format_volume(moved) for moved in step.level_bytes))
+    print_table(console, columns, [*rows, total])
+
+
+def traffic_json(step: StepTraffic) -> dict[str, Any]:
+    """The same in SI units."""
+    return {
+        "stage": step.stage,
+        "levels": [
+            {"name": level.name, "device_bytes": moved}
+            for level, moved in zip(step.levels, step.level_bytes, strict=True)
+        ],
+        "transfers": [msgspec.to_builtins(row) | {"time_share": step.share(row)} for row in step.rows],
+    }
