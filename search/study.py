@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
 import numpy as np
-import optuna
 from numpy.typing import NDArray
-from optuna.trial import TrialState
 
 from autoplan.cost.estimate import estimate
 from autoplan.plan import PlanBatch
@@ -18,29 +16,32 @@ from autoplan.problem import Problem
 from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, Certificate, RankedPlan, SearchResult
 from autoplan.rules import legal
 from search.bounds import KindCosts, group_bounds, kind_bounds, kind_costs, spread_of
+from search.findings import FITS, RISKY, Findings, together
+from search.ledger import Block, BlockOutcome, CellOutcome, Ledger, Told
 from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
-from search.sampler import CellSampler
 from search.space import Cell, Space
+from search.storage import identity, join_study, open_storage, telling
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
-KEPT = 1000  # plans that a result ranks
 MARGIN = 0.05  # plans so much slower than the best are found too, all of them
 # Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.
 # Few of them, and few prices, until there is a plan to beat.
 FIRST_KINDS, BLOCK_KINDS = 128, 8192
+ROUND_BLOCKS = 8  # of a round, which workers share: what one block finds helps the next round, not the next block
 FIRST_PRICED, MOST_PRICED = 32, 2048
 
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
 
-def open_study(sampler: CellSampler) -> optuna.Study:
-    """An empty study in memory that makes seconds per sequence small; Optuna's own messages are kept quiet."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.create_study(sampler=sampler, direction="minimize")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Where a search is kept that others may join: `url` as `search.storage.open_storage` reads it."""
+
+    url: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,43 +65,120 @@ class _Frontier:
         return cls(cells=cells, groups=groups, owner=owner, bound=bound, least_bytes=least_bytes, kinds=kinds)
 
 
-@dataclass(slots=True)
-class _Findings:
-    """What a search has seen so far of plans that are as safe as `wanted`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reach:
+    """What of a frontier may be as safe as `wanted`, and in which order."""
 
     wanted: int
-    margin: float
-    plans: Leaders = field(default_factory=lambda: Leaders(KEPT))
-    winners: Leaders = field(default_factory=lambda: Leaders(KEPT))  # of the cells, block by block
-    best: float = np.inf  # seconds per sequence
-    left: float = np.inf  # the least bound of what was not priced for it
-    bounded: int = 0
-    priced: int = 0
-    found: dict[int, int] = field(default_factory=lambda: {FITS: 0, RISKY: 0})
-    expanded: int = 0
+    limit_bytes: float
+    groups: Ints  # those that may be
+    cell_bound: Floats  # the least of their bounds, inf where a cell has none
+    order: Ints  # cells by it
 
-    @property
-    def bar(self) -> float:
-        """What a bound has to be below to be worth a price."""
-        return self.best * (1.0 + self.margin)
+    @classmethod
+    def of(cls, problem: Problem, frontier: _Frontier, wanted: int) -> _Reach:
+        limit_bytes = problem.capacity_bytes * np.exp(SAFE_Z[wanted] * problem.calibration.memory_spread)
+        groups = np.flatnonzero(frontier.least_bytes <= limit_bytes)
+        cell_bound = np.full(len(frontier.cells), np.inf)
+        np.minimum.at(cell_bound, frontier.owner[groups], frontier.bound[groups])
+        order = np.argsort(cell_bound, kind="stable")
+        return cls(wanted=wanted, limit_bytes=limit_bytes, groups=groups, cell_bound=cell_bound, order=order)
 
-    def skip(self, bound: Floats) -> None:
-        """Remember the least of those bounds that are not below the bar."""
-        self.left = min(self.left, float(bound[bound >= self.bar].min(initial=np.inf)))
+    def kinds(self, frontier: _Frontier, bar: float) -> Ints:
+        """How many kinds each cell holds in groups below the bar."""
+        below = self.groups[frontier.bound[self.groups] < bar]
+        owner = frontier.owner[below]
+        return np.bincount(owner, frontier.kinds[owner], len(frontier.cells)).astype(np.int64)
 
 
-def search(problem: Problem, space: Space, progress: Progress | None = None, *, margin: float = MARGIN) -> SearchResult:
+def search(
+    problem: Problem,
+    space: Space,
+    progress: Progress | None = None,
+    *,
+    margin: float = MARGIN,
+    shared: Shared | None = None,
+) -> SearchResult:
     """The best plans of `space`: all those within `margin` of the best, which is proven to be the best.
 
     Plans that fit are ranked; where none does, those that may run out of memory; where there are none of these either
-    the plan that is least too large is told.  An empty space gives an empty result.
+    the plan that is least too large is told.  An empty space gives an empty result.  A `shared` search is one of all
+    workers that join it, at whatever time, and has the same result for each of them.
     """
     frontier = _Frontier.of(problem, space)
-    for wanted in (FITS, RISKY):
-        seen = _Findings(wanted=wanted, margin=margin)
-        _explore(problem, space, frontier, seen, progress)
-        if seen.found[wanted]:
-            break
+    url = shared.url if shared else None
+    with telling(url):
+        storage = open_storage(url)
+        about = identity(problem, space, margin=margin) if shared else {}
+        study, made_here = join_study(storage, shared.name if shared else None, about, None)
+        ledger = Ledger(study, storage, frontier.cells, made_here=made_here)
+        told = _settle(problem, space, frontier, ledger, margin, progress)
+    return _result(problem, space, frontier, told)
+
+
+def _settle(
+    problem: Problem, space: Space, frontier: _Frontier, ledger: Ledger, margin: float, progress: Progress | None
+) -> Findings:
+    """Price cells in the order of their bounds until none is below the bar."""
+    reaches = {wanted: _Reach.of(problem, frontier, wanted) for wanted in (FITS, RISKY)}
+    seen = Findings(wanted=FITS, margin=margin)
+
+    def next_round(told: list[Told]) -> tuple[Block, ...]:
+        nonlocal seen
+        for wanted, reach in reaches.items():
+            mine = [one for one in told if one.block.wanted == wanted]
+            parts = (Findings.unpacked(one.found, wanted, margin, space.placement) for one in mine)
+            seen = together(parts, wanted, margin)
+            taken = {cell for one in mine for cell in one.block.cells}
+            if progress:
+                progress(len(taken), len(frontier.cells))
+            if blocks := _next_round(frontier, reach, seen, taken):
+                return blocks
+            seen.skip(frontier.bound[reach.groups])
+            if seen.found[wanted]:
+                break
+        if progress:
+            progress(len(frontier.cells), len(frontier.cells))
+        return ()
+
+    def price(block: Block) -> BlockOutcome:
+        return _price_block(problem, space, frontier, reaches[block.wanted], block, margin)
+
+    ledger.settle(next_round, price)
+    return seen
+
+
+def _next_round(frontier: _Frontier, reach: _Reach, seen: Findings, taken: Collection[int]) -> tuple[Block, ...]:
+    """The cells below the bar with the least bounds: more with every round, in blocks of about `BLOCK_KINDS` kinds."""
+    is_left = reach.cell_bound < seen.bar
+    is_left[list(taken)] = False
+    cells = reach.order[is_left[reach.order]]
+    if not len(cells):
+        return ()
+    done = int(reach.kinds(frontier, np.inf)[list(taken)].sum())
+    upto = np.cumsum(reach.kinds(frontier, seen.bar)[cells])
+    size = min(max(8 * done, FIRST_KINDS), ROUND_BLOCKS * BLOCK_KINDS)
+    cells = cells[: np.searchsorted(upto, size) + 1]
+    cuts = np.flatnonzero(np.diff(upto[: len(cells)] // BLOCK_KINDS)) + 1
+    parts = np.split(cells, cuts)
+    return tuple(Block(wanted=reach.wanted, best=seen.best, cells=tuple(part.tolist())) for part in parts)
+
+
+def _price_block(
+    problem: Problem, space: Space, frontier: _Frontier, reach: _Reach, block: Block, margin: float
+) -> BlockOutcome:
+    """Price what no bound rules out in the cells of a block."""
+    seen = Findings(wanted=block.wanted, margin=margin, best=block.best, expanded=len(block.cells))
+    outcome = _Outcome(len(frontier.cells))
+    groups = reach.groups[np.isin(frontier.owner[reach.groups], block.cells)]
+    groups = groups[frontier.bound[groups] < seen.bar]
+    for some in _blocks(groups[np.argsort(frontier.bound[groups], kind="stable")], frontier):
+        some = some[frontier.bound[some] < seen.bar]
+        _price_groups(problem, space, frontier, seen, outcome, some, reach.limit_bytes)
+    return BlockOutcome(found=seen.packed(), cells={at: outcome.of(at, reach.cell_bound[at]) for at in block.cells})
+
+
+def _result(problem: Problem, space: Space, frontier: _Frontier, seen: Findings) -> SearchResult:
     ranking = _within(seen, _ranked_leaders(problem, seen.plans))
     certificate = Certificate(
         cells=len(frontier.cells),
@@ -118,41 +196,6 @@ def search(problem: Problem, space: Space, progress: Progress | None = None, *, 
     rivals = _first_of_cells(_ranked_leaders(problem, seen.winners))
     closest = None if ranking else _closest(problem, space, frontier)
     return SearchResult(ranked=ranking, rivals=rivals, closest=closest, certificate=certificate)
-
-
-def _explore(problem: Problem, space: Space, frontier: _Frontier, seen: _Findings, progress: Progress | None) -> None:
-    """Price cells in the order of their bounds until none is below the bar."""
-    limit_bytes = problem.capacity_bytes * np.exp(SAFE_Z[seen.wanted] * problem.calibration.memory_spread)
-    usable = np.flatnonzero(frontier.least_bytes <= limit_bytes)
-    cell_bound = np.full(len(frontier.cells), np.inf)
-    np.minimum.at(cell_bound, frontier.owner[usable], frontier.bound[usable])
-    sampler = CellSampler(space.setting.num_devices)
-    study = open_study(sampler)
-    order = np.argsort(cell_bound, kind="stable")
-    order = order[np.isfinite(cell_bound[order])]
-    groups = usable[np.lexsort((frontier.bound[usable], cell_bound[frontier.owner[usable]]))]
-    place = np.empty(len(frontier.cells), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    done, size = 0, FIRST_KINDS
-    while done < len(order) and cell_bound[order[done]] < seen.bar:
-        # As many cells as have a block of kinds below the bar.
-        waiting = groups[(place[frontier.owner[groups]] >= done) & (frontier.bound[groups] < seen.bar)]
-        waiting = waiting[np.argsort(place[frontier.owner[waiting]], kind="stable")]
-        reached = np.searchsorted(np.cumsum(frontier.kinds[frontier.owner[waiting]]), size)
-        last = int(place[frontier.owner[waiting[min(int(reached), len(waiting) - 1)]]])
-        block = order[done : last + 1]
-        outcome = _Outcome(len(frontier.cells))
-        mine = waiting[place[frontier.owner[waiting]] <= last]
-        for some in _blocks(mine[np.argsort(frontier.bound[mine], kind="stable")], frontier):
-            _price_groups(problem, space, frontier, seen, outcome, some[frontier.bound[some] < seen.bar], limit_bytes)
-        _tell(study, sampler, frontier, block, cell_bound, outcome)
-        seen.expanded += len(block)
-        done, size = done + len(block), min(8 * size, BLOCK_KINDS)
-        if progress:
-            progress(done, len(frontier.cells))
-    seen.skip(frontier.bound[usable])
-    if progress:
-        progress(len(frontier.cells), len(frontier.cells))
 
 
 def _blocks(groups: Ints, frontier: _Frontier) -> Iterator[Ints]:
@@ -174,12 +217,22 @@ class _Outcome:
         self.nearest_z = np.full(num_cells, np.inf)
         self.plan: dict[int, object] = {}
 
+    def of(self, cell: int, bound: float) -> CellOutcome:
+        """What the trial of a cell says; one of which no plan had a chance is pruned."""
+        attributes: dict[str, object] = {"bound": float(bound)}
+        if cell not in self.plan:
+            return CellOutcome(value=None, constraints={}, attributes=attributes)
+        # At most zero means feasible: how far the plan that needs least memory is from a safe fit.
+        constraints = {"memory": float(self.nearest_z[cell] - RISKY_Z)}
+        attributes["plan"] = self.plan[cell]
+        return CellOutcome(value=float(self.objective[cell]), constraints=constraints, attributes=attributes)
+
 
 def _price_groups(
     problem: Problem,
     space: Space,
     frontier: _Frontier,
-    seen: _Findings,
+    seen: Findings,
     outcome: _Outcome,
     which: Ints,
     limit_bytes: float,
@@ -207,7 +260,7 @@ def _price_groups(
 def _price_kinds(
     problem: Problem,
     space: Space,
-    seen: _Findings,
+    seen: Findings,
     outcome: _Outcome,
     kinds: KindCosts,
     owner: Ints,
@@ -232,7 +285,7 @@ def _price_kinds(
     seen.skip(bound[some[done:]])
 
 
-def _price(problem: Problem, seen: _Findings, outcome: _Outcome, batch: PlanBatch, owner: Ints) -> None:
+def _price(problem: Problem, seen: Findings, outcome: _Outcome, batch: PlanBatch, owner: Ints) -> None:
     """Price plans and keep the best of all and of each cell."""
     costs = estimate(problem, batch)
     objective, verdict = seconds_per_sequence(costs), costs.verdict
@@ -253,28 +306,6 @@ def _price(problem: Problem, seen: _Findings, outcome: _Outcome, batch: PlanBatc
     for kind in seen.found:
         seen.found[kind] += int((verdict == kind).sum())
     seen.priced += len(batch)
-
-
-def _tell(
-    study: optuna.Study,
-    sampler: CellSampler,
-    frontier: _Frontier,
-    block: Ints,
-    cell_bound: Floats,
-    outcome: _Outcome,
-) -> None:
-    """A trial for every cell of a block; one of which no plan had a chance is pruned."""
-    sampler.queue(frontier.cells[cell] for cell in block)
-    for cell in block:
-        trial = study.ask(fixed_distributions=sampler.distributions)
-        trial.set_user_attr("bound", float(cell_bound[cell]))
-        if int(cell) not in outcome.plan:
-            study.tell(trial, state=TrialState.PRUNED)
-            continue
-        # At most zero means feasible: how far the plan that needs least memory is from a safe fit.
-        trial.set_constraint("memory", float(outcome.nearest_z[cell] - RISKY_Z))
-        trial.set_user_attr("plan", outcome.plan[int(cell)])
-        study.tell(trial, float(outcome.objective[cell]))
 
 
 def _closest(problem: Problem, space: Space, frontier: _Frontier) -> RankedPlan | None:
@@ -300,7 +331,7 @@ def _closest(problem: Problem, space: Space, frontier: _Frontier) -> RankedPlan 
     return found
 
 
-def _within(seen: _Findings, plans: tuple[RankedPlan, ...]) -> tuple[RankedPlan, ...]:
+def _within(seen: Findings, plans: tuple[RankedPlan, ...]) -> tuple[RankedPlan, ...]:
     """Those that the bounds leave none out of."""
     return tuple(one for one in plans if one.step_s / one.plan.global_batch <= seen.bar)
 
