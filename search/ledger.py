@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -23,13 +23,14 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from search.sampler import Axes, Sampling, make_sampler
 from search.space import Cell
 
 AXES = tuple(field.name for field in fields(Cell))
 BEAT_S = 1.0  # a worker says so often that it is alive
 GRACE_S = 8.0  # one that has not for so long is taken for dead; were it not, its blocks would be priced twice
 PATIENCE_S = 1.0  # for the worker whose turn it is to put up the next round
-POLL_S = 0.05
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +80,6 @@ class _Head:
     block: Block
     own: int  # its cell
 
-    @property
-    def beat(self) -> Hashable:
-        """Changes as long as its worker lives."""
-        return self.trial.number, self.trial.user_attrs.get("beat")
-
 
 class Ledger:
     """One worker's hand in a study of `cells`; `made_here`: nobody else has put anything up yet."""
@@ -95,7 +91,7 @@ class Ledger:
         cells: Sequence[Cell],
         *,
         made_here: bool,
-        grace_s: float = GRACE_S,
+        grace_s: float,
     ) -> None:
         self._study, self._storage, self._cells = study, storage, cells
         self._made_here, self._grace_s = made_here, grace_s
@@ -128,6 +124,53 @@ class Ledger:
                     return told
                 self._put_up_in_turn(blocks, is_mine=self._ended_round(heads))
 
+    def sample(self, sampling: Sampling, first: Sequence[int], price: Callable[[int], BlockOutcome]) -> dict[int, str]:
+        """Price `first` and then the cells that a sampler proposes, to so many trials in all: what was found in each.
+
+        A cell that was proposed before is told again without being priced.
+        """
+        axes = Axes(self._cells)
+        # Workers with one seed would propose the same cells.
+        self._study.sampler = make_sampler(sampling.name, sampling.seed if self._made_here else None)
+        for cell in first if self._made_here else ():
+            self._study.enqueue_trial(axes.params(cell))
+        while True:
+            trials = self._study.get_trials(deepcopy=False)
+            for trial in trials:
+                if trial.state == TrialState.RUNNING and self._waited_s(_beat(trial)) >= self._grace_s:
+                    self._fail(trial)
+            known = {one.user_attrs["cell"]: one for one in trials if "found" in one.user_attrs}
+            alive = [one for one in trials if one.state not in (TrialState.FAIL, TrialState.WAITING)]
+            if len(alive) < sampling.trials:
+                self._try(self._study.ask(axes.distributions), axes, known, price)
+            elif any(one.state == TrialState.RUNNING for one in alive):
+                time.sleep(POLL_S)
+            else:
+                return {cell: one.user_attrs["found"] for cell, one in known.items() if one.state.is_finished()}
+
+    def _try(
+        self, trial: optuna.Trial, axes: Axes, known: Mapping[int, FrozenTrial], price: Callable[[int], BlockOutcome]
+    ) -> None:
+        """One trial of a sampler."""
+        cell = axes.cell(trial.params)
+        try:
+            with self._beating(trial._trial_id):
+                if cell in known and known[cell].state.is_finished():
+                    one = known[cell]
+                    outcome = CellOutcome(
+                        value=one.value, constraints=one.constraints, attributes={"again": one.number}
+                    )
+                else:
+                    priced = price(cell)
+                    outcome = priced.cells[cell]
+                    outcome = replace(outcome, attributes={**outcome.attributes, "cell": cell, "found": priced.found})
+                self._finish(trial._trial_id, outcome)
+        except UpdateFinishedTrialError:
+            return
+        except BaseException:
+            self._fail(trial)
+            raise
+
     def _ended_round(self, heads: Sequence[_Head]) -> bool:
         """Whether it was this worker who told the last trial, or made the study: one worker puts up the next round."""
         if not heads:
@@ -156,18 +199,18 @@ class Ledger:
         """Fail the trials of workers that are dead, put their blocks up again, and fail what was put up twice."""
         for head in heads:
             state = head.trial.state
-            if state == TrialState.RUNNING and self._waited_s(head.beat) >= self._grace_s:
+            if state == TrialState.RUNNING and self._waited_s(_beat(head.trial)) >= self._grace_s:
                 self._give_up(head)
             elif state == TrialState.WAITING and not head.block.cells:
-                self._fail(head)
+                self._fail(head.trial)
 
     def _give_up(self, head: _Head) -> None:
-        if self._fail(head):
+        if self._fail(head.trial):
             self._put_up((head.block,))
 
-    def _fail(self, head: _Head) -> bool:
+    def _fail(self, trial: FrozenTrial | optuna.Trial) -> bool:
         with suppress(UpdateFinishedTrialError):
-            return self._storage.set_trial_state_values(head.trial._trial_id, TrialState.FAIL)
+            return self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
         return False
 
     def _waited_s(self, key: Hashable) -> float:
@@ -205,12 +248,17 @@ class Ledger:
                     cell, one.state, value=one.value, constraints=one.constraints, user_attrs=attributes
                 )
                 self._study.add_trial(trial)
-        trial_id, own = head.trial._trial_id, outcome.cells.get(head.own, NOTHING)
-        for name, value in {**own.attributes, "found": outcome.found}.items():
+        own = outcome.cells.get(head.own, NOTHING)
+        self._finish(head.trial._trial_id, replace(own, attributes={**own.attributes, "found": outcome.found}))
+
+    def _finish(self, trial_id: int, outcome: CellOutcome) -> None:
+        for name, value in outcome.attributes.items():
             self._storage.set_trial_user_attr(trial_id, name, value)
-        for name, value in own.constraints.items():
+        for name, value in outcome.constraints.items():
             optuna.Trial(self._study, trial_id).set_constraint(name, value)
-        self._storage.set_trial_state_values(trial_id, own.state, None if own.value is None else [own.value])
+        self._storage.set_trial_state_values(
+            trial_id, outcome.state, None if outcome.value is None else [outcome.value]
+        )
 
     @contextmanager
     def _beating(self, trial_id: int) -> Iterator[None]:
@@ -234,6 +282,11 @@ class Ledger:
 
 
 NOTHING = CellOutcome(value=None, constraints={}, attributes={})
+
+
+def _beat(trial: FrozenTrial) -> Hashable:
+    """Changes as long as the worker of a trial lives."""
+    return trial.number, trial.user_attrs.get("beat")
 
 
 def _encoded(block: Block) -> dict[str, Any]:

@@ -7,15 +7,15 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 import optuna
-from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, GrpcStorageProxy, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 
@@ -30,6 +30,7 @@ IDENTITY = "autoplan"  # the attribute of a study that says what it is about
 IDENTITY_PATIENCE_S = 5.0  # its maker writes that attribute right after the study
 BUSY_TIMEOUT_S = 60.0  # of SQLite: how long a worker waits for the others to write
 GRPC_TIMEOUT_S = 10.0
+MOST_OPENINGS, OPENING_PAUSE_S = 5, 0.3
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _GRPC = re.compile(r"grpc://(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
 
@@ -52,14 +53,25 @@ def open_storage(url: str | None) -> BaseStorage:
         if scheme == "sqlite":
             return _sqlite(url)
         driver = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}.get(scheme, scheme)
-        return RDBStorage(f"{driver}://{rest}", engine_kwargs={"pool_pre_ping": True})
+        return _database(f"{driver}://{rest}", {"pool_pre_ping": True})
+
+
+def _database(url: str, options: dict[str, Any]) -> RDBStorage:
+    """Workers that start together on an empty database all make its tables: all but one have to try again."""
+    from sqlalchemy.exc import DBAPIError
+
+    for _ in range(MOST_OPENINGS - 1):
+        with suppress(DBAPIError):
+            return RDBStorage(url, engine_kwargs=options)
+        time.sleep(OPENING_PAUSE_S)
+    return RDBStorage(url, engine_kwargs=options)
 
 
 def _sqlite(url: str) -> RDBStorage:
     """A claim reads a trial and then writes it: SQLite must lock the file before the first, or two may have it."""
     from sqlalchemy import event
 
-    storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": BUSY_TIMEOUT_S}})
+    storage = _database(url, {"connect_args": {"timeout": BUSY_TIMEOUT_S}})
     storage.engine.dispose()
     event.listen(storage.engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
     event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
@@ -91,17 +103,15 @@ def _without_secret(text: str, url: str) -> str:
     return text
 
 
-def join_study(
-    storage: BaseStorage, name: str | None, about: Mapping[str, str], sampler: BaseSampler | None
-) -> tuple[optuna.Study, bool]:
+def join_study(storage: BaseStorage, name: str | None, about: Mapping[str, str]) -> tuple[optuna.Study, bool]:
     """(the study, whether it was made here); one that is about something else is refused."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if name is not None and not _NAME.fullmatch(name):
         raise InputError(f"--study {name!r}: write at most 100 letters, digits, '.', '_' and '-'")
     try:
-        study = optuna.create_study(study_name=name, storage=storage, sampler=sampler, direction="minimize")
+        study = optuna.create_study(study_name=name, storage=storage, direction="minimize")
     except optuna.exceptions.DuplicatedStudyError:
-        study = optuna.load_study(study_name=name, storage=storage, sampler=sampler)
+        study = optuna.load_study(study_name=name, storage=storage)
         _check_same(study, about)
         return study, False
     study.set_user_attr(IDENTITY, dict(about))

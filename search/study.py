@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,8 +18,9 @@ from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, Certificate, RankedPlan, S
 from autoplan.rules import legal
 from search.bounds import KindCosts, group_bounds, kind_bounds, kind_costs, spread_of
 from search.findings import FITS, RISKY, Findings, together
-from search.ledger import Block, BlockOutcome, CellOutcome, Ledger, Told
+from search.ledger import GRACE_S, Block, BlockOutcome, CellOutcome, Ledger, Told
 from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
+from search.sampler import WARM_CELLS, Sampling
 from search.space import Cell, Space
 from search.storage import identity, join_study, open_storage, telling
 
@@ -41,7 +43,8 @@ class Shared:
     """Where a search is kept that others may join: `url` as `search.storage.open_storage` reads it."""
 
     url: str
-    name: str
+    name: str | None = None  # None: after the problem, so that all who ask the same join
+    grace_s: float = GRACE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,22 +101,31 @@ def search(
     *,
     margin: float = MARGIN,
     shared: Shared | None = None,
+    sampling: Sampling | None = None,
 ) -> SearchResult:
     """The best plans of `space`: all those within `margin` of the best, which is proven to be the best.
 
     Plans that fit are ranked; where none does, those that may run out of memory; where there are none of these either
     the plan that is least too large is told.  An empty space gives an empty result.  A `shared` search is one of all
-    workers that join it, at whatever time, and has the same result for each of them.
+    workers that join it, at whatever time, and has the same result for each of them.  With `sampling` the best of the
+    cells that a sampler proposed is told, and what the bounds leave open.
     """
     frontier = _Frontier.of(problem, space)
     url = shared.url if shared else None
     with telling(url):
         storage = open_storage(url)
-        about = identity(problem, space, margin=margin) if shared else {}
-        study, made_here = join_study(storage, shared.name if shared else None, about, None)
-        ledger = Ledger(study, storage, frontier.cells, made_here=made_here)
-        told = _settle(problem, space, frontier, ledger, margin, progress)
-    return _result(problem, space, frontier, told)
+        about = (
+            identity(problem, space, margin=margin, sampler=sampling.name if sampling else "bound") if shared else {}
+        )
+        name = shared.name or f"{problem.model.name}-{about['problem']}" if shared else None
+        study, made_here = join_study(storage, name, about)
+        grace_s = shared.grace_s if shared else math.inf
+        ledger = Ledger(study, storage, frontier.cells, made_here=made_here, grace_s=grace_s)
+        if sampling:
+            seen = _sample(problem, space, frontier, ledger, sampling, margin)
+        else:
+            seen = _settle(problem, space, frontier, ledger, margin, progress)
+    return _result(problem, space, frontier, seen)
 
 
 def _settle(
@@ -145,6 +157,24 @@ def _settle(
         return _price_block(problem, space, frontier, reaches[block.wanted], block, margin)
 
     ledger.settle(next_round, price)
+    return seen
+
+
+def _sample(
+    problem: Problem, space: Space, frontier: _Frontier, ledger: Ledger, sampling: Sampling, margin: float
+) -> Findings:
+    """Price the cells that a sampler proposes, each for itself."""
+    reach = _Reach.of(problem, frontier, FITS)
+
+    def price(cell: int) -> BlockOutcome:
+        block = Block(wanted=FITS, best=np.inf, cells=(cell,))
+        return _price_block(problem, space, frontier, reach, block, margin)
+
+    first = reach.order[:WARM_CELLS].tolist() if sampling.warm else []
+    found = ledger.sample(sampling, first, price)
+    seen = together((Findings.unpacked(one, FITS, margin, space.placement) for one in found.values()), FITS, margin)
+    unseen = np.delete(reach.cell_bound, list(found))
+    seen.left = min(seen.left, float(unseen.min(initial=np.inf)))
     return seen
 
 
@@ -190,7 +220,7 @@ def _result(problem: Problem, space: Space, frontier: _Frontier, seen: Findings)
         risky=seen.found[RISKY],
         best_step_s=ranking[0].step_s if ranking else None,
         least_left=seen.left / seen.best if ranking and np.isfinite(seen.left) else None,
-        proven=bool(ranking),
+        proven=bool(ranking) and seen.left >= seen.best,
         limits=space.describe(),
     )
     rivals = _first_of_cells(_ranked_leaders(problem, seen.winners))
