@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.estimate import estimate
+from autoplan.errors import NoPlanError
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, Certificate, RankedPlan, SearchResult
@@ -123,6 +124,11 @@ def search(
         ledger = Ledger(study, storage, frontier.cells, made_here=made_here, grace_s=grace_s)
         if sampling:
             seen = _sample(problem, space, frontier, ledger, sampling, margin)
+            if not seen.found[FITS]:
+                raise NoPlanError(
+                    f"none of the {seen.expanded} cells that {sampling.name} proposed holds a plan that fits: "
+                    "give more --trials, or --sampler bound, which looks at all of them"
+                )
         else:
             seen = _settle(problem, space, frontier, ledger, margin, progress)
     return _result(problem, space, frontier, seen)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,10 +29,11 @@ from autoplan.cli.inputs import (
     TimingsOption,
     whole_number,
 )
-from autoplan.errors import AutoplanError
+from autoplan.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
     from autoplan.result import PlanFile
+    from search.study import Shared
 
 
 def search(
@@ -58,6 +63,23 @@ def search(
         list[str] | None,
         typer.Option(metavar="CHOICE", help="Also look at zero2, zero3, offload, partial_recompute or tp_overlap."),
     ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where workers meet and a search resumes: a path, sqlite:///, postgresql:// or grpc://host:port.",
+        ),
+    ] = None,
+    study: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the search in the storage; from the problem if not given.")
+    ] = None,
+    workers: Annotated[int, whole_number("--workers", "N", "Processes on this machine that share the search.")] = 1,
+    sampler: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials cells."),
+    ] = "bound",
+    trials: Annotated[int, whole_number("--trials", "N", "Cells to try with such a sampler.")] = 100,
+    seed: Annotated[int, whole_number("--seed", "N", "Of such a sampler.")] = 0,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
     force: ForceOption = False,
     json: JsonOption = False,
@@ -93,6 +115,8 @@ def search(
     if isinstance(parts, MixedCluster):
         from autoplan.cli.mixed import search_parts
 
+        if storage or study or workers != 1 or sampler != "bound":
+            raise InputError("clusters of unlike devices are searched by one process: leave --storage and the like out")
         narrowed = bool(fix or bounds)
         mixed = make_mixed_problem(flags, parts)
         search_parts(
@@ -105,12 +129,17 @@ def search(
     from autoplan.cli.progress import progress_bar
     from search.advice import check_result
     from search.placement import place_best
+    from search.sampler import Sampling
     from search.study import search as run
+    from search.workers import helped
 
-    with progress_bar(quiet=quiet) as advance:
-        result = run(problem, space, advance)
-        check_result(problem, space, result)
-        result = place_best(problem, result)
+    sampling = None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed)
+    with _shared(whole_url(context, storage), study, workers) as shared:
+        join = partial(run, problem, space, shared=shared, sampling=sampling)
+        with helped(join, workers - 1), progress_bar(quiet=quiet) as advance:
+            result = join(progress=advance)
+    check_result(problem, space, result)
+    result = place_best(problem, result)
     file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "")
     text = encode(file)
     write_text(out, text, force=force)
@@ -129,6 +158,22 @@ def search(
             file=sys.stderr,
         )
     print(f"wrote {out}", file=sys.stderr)
+
+
+@contextmanager
+def _shared(storage: str | None, study: str | None, workers: int) -> Iterator[Shared | None]:
+    """Where workers meet: in a storage, in a journal file that is gone afterwards, or nowhere where there is one."""
+    from search.study import Shared
+
+    if storage:
+        yield Shared(url=storage, name=study)
+    elif study:
+        raise InputError(f"--study {study} needs --storage: say where it is kept")
+    elif workers == 1:
+        yield None
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Shared(url=str(Path(folder) / "journal"))
 
 
 def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:

@@ -283,6 +283,12 @@ def why_first(best: RankedPlan, second: RankedPlan) -> str:
 def certificate_line(certificate: Certificate) -> str:
     """Why there is no better plan, in one sentence."""
     least = certificate.least_left
+    if not certificate.proven:
+        assert least is not None, "of the cells that were not looked at"
+        return (
+            f"best of {certificate.expanded:,} of {certificate.cells:,} cells ({certificate.priced:,} plans priced), "
+            f"not proven: by its bound, a plan of the others may be up to {format_percent(1 / least - 1)} faster"
+        )
     others = "every other is too large" if least is None else f"no other within {format_percent(least - 1)}"
     return (
         f"proven best of {certificate.plans:,} plans in {certificate.cells:,} cells: {certificate.bounded:,} bounds, "
