@@ -160,11 +160,12 @@ class Ledger:
                     outcome = CellOutcome(
                         value=one.value, constraints=one.constraints, attributes={"again": one.number}
                     )
+                    self._describe(trial._trial_id, outcome)
                 else:
                     priced = price(cell)
                     outcome = priced.cells[cell]
-                    outcome = replace(outcome, attributes={**outcome.attributes, "cell": cell, "found": priced.found})
-                self._finish(trial._trial_id, outcome)
+                    self._describe(trial._trial_id, outcome, cell=cell, found=priced.found)
+                self._end(trial._trial_id, outcome)
         except UpdateFinishedTrialError:
             return
         except BaseException:
@@ -239,8 +240,12 @@ class Ledger:
         self._told.add(head.trial.number)
 
     def _tell(self, head: _Head, outcome: BlockOutcome, already: Collection[tuple[int, int]]) -> None:
-        """The trials of all cells, that of the head last: with it the block is done."""
-        wanted = head.block.wanted
+        """The trials of all cells; with the state of the head's own, which comes last, the block is done.
+
+        First its attributes, which it takes only as long as this worker holds it.
+        """
+        wanted, own = head.block.wanted, outcome.cells.get(head.own, NOTHING)
+        self._describe(head.trial._trial_id, own, found=outcome.found)
         for cell, one in outcome.cells.items():
             if cell != head.own and (wanted, cell) not in already:
                 attributes = {**one.attributes, "cell": [wanted, cell]}
@@ -248,17 +253,17 @@ class Ledger:
                     cell, one.state, value=one.value, constraints=one.constraints, user_attrs=attributes
                 )
                 self._study.add_trial(trial)
-        own = outcome.cells.get(head.own, NOTHING)
-        self._finish(head.trial._trial_id, replace(own, attributes={**own.attributes, "found": outcome.found}))
+        self._end(head.trial._trial_id, own)
 
-    def _finish(self, trial_id: int, outcome: CellOutcome) -> None:
-        for name, value in outcome.attributes.items():
+    def _describe(self, trial_id: int, outcome: CellOutcome, **more: Any) -> None:
+        for name, value in {**outcome.attributes, **more}.items():
             self._storage.set_trial_user_attr(trial_id, name, value)
         for name, value in outcome.constraints.items():
             optuna.Trial(self._study, trial_id).set_constraint(name, value)
-        self._storage.set_trial_state_values(
-            trial_id, outcome.state, None if outcome.value is None else [outcome.value]
-        )
+
+    def _end(self, trial_id: int, outcome: CellOutcome) -> None:
+        values = None if outcome.value is None else [outcome.value]
+        self._storage.set_trial_state_values(trial_id, outcome.state, values)
 
     @contextmanager
     def _beating(self, trial_id: int) -> Iterator[None]:

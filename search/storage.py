@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sqlite3
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,7 +20,7 @@ from optuna.storages import BaseStorage, GrpcStorageProxy, InMemoryStorage, Jour
 from optuna.storages.journal import JournalFileBackend
 
 from autoplan import __version__
-from autoplan.errors import AutoplanError, InputError
+from autoplan.errors import InputError
 from autoplan.problem import Problem
 from autoplan.rules import Rule
 from autoplan.urls import is_url, redact_url
@@ -31,29 +31,47 @@ IDENTITY_PATIENCE_S = 5.0  # its maker writes that attribute right after the stu
 BUSY_TIMEOUT_S = 60.0  # of SQLite: how long a worker waits for the others to write
 GRPC_TIMEOUT_S = 10.0
 MOST_OPENINGS, OPENING_PAUSE_S = 5, 0.3
+_LIBRARIES = ("alembic", "grpc", "optuna", "psycopg", "sqlalchemy")  # whose errors are those of a storage
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _GRPC = re.compile(r"grpc://(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
 
 
-def open_storage(url: str | None) -> BaseStorage:
-    """Memory (None), the path of a journal file, `grpc://host:port` of a proxy, or the URL of a database."""
+@contextmanager
+def opened(url: str | None) -> Iterator[BaseStorage]:
+    """Memory (None), the path of a journal file, `grpc://host:port` of a proxy, or the URL of a database.
+
+    Whatever it cannot do is told in one line, without the password.
+    """
+    with _telling(url):
+        storage = _open(url)
+        try:
+            yield storage
+        finally:
+            if isinstance(storage, RDBStorage):
+                storage.remove_session()
+                storage.engine.dispose()
+            elif isinstance(storage, GrpcStorageProxy):
+                storage.close()
+
+
+def _open(url: str | None) -> BaseStorage:
     if url is None:
         return InMemoryStorage()
-    with warnings.catch_warnings(), telling(url):
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        if match := _GRPC.fullmatch(url):
+    if match := _GRPC.fullmatch(url):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             proxy = GrpcStorageProxy(host=match["host"], port=int(match["port"]))
-            proxy.wait_server_ready(timeout=GRPC_TIMEOUT_S)
-            return proxy
-        if "://" not in url:
-            return JournalStorage(JournalFileBackend(str(Path(url))))
-        if not is_url(url):
-            raise InputError("--storage: write a path, grpc://host:port, or a URL whose password is percent-encoded")
-        scheme, rest = url.split("://", 1)
-        if scheme == "sqlite":
-            return _sqlite(url)
-        driver = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}.get(scheme, scheme)
-        return _database(f"{driver}://{rest}", {"pool_pre_ping": True})
+        proxy.wait_server_ready(timeout=GRPC_TIMEOUT_S)
+        return proxy
+    if "://" not in url:
+        return JournalStorage(JournalFileBackend(url))
+    if not is_url(url):
+        raise InputError("--storage: write a path, grpc://host:port, or a URL whose password is percent-encoded")
+    scheme, rest = url.split("://", 1)
+    if scheme == "sqlite":
+        return _sqlite(url)
+    driver = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}.get(scheme, scheme)
+    return _database(f"{driver}://{rest}", {"pool_pre_ping": True})
 
 
 def _database(url: str, options: dict[str, Any]) -> RDBStorage:
@@ -73,20 +91,25 @@ def _sqlite(url: str) -> RDBStorage:
 
     storage = _database(url, {"connect_args": {"timeout": BUSY_TIMEOUT_S}})
     storage.engine.dispose()
-    event.listen(storage.engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(storage.engine, "connect", _use_wal)
     event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     return storage
 
 
+def _use_wal(connection: sqlite3.Connection, _: object) -> None:
+    """Transactions that the driver does not begin, and that a killed process loses none of."""
+    connection.isolation_level = None
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+
+
 @contextmanager
-def telling(url: str | None) -> Iterator[None]:
-    """Whatever a storage cannot do is told in one line, without the password."""
+def _telling(url: str | None) -> Iterator[None]:
     try:
         yield
-    except (AutoplanError, AssertionError):
-        raise
     except Exception as error:
-        if url is None:
+        is_from_storage = isinstance(error, OSError | ImportError) or type(error).__module__.split(".")[0] in _LIBRARIES
+        if url is None or not is_from_storage:
             raise
         cause: BaseException = error
         while cause.__cause__ is not None:

@@ -23,7 +23,7 @@ from search.ledger import GRACE_S, Block, BlockOutcome, CellOutcome, Ledger, Tol
 from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
 from search.sampler import WARM_CELLS, Sampling
 from search.space import Cell, Space
-from search.storage import identity, join_study, open_storage, telling
+from search.storage import identity, join_study, opened
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]  # cells done, cells in all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Where a search is kept that others may join: `url` as `search.storage.open_storage` reads it."""
+    """Where a search is kept that others may join: `url` as `search.storage.opened` reads it."""
 
     url: str
     name: str | None = None  # None: after the problem, so that all who ask the same join
@@ -113,8 +113,7 @@ def search(
     """
     frontier = _Frontier.of(problem, space)
     url = shared.url if shared else None
-    with telling(url):
-        storage = open_storage(url)
+    with opened(url) as storage:
         about = (
             identity(problem, space, margin=margin, sampler=sampling.name if sampling else "bound") if shared else {}
         )

@@ -24,7 +24,7 @@ from search.advice import check_result, fits_somewhere, smallest_nodes, why_empt
 from search.limits import default_limits, with_wishes
 from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
 from search.space import Space
-from search.storage import open_storage
+from search.storage import opened
 from search.study import MARGIN, Shared, search
 
 DENSE = ModelSpec(
@@ -201,7 +201,8 @@ def test_progress_counts_all_cells() -> None:
 def test_trials_are_cells_in_the_order_of_their_bounds(tmp_path: Path) -> None:
     problem, space = make(DENSE, batches=(16,))
     result = search(problem, space, shared=Shared(url=str(tmp_path / "journal"), name="one"))
-    trials = optuna.load_study(study_name="one", storage=open_storage(str(tmp_path / "journal"))).trials
+    with opened(str(tmp_path / "journal")) as storage:
+        trials = optuna.load_study(study_name="one", storage=storage).trials
     assert len(trials) == result.certificate.expanded < result.certificate.cells
     bounds = [trial.user_attrs["bound"] for trial in trials]
     assert bounds == sorted(bounds)
