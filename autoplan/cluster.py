@@ -202,7 +202,7 @@ class HostSpec:
     """The host of one node, and how devices and NICs hang on it: in order, spread evenly."""
 
     memory_bytes: float = 1024 * 2**30
-    power_w: float = 2500.0
+    power_w: float | None = None  # without the devices
     num_sockets: int = 2
     num_pcie_switches: int = 0  # none: devices and NICs hang on the sockets
     device_link: Literal["pcie", "nvlink-c2c", "xgmi"] = "pcie"  # of a device to its switch or socket
@@ -210,8 +210,10 @@ class HostSpec:
     socket_bytes_per_s: float = 22e9  # between two sockets, one direction: NCCL's value for Sapphire Rapids (topo.h)
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "power_w", "socket_bytes_per_s"):
+        for name in ("memory_bytes", "socket_bytes_per_s"):
             check_positive(name, getattr(self, name))
+        if self.power_w is not None:
+            check_positive("power_w", self.power_w)
         check_count("num_sockets", self.num_sockets, most=64)
         check_count("num_pcie_switches", self.num_pcie_switches, least=0, most=1024)
 

@@ -130,12 +130,11 @@ class Framework:
     # share of the capacity.
     allocator_retry_s: float = 0.0
     retries_above_share: float = 1.0
-    least_microbatches_per_stage: int = 0  # refuses plans with fewer micro-batches than this times (pp - 1)
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
     # -- rules --------------------------------------------------------------------------------------------------
-    rules: Literal["megatron-lm", "unknown"] = "megatron-lm"  # which plans it admits
+    # Which plans it admits.
+    rules: Literal["megatron-lm", "torchtitan", "nanotron", "deepspeed", "fsdp2", "unknown"] = "megatron-lm"
     rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]  # that it can number its ranks in, its default first
-    splits_by_cost: bool = False  # stages get even shares of the matrix products, the head among them
     # -- where the run tables name it ---------------------------------------------------------------------------
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
     aliases: tuple[str, ...] = ()  # beginnings of the names used in tables of measured runs, with "@year" if it matters
@@ -152,7 +151,6 @@ class Framework:
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
         check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
         check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)
-        check_count("least_microbatches_per_stage", self.least_microbatches_per_stage, least=0, most=1000)
         for name in (
             "bytes_per_weight",
             "bytes_per_grad",

@@ -18,7 +18,7 @@ from autoplan.units import check_count
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 Recompute = Literal["none", "selective", "full"]
 # Parts of a layer that selective recomputation may repeat, by Megatron-Core's names (transformer_config.py).
@@ -149,7 +149,9 @@ class ParallelPlan:
             words.append("overlapped expert traffic")
         if self.rank_order != RANK_ORDERS[0]:
             words.append(f"ranks {self.rank_order}")
-        if self.vp > 1:
+        if self.schedule not in ("1f1b", "interleaved"):
+            words.append(self.schedule)
+        elif self.vp > 1:
             words.append(f"interleave {self.vp}")
         if self.layers_per_chunk and len(set(self.layers_per_chunk)) > 1:
             ranks = {sum(self.layers_per_chunk[rank :: self.pp]) for rank in range(self.pp)}

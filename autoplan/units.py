@@ -8,6 +8,7 @@ from functools import lru_cache
 from autoplan.errors import InputError, OutOfRangeError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+TOKEN_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 # A key of a file may carry a human unit; inside there is one SI unit per quantity.  Bandwidth is decimal, one
 # direction; memory is binary.  (ending of the key in a file, ending of the field inside, factor)
@@ -72,8 +73,7 @@ def format_bytes(value: float) -> str:
 def format_rate(value: float) -> str:
     """`value` bytes/s with three figures, decimal: '47.0 GB/s', '3.01 TB/s'."""
     scaled, unit = (value / 1e12, "TB/s") if value >= 999.5e9 else (value / 1e9, "GB/s")
-    digits = 0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2
-    return f"{scaled:,.{digits}f} {unit}"
+    return f"{_three_figures(scaled)} {unit}"
 
 
 def format_seconds(value: float) -> str:
@@ -92,3 +92,22 @@ def format_seconds(value: float) -> str:
 def format_percent(fraction: float) -> str:
     """`fraction` in percent with one decimal."""
     return f"{100 * fraction:.1f} %"
+
+
+def format_days(value: float) -> str:
+    """`value` seconds of a run with three figures: '31.6 d', '9.28 h', '25.0 min'."""
+    for unit_s, unit in ((86400, "d"), (3600, "h")):
+        if value >= unit_s:
+            return f"{_three_figures(value / unit_s)} {unit}"
+    return f"{_three_figures(value / 60)} min"
+
+
+def format_tokens(value: float) -> str:
+    """`value` tokens with three figures: '15.6T', '445B'."""
+    scaled, unit = next(((value / size, sign) for size, sign in TOKEN_UNITS if value >= 0.9995 * size), (value, ""))
+    return f"{_three_figures(scaled)}{unit}"
+
+
+def _three_figures(value: float) -> str:
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f}"

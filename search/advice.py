@@ -100,7 +100,10 @@ def _way_out(problem: Problem, space: Space) -> str:
     plain = default_limits(problem, limits.global_batches)
     # What was allowed stays allowed where nothing is fixed or bounded.
     shardings = limits.shardings if len(limits.shardings) > 1 else plain.shardings
-    free = replace(plain, shardings=shardings, offloads=limits.offloads, tp_overlaps=limits.tp_overlaps)
+    schedules = limits.schedules if len(limits.schedules) > 1 else plain.schedules
+    free = replace(
+        plain, shardings=shardings, schedules=schedules, offloads=limits.offloads, tp_overlaps=limits.tp_overlaps
+    )
     is_narrowed = limits != free
     ways = []
     if (least := smallest_nodes(problem, limits, space)) is not None:
@@ -145,12 +148,15 @@ def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
         yield f"without --fix recompute={limits.recomputes[0]}", replace(limits, recomputes=free.recomputes)
     if len(limits.shardings) == 1:
         yield f"without --fix sharding={limits.shardings[0]}", replace(limits, shardings=free.shardings)
+    if limits.schedules != free.schedules:
+        yield f"without --fix schedule={limits.schedules[0]}", replace(limits, schedules=free.schedules)
 
 
 def _leanest(limits: Limits) -> Limits:
     """Of the choices within `limits`, those that need least memory."""
     sharded = tuple(kind for kind in limits.shardings if kind != "none")
-    least = tuple((axis, 1) for axis in ("micro_batch", "vp") if not limits.fixes(axis))
+    plain = ("micro_batch", "vp") if "1f1b" in limits.schedules else ("micro_batch",)
+    least = tuple((axis, 1) for axis in plain if not limits.fixes(axis))
     return replace(
         limits,
         recomputes=("full",) if "full" in limits.recomputes else limits.recomputes,

@@ -17,14 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import block_shapes
+from autoplan.cost.communication import CONTENTION_SHARE, Links
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
 from autoplan.cost.estimate import message_s, straggler_share
 from autoplan.cost.layer import block_costs, groups, local_parameters
-from autoplan.cost.layout import repeats_mtp
-from autoplan.cost.memory import StageParameters, states, stored_bytes
+from autoplan.cost.layout import StageBlocks, repeats_mtp
+from autoplan.cost.memory import (
+    StageParameters,
+    boundary_bytes,
+    communicator_bytes,
+    states,
+    stored_bytes,
+    wgrad_buffer_bytes,
+)
+from autoplan.cost.order import V_SHAPED
 from autoplan.cost.recompute import activation_parts, kept_bytes
 from autoplan.cost.schedule import send_exposed_s
-from autoplan.cost.tail import optimizer_s
+from autoplan.cost.tail import optimizer_s, reduction_s
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
@@ -32,8 +41,10 @@ from search.space import Space
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 ONE_FORWARD_ONE_BACKWARD = tuple(SCHEDULES.index(name) for name in ("1f1b", "interleaved"))
+FOLDED = tuple(SCHEDULES.index(name) for name in V_SHAPED)
 
 
 # -- where the layers lie ----------------------------------------------------------------------------------------------
@@ -48,18 +59,27 @@ class Spread:
 
     first: Ints  # on the first rank
     kept_first: Ints  # of these, not recomputed as a whole
+    second: Ints  # on the rank behind it, which has no embedding and often more layers
+    kept_second: Ints
     last: Ints  # on the rank with the head
     heaviest: Ints  # on the rank with most layers but for the last one, the later of equal ones
     before: Ints  # on the ranks before that one
     repeated: Ints  # of the whole model
     repeated_first: Ints
+    repeated_second: Ints
     repeated_last: Ints
     repeated_heaviest: Ints
-    rank: Ints  # which one is the heaviest, -1 where that is not known: shape (layouts)
+    # Shape (layouts):
+    rank: Ints  # which one is the heaviest, -1 where that is not known
+    has_path: Bools  # whether the schedule is 1F1B, plain or interleaved, whose closed form holds
+    is_folded: Bools  # whether the first rank has the last chunk too, so that fewer passes than stages may be alive
 
     def take(self, which: Ints) -> Spread:
         """Those of the layouts at the given indices."""
         return Spread(**{name: getattr(self, name)[which] for name in self.__slots__})
+
+
+FIGURES = Spread.__slots__[: Spread.__slots__.index("rank")]
 
 
 @lru_cache(maxsize=64)
@@ -68,38 +88,74 @@ def sorts(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
     return tuple(dict.fromkeys(model.layers))
 
 
-@lru_cache(maxsize=65536)
-def _spread(model: ModelSpec, layout: tuple[int, ...], pp: int, num_repeated: int) -> tuple[Ints, int]:
-    """((figures of `Spread` but the rank, sorts), rank) of one layout."""
-    which = np.array([sorts(model).index(layer) for layer in model.layers])
-    layers = np.array(layout)
-    starts = np.cumsum(layers) - layers
-    total = np.zeros((model.num_layers + 1, len(sorts(model))), dtype=np.int64)
-    np.cumsum(which[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
-    held = (total[starts + layers] - total[starts]).reshape(-1, pp, total.shape[1]).sum(axis=0)
-    again = total[starts + np.minimum(layers, num_repeated)] - total[starts]
-    again = again.reshape(-1, pp, total.shape[1]).sum(axis=0)
+@lru_cache(maxsize=16384)
+def _spread(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: bool) -> tuple[Ints, int]:
+    """(`FIGURES` of one layout, heaviest rank): shape (layers of a chunk that are recomputed, figures, sorts)."""
+    layers, total = np.array(layout), _layers_before(model)
+    starts, numbers = np.cumsum(layers) - layers, np.arange(max(layout) + 1)
+    held = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
+    again = _by_rank(total[starts + np.minimum(layers, numbers[:, None])] - total[starts], pp, is_folded=is_folded)
+    head, behind = 0 if is_folded else pp - 1, min(1, pp - 1)
     others = held[: max(pp - 1, 1)].sum(axis=1)
     rank = len(others) - 1 - int(np.argmax(others[::-1]))
-    before = held[:rank].sum(axis=0)
-    figures = [held[0], held[0] - again[0], held[-1], held[rank], before]
-    return np.stack([*figures, again.sum(axis=0), again[0], again[-1], again[rank]]), rank
+    figures = {
+        "first": held[0],
+        "kept_first": held[0] - again[:, 0],
+        "second": held[behind],
+        "kept_second": held[behind] - again[:, behind],
+        "last": held[head],
+        "heaviest": held[rank],
+        "before": held[:rank].sum(axis=0),
+        "repeated": again.sum(axis=1),
+        "repeated_first": again[:, 0],
+        "repeated_second": again[:, behind],
+        "repeated_last": again[:, head],
+        "repeated_heaviest": again[:, rank],
+    }
+    table = np.empty((len(numbers), len(FIGURES), total.shape[1]), dtype=np.int64)
+    for at, name in enumerate(FIGURES):
+        table[:, at] = figures[name]
+    return table, rank
 
 
-def spreads(model: ModelSpec, layouts: Sequence[tuple[tuple[int, ...], int, int]]) -> Spread:
-    """The figures of some (layers of each chunk, ranks, layers of a chunk that are recomputed)."""
-    found = [_spread(model, *one) for one in layouts]
-    names = [name for name in Spread.__slots__ if name != "rank"]
-    table = np.array([figures for figures, _ in found]).reshape(len(found), len(names), len(sorts(model)))
-    columns = {name: table[:, at] for at, name in enumerate(names)}
-    return Spread(**columns, rank=np.array([rank for _, rank in found], dtype=np.int64))
+@lru_cache(maxsize=64)
+def _layers_before(model: ModelSpec) -> Ints:
+    """How many of the first n layers are of each sort: shape (layers + 1, sorts)."""
+    which = np.array([sorts(model).index(layer) for layer in model.layers])
+    total = np.zeros((model.num_layers + 1, len(sorts(model))), dtype=np.int64)
+    np.cumsum(which[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
+    return total
+
+
+def _by_rank(chunks: Ints, pp: int, *, is_folded: bool) -> Ints:
+    """Sums over the chunks of every rank: chunk i is on rank i mod pp, or comes back from the last rank."""
+    rounds = chunks.reshape(*chunks.shape[:-2], -1, pp, chunks.shape[-1])
+    return rounds[..., 0, :, :] + rounds[..., 1, ::-1, :] if is_folded else rounds.sum(axis=-3)
+
+
+def spreads(model: ModelSpec, layouts: Sequence[tuple[tuple[int, ...], int, int, int]]) -> Spread:
+    """The figures of some (layers of each chunk, ranks, layers of a chunk that are recomputed, schedule)."""
+    schedule = np.array([one[-1] for one in layouts], dtype=np.int64)
+    is_folded = np.isin(schedule, FOLDED)
+    found = [
+        _spread(model, one[0], one[1], is_folded=bool(folds)) for one, folds in zip(layouts, is_folded, strict=True)
+    ]
+    chosen = [table[min(again, len(table) - 1)] for (table, _), (_, _, again, _) in zip(found, layouts, strict=True)]
+    table = np.array(chosen).reshape(len(found), len(FIGURES), len(sorts(model)))
+    return Spread(
+        **{name: table[:, at] for at, name in enumerate(FIGURES)},
+        rank=np.array([rank for _, rank in found], dtype=np.int64),
+        has_path=np.isin(schedule, ONE_FORWARD_ONE_BACKWARD),
+        is_folded=is_folded,
+    )
 
 
 def spread_of(model: ModelSpec, batch: PlanBatch) -> Spread:
     """The figures of every plan of `batch`."""
-    some, like = batch.distinct("layout", "recompute_num_layers", "pp")
-    keys = zip(batch.layout[some], batch.pp[some], batch.recompute_num_layers[some], strict=True)
-    return spreads(model, [(batch.layouts[at], int(pp), int(again)) for at, pp, again in keys]).take(like)
+    some, like = batch.distinct("layout", "recompute_num_layers", "pp", "schedule")
+    columns = (column[some].tolist() for column in (batch.layout, batch.pp, batch.recompute_num_layers, batch.schedule))
+    keys = zip(*columns, strict=True)
+    return spreads(model, [(batch.layouts[at], *rest) for at, *rest in keys]).take(like)
 
 
 # -- what plans of a kind cost -----------------------------------------------------------------------------------------
@@ -121,7 +177,9 @@ class KindCosts:
     state_bytes: Floats  # of a layer: (kinds, sorts)
     kept_bytes: Floats  # of a layer and micro-batch: (kinds, sorts)
     stored_bytes: Floats  # of a layer that is recomputed as a whole
-    fixed_bytes: Floats  # the embedding's states among them
+    boundary_bytes: Floats  # of a chunk in flight
+    embedding_bytes: Floats  # its states
+    fixed_bytes: Floats  # whatever the layout
 
     def of(self, plans: PlanBatch, kind: Ints) -> KindCosts:
         """Those of `plans`, each of the kind at an index."""
@@ -131,8 +189,8 @@ class KindCosts:
     def step_s(self, vp: Ints, spread: Spread, *, overlaps: bool) -> Floats:
         """A time that no plan of the kind with at most `vp` chunks a rank and such a spread of layers beats.
 
-        The paths of the last and the heaviest rank through the closed form of 1F1B, and the mean work of all ranks,
-        which no schedule beats.
+        The paths of the last and the heaviest rank through the closed form of 1F1B, and the work of each of them and
+        the mean of all ranks, which no schedule beats.
         """
         pp, m = self.batch.pp, self.batch.num_microbatches
         total = self.model_s + (spread.repeated * self.repeat_s).sum(axis=-1)
@@ -140,14 +198,12 @@ class KindCosts:
         heavy = (spread.heaviest * self.layer_s + spread.repeated_heaviest * self.repeat_s).sum(axis=-1)
         path = np.where(spread.rank < 0, 0.0, m * heavy + self._around(spread, total, heavy) / vp)
         path = np.maximum(m * last + (total - last) / vp, path)
-        has_path = np.isin(self.batch.schedule, ONE_FORWARD_ONE_BACKWARD)
-        mean = m * total / pp
-        work = np.where(has_path, np.maximum(mean, path), mean)
+        work = np.maximum(m * total / pp, np.where(spread.has_path, path, m * np.maximum(last, heavy)))
         one, two = (
             send_exposed_s(self.message_s, pp, m, np.full_like(pp, count), self.message_s, overlaps=overlaps)
             for count in (1, 2)
         )
-        sends = np.where(has_path, np.where(vp > 1, np.minimum(one, two), one), 0.0)
+        sends = np.where(spread.has_path, np.where(vp > 1, np.minimum(one, two), one), 0.0)
         return self.factor * (work + sends + self.rest_s)
 
     def _around(self, spread: Spread, total: Floats, heavy: Floats) -> Floats:
@@ -166,16 +222,26 @@ class KindCosts:
         return before + np.where(covering < warmup, np.maximum(filling, draining), filling + draining)
 
     def memory_bytes(self, spread: Spread) -> Floats:
-        """Memory that no plan of the kind with such a spread of layers does without, on its first rank."""
-        live = np.minimum(self.batch.num_microbatches, self.batch.pp)
-        states_bytes = (spread.first * self.state_bytes).sum(axis=-1)
-        kept = (spread.kept_first * self.kept_bytes).sum(axis=-1)
-        kept = kept + spread.repeated_first.sum(axis=-1) * self.stored_bytes
-        return self.fixed_bytes + states_bytes + live * kept
+        """Memory that no plan of the kind with such a spread of layers does without, on its first or second rank."""
+        m, pp = self.batch.num_microbatches, self.batch.pp
+
+        def rank_bytes(layers: Ints, kept: Ints, repeated: Ints, live: Ints) -> Floats:
+            passes = (kept * self.kept_bytes).sum(axis=-1) + repeated.sum(axis=-1) * self.stored_bytes
+            passes = passes + self.boundary_bytes
+            return (layers * self.state_bytes).sum(axis=-1) + np.where(spread.is_folded, 1, live) * passes
+
+        first = rank_bytes(spread.first, spread.kept_first, spread.repeated_first, np.minimum(m, pp))
+        ahead = np.minimum(m, np.maximum(pp - 1, 1))
+        second = rank_bytes(spread.second, spread.kept_second, spread.repeated_second, ahead)
+        return self.fixed_bytes + np.maximum(first + self.embedding_bytes, second)
 
 
-def kind_costs(problem: Problem, batch: PlanBatch) -> KindCosts:
-    """What the kinds of `batch` cost; their layouts are not looked at."""
+def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None = None) -> KindCosts:
+    """What the kinds of `batch` cost; their layouts are not looked at.
+
+    `first` are the fewest and the most layers that the first rank may have; without them the reductions of gradients
+    count as none.
+    """
     problem, model = problem.placed(batch.placement), problem.model
     costs = block_costs(problem, batch)
     forward = {block: cost.total_forward_s for block, cost in costs.items()}
@@ -194,6 +260,9 @@ def kind_costs(problem: Problem, batch: PlanBatch) -> KindCosts:
     framework = problem.framework
     counts = np.array([model.layers.count(layer) for layer in sorts(model)])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
+    rest_s = framework.step_overhead_s + _update_s(problem, batch, *mean)
+    if first is not None:
+        rest_s = rest_s + _reductions_s(problem, batch, dense.min(axis=-1), expert.min(axis=-1), first)
     return KindCosts(
         batch=batch,
         model_s=(counts * layer_s).sum(axis=-1) + head,
@@ -202,12 +271,14 @@ def kind_costs(problem: Problem, batch: PlanBatch) -> KindCosts:
         repeat_s=_per_layer(model, repeat),
         head_s=head,
         message_s=np.where(batch.pp > 1, message_s(problem, batch), 0.0),
-        rest_s=framework.step_overhead_s + _update_s(problem, batch, *mean),
+        rest_s=rest_s,
         factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
         state_bytes=per_dense[:, None] * dense + per_expert[:, None] * expert,
         kept_bytes=_kept_bytes(problem, batch),
         stored_bytes=framework.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
-        fixed_bytes=framework.fixed_bytes + per_end * model.vocab_size * model.hidden_size / batch.tp,
+        boundary_bytes=framework.reserved_factor * boundary_bytes(problem, batch),
+        embedding_bytes=per_end * model.vocab_size * model.hidden_size / batch.tp,
+        fixed_bytes=_fixed_bytes(problem, batch),
     )
 
 
@@ -231,6 +302,15 @@ def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return problem.framework.reserved_factor * _per_layer(problem.model, kept)
 
 
+def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """What every rank holds whatever its layers are: context, buffers of communicators and of weight gradients."""
+    framework, shape = problem.framework, (len(batch), 1)
+    none = np.zeros(shape, dtype=np.int64)
+    blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)
+    buffers = wgrad_buffer_bytes(problem, batch, blocks)[:, 0]
+    return framework.fixed_bytes + framework.reserved_factor * buffers + communicator_bytes(problem, groups(batch))
+
+
 def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> Floats:
     """The optimizer's step of a rank with the mean of the parameters of all stages, which one of them exceeds."""
     if problem.timings.holds("optimizer", "bf16", "fp16", "fp32"):
@@ -240,20 +320,50 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
     return optimizer_s(problem, batch, own, dense + expert)
 
 
+def _reductions_s(
+    problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats, first: tuple[Ints, Ints]
+) -> Floats:
+    """What shows at least of reducing gradients and gathering parameters on the first rank (`cost.tail`).
+
+    `dense` and `expert` are the parameters of its leanest layer.  However much of the reduction the last backward pass
+    hides, its last bucket shows, and the contention with what it hides under.
+    """
+    fewest, most = first
+    model, framework = problem.model, problem.framework
+    table = model.vocab_size * model.hidden_size / batch.tp
+    held = StageParameters(
+        dense=(fewest * dense + table)[:, None], expert=(fewest * expert)[:, None], ends=table[:, None]
+    )
+    none = np.zeros((len(batch), 1), dtype=np.int64)
+    block, per_layer = model.layers[0][0], len(model.layers[0])
+    blocks = StageBlocks(
+        count={block: fewest[:, None]},
+        repeated={block: none},
+        repeats_chunk=none > 0,
+        chunks_alike=none[:, 0] == 0,
+        is_last=none > 0,
+    )
+    reduce, gather = (times[:, 0] for times in reduction_s(problem, batch, blocks, held, Links.of(problem)))
+    last_bucket = 1.0 / np.maximum(most * per_layer, 1)
+    may_hide = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
+    hidden = reduce * (last_bucket + CONTENTION_SHARE * (1.0 - last_bucket))
+    gathers_early = batch.param_gather_overlap & framework.param_gather_overlap
+    return np.where(may_hide, hidden, reduce) + gather * np.where(gathers_early, last_bucket, 1.0)
+
+
 # -- all layouts of a kind, and all kinds of a group ------------------------------------------------------------------
 
 
 def kind_bounds(problem: Problem, space: Space, costs: KindCosts) -> tuple[Floats, Floats]:
     """(a time that no plan of each kind beats, memory that none does without)."""
     batch = costs.batch
+    if not len(batch):
+        return np.zeros(0), np.zeros(0)
     some, like = batch.distinct("pp", "recompute_num_layers")
     least = [_fewest(space, int(batch.pp[at]), int(batch.recompute_num_layers[at])) for at in some]
-    table = np.array([figures for _, figures in least]).reshape(
-        -1, len(Spread.__slots__) - 1, len(sorts(problem.model))
-    )
-    table, vp = table[like], np.array([vp for vp, _ in least], dtype=np.int64)[like]
-    figures = {name: table[:, at] for at, name in enumerate(Spread.__slots__[:-1])}
-    spread = Spread(**figures, rank=np.full(len(batch), -1))
+    vp = np.array([vp for vp, _ in least], dtype=np.int64)[like]
+    joined = Spread(**{name: np.stack([getattr(one, name) for _, one in least]) for name in Spread.__slots__})
+    spread = joined.take(like)
     time = costs.step_s(vp, spread, overlaps=problem.framework.p2p_overlap)
     return time, costs.memory_bytes(spread)
 
@@ -269,10 +379,29 @@ def group_bounds(problem: Problem, space: Space, groups: PlanBatch) -> tuple[Flo
     return time, kind_bounds(problem, space, lean)[1]
 
 
+def first_layers(space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
+    """(fewest, most) layers of the first rank in all layouts of each kind."""
+    stages, at = np.unique(kinds.pp, return_inverse=True)
+    ends = np.array([_first_layers(space, int(pp)) for pp in stages], dtype=np.int64).reshape(-1, 2)[at]
+    return ends[:, 0], ends[:, 1]
+
+
 @lru_cache(maxsize=4096)
-def _fewest(space: Space, pp: int, num_repeated: int) -> tuple[int, Ints]:
-    """(most chunks of a rank, least figures of `Spread` but the rank) of all layouts on so many stages."""
-    model, layouts = space.setting.model, space.layouts_on(pp)
-    found = [_spread(model, layout, pp, num_repeated)[0] for _, layout in layouts]
-    figures = np.minimum.reduce(found) if found else np.zeros((len(Spread.__slots__) - 1, len(sorts(model))), np.int64)
-    return max((vp for vp, _ in layouts), default=1), figures
+def _first_layers(space: Space, pp: int) -> tuple[int, int]:
+    held = [
+        int(_spread(space.setting.model, layers, pp, is_folded=schedule in FOLDED)[0][0, 0].sum())
+        for _, schedule, layers in space.layouts_on(pp)
+    ]
+    return min(held, default=0), max(held, default=0)
+
+
+@lru_cache(maxsize=4096)
+def _fewest(space: Space, pp: int, num_repeated: int) -> tuple[int, Spread]:
+    """(most chunks of a rank, least figures) of all layouts on so many stages."""
+    found = space.layouts_on(pp)
+    spread = spreads(space.setting.model, [(layout, pp, num_repeated, schedule) for _, schedule, layout in found])
+    none = np.zeros(len(sorts(space.setting.model)), dtype=np.int64)
+    least = {name: getattr(spread, name).min(axis=0) if found else none for name in FIGURES}
+    return max((vp for vp, _, _ in found), default=1), Spread(
+        **least, rank=np.array(-1), has_path=np.array(spread.has_path.all()), is_folded=np.array(spread.is_folded.any())
+    )

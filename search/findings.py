@@ -43,7 +43,8 @@ class Findings:
     @property
     def bar(self) -> float:
         """What a bound has to be below to be worth a price."""
-        return self.best * (1.0 + self.margin)
+        # A plan whose bound is its price is below it, too.
+        return self.best * (1.0 + self.margin) * (1.0 + 2 * TIE)
 
     def skip(self, bound: Floats) -> None:
         """Remember the least of those bounds that are not below the bar."""
@@ -67,7 +68,7 @@ class Findings:
             "found": [self.found[FITS], self.found[RISKY]],
             "best": _finite(self.best),
             "left": _finite(self.left),
-            "plans": _rows(self.plans, self.bar * (1 + 2 * TIE)),
+            "plans": _rows(self.plans, self.bar),
             "winners": _rows(self.winners, np.inf),
         }
         return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()

@@ -19,6 +19,7 @@ from autoplan.plan import (
 from autoplan.problem import Problem
 from autoplan.result import MemoryKnob
 from autoplan.rules import Rule, Setting, broken
+from autoplan.rules.books import book_of
 from search.ranking import ranked
 
 DEGREES = ("tp", "cp", "pp", "ep")
@@ -92,7 +93,7 @@ def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict
 
 def _named(problem: Problem) -> tuple[str, ...]:
     """What selective recomputation may be asked for: parts of a layer by name, or what the framework makes of it."""
-    return RECOMPUTE_MODULES if problem.framework.rules == "megatron-lm" else ("selective",)
+    return RECOMPUTE_MODULES if book_of(problem.framework).repeats_parts else ("selective",)
 
 
 def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
@@ -112,7 +113,8 @@ def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
             changes["sp"] = plan.sp or (plan.tp == 1 and problem.framework.sequence_parallel)
             changes["etp"] = doubled if plan.etp == plan.tp and problem.model.moe else plan.etp
         if axis == "pp":
-            changes["layers_per_chunk"] = None
+            split = book_of(problem.framework).split
+            changes["layers_per_chunk"] = split(problem.model, doubled) if split else None
         yield f"{axis} {getattr(plan, axis)} -> {doubled}", changes
 
 

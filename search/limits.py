@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,8 +12,10 @@ from autoplan.cost.recompute import stores_scores
 from autoplan.errors import InputError
 from autoplan.framework import RANK_ORDERS, RankOrder
 from autoplan.model import ModelSpec
-from autoplan.plan import CP_KINDS, OFFLOADS, RECOMPUTE_MODULES, RECOMPUTES, SHARDINGS, parse_recompute
+from autoplan.plan import CP_KINDS, OFFLOADS, RECOMPUTE_MODULES, SCHEDULES, SHARDINGS, parse_recompute
 from autoplan.problem import Problem
+from autoplan.rules import Rulebook
+from autoplan.rules.books import book_of
 from autoplan.rules.megatron_lm import missing_modules
 from autoplan.training import Precision
 
@@ -23,18 +25,35 @@ from autoplan.training import Precision
 MIN_TOKENS_PER_CP_RANK = 4096
 MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
+MOST_FEWER_AT_ENDS = 4  # more than that, no head of a published model is worth in layers
 
 COUNTS = ("tp", "cp", "pp", "vp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "micro_batch")
-WORDS = {"sharding": SHARDINGS, "cp_kind": CP_KINDS, "offload": OFFLOADS, "rank_order": RANK_ORDERS}
+WORDS = {
+    "sharding": SHARDINGS,
+    "schedule": SCHEDULES,
+    "cp_kind": CP_KINDS,
+    "offload": OFFLOADS,
+    "rank_order": RANK_ORDERS,
+}
 FLAGS = ("sp", "tp_overlap")
-ALLOWED = ("zero2", "zero3", "offload", "partial_recompute", "tp_overlap")  # off unless asked for
+USUAL_SCHEDULES = ("1f1b", "interleaved")
+# Off unless asked for.
+ALLOWED = (
+    "zero2",
+    "zero3",
+    "offload",
+    "partial_recompute",
+    "uneven_stages",
+    "partial_sharding",
+    "tp_overlap",
+    *(f"schedule={name}" for name in SCHEDULES if name not in USUAL_SCHEDULES),
+)
 ELSEWHERE = {  # what a person may try to fix, and where it is said
     "precision": "use --precision",
     "attention": "use --attention",
     "framework": "use --framework",
     "global_batch": "use --global-batch",
     "seq_len": "use --seq-len",
-    "schedule": "it follows from vp: --fix vp=1 is 1f1b, a larger vp is interleaved",
 }
 
 
@@ -53,12 +72,17 @@ class Limits:
     shard_domains: tuple[int, ...] = ()
     sequence_parallel: bool = True
     shardings: tuple[str, ...] = ("none", "zero1")
+    schedules: tuple[str, ...] = USUAL_SCHEDULES
     recomputes: tuple[str, ...] = ("none", "full")  # as `parse_recompute` reads them
     partial_recomputes: tuple[str, ...] = ()  # what a user may add to them
     cp_kinds: tuple[str, ...] = CP_KINDS
     offloads: tuple[str, ...] = ("none",)
     tp_overlaps: tuple[bool, ...] = (False,)
+    fewer_at_ends: int = 1  # layers that the first and the last chunk may have less than others
+    shards_any_part: bool = False  # whether states may be sharded over any part of the replicas
     rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]
+    # The one way in which the framework cuts the model into so many stages; None: several are tried.
+    split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
 
     def admits(self, axis: str, value: int) -> bool:
         """Whether a count obeys what is fixed and bounded."""
@@ -79,9 +103,11 @@ class Limits:
         """The limits in words, for the certificate."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]
         parts += [f"{axis} <= {value}" for axis, value in self.most]
-        parts += ["sharding " + "|".join(self.shardings), "recompute " + "|".join(self.recomputes)]
+        parts += ["sharding " + "|".join(self.shardings), "recompute " + "|".join(_in_short(self.recomputes))]
         if any(self.tp_overlaps):
             parts.append("tp_overlap " + "|".join("on" if value else "off" for value in self.tp_overlaps))
+        if self.schedules != USUAL_SCHEDULES:
+            parts.append("schedule " + "|".join(self.schedules))
         if self.cp_kinds != CP_KINDS:
             parts.append("cp_kind " + "|".join(self.cp_kinds))
         if self.offloads != ("none",):
@@ -91,14 +117,23 @@ class Limits:
         return tuple(parts)
 
 
+def _in_short(recomputes: tuple[str, ...]) -> tuple[str, ...]:
+    """Choices of recomputation, numbers of layers as a range."""
+    numbers = [int(choice[5:]) for choice in recomputes if choice.startswith("full:")]
+    if len(numbers) < 3:
+        return recomputes
+    return (*(one for one in recomputes if not one.startswith("full:")), f"full:{min(numbers)}..{max(numbers)}")
+
+
 def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     """The space that a person would look at first.
 
     tp stays inside the fastest domain that joins devices: its collectives are exposed in every layer.  Choices that
     the cost model never prefers are left out: recomputing attention under a flash kernel, which keeps nothing
-    there, and switching off an overlap.
+    there, and switching off an overlap.  Shardings, schedules and kinds of context parallelism are those that the
+    framework has and that its users would try first.
     """
-    cluster, training = problem.cluster, problem.training
+    cluster, training, book = problem.cluster, problem.training, book_of(problem.framework)
     even = (level for level in problem.topology.levels if level.seats is None or level.seats.is_even)
     domains = sorted({level.num_devices for level in even if level.num_devices > 1})
     return Limits(
@@ -109,11 +144,18 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
             ("cp", max(training.seq_len // MIN_TOKENS_PER_CP_RANK, 1)),
             ("micro_batch", MAX_MICRO_BATCH),
         ),
-        shard_domains=tuple(domains[:-1]),  # the last domain is the whole cluster
+        shard_domains=tuple(domains[:-1]) if book.shards_over_part else (),  # the last domain is the whole cluster
         sequence_parallel=problem.framework.sequence_parallel,
-        recomputes=RECOMPUTES if stores_scores(problem) else ("none", "full"),
-        partial_recomputes=_partial_recomputes(problem.model),
+        shardings=book.usual_shardings,
+        schedules=tuple(name for name in USUAL_SCHEDULES if name in book.words("schedule")),
+        recomputes=_recomputes(problem, book),
+        partial_recomputes=(
+            *(_parts(problem.model) if book.repeats_parts else ()),
+            *(_numbers(problem.model) if book.repeats_some_layers else ()),
+        ),
+        cp_kinds=book.words("cp_kind"),
         rank_orders=problem.framework.rank_orders if _order_matters(problem) else problem.framework.rank_orders[:1],
+        split=book.split,
     )
 
 
@@ -122,14 +164,24 @@ def _order_matters(problem: Problem) -> bool:
     return len(problem.topology.levels) > len(problem.cluster.levels) + 1
 
 
-def _partial_recomputes(model: ModelSpec) -> tuple[str, ...]:
-    """Parts of a layer that the model has, alone and the cheap ones together, and numbers of layers of a chunk."""
+def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:
+    """Selective recomputation gives memory back where scores are stored or more than attention is repeated."""
+    gives_back = stores_scores(problem) or problem.framework.selective_recompute_share > 0
+    return tuple(name for name in book.words("recompute") if gives_back or name != "selective")
+
+
+def _parts(model: ModelSpec) -> tuple[str, ...]:
+    """Parts of a layer that the model has, alone and the cheap ones together."""
     missing = missing_modules(model) | {"core_attn"}
     parts = [module for module in RECOMPUTE_MODULES if module not in missing]
     cheap = [module for module in ("layernorm", "mla_up_proj", "moe_act") if module in parts]
     together = ["+".join(cheap[:count]) for count in range(2, len(cheap) + 1)]
-    numbers = [f"full:{2**power}" for power in range(model.num_layers.bit_length())]
-    return (*parts, *together, *numbers)
+    return (*parts, *together)
+
+
+def _numbers(model: ModelSpec) -> tuple[str, ...]:
+    """Numbers of layers of a chunk."""
+    return tuple(f"full:{number}" for number in range(1, model.num_layers))
 
 
 @lru_cache(maxsize=4096)
@@ -209,18 +261,29 @@ def _fix(limits: Limits, axis: str, value: str) -> Limits:
 def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]) -> Limits:
     """`limits` with the user's AXIS=VALUE wishes: fixed values, bounds, and choices that are off by default."""
     for wish in allow:
-        name = wish.strip().lower().replace("-", "_")
+        name = wish.strip().lower()
+        axis, sign, value = name.partition("=")
+        name = f"{axis}={value.replace('_', '-')}" if sign else name.replace("-", "_")
         if name not in ALLOWED:
             close = difflib.get_close_matches(name, ALLOWED, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ALLOWED)}"
             raise InputError(f"--allow {wish}: unknown; {hint}")
         if name in ("zero2", "zero3"):
             limits = replace(limits, shardings=tuple(dict.fromkeys((*limits.shardings, name))))
+        elif axis == "schedule":
+            schedule = name.removeprefix("schedule=")
+            limits = replace(limits, schedules=tuple(dict.fromkeys((*limits.schedules, schedule))))
         elif name == "partial_recompute":
+            if not limits.partial_recomputes:
+                raise InputError("--allow partial_recompute: the framework recomputes all layers or none, leave it out")
             recomputes = tuple(dict.fromkeys((*limits.recomputes, *limits.partial_recomputes)))
             limits = replace(limits, recomputes=recomputes)
         elif name == "offload":
             limits = replace(limits, offloads=("none", "optimizer"))
+        elif name == "uneven_stages":
+            limits = replace(limits, fewer_at_ends=MOST_FEWER_AT_ENDS)
+        elif name == "partial_sharding":
+            limits = replace(limits, shards_any_part=True)
         else:
             limits = replace(limits, tp_overlaps=(False, True))
     asked = {}
@@ -237,3 +300,12 @@ def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], a
         if count > asked.get(axis, count):
             raise InputError(f"--fix {axis}={count} is above --max {axis}={asked[axis]}: leave one of them out")
     return limits
+
+
+def check_words(name: str, book: Rulebook, limits: Limits) -> None:
+    """Refuse limits that ask the framework `name` for a choice that it does not have."""
+    for axis in WORDS:
+        known = book.words(axis)
+        for word in getattr(limits, axis + "s"):
+            if word not in known:
+                raise InputError(f"{name} has no {axis} {word}: it has {' and '.join(known)}")

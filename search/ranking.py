@@ -27,6 +27,7 @@ _TIE_ORDER = (
     "ep",
     "etp",
     "vp",
+    "schedule",
     "recompute",
     "recompute_modules",
     "recompute_num_layers",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.framework import RANK_ORDERS
+from autoplan.model import ModelSpec
 from autoplan.plan import (
     ALL_LAYERS,
     CP_KINDS,
@@ -34,7 +35,10 @@ Ints = NDArray[np.int64]
 # What varies inside a cell, level by level; words are indices into the tuples of `autoplan.plan`.
 _GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap", "rank_order")
 _KIND = ("sharding", "recompute", "recompute_modules", "recompute_num_layers", "offload")
-_LAYOUT = ("vp", "layout")
+_LAYOUT = ("vp", "schedule", "layout")
+
+# The schedules that exist with one chunk a rank, with two that form a V, and with any number.
+_ONE_CHUNK, _TWO_CHUNKS, _MANY_CHUNKS = ("1f1b", "gpipe", "zb-h1"), ("zb-v", "dualpipe-v"), ("interleaved",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -81,9 +85,13 @@ class Space:
             domains = ", ".join(str(size) for size in limits.shard_domains)
             parts.append("states sharded over all replicas" + (f" or a link domain of {domains}" if domains else ""))
         parts.append("sp wherever tp divides the tokens" if limits.sequence_parallel else "sp off")
-        if not limits.fixes("vp"):
-            parts.append("vp a divisor of the layers of a rank")
-        parts.append("layers spread evenly, or with the head, and the embedding too, counted as a layer")
+        if limits.split:
+            parts.append("layers as the framework cuts the model")
+        else:
+            if not limits.fixes("vp"):
+                parts.append("vp a divisor of the layers of a rank")
+            counted = "a layer" if limits.fewer_at_ends == 1 else f"1 to {limits.fewer_at_ends} layers"
+            parts.append(f"layers spread evenly, or with the head, and the embedding too, counted as {counted}")
         return tuple(parts)
 
     def cells(self) -> tuple[Cell, ...]:
@@ -136,8 +144,8 @@ class Space:
 
     def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
         """(the kinds of `groups`, for each the index of its group)."""
-        rows = [self._kind_rows(cell) for cell in cells]
-        like, values = _expanded(owner, rows, len(_KIND))
+        present, at = np.unique(owner, return_inverse=True)
+        like, values = _expanded(at, [self._kind_rows(cells[cell]) for cell in present], len(_KIND))
         column = dict(zip(_KIND, values.T, strict=True))
         # Only sharded optimizers gather parameters.
         gathers = column["sharding"] > SHARDINGS.index("none")
@@ -148,19 +156,21 @@ class Space:
         stages, at = np.unique(kinds.pp, return_inverse=True)
         table: dict[tuple[int, ...], int] = {}
         rows = [
-            np.array([(vp, table.setdefault(layout, len(table))) for vp, layout in self.layouts_on(int(pp))])
+            np.array(
+                [(vp, kind, table.setdefault(layout, len(table))) for vp, kind, layout in self.layouts_on(int(pp))],
+                dtype=np.int64,
+            )
             for pp in stages
         ]
         like, values = _expanded(at, rows, len(_LAYOUT))
-        vp, layout = values.T
+        vp, schedule, layout = values.T
         # A number of layers that is no less than those of a chunk is the same plan as all of them.
         number = kinds.recompute_num_layers[like]
         longest = np.array([max(layers) for layers in table], dtype=np.int64)
         distinct = np.flatnonzero((number == ALL_LAYERS) | (number < longest[layout]))
-        like, vp = like[distinct], vp[distinct]
-        schedule = np.where(vp > 1, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b"))
+        like = like[distinct]
         plans = replace(kinds, layouts=tuple(table)).take(like)
-        return replace(plans, vp=vp, layout=layout[distinct], schedule=schedule), like
+        return replace(plans, vp=vp[distinct], schedule=schedule[distinct], layout=layout[distinct]), like
 
     def leanest(self, groups: PlanBatch) -> PlanBatch:
         """`groups` with the states and the parts of layers that need least memory, whole layers aside."""
@@ -229,7 +239,7 @@ class Space:
             group = tp * cp * (dp // replicate)
             natural = replicate == 1 or (cp * (dp // replicate) > 1 and group in limits.shard_domains)
             if (
-                (free or natural)
+                (free or natural or limits.shards_any_part)
                 and limits.admits("dp_replicate", replicate)
                 and limits.admits("dp_shard", dp // replicate)
             ):
@@ -271,17 +281,17 @@ class Space:
         )
         if cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard"):
             states = tuple((sharding, place) for sharding, place in states if sharding != "none")
-        return _kind_rows(limits.recomputes, states)
+        longest = _longest_chunk(limits, self.setting.model, cell.pp)
+        return _kind_rows(limits.recomputes, states, longest)
 
-    def layouts_on(self, pp: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(chunks of a rank, layers of every chunk) of the layouts on so many stages."""
-        model = self.setting.model
-        return _layouts(self.limits, model.num_layers, model.num_mtp_layers, pp)
+    def layouts_on(self, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """(chunks of a rank, schedule, layers of every chunk) of the layouts on so many stages."""
+        return _layouts(self.limits, self.setting.model, pp)
 
     def _size(self, cell: Cell) -> int:
         """Plans of a cell, those left out in which a number of layers means all of a chunk's."""
         numbers = self._kind_rows(cell)[:, _KIND.index("recompute_num_layers")]
-        longest = np.array([max(layers) for _, layers in self.layouts_on(cell.pp)])
+        longest = np.array([max(layers) for *_, layers in self.layouts_on(cell.pp)])
         is_all = numbers == ALL_LAYERS
         kept = is_all.sum() * len(longest) + (numbers[~is_all, None] < longest).sum()
         return len(self._group_rows(cell)) * int(kept)
@@ -323,17 +333,19 @@ def chunk_counts(num_layers: int, pp: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def layouts(num_layers: int, pp: int, vp: int, num_mtp_layers: int = 0) -> tuple[tuple[int, ...], ...]:
+def layouts(
+    num_layers: int, pp: int, vp: int, num_mtp_layers: int = 0, fewer_at_ends: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """Layers of every chunk: spread evenly, and with what stands beside them counted as layers.
 
-    The head counts as one layer, or as one and the prediction layers before it; the embedding as none or one.  Only
-    an end may be without a layer, and every rank has one.
+    The head counts as one layer, or as one and the prediction layers before it; the embedding as none or one; or each
+    as up to `fewer_at_ends`.  Only an end may be without a layer, and every rank has one.
     """
     chunks = pp * vp
     found = [even_chunks(num_layers, chunks)]
     if pp > 1:
-        for behind in sorted({1, 1 + num_mtp_layers}):
-            for before in (0, 1):
+        for behind in sorted({*range(1, fewer_at_ends + 1), 1 + num_mtp_layers}):
+            for before in range(fewer_at_ends + 1):
                 whole = even_chunks(num_layers + before + behind, chunks)
                 found.append((whole[0] - before, *whole[1:-1], whole[-1] - behind))
 
@@ -362,23 +374,45 @@ def _group_rows(
 
 
 @lru_cache(maxsize=4096)
-def _kind_rows(recomputes: tuple[str, ...], states: tuple[tuple[str, str], ...]) -> Ints:
+def _kind_rows(recomputes: tuple[str, ...], states: tuple[tuple[str, str], ...], longest: int) -> Ints:
+    """`longest` is how many layers a chunk has at most: so many are all of them."""
+    choices = [choice for choice in map(_recompute, recomputes) if choice[2] == ALL_LAYERS or choice[2] < longest]
     rows = [
-        (SHARDINGS.index(sharding), *_recompute(recompute), OFFLOADS.index(place))
-        for sharding, place in states
-        for recompute in recomputes
+        (SHARDINGS.index(sharding), *choice, OFFLOADS.index(place)) for sharding, place in states for choice in choices
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, len(_KIND))
 
 
 @lru_cache(maxsize=4096)
-def _layouts(limits: Limits, num_layers: int, num_mtp_layers: int, pp: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     return tuple(
-        (vp, layout)
-        for vp in chunk_counts(num_layers, pp)
+        (vp, SCHEDULES.index(schedule), layout)
+        for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp))
         if limits.admits("vp", vp)
-        for layout in layouts(num_layers, pp, vp, num_mtp_layers)
+        for layout in (
+            (limits.split(model, pp),)
+            if limits.split
+            else layouts(model.num_layers, pp, vp, model.num_mtp_layers, limits.fewer_at_ends)
+        )
+        for schedule in _schedules(limits, pp, vp)
     )
+
+
+@lru_cache(maxsize=4096)
+def _longest_chunk(limits: Limits, model: ModelSpec, pp: int) -> int:
+    """Most layers of a chunk, in all layouts on so many stages."""
+    return max((max(layers) for *_, layers in _layouts(limits, model, pp)), default=0)
+
+
+def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
+    """Those that exist on so many stages with so many chunks; one stage has no pipeline, which is told as 1F1B."""
+    if pp == 1:
+        exist: tuple[str, ...] = ("1f1b",)
+    elif vp == 1:
+        exist = _ONE_CHUNK
+    else:
+        exist = _MANY_CHUNKS + (_TWO_CHUNKS if vp == 2 else ())
+    return tuple(name for name in exist if name in limits.schedules)
 
 
 def _recompute(text: str) -> tuple[int, int, int]:

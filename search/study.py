@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import msgspec
@@ -17,9 +18,9 @@ from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, Certificate, RankedPlan, SearchResult
 from autoplan.rules import legal
-from search.bounds import KindCosts, group_bounds, kind_bounds, kind_costs, spread_of
+from search.bounds import KindCosts, first_layers, group_bounds, kind_bounds, kind_costs, spread_of
 from search.findings import FITS, RISKY, Findings, together
-from search.ledger import GRACE_S, Block, BlockOutcome, CellOutcome, Ledger, Told
+from search.ledger import AXES, GRACE_S, Block, BlockOutcome, CellOutcome, Ledger, Told
 from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
 from search.sampler import WARM_CELLS, Sampling
 from search.space import Cell, Space
@@ -35,6 +36,7 @@ MARGIN = 0.05  # plans so much slower than the best are found too, all of them
 FIRST_KINDS, BLOCK_KINDS = 128, 8192
 ROUND_BLOCKS = 8  # of a round, which workers share: what one block finds helps the next round, not the next block
 FIRST_PRICED, MOST_PRICED = 32, 2048
+ROOM = 0.9  # of the memory, by its bound, for a plan that is priced to have something to beat
 
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
@@ -139,13 +141,14 @@ def _settle(
     """Price cells in the order of their bounds until none is below the bar."""
     reaches = {wanted: _Reach.of(problem, frontier, wanted) for wanted in (FITS, RISKY)}
     seen = Findings(wanted=FITS, margin=margin)
+    dive = cache(lambda wanted: _dive(problem, space, frontier, reaches[wanted], margin))
 
     def next_round(told: list[Told]) -> tuple[Block, ...]:
         nonlocal seen
         for wanted, reach in reaches.items():
             mine = [one for one in told if one.block.wanted == wanted]
             parts = (Findings.unpacked(one.found, wanted, margin, space.placement) for one in mine)
-            seen = together(parts, wanted, margin)
+            seen = together((dive(wanted), *parts), wanted, margin)
             taken = {cell for one in mine for cell in one.block.cells}
             if progress:
                 progress(len(taken), len(frontier.cells))
@@ -233,6 +236,38 @@ def _result(problem: Problem, space: Space, frontier: _Frontier, seen: Findings)
     return SearchResult(ranked=ranking, rivals=rivals, closest=closest, certificate=certificate)
 
 
+def _dive(problem: Problem, space: Space, frontier: _Frontier, reach: _Reach, margin: float) -> Findings:
+    """Price one plan of every cell, so that there is something to beat: the one that its bounds like best."""
+    seen, limit_bytes = Findings(wanted=reach.wanted, margin=margin), reach.limit_bytes
+    groups = reach.groups[np.argsort(frontier.bound[reach.groups], kind="stable")]
+    _, first = np.unique(frontier.owner[groups], return_index=True)
+    which = groups[first]
+    kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(which), frontier.owner[which])
+    costs = kind_costs(problem, kinds)
+    lowest, least_bytes = kind_bounds(problem, space, costs)
+    best = _first_of(of_group, lowest, least_bytes <= ROOM * limit_bytes)
+    plans, of_kind = space.layouts_of(kinds.take(best))
+    spread = spread_of(problem.model, plans)
+    of_plan = costs.of(plans, best[of_kind])
+    bound = of_plan.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
+    lawful = legal(space.rules, space.setting, plans)
+    chosen = _first_of(of_kind, bound, lawful & (of_plan.memory_bytes(spread) <= ROOM * limit_bytes))
+    for at in range(0, len(chosen), MOST_PRICED):
+        priced = estimate(problem, plans.take(chosen[at : at + MOST_PRICED]))
+        fitting = np.flatnonzero(priced.verdict == seen.wanted)
+        objective = seconds_per_sequence(priced)[fitting]
+        seen.winners.offer(objective, priced.batch.take(fitting))
+        seen.best = min(seen.best, float(objective.min(initial=np.inf)))
+    return seen
+
+
+def _first_of(owner: Ints, value: Floats, usable: NDArray[np.bool_]) -> Ints:
+    """For every owner the usable element of least value, if it has one."""
+    some = np.flatnonzero(usable)
+    some = some[np.lexsort((value[some], owner[some]))]
+    return some[np.flatnonzero(np.diff(owner[some], prepend=-1))]
+
+
 def _blocks(groups: Ints, frontier: _Frontier) -> Iterator[Ints]:
     """`groups` in order, about `BLOCK_KINDS` kinds at a time."""
     if not len(groups):
@@ -275,7 +310,7 @@ def _price_groups(
     """Price those plans of some groups whose bounds leave them a chance, the least bound first."""
     owner = frontier.owner[which]
     kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(which), owner)
-    costs = kind_costs(problem, kinds)
+    costs = kind_costs(problem, kinds, first_layers(space, kinds))
     lowest, least_bytes = kind_bounds(problem, space, costs)
     lowest = lowest / kinds.global_batch
     fitting = least_bytes <= limit_bytes
@@ -379,8 +414,7 @@ def _ranked_leaders(problem: Problem, leaders: Leaders) -> tuple[RankedPlan, ...
 
 def _first_of_cells(plans: tuple[RankedPlan, ...]) -> tuple[RankedPlan, ...]:
     """The first plan of each cell."""
-    first = {
-        (one.plan.pp, one.plan.tp, one.plan.cp, one.plan.ep, one.plan.etp, one.plan.dp_replicate): one
-        for one in reversed(plans)
-    }
-    return tuple(one for one in plans if one in first.values())
+    first: dict[tuple[int, ...], RankedPlan] = {}
+    for one in plans:
+        first.setdefault(tuple(getattr(one.plan, axis) for axis in AXES), one)
+    return tuple(first.values())

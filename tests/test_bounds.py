@@ -14,9 +14,9 @@ from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework, preset_frameworks
 from autoplan.rules import Setting
-from autoplan.rules.universal import RULES_ALONE
+from autoplan.rules.books import book_of
 from autoplan.training import TrainingSpec
-from search.bounds import group_bounds, kind_bounds, kind_costs, spread_of, spreads
+from search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, spread_of, spreads
 from search.limits import default_limits, with_wishes
 from search.space import Space
 from search.study import search
@@ -56,7 +56,7 @@ CLUSTERS = ("h100-sxm:2x8", "a100-sxm-40:3x8", "gb200-nvl72:4x4", "mi300x:1x8", 
 
 
 def make(
-    model: ModelSpec, cluster: str, framework: str, batches: tuple[int, ...], seq_len: int
+    model: ModelSpec, cluster: str, framework: str, batches: tuple[int, ...], seq_len: int, all_schedules: bool
 ) -> tuple[Problem, Space]:
     spec = load_cluster(cluster)
     precision = "bf16" if "bf16" in spec.device.peak_flops_per_s else "fp16"
@@ -66,10 +66,14 @@ def make(
         cluster=spec,
         framework=load_framework(framework),
     )
-    allow = ("zero2", "zero3", "offload", "partial_recompute")
-    limits = with_wishes(default_limits(problem, batches), fix=(), at_most=(), allow=allow)
+    book, plain = book_of(problem.framework), default_limits(problem, batches)
+    schedules = [f"schedule={name}" for name in book.words("schedule") if name not in plain.schedules]
+    allow = [name for name in ("zero2", "zero3") if name in book.words("sharding")]
+    allow += ["offload"] if "optimizer" in book.words("offload") else []
+    allow += ["partial_recompute"] if plain.partial_recomputes else []
+    limits = with_wishes(plain, fix=(), at_most=(), allow=(*allow, *(schedules if all_schedules else ())))
     setting = Setting(model=model, training=problem.training, num_devices=spec.num_devices)
-    return problem, Space(setting=setting, limits=limits, rules=RULES_ALONE)
+    return problem, Space(setting=setting, limits=limits, rules=book.rules)
 
 
 problems = st.builds(
@@ -79,22 +83,12 @@ problems = st.builds(
     st.sampled_from(preset_frameworks()),
     st.sampled_from(((48,), (24, 96), (7, 480))),
     st.sampled_from((2048, 8192)),
+    st.booleans(),
 )
 
 
 def some_of(batch: PlanBatch, count: int, seed: int) -> PlanBatch:
     return batch.take(np.random.default_rng(seed).permutation(len(batch))[:count])
-
-
-def with_other_schedules(batch: PlanBatch) -> PlanBatch:
-    """The same plans, with other schedules wherever one fits to the chunks and micro-batches."""
-    name = {word: SCHEDULES.index(word) for word in SCHEDULES}
-    turn = np.arange(len(batch)) % 4
-    schedule = np.where((batch.vp == 1) & (batch.pp > 1) & (turn == 1), name["zb-h1"], batch.schedule)
-    schedule = np.where((batch.vp == 1) & (batch.pp > 1) & (turn == 2), name["gpipe"], schedule)
-    schedule = np.where((batch.vp == 2) & (turn == 1), name["zb-v"], schedule)
-    fills = batch.num_microbatches >= 2 * batch.pp
-    return replace(batch, schedule=np.where((batch.vp == 2) & (turn == 2) & fills, name["dualpipe-v"], schedule))
 
 
 @settings(max_examples=8, deadline=None)
@@ -104,8 +98,9 @@ def test_no_plan_beats_its_bounds(made: tuple[Problem, Space], seed: int) -> Non
     batch, _ = space.plans(space.cells())
     if not len(batch):
         return
-    plans = with_other_schedules(some_of(batch, 400, seed))
-    costs, spread = kind_costs(problem, plans), spread_of(problem.model, plans)
+    plans = some_of(batch, 400, seed)
+    costs = kind_costs(problem, plans, first_layers(space, plans))
+    spread = spread_of(problem.model, plans)
     found = estimate(problem, plans)
     bound = costs.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
     assert (bound <= found.step_s * (1 + 1e-9)).all(), plans.plan(int(np.argmax(bound / found.step_s)))
@@ -126,7 +121,7 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
     some = np.random.default_rng(3).permutation(len(kinds))[:200]
     kinds, of_group = kinds.take(some), of_group[some]
     plans, of_kind = space.layouts_of(kinds)
-    costs = kind_costs(problem, kinds)
+    costs = kind_costs(problem, kinds, first_layers(space, kinds))
     of_plan, spread = costs.of(plans, of_kind), spread_of(problem.model, plans)
     bound = of_plan.step_s(plans.vp, spread, overlaps=problem.framework.p2p_overlap)
     least = of_plan.memory_bytes(spread)
@@ -162,7 +157,17 @@ def test_the_certified_plan_is_that_of_full_enumeration(made: tuple[Problem, Spa
 def test_the_first_rank_of_llama_405b_by_hand() -> None:
     """126 layers on 16 ranks, embedding and head counted as layers: 7 on the ends, 8 between, 3 of each recomputed."""
     layout = (7, *[8] * 14, 7)
-    spread = spreads(replace(DENSE, num_layers=126), [(layout, 16, 3)])
+    spread = spreads(replace(DENSE, num_layers=126), [(layout, 16, 3, SCHEDULES.index("1f1b"))])
     figures = {name: int(getattr(spread, name).sum()) for name in ("first", "kept_first", "last", "heaviest", "before")}
     assert figures == {"first": 7, "kept_first": 4, "last": 7, "heaviest": 8, "before": 7 + 13 * 8}
     assert (int(spread.repeated.sum()), int(spread.rank[0])) == (48, 14)
+
+
+def test_the_first_rank_of_a_v_has_the_ends_of_the_model() -> None:
+    """Chunks 0 and 5 of six on three ranks, 1 and 4, 2 and 3; the head is on the first rank."""
+    layout = (1, 2, 3, 4, 5, 6)
+    spread = spreads(replace(DENSE, num_layers=21), [(layout, 3, 2, SCHEDULES.index("zb-v"))])
+    figures = {name: int(getattr(spread, name).sum()) for name in ("first", "kept_first", "last", "heaviest")}
+    assert figures == {"first": 7, "kept_first": 7 - 1 - 2, "last": 7, "heaviest": 7}
+    assert spread.is_folded.all()
+    assert not spread.has_path.any()

@@ -143,6 +143,28 @@ def test_a_plan_that_cannot_be_exported_gets_no_export_command(folder: Path) -> 
     assert re.search(r"^no launch script:  .*rope_base 10000.5", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("framework", "wishes", "sharding"),
+    [
+        ("torchtitan", ("--fix", "schedule=zb-v"), {"none", "zero2", "zero3"}),
+        ("nanotron", ("--fix", "pp=4", "--allow", "schedule=gpipe"), {"none", "zero1"}),
+    ],
+)
+def test_a_search_finds_a_plan_of_another_framework(
+    folder: Path, framework: str, wishes: tuple[str, ...], sharding: set[str]
+) -> None:
+    done = run(folder, "search", "llama.json", *PLACE, "--framework", framework, *wishes, "--out", "other.json")
+    assert done.returncode == 0, done.stderr
+    assert f"launch files for {framework} are not written yet" in " ".join(done.stdout.split())
+    best = json.loads((folder / "other.json").read_text())["best"]["plan"]
+    assert best["sharding"] in sharding
+    if framework == "torchtitan":
+        assert best["schedule"] == "zb-v"
+        assert "zb-v" in done.stdout
+    again = run(folder, "estimate", "other.json")
+    assert again.returncode == 0, again.stderr
+
+
 def test_a_file_is_replaced_with_force_only(searched: Path) -> None:
     before = (searched / "plan.json").read_text()
     for command in (
@@ -295,6 +317,7 @@ def test_limits_reach_the_search(folder: Path) -> None:
     assert "tp = 2" in plan["certificate"]["limits"]
 
 
+DUALPIPE = ("--fix", "schedule=dualpipe-v", "--fix", "pp=8")
 BAD_CONFIGS = {
     "malformed.json": '{"model_type": "llama",\n "hidden_size": }',
     "malformed.toml": 'name = "x"\nnum_layers = = 3\n',
@@ -410,8 +433,16 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--allow", "luck"), "unknown"),
         (("llama.json", *PLACE, "--precision", "bf17"), "bf17.*bf16"),
         (("llama.json", *PLACE, "--attention", "slow"), "slow.*flash"),
-        (("llama.json", *PLACE, "--framework", "torchtitan"), "not known yet"),
+        (("llama.json", *PLACE, "--framework", "hai-llm"), "not known yet"),
         (("llama.json", *PLACE, "--framework", "tensorfold"), "unknown framework"),
+        (("llama.json", *PLACE, "--framework", "nanotron", "--allow", "zero3"), "nanotron has no sharding zero3"),
+        (("llama.json", *PLACE, "--allow", "schedule=zb-v"), "no schedule zb-v: it has 1f1b and interleaved"),
+        (("llama.json", *PLACE, "--allow", "schedule=zbv"), "did you mean schedule=zb-v"),
+        (("llama.json", *PLACE, "--framework", "torchtitan", "--allow", "partial-recompute"), "all layers or none"),
+        (
+            ("llama.json", *PLACE, "--framework", "torchtitan", *DUALPIPE, "--fix", "micro_batch=2"),
+            "needs 2 pp = 16 micro-batches",
+        ),
         (("llama.json", *PLACE, "--timings", "hearsay"), "'hearsay': use aiconfigurator or db"),
         (("llama.json", *PLACE, "--reserve-memory", "4"), "unit"),
         (("llama.json", *PLACE, "--reserve-memory", "900GiB"), "reserved memory"),

@@ -188,7 +188,6 @@ def test_a_bad_value_deep_inside_names_its_place() -> None:
         ("bytes_per_reduced_grad", math.nan),
         ("bytes_moved_per_update", math.inf),
         ("fsdp_prefetch_units", -5),
-        ("least_microbatches_per_stage", -5),
         ("bytes_per_weight", -2.0),
         ("step_overhead_s", math.nan),
         ("tp_overlap_share", 1.5),

@@ -230,7 +230,7 @@ def test_microbatches_are_the_sequences_of_one_replica_in_micro_batches() -> Non
 
 def test_words_of_a_plan_are_ordered_so_that_later_shardings_shard_more() -> None:
     assert SHARDINGS == ("none", "zero1", "zero2", "zero3")
-    assert SCHEDULES[:3] == ("gpipe", "1f1b", "interleaved")
+    assert SCHEDULES[:3] == ("1f1b", "gpipe", "interleaved")
     assert OFFLOADS[0] == RECOMPUTES[0] == "none"
 
 

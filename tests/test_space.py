@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
@@ -17,10 +18,11 @@ from autoplan.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
-from autoplan.rules import Setting, legal
+from autoplan.rules import Rulebook, Setting, legal, megatron_lm, nanotron, torchtitan
+from autoplan.rules.books import book_of
 from autoplan.rules.megatron_lm import RULES
 from autoplan.training import TrainingSpec
-from search.limits import Limits, batch_grid, default_limits, divisors, with_wishes
+from search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_wishes
 from search.space import Cell, Space, chunk_counts, layouts
 
 DENSE = ModelSpec(
@@ -60,9 +62,13 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
         if replicate > 1 and not (tp * cp * shard in limits.shard_domains and cp * shard > 1):
             continue
         shapes = [
-            (vp, layout) for vp in chunk_counts(model.num_layers, pp) for layout in layouts(model.num_layers, pp, vp)
+            (vp, schedule, layout)
+            for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp))
+            for layout in ((limits.split(model, pp),) if limits.split else layouts(model.num_layers, pp, vp))
+            for schedule in limits.schedules
+            if schedule != "gpipe" or vp == 1
         ]
-        for ep, etp, micro, (vp, layout), sharding, recompute, kind, batch in product(
+        for ep, etp, micro, (vp, schedule, layout), sharding, recompute, kind, batch in product(
             experts,
             sorted({1, tp}) if model.moe else [1],
             range(1, dict(limits.most)["micro_batch"] + 1),
@@ -80,50 +86,57 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
                 continue
             if (sharding != "none" and not has_copies) or (sharding == "none" and replicate > 1):
                 continue
-            yield ParallelPlan(
-                global_batch=batch,
-                micro_batch=micro,
-                tp=tp,
-                sp=tp > 1 and 512 // cp % tp == 0,
-                cp=cp,
-                cp_kind=kind,  # type: ignore[arg-type]
-                pp=pp,
-                vp=vp,
-                schedule="interleaved" if vp > 1 else "1f1b",
-                layers_per_chunk=layout if len(set(layout)) > 1 else None,
-                ep=ep,
-                etp=etp,
-                dp_replicate=replicate,
-                dp_shard=shard,
-                sharding=sharding,  # type: ignore[arg-type]
-                **parse_recompute(recompute),  # type: ignore[arg-type]
-                param_gather_overlap=sharding != "none",
-            )
+            with suppress(InputError):  # a schedule that does not exist with such chunks
+                yield ParallelPlan(
+                    global_batch=batch,
+                    micro_batch=micro,
+                    tp=tp,
+                    sp=tp > 1 and 512 // cp % tp == 0,
+                    cp=cp,
+                    cp_kind=kind,  # type: ignore[arg-type]
+                    pp=pp,
+                    vp=vp,
+                    schedule=schedule,  # type: ignore[arg-type]
+                    layers_per_chunk=layout if len(set(layout)) > 1 else None,
+                    ep=ep,
+                    etp=etp,
+                    dp_replicate=replicate,
+                    dp_shard=shard,
+                    sharding=sharding,  # type: ignore[arg-type]
+                    **parse_recompute(recompute),  # type: ignore[arg-type]
+                    param_gather_overlap=sharding != "none",
+                )
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "batches", "recomputes"),
+    ("book", "model", "devices", "batches", "recomputes"),
     [
-        (DENSE, 12, (24,), ("none", "full")),
-        (DENSE, 6, (6, 10), ("none", "full:1", "full:2", "full")),
-        (MOE, 8, (16,), ("none", "moe_act", "mla_up_proj", "moe+layernorm")),
-        (MOE, 12, (12,), ("none", "full")),
+        (megatron_lm.BOOK, DENSE, 12, (24,), ("none", "full")),
+        (megatron_lm.BOOK, DENSE, 6, (6, 10), ("none", "full:1", "full:2", "full")),
+        (megatron_lm.BOOK, MOE, 8, (16,), ("none", "moe_act", "mla_up_proj", "moe+layernorm")),
+        (megatron_lm.BOOK, MOE, 12, (12,), ("none", "full")),
+        (torchtitan.BOOK, DENSE, 6, (6, 12), ("none", "selective", "full")),
+        (torchtitan.BOOK, MOE, 8, (16,), ("none", "full")),
+        (nanotron.BOOK, DENSE, 12, (24,), ("none", "full")),
     ],
 )
 def test_enumeration_equals_brute_force(
-    model: ModelSpec, devices: int, batches: tuple[int, ...], recomputes: tuple[str, ...]
+    book: Rulebook, model: ModelSpec, devices: int, batches: tuple[int, ...], recomputes: tuple[str, ...]
 ) -> None:
     limits = Limits(
         global_batches=batches,
         most=(("tp", 6), ("cp", 2), ("micro_batch", 4)),
-        shard_domains=(2, 4),
+        shard_domains=(2, 4) if book.shards_over_part else (),
         precision="bf16",
         recomputes=recomputes,
+        shardings=book.usual_shardings,
+        schedules=book.words("schedule"),
+        split=book.split,
     )
-    space = space_of(model, devices, limits)
+    space = replace(space_of(model, devices, limits), rules=book.rules)
     found = enumerated(space)
     shapes = list(all_shapes(limits, model, devices))
-    lawful = legal(RULES, space.setting, PlanBatch.of(shapes, model.num_layers))
+    lawful = legal(book.rules, space.setting, PlanBatch.of(shapes, model.num_layers))
     expected = {plan for plan, good in zip(shapes, lawful, strict=True) if good}
     assert len(found) == len(set(found)), "a plan is enumerated twice"
     assert set(found) == expected
@@ -216,6 +229,33 @@ def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
     assert dict(default_limits(scores, (16,)).most)["cp"] == 1
 
 
+@pytest.mark.parametrize(
+    ("framework", "shardings", "schedules", "recomputes"),
+    [
+        ("torchtitan", ("none", "zero2", "zero3"), ("1f1b", "interleaved"), ("none", "selective", "full")),
+        ("pytorch-fsdp", ("none", "zero2", "zero3"), ("1f1b", "interleaved"), ("none", "full")),
+        ("nanotron", ("none", "zero1"), ("1f1b",), ("none", "full")),
+        ("deepspeed-zero", ("none", "zero1", "zero2", "zero3"), ("1f1b",), ("none", "full")),
+    ],
+)
+def test_default_limits_follow_the_framework(
+    framework: str, shardings: tuple[str, ...], schedules: tuple[str, ...], recomputes: tuple[str, ...]
+) -> None:
+    limits = default_limits(replace(problem(), framework=load_framework(framework)), (16,))
+    assert (limits.shardings, limits.schedules, limits.recomputes) == (shardings, schedules, recomputes)
+    check_words(framework, book_of(load_framework(framework)), limits)
+
+
+def test_a_schedule_goes_with_the_chunks_that_it_needs() -> None:
+    limits = with_wishes(default_limits(problem(), (16,)), fix=["schedule=zb-v"], at_most=(), allow=())
+    assert {(plan.schedule, plan.vp) for plan in enumerated(replace(space_of(MOE, 8, limits), rules=()))} == {
+        ("zb-v", 2)
+    }
+    wider = with_wishes(default_limits(problem(), (16,)), fix=(), at_most=["pp=2"], allow=["schedule=gpipe"])
+    found = {(plan.schedule, plan.pp) for plan in enumerated(replace(space_of(MOE, 8, wider), rules=()))}
+    assert found == {("1f1b", 1), ("1f1b", 2), ("gpipe", 2), ("interleaved", 2)}
+
+
 def test_wishes_fix_bound_and_allow() -> None:
     limits = default_limits(problem(), (16,))
     wished = with_wishes(
@@ -254,7 +294,7 @@ def test_senseless_wishes_are_refused(wish: dict[str, list[str]]) -> None:
     ("fix", "says"),
     [
         ("precision=fp8", "use --precision"),
-        ("schedule=1f1b", "follows from vp"),
+        ("schedule=zb-x", "must be one of 1f1b"),
         ("micro_batches=1", "did you mean micro_batch"),
         ("luck=3", "known: tp"),
     ],

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ from test_study import DENSE, make
 FORK = multiprocessing.get_context("fork")
 NAME = "together"
 GRACE_S = 2.0
+
+
+searched = partial(search, margin=1.0)  # so that there is more to price than one round
 
 
 @pytest.fixture
@@ -81,12 +85,12 @@ def hang(block: Block, claimed: multiprocessing.synchronize.Semaphore) -> BlockO
 def test_eight_workers_of_whom_two_are_killed_come_to_one_certificate(
     asked: tuple[Problem, Space], postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = search(*asked)
+    expected = searched(*asked)
     shared = Shared(url=postgres, name=NAME, grace_s=GRACE_S)
     claimed, results = FORK.Semaphore(0), FORK.Queue()
 
     def work() -> None:
-        results.put(search(*asked, shared=shared))
+        results.put(searched(*asked, shared=shared))
 
     with monkeypatch.context() as patch:
         patch.setattr("search.study._price_block", lambda *args: hang(args[4], claimed))
@@ -110,11 +114,11 @@ def test_eight_workers_of_whom_two_are_killed_come_to_one_certificate(
 
 
 def test_one_and_three_workers_come_to_the_same_answer(asked: tuple[Problem, Space], url: str) -> None:
-    expected = search(*asked)
+    expected = searched(*asked)
     alone, many = Shared(url=url, name="alone"), Shared(url=url, name=NAME)
-    assert search(*asked, shared=alone) == expected
-    with helped(lambda: search(*asked, shared=many), 2):
-        assert search(*asked, shared=many) == expected
+    assert searched(*asked, shared=alone) == expected
+    with helped(lambda: searched(*asked, shared=many), 2):
+        assert searched(*asked, shared=many) == expected
     check_trials(trials_of(url), expected)
     check_trials(trials_of(url, "alone"), expected)
 
@@ -123,7 +127,7 @@ def test_an_interrupted_search_resumes_and_prices_the_rest_only(
     asked: tuple[Problem, Space], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt while the third block is priced; then a second run, and a third that has nothing left to do."""
-    expected, shared = search(*asked), Shared(url=url, name=NAME)
+    expected, shared = searched(*asked), Shared(url=url, name=NAME)
     price_block, priced, stop_at = study._price_block, [], 2
 
     def counting(*args: Any) -> BlockOutcome:
@@ -134,14 +138,14 @@ def test_an_interrupted_search_resumes_and_prices_the_rest_only(
 
     monkeypatch.setattr(study, "_price_block", counting)
     with pytest.raises(KeyboardInterrupt):
-        search(*asked, shared=shared)
+        searched(*asked, shared=shared)
     assert all(trial.state != TrialState.RUNNING for trial in trials_of(url))
     stop_at = -1
-    assert search(*asked, shared=shared) == expected
+    assert searched(*asked, shared=shared) == expected
     assert len(set(priced)) == len(priced) > 2
     check_trials(trials_of(url), expected)
     count = len(priced)
-    assert search(*asked, shared=shared) == expected
+    assert searched(*asked, shared=shared) == expected
     assert len(priced) == count
 
 
@@ -182,7 +186,7 @@ def test_a_storage_that_cannot_be_opened_is_told_in_one_line(
 ) -> None:
     monkeypatch.setattr("search.storage.OPENING_PAUSE_S", 0.01)
     with pytest.raises(InputError, match=says) as caught:
-        search(*asked, shared=Shared(url=url, name=NAME))
+        searched(*asked, shared=Shared(url=url, name=NAME))
     assert "s3cret" not in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -9,6 +9,7 @@ import typer
 
 from autoplan import __version__
 from autoplan.cli.calibrate import calibrate
+from autoplan.cli.compare import compare
 from autoplan.cli.db import db
 from autoplan.cli.discover import discover
 from autoplan.cli.estimate import estimate
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command(no_args_is_help=True)(search)
 app.command(no_args_is_help=True)(estimate)
+app.command(no_args_is_help=True)(compare)
 app.command(no_args_is_help=True)(export)
 app.command(no_args_is_help=True)(predict)
 app.command(no_args_is_help=True)(score)

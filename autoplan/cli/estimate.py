@@ -94,6 +94,7 @@ def estimate(
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import decode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
+    from autoplan.rules.books import book_of
 
     if out is not None:
         check_output(out, force=force)
@@ -120,6 +121,7 @@ def estimate(
             db=whole_url(context, url),
         )
         problem = make_problem(flags)
+        book = book_of(problem.framework)
         degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}
         table = {
             **degrees,
@@ -132,7 +134,7 @@ def estimate(
             "sharding": sharding,
             **parse_recompute(recompute),
             "schedule": schedule or ("interleaved" if vp > 1 else "1f1b"),
-            "layers_per_chunk": _layers(layers),
+            "layers_per_chunk": _layers(layers) or (book.split(problem.model, pp * vp) if book.split else None),
             "cp_kind": cp_kind,
             "offload": offload,
             "rank_order": rank_order,
@@ -235,13 +237,14 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     """The rules that the plan obeys; refused with the first that it breaks."""
     from autoplan.cli.inputs import check_rank_order, check_tp_overlap
     from autoplan.plan import chunk_layers
-    from autoplan.rules import Setting, broken, megatron_lm, universal
+    from autoplan.rules import Setting, broken
+    from autoplan.rules.books import book_of
 
     chunk_layers(plan, problem.model.num_layers)
     if plan.tp_overlap:
         check_tp_overlap(problem.framework)
     check_rank_order(problem.framework, plan.rank_order)
-    rules = megatron_lm.RULES if problem.framework.rules == "megatron-lm" else universal.RULES_ALONE
+    rules = book_of(problem.framework).rules
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
     if faults := broken(rules, setting, plan):
         raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")

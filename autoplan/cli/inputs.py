@@ -114,11 +114,11 @@ def parse_size(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a time such as '90s', '10m' or '1.5h'."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|m|h)", text.strip())
+    """Seconds of a time such as '90s', '10m', '1.5h' or '30d'."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|m|h|d)", text.strip())
     if not match or float(match[1]) <= 0:
-        raise InputError(f"time {text!r}: write a number with a unit, such as 90s, 10m or 1h")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+        raise InputError(f"time {text!r}: write a number with a unit, such as 90s, 10m, 1h or 30d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def parse_numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -287,7 +287,7 @@ def check_framework(framework: Framework) -> None:
     if framework.rules == "unknown":
         raise UnpricedError(
             f"which plans {framework.name} admits is not known yet: "
-            "use megatron-core or nemo, or a framework TOML of your own"
+            "use megatron-core, nemo, torchtitan, nanotron, deepspeed-zero or pytorch-fsdp, or a TOML file of your own"
         )
 
 
@@ -307,11 +307,11 @@ def check_rank_order(framework: Framework, rank_order: str) -> None:
 
 
 def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: list[str], allow: list[str]) -> Space:
-    """The plans that Megatron-Core admits for `problem`, within the user's limits."""
+    """The plans that the framework admits for `problem`, within the user's limits."""
     from autoplan.rules import Setting
-    from autoplan.rules.megatron_lm import RULES
+    from autoplan.rules.books import book_of
     from autoplan.topology.placement import by_switch
-    from search.limits import batch_grid, default_limits, with_wishes
+    from search.limits import batch_grid, check_words, default_limits, with_wishes
     from search.placement import is_fragmented
     from search.space import Space
 
@@ -319,13 +319,15 @@ def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: 
     low, high = parse_batches(global_batch)
     batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
     limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=at_most, allow=allow)
+    book = book_of(problem.framework)
+    check_words(problem.framework.name, book, limits)
     if any(limits.tp_overlaps):
         check_tp_overlap(problem.framework)
     for rank_order in limits.rank_orders:
         check_rank_order(problem.framework, rank_order)
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
     placement = by_switch(problem.cluster) if is_fragmented(problem) else None
-    return Space(setting=setting, limits=limits, rules=RULES, placement=placement)
+    return Space(setting=setting, limits=limits, rules=book.rules, placement=placement)
 
 
 def check_output(path: Path, *, force: bool) -> None:

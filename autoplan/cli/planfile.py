@@ -14,13 +14,18 @@ from autoplan.urls import redact_arguments
 if TYPE_CHECKING:
     from autoplan.mixed import MixedProblem
     from autoplan.problem import Problem
-    from autoplan.result import Certificate, MixedCertificate, MixedCost, MixedPlanFile, PlanFile, RankedPlan
+    from autoplan.result import Certificate, MixedCertificate, MixedCost, MixedPlanFile, PlanFile, RankedPlan, RunReport
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
 
 def make_plan_file(
-    problem: Problem, plans: Sequence[RankedPlan], certificate: Certificate | None, *, timings: str = ""
+    problem: Problem,
+    plans: Sequence[RankedPlan],
+    certificate: Certificate | None,
+    *,
+    timings: str = "",
+    run: RunReport | None = None,
 ) -> PlanFile:
     """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
     from autoplan.cost.estimate import estimate, stage_costs
@@ -49,6 +54,7 @@ def make_plan_file(
         rests_on={name: float(share[0]) for name, share in shares(problem, best).items()},
         hosts=hosts(problem.cluster, plans[0].plan),
         listed_step_s=float(estimate(problem, listed).step_s[0]) if best.placement else None,
+        run=run,
     )
 
 

@@ -29,10 +29,26 @@ from autoplan.cli.inputs import (
     TimingsOption,
     whole_number,
 )
+from autoplan.cli.objectives import (
+    CheckpointOption,
+    DeadlineOption,
+    DeviceMtbfOption,
+    GpuHoursOption,
+    MaxNodesOption,
+    NodesOption,
+    ObjectiveOption,
+    PriceOption,
+    PueOption,
+    RestartOption,
+    RunFlags,
+    TokensOption,
+)
 from autoplan.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
+    from autoplan.problem import Problem
     from autoplan.result import PlanFile
+    from search.space import Space
     from search.study import Shared
 
 
@@ -61,8 +77,23 @@ def search(
     max_tp: Annotated[int | None, whole_number("--max-tp", "N", "Short for --max tp=N.")] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="CHOICE", help="Also look at zero2, zero3, offload, partial_recompute or tp_overlap."),
+        typer.Option(
+            metavar="CHOICE",
+            help="Also look at zero2, zero3, offload, partial_recompute, uneven_stages, partial_sharding, tp_overlap "
+            "or a schedule (schedule=zb-v).",
+        ),
     ] = None,
+    objective: ObjectiveOption = None,
+    nodes: NodesOption = None,
+    max_nodes: MaxNodesOption = None,
+    tokens: TokensOption = None,
+    deadline: DeadlineOption = None,
+    gpu_hours: GpuHoursOption = None,
+    price: PriceOption = None,
+    device_mtbf: DeviceMtbfOption = None,
+    checkpoint_time: CheckpointOption = None,
+    restart_time: RestartOption = None,
+    pue: PueOption = None,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -87,11 +118,13 @@ def search(
 ) -> None:
     """Find the fastest plan that fits and write it to plan.json.
 
-    Looks at every plan that Megatron-Core admits on the whole cluster.  Optimizer states are replicated or sharded
-    (ZeRO-1), layers are recomputed as a whole or not at all, overlap of tensor-parallel traffic is off: --allow widens
-    this.
+    Looks at every plan that the framework admits on the whole cluster.  States are sharded as its users would (in
+    Megatron-Core not at all or by ZeRO-1), pipelines run 1F1B, plain or interleaved, layers are recomputed as a whole
+    or not at all, overlap of tensor-parallel traffic is off: --allow widens this.
+    With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_mixed_problem, make_problem, make_space, whole_url
+    from autoplan.cli.objectives import search_run
     from autoplan.cli.planfile import encode, make_plan_file
     from autoplan.files import write_text
     from autoplan.parts import MixedCluster
@@ -110,13 +143,29 @@ def search(
         timings=timings,
         db=whole_url(context, url),
     )
+    run_flags = RunFlags(
+        objectives=objective or [],
+        nodes=nodes,
+        max_nodes=max_nodes,
+        tokens=tokens,
+        deadline=deadline,
+        gpu_hours=gpu_hours,
+        price=price,
+        device_mtbf=device_mtbf,
+        checkpoint_time=checkpoint_time,
+        restart_time=restart_time,
+        pue=pue,
+    )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
+    is_shared = bool(storage or study or workers != 1 or sampler != "bound")
     parts = load_parts(cluster)
     if isinstance(parts, MixedCluster):
         from autoplan.cli.mixed import search_parts
 
-        if storage or study or workers != 1 or sampler != "bound":
-            raise InputError("clusters of unlike devices are searched by one process: leave --storage and the like out")
+        if is_shared:
+            raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
+        if run_flags.are_given:
+            raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
         narrowed = bool(fix or bounds)
         mixed = make_mixed_problem(flags, parts)
         search_parts(
@@ -124,7 +173,9 @@ def search(
         )
         return
     problem = make_problem(flags)
-    space = make_space(problem, global_batch, fix=fix or [], at_most=bounds, allow=allow or [])
+
+    def space_of(one: Problem) -> Space:
+        return make_space(one, global_batch, fix=fix or [], at_most=bounds, allow=allow or [])
 
     from autoplan.cli.progress import progress_bar
     from search.advice import check_result
@@ -133,22 +184,37 @@ def search(
     from search.study import search as run
     from search.workers import helped
 
-    sampling = None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed)
-    with _shared(whole_url(context, storage), study, workers) as shared:
-        join = partial(run, problem, space, shared=shared, sampling=sampling)
-        with helped(join, workers - 1), progress_bar(quiet=quiet) as advance:
-            result = join(progress=advance)
-    check_result(problem, space, result)
-    result = place_best(problem, result)
-    file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "")
+    if run_flags.are_given:
+        if is_shared:
+            raise InputError("objectives and runs are searched by one process: leave --storage and the like out")
+        with progress_bar(quiet=quiet, unit="sizes") as advance:
+            chosen = search_run(problem, run_flags, space_of, advance)
+        file = make_plan_file(
+            chosen.problem, chosen.plans, chosen.certificate, timings=timings or "", run=chosen.report
+        )
+    else:
+        space = space_of(problem)
+        sampling = None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed)
+        with _shared(whole_url(context, storage), study, workers) as shared:
+            join = partial(run, problem, space, shared=shared, sampling=sampling)
+            with helped(join, workers - 1), progress_bar(quiet=quiet) as advance:
+                result = join(progress=advance)
+        check_result(problem, space, result)
+        result = place_best(problem, result)
+        file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "")
     text = encode(file)
     write_text(out, text, force=force)
     if json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.terminal import make_console, print_search
+        from autoplan.report.runs import print_run
+        from autoplan.report.terminal import make_console, print_next_step, print_search
 
-        print_search(make_console(), file, _next_step(file, out))
+        console = make_console()
+        print_search(console, file)
+        if file.run:
+            print_run(console, file.run)
+        print_next_step(console, *_next_step(file, out))
     if quiet:
         return
     if file.best.verdict != "fits":

@@ -161,7 +161,7 @@ def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: 
     one += blocks.at_last(depths)
     gpipe = batch.schedule == SCHEDULES.index("gpipe")
     live = in_flight_chunks(blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=gpipe)
-    boundary = _boundary_bytes(problem, batch)
+    boundary = boundary_bytes(problem, batch)
     result = (one / batch.vp[:, None] + boundary[:, None]) * live
     # Where the chunks of a rank differ it matters which of them are alive together.
     for rows, layout, num_repeated, schedule, microbatches in _unlike_chunks(batch, blocks, depths):
@@ -194,7 +194,7 @@ def _unlike_chunks(
         yield several[inverse == at], layout, repeated, SCHEDULES[schedule], microbatches
 
 
-def _boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """The tensors at its ends that every chunk in flight keeps."""
     per_hidden = problem.framework.bytes_per_boundary_hidden
     return per_hidden * norm_tokens(problem, batch) * problem.model.hidden_size * (batch.pp > 1)
@@ -205,7 +205,7 @@ def stored_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return 2.0 * norm_tokens(problem, batch) * problem.model.hidden_size / len(problem.model.layers[0])
 
 
-def _dummy_wgrad_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
+def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
     """One persistent bf16 buffer per distinct weight shape (Transformer Engine; `modelling` B6): (plans, stages).
 
     The head's is on the last stage (Megatron-LM core/tensor_parallel/layers.py get_dummy_wgrad).
@@ -290,6 +290,12 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     return copies + buckets * (batch.sharding == SHARDINGS.index("zero1"))[:, None]
 
 
+def communicator_bytes(problem: Problem, places: Groups) -> Floats:
+    """Buffers of the communicators that a rank takes part in: shape (plans)."""
+    sizes = (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp)
+    return problem.framework.communicator_bytes * add_up((size > 1).astype(np.float64) for _, size in sizes)
+
+
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
     """What every pipeline rank needs at its peak: states, and what the passes or the optimizer's step need beside."""
     model, framework = problem.model, problem.framework
@@ -315,7 +321,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "activations": _activations(problem, batch, blocks, kept),
         "logits": logits,
         "transients": transients if framework.keeps_logits else np.maximum(transients - logits, 0.0),
-        "wgrad_buffers": _dummy_wgrad_bytes(problem, batch, blocks),
+        "wgrad_buffers": wgrad_buffer_bytes(problem, batch, blocks),
     }
     freed = terms["activations"] + logits + terms["transients"]
     terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
@@ -324,13 +330,10 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, places)
     terms["update"] = np.maximum(update - passes, 0.0)
-    communicators = np.zeros(len(batch))
-    for _, size in (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp):
-        communicators += size > 1
     terms["fragmentation"] = (framework.reserved_factor - 1.0) * add_up(terms.values())
     cached, at_end = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, places.shard[1])
     terms["cached"] = CACHED_SHARE * cached
-    terms["communicators"] = np.repeat((framework.communicator_bytes * communicators)[:, None], stages, axis=1)
+    terms["communicators"] = np.repeat(communicator_bytes(problem, places)[:, None], stages, axis=1)
     terms["context"] = np.full((len(batch), stages), framework.fixed_bytes)
     spare = at_end + framework.reserved_factor * np.minimum(update, passes)
     return StageMemory(terms=terms, pass_spare_bytes=(1.0 - CACHED_SHARE) * cached, step_spare_bytes=spare)

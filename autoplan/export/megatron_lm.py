@@ -28,6 +28,8 @@ def megatron_lm_arguments(plan_file: PlanFile) -> list[str]:
 
 def export_megatron_lm(plan_file: PlanFile, launcher: Launcher) -> str:
     """The script that starts the plan in a checkout of Megatron-LM."""
+    if plan_file.framework.rules not in ("megatron-lm", "unknown"):
+        raise InputError(f"launch files for {plan_file.framework.name} are not written yet, only for Megatron-LM")
     job = Job(
         framework="Megatron-LM",
         environment=_environment(plan_file),

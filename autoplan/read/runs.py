@@ -28,7 +28,7 @@ from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.framework import framework_called, load_framework
 from autoplan.read.model import load_model, preset_models
 from autoplan.rules import Setting, broken, universal
-from autoplan.rules.nanotron import layers_per_stage
+from autoplan.rules.books import book_of
 from autoplan.timing import Calibration
 from autoplan.training import Attention, Precision, TrainingSpec
 from autoplan.units import GIB
@@ -313,6 +313,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     if dp % shard:
         raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
     micro_batch = row.integer("micro_batch", 1)
+    split = book_of(problem.framework).split
     return ParallelPlan(
         global_batch=row.integer("global_batch", micro_batch * dp),
         micro_batch=micro_batch,
@@ -321,7 +322,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         cp=cp,
         pp=pp,
         vp=vp if pp > 1 else 1,
-        layers_per_chunk=layers_per_stage(problem.model, pp) if problem.framework.splits_by_cost else None,
+        layers_per_chunk=split(problem.model, pp) if split else None,
         schedule="interleaved" if vp > 1 and pp > 1 else "1f1b",
         ep=ep,
         etp=etp,
@@ -348,10 +349,11 @@ def _overlaps_experts(problem: Problem, pp: int, vp: int) -> bool:
 
 
 def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
-    """The rule that every framework has and the plan breaks, or nothing."""
+    """The first rule that the plan breaks, or nothing.
+
+    The rules of Megatron-LM are those of today, and most of its runs in tables are older: they answer to none.
+    """
+    framework = problem.framework
+    rules = universal.RULES if framework.rules == "megatron-lm" else book_of(framework).rules
     setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    for rule in broken(universal.RULES, setting, plan):
-        return rule
-    if plan.num_microbatches < problem.framework.least_microbatches_per_stage * (plan.pp - 1):
-        return f"{problem.framework.name} needs pp - 1 micro-batches, got {plan.num_microbatches} for pp {plan.pp}"
-    return ""
+    return next(iter(broken(rules, setting, plan)), "")

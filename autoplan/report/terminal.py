@@ -289,6 +289,11 @@ def certificate_line(certificate: Certificate) -> str:
             f"best of {certificate.expanded:,} of {certificate.cells:,} cells ({certificate.priced:,} plans priced), "
             f"not proven: by its bound, a plan of the others may be up to {format_percent(1 / least - 1)} faster"
         )
+    if certificate.best_in:
+        return (
+            f"proven: of {certificate.plans:,} plans in {certificate.cells:,} cells none is better in "
+            f"{' and '.join(certificate.best_in)} ({certificate.bounded:,} bounds, {certificate.priced:,} priced)"
+        )
     others = "every other is too large" if least is None else f"no other within {format_percent(least - 1)}"
     return (
         f"proven best of {certificate.plans:,} plans in {certificate.cells:,} cells: {certificate.bounded:,} bounds, "
@@ -296,14 +301,15 @@ def certificate_line(certificate: Certificate) -> str:
     )
 
 
-def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | None) -> None:
-    """The answer of a search, the runners-up, why, how sure, and what to do next: (label, text)."""
+def print_search(console: Console, file: PlanFile) -> None:
+    """The answer of a search, the runners-up, why and how sure."""
     print_part(console, escape(_headline(file)))
     console.print()
     print_part(console, _answer(file))
     console.print()
-    _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
-    console.print()
+    if file.alternatives:
+        _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
+        console.print()
     grid = labelled()
     if file.alternatives:
         grid.add_row("why", escape(why_first(file.best, file.alternatives[0])))
@@ -311,10 +317,11 @@ def print_search(console: Console, file: PlanFile, next_step: tuple[str, str] | 
         grid.add_row("sure", certificate_line(file.certificate))
         grid.add_row("space", escape("; ".join(file.certificate.limits)))
     print_part(console, grid)
-    if next_step:
-        label, text = next_step
-        # One line whatever the width, so that it can be copied.
-        console.print(f"\n{label}:  {escape(text)}", soft_wrap=True)
+
+
+def print_next_step(console: Console, label: str, text: str) -> None:
+    """What to do next, on one line whatever the width, so that it can be copied."""
+    console.print(f"\n{label}:  {escape(text)}", soft_wrap=True)
 
 
 def print_estimate(console: Console, file: PlanFile) -> None:

@@ -8,11 +8,32 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.plan import (
+    CP_KINDS,
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTES,
+    SCHEDULES,
+    SHARDINGS,
+    ParallelPlan,
+    PlanBatch,
+)
 from autoplan.training import TrainingSpec
 
 Bools = NDArray[np.bool_]
+
+# The axes of a plan whose values are words, with all of them.
+WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "sharding": SHARDINGS,
+    "cp_kind": CP_KINDS,
+    "recompute": RECOMPUTES,
+    "offload": OFFLOADS,
+    "rank_order": RANK_ORDERS,
+    "precision": PRECISIONS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +52,53 @@ class Rule:
     source: str  # file and line in the framework, at the commit that the module names
     holds: Callable[[Setting, PlanBatch], Bools]
     says: Callable[[Setting, ParallelPlan], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which words of one axis a framework knows, the plain one first."""
+
+    axis: str
+    words: tuple[str, ...]
+    source: str
+
+    def rule(self) -> Rule:
+        """The rule that a plan takes one of them."""
+        known = np.array([word in self.words for word in WORDS[self.axis]])
+
+        def is_one_of(setting: Setting, batch: PlanBatch) -> Bools:
+            # Without context parallelism its kind means nothing.
+            is_idle = (batch.cp == 1) & (self.axis == "cp_kind")
+            return known[getattr(batch, self.axis)] | is_idle
+
+        return Rule(
+            source=self.source,
+            holds=is_one_of,
+            says=lambda s, p: (
+                f"{self.axis} {getattr(p, self.axis)!r} does not exist: use {' or '.join(map(repr, self.words))}"
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rulebook:
+    """What one framework admits, and where a search for it begins.
+
+    `rules` are all of them, those of `choices` among them; an axis without a choice takes every word.
+    """
+
+    rules: tuple[Rule, ...]
+    choices: tuple[Choice, ...] = ()
+    usual_shardings: tuple[str, ...] = ("none", "zero1")  # what its users would try first, the plain one first
+    shards_over_part: bool = True  # whether states may be sharded over a part of the replicas
+    repeats_parts: bool = False  # whether recomputation may name parts of a layer
+    repeats_some_layers: bool = False  # whether it may take some layers of a chunk
+    # The one way in which it cuts a model into so many stages; None: as the plan says.
+    split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
+
+    def words(self, axis: str) -> tuple[str, ...]:
+        """The words of an axis that it knows."""
+        return next((choice.words for choice in self.choices if choice.axis == axis), WORDS[axis])
 
 
 def all_true(batch: PlanBatch) -> Bools:

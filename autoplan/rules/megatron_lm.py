@@ -16,20 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.framework import RANK_ORDERS
-from autoplan.model import Block, ModelSpec
+from autoplan.model import ModelSpec
 from autoplan.plan import (
     CP_KINDS,
     FULL,
     OFFLOADS,
     PP_BEFORE_DP,
-    PRECISIONS,
     RECOMPUTE_MODULES,
     SCHEDULES,
     SHARDINGS,
     ParallelPlan,
     PlanBatch,
 )
-from autoplan.rules import Bools, Rule, Setting, all_true, universal
+from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules.widths import has_dense_mlp, kv_groups
 
 Ints = NDArray[np.int64]
 
@@ -69,22 +69,14 @@ def _pipelines_first(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
-    groups = _groups(setting.model)
+    groups = kv_groups(setting.model)
     return (groups % batch.tp == 0) | (batch.tp % groups == 0)
-
-
-def _groups(model: ModelSpec) -> int:
-    return model.num_heads if model.mla else model.kv_heads
-
-
-def _has_dense_mlp(model: ModelSpec) -> bool:
-    return any(Block.MLP in layer for layer in model.layers)
 
 
 def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
     model = setting.model
     holds = all_true(batch)
-    if _has_dense_mlp(model):
+    if has_dense_mlp(model):
         holds &= model.ffn_size % batch.tp == 0
     if model.moe:
         holds &= model.moe.shared_expert_ffn_size % batch.tp == 0
@@ -106,7 +98,7 @@ def _cp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
 def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
     """All-to-all moves whole heads: each rank of the context group must get the same number of both kinds."""
     heads = setting.model.num_heads // batch.tp
-    kv_heads = np.maximum(_groups(setting.model) // batch.tp, 1)
+    kv_heads = np.maximum(kv_groups(setting.model) // batch.tp, 1)
     moves = (batch.cp > 1) & (batch.cp_kind == ALL_TO_ALL)
     return ~moves | ((heads % batch.cp == 0) & (kv_heads % batch.cp == 0))
 
@@ -125,10 +117,6 @@ def _cp_window(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.cp == 1) | (batch.cp_kind == ALL_TO_ALL)
 
 
-def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (batch.tp > 1)
-
-
 def _sp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
     return ~batch.sp | (setting.training.seq_len // batch.cp % batch.tp == 0)
 
@@ -144,10 +132,6 @@ def _ep_overlap(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 # -- pipeline ---------------------------------------------------------------------------------------------------------
-
-
-def _schedule(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule == INTERLEAVED) | (batch.schedule == SCHEDULES.index("1f1b"))
 
 
 def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
@@ -213,7 +197,7 @@ def missing_modules(model: ModelSpec) -> frozenset[str]:
     """
     moe = model.moe
     missing = set() if model.mla else {"mla_up_proj"}
-    missing |= set() if _has_dense_mlp(model) else {"mlp"}
+    missing |= set() if has_dense_mlp(model) else {"mlp"}
     missing |= set() if moe else {"moe", "moe_act"}
     missing |= set() if moe and moe.shared_expert_ffn_size else {"shared_experts"}
     return frozenset(missing | (set() if moe or model.mla else {"layernorm"}))
@@ -222,43 +206,6 @@ def missing_modules(model: ModelSpec) -> frozenset[str]:
 def _modules_exist(setting: Setting, batch: PlanBatch) -> Bools:
     missing = sum(1 << RECOMPUTE_MODULES.index(module) for module in missing_modules(setting.model))
     return batch.recompute_modules & missing == 0
-
-
-# -- precision --------------------------------------------------------------------------------------------------------
-
-_BLOCK = np.array([{"mxfp8": 32, "fp8": 16, "nvfp4": 16}.get(precision, 1) for precision in PRECISIONS], dtype=np.int64)
-
-
-def _gemm_widths(model: ModelSpec, tp: Ints, etp: Ints) -> list[Ints]:
-    """Inner and outer sizes of the matrix products of one rank; the head stays in 16 bits."""
-    hidden = np.full_like(tp, model.hidden_size)
-    widths = [hidden, model.num_heads * model.v_head_dim // tp]
-    if mla := model.mla:
-        latents = [mla.kv_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.q_lora_rank or mla.kv_lora_rank]
-        widths += [np.full_like(tp, latent) for latent in latents]
-        widths += [model.num_heads * model.qk_head_dim // tp]
-        widths += [model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) // tp]
-    else:
-        widths += [(model.num_heads + 2 * model.kv_heads) * model.qk_head_dim // tp]
-    if _has_dense_mlp(model):
-        widths += [model.ffn_size // tp]
-    if model.moe:
-        widths += [model.moe.shared_expert_ffn_size // tp, model.moe.expert_ffn_size // etp]
-        widths += [np.full_like(tp, model.moe.latent_size or model.hidden_size)]
-    return widths
-
-
-def _aligned_widths(setting: Setting, batch: PlanBatch) -> Bools:
-    block = _BLOCK[batch.precision]
-    return np.all([width % block == 0 for width in _gemm_widths(setting.model, batch.tp, batch.etp)], axis=0)
-
-
-def _aligned_tokens(setting: Setting, batch: PlanBatch) -> Bools:
-    return _tokens(setting, batch) % _BLOCK[batch.precision] == 0
-
-
-def _tokens(setting: Setting, batch: PlanBatch) -> Ints:
-    return batch.micro_batch * (setting.training.seq_len // batch.cp)
 
 
 # -- what each rule says ----------------------------------------------------------------------------------------------
@@ -275,6 +222,8 @@ def _experts_per_stage(setting: Setting, plan: ParallelPlan) -> str:
         return f"etp {plan.etp} x ep {plan.ep} x pp {plan.pp}"
     return f"tp {plan.tp} x pp {plan.pp}"
 
+
+CHOICES = (Choice(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),)
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
@@ -298,7 +247,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         f"{_CONFIG}:1461",
         _kv_heads,
-        lambda s, p: f"num_kv_heads {_groups(s.model)} must be a multiple or a divisor of tp {p.tp}: change tp",
+        lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be a multiple or a divisor of tp {p.tp}: change tp",
     ),
     _rule(
         "core/utils.py:592",
@@ -326,7 +275,7 @@ RULES: tuple[Rule, ...] = (
         _cp_heads,
         lambda s, p: (
             f"cp {p.cp} with all_to_all needs the heads of a rank ({s.model.num_heads} over tp {p.tp}, and "
-            f"{_groups(s.model)} for keys) divisible by cp: use ring or lower cp"
+            f"{kv_groups(s.model)} for keys) divisible by cp: use ring or lower cp"
         ),
     ),
     _rule(
@@ -342,11 +291,7 @@ RULES: tuple[Rule, ...] = (
         _cp_window,
         lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
     ),
-    _rule(
-        "core/model_parallel_config.py:502",
-        _sp_needs_tp,
-        lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
-    ),
+    shared.sp_needs_tp("core/model_parallel_config.py:502"),
     _rule(
         "core/tensor_parallel/mappings.py:178",
         _sp_sequence,
@@ -367,11 +312,7 @@ RULES: tuple[Rule, ...] = (
             f"{p.ep} pp {p.pp} vp {p.vp} recompute {p.recompute!r}: leave ep_overlap out"
         ),
     ),
-    _rule(
-        "core/pipeline_parallel/schedules.py:53",
-        _schedule,
-        lambda s, p: f"schedule {p.schedule!r} does not exist: use 1f1b or interleaved",
-    ),
+    *(choice.rule() for choice in CHOICES),
     _rule(
         f"{_ARGUMENTS}:978",
         _chunks,
@@ -435,20 +376,7 @@ RULES: tuple[Rule, ...] = (
             "recompute: leave it out of recompute_modules"
         ),
     ),
-    _rule(
-        "core/fp8_utils.py:356",
-        _aligned_widths,
-        lambda s, p: (
-            f"{p.precision} needs the widths of a rank divisible by {_BLOCK[PRECISIONS.index(p.precision)]}, "
-            f"with tp {p.tp} and etp {p.etp} they are not: lower tp or etp, or use bf16"
-        ),
-    ),
-    _rule(
-        "core/fp8_utils.py:356",
-        _aligned_tokens,
-        lambda s, p: (
-            f"{p.precision} needs the {p.micro_batch * (s.training.seq_len // p.cp)} tokens of a micro-batch divisible "
-            f"by {_BLOCK[PRECISIONS.index(p.precision)]}: lower cp or use bf16"
-        ),
-    ),
+    *shared.aligned("core/fp8_utils.py:356"),
 )
+
+BOOK = Rulebook(rules=RULES, choices=CHOICES, repeats_parts=True, repeats_some_layers=True)

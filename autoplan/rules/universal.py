@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoplan.plan import DEFAULT_MODULE_BITS, PP_BEFORE_DP, PlanBatch
-from autoplan.rules import Bools, Rule, Setting, all_true
+from autoplan.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, SCHEDULES, PlanBatch
+from autoplan.rules import Bools, Rule, Rulebook, Setting, all_true
 
 SOURCE = "any framework"
 
@@ -41,6 +41,11 @@ def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
     return batch.pp * batch.vp <= setting.model.num_layers + 2
 
 
+def _dualpipe_filled(setting: Setting, batch: PlanBatch) -> Bools:
+    """Single plans of fewer micro-batches cannot be made at all."""
+    return (batch.schedule != SCHEDULES.index("dualpipe-v")) | (batch.num_microbatches >= 2 * batch.pp)
+
+
 def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.recompute_modules & ~DEFAULT_MODULE_BITS) == 0
 
@@ -50,6 +55,10 @@ def _folded(setting: Setting, batch: PlanBatch) -> Bools:
     if not setting.model.moe:
         return all_true(batch)
     return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (batch.ep * batch.etp == batch.tp * batch.cp)
+
+
+def _every_layer(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.recompute != FULL) | (batch.recompute_num_layers == ALL_LAYERS)
 
 
 RULES: tuple[Rule, ...] = (
@@ -101,24 +110,40 @@ RULES: tuple[Rule, ...] = (
             "lower pp or vp"
         ),
     ),
+    Rule(
+        source=SOURCE,
+        holds=_dualpipe_filled,
+        says=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v or lower pp",
+    ),
+)
+
+# Where a framework recomputes no parts of a layer by their names.
+NO_PARTS = Rule(
+    source=SOURCE,
+    holds=_whole_layers,
+    says=lambda s, p: (
+        f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full"
+    ),
+)
+
+# Where a framework recomputes every layer or none.
+ALL_OR_NONE = Rule(
+    source=SOURCE,
+    holds=_every_layer,
+    says=lambda s, p: (
+        f"recompute of {p.recompute_num_layers} layers of a chunk is known of Megatron-LM and plain PyTorch only: "
+        "use none or full"
+    ),
 )
 
 # Where a framework's own rules are not written down.
-RULES_ALONE: tuple[Rule, ...] = (
-    *RULES,
-    Rule(
-        source=SOURCE,
-        holds=_folded,
-        says=lambda s, p: (
-            f"rank_order {p.rank_order} needs ep {p.ep} x etp {p.etp} to be tp {p.tp} x cp {p.cp}: "
-            "change ep or leave rank_order out"
-        ),
-    ),
-    Rule(
-        source=SOURCE,
-        holds=_whole_layers,
-        says=lambda s, p: (
-            f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full"
-        ),
+FOLDED = Rule(
+    source=SOURCE,
+    holds=_folded,
+    says=lambda s, p: (
+        f"rank_order {p.rank_order} needs ep {p.ep} x etp {p.etp} to be tp {p.tp} x cp {p.cp}: "
+        "change ep or leave rank_order out"
     ),
 )
+RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_PARTS)
+BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)

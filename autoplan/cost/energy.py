@@ -1,0 +1,46 @@
+"""How much power does training draw?  Devices by what they do, and their hosts (`modelling` F)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cluster import ClusterSpec
+from autoplan.cost.compute import add_up
+from autoplan.errors import InputError
+
+Floats = NDArray[np.float64]
+
+# Shares of what lies between idle and the TDP, the middle of the ranges in `modelling` F: .75-.95 while a device
+# computes, .5-.65 while it communicates or polls for what comes.  Judged; a node of 8 H100 then draws 7.3 kW while it
+# computes, where 7.8 kW (arXiv:2506.14551) and at most 8.4 kW (arXiv:2412.08602) were measured.
+COMPUTING_SHARE, WAITING_SHARE = 0.85, 0.575
+IDLE_SHARE = 0.1  # of the TDP; judged
+COMPUTING = ("gemm", "attention", "memory_bound", "recompute", "head", "optimizer")  # terms of a step
+
+
+def device_power_w(tdp_w: float, share: float) -> float:
+    """What a device draws at so much of what lies between idle and its TDP."""
+    return tdp_w * (IDLE_SHARE + share * (1.0 - IDLE_SHARE))
+
+
+def waiting_power_w(cluster: ClusterSpec) -> float:
+    """What all nodes draw while no device computes: no step of a job draws less."""
+    if cluster.host.power_w is None:
+        raise InputError(
+            f"the energy of {cluster.name} needs power_w, the power of a node without its devices: give it in [host] "
+            "of the cluster file"
+        )
+    return cluster.num_nodes * cluster.host.power_w + cluster.num_devices * device_power_w(
+        cluster.device.tdp_w, WAITING_SHARE
+    )
+
+
+def step_energy_j(cluster: ClusterSpec, terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
+    """Energy of a step of every plan in all nodes; all devices are taken to compute as long as the busiest stage."""
+    tdp_w = cluster.device.tdp_w
+    extra_w = device_power_w(tdp_w, COMPUTING_SHARE) - device_power_w(tdp_w, WAITING_SHARE)
+    computing_s = add_up(terms_s[name] for name in COMPUTING)
+    return waiting_power_w(cluster) * step_s + cluster.num_devices * extra_w * computing_s

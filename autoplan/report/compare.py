@@ -1,0 +1,157 @@
+"""How do clusters and sizes look side by side?  A table, the best in each regard, and rates by size as a drawing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from xml.sax.saxutils import escape
+
+from rich.console import Console
+from rich.markup import escape as escape_markup
+
+from autoplan.report.runs import Row, print_runs
+from autoplan.report.terminal import labelled, print_part
+from autoplan.result import RunFigures, SizeOutcome
+from autoplan.units import format_days
+
+WIDTH, HEIGHT, MARGIN = 860, 480, 70
+RIGHT = 190  # for the names of the clusters
+COLOURS = ("#2b62ad", "#2f7d3b", "#ad4a2b", "#7440a3", "#946a08", "#5b5b66")
+TEXT_COLOUR, GRID_COLOUR = "#22222a", "#d9d9e2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One cluster and size, and the fastest plan there."""
+
+    cluster: str
+    outcome: SizeOutcome
+
+
+BEST: tuple[tuple[str, Callable[[RunFigures], float | None], Callable[[RunFigures], str]], ...] = (
+    ("fastest", lambda one: 1 / one.tokens_per_s, lambda one: f"{one.tokens_per_s:,.0f} tokens/s"),
+    (
+        "fastest a device",
+        lambda one: one.num_devices / one.tokens_per_s,
+        lambda one: f"{one.tokens_per_s / one.num_devices:,.0f} tokens/s",
+    ),
+    ("cheapest", lambda one: one.cost_per_token, lambda one: f"{1e6 * (one.cost_per_token or 0):,.4g} per M tokens"),
+    ("least energy", lambda one: one.energy_per_token_j, lambda one: f"{one.energy_per_token_j:,.3g} J per token"),
+    ("done first", lambda one: one.run_s, lambda one: format_days(one.run_s or 0)),
+)
+
+
+def print_compared(console: Console, found: Sequence[Compared]) -> None:
+    """The table of all clusters and sizes, and which is best in what."""
+    rows = [
+        Row(
+            places=(one.cluster, str(one.outcome.num_nodes)),
+            best=one.outcome.best,
+            least=one.outcome.least,
+            why=one.outcome.why,
+        )
+        for one in found
+    ]
+    print_runs(console, ("cluster", "nodes"), rows)
+    console.print()
+    grid = labelled()
+    for label, cost, shown in BEST:
+        known = [
+            (value, one) for one in found if one.outcome.best and (value := cost(one.outcome.best.figures)) is not None
+        ]
+        if known:
+            _, best = min(known, key=lambda pair: pair[0])
+            assert best.outcome.best is not None
+            nodes = f"{best.outcome.num_nodes} node{'s' if best.outcome.num_nodes > 1 else ''}"
+            grid.add_row(label, escape_markup(f"{best.cluster}, {nodes}: {shown(best.outcome.best.figures)}"))
+    print_part(console, grid)
+
+
+def draw_rates(found: Sequence[Compared]) -> str:
+    """An SVG of tokens per second by devices, both logarithmic: a line for every cluster, broken ones for what its
+    smallest size would reach if it scaled perfectly.
+    """
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for one in found:
+        if (best := one.outcome.best) is not None:
+            lines.setdefault(one.cluster, []).append((best.figures.num_devices, best.figures.tokens_per_s))
+    lines = {name: sorted(points) for name, points in lines.items()}
+    ideals = {
+        name: [(devices, points[0][1] * devices / points[0][0]) for devices, _ in (points[0], points[-1])]
+        for name, points in lines.items()
+    }
+    everything = [point for points in (*lines.values(), *ideals.values()) for point in points]
+    x = _Axis.over([devices for devices, _ in everything], MARGIN, WIDTH - RIGHT)
+    y = _Axis.over([rate for _, rate in everything], HEIGHT - MARGIN, MARGIN)
+    shapes = [*_grid(x, y)]
+    for at, (name, points) in enumerate(lines.items()):
+        colour = COLOURS[at % len(COLOURS)]
+        shapes.append(_path(ideals[name], x, y, colour, 'stroke-dasharray="4 5" opacity="0.6"'))
+        shapes.append(_path(points, x, y, colour, 'stroke-width="2"'))
+        shapes += [f'<circle cx="{x(d):.1f}" cy="{y(rate):.1f}" r="3.5" fill="{colour}"/>' for d, rate in points]
+        top = MARGIN + 22 * at
+        shapes.append(_text(WIDTH - RIGHT + 20, top, name, "start", colour))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+            f'height="{HEIGHT}" font-family="sans-serif" font-size="13">',
+            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axis:
+    """A logarithmic scale between two places on the drawing."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @classmethod
+    def over(cls, values: Sequence[float], start: float, end: float) -> _Axis:
+        low, high = min(values), max(values)
+        # A single value stands in the middle.
+        return cls(low=low / 1.1, high=high * 1.1, start=start, end=end)
+
+    def __call__(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """Powers of two where there are few octaves, else of ten; at least one value."""
+        base = 2.0 if self.high / self.low < 2**7 else 10.0
+        first = math.ceil(math.log(self.low, base))
+        return [base**power for power in range(first, math.floor(math.log(self.high, base)) + 1)] or [self.low]
+
+
+def _grid(x: _Axis, y: _Axis) -> list[str]:
+    shapes = []
+    for tick in x.ticks():
+        shapes.append(_line(x(tick), y.start, x(tick), y.end))
+        shapes.append(_text(x(tick), y.start + 20, f"{tick:,.0f}", "middle"))
+    for tick in y.ticks():
+        shapes.append(_line(x.start, y(tick), x.end, y(tick)))
+        shapes.append(_text(x.start - 8, y(tick) + 4, f"{tick:,.0f}", "end"))
+    shapes.append(_text((x.start + x.end) / 2, y.start + 46, "devices", "middle"))
+    shapes.append(_text(x.start - 8, y.end - 20, "tokens/s; broken: perfect scaling", "start"))
+    return shapes
+
+
+def _path(points: Sequence[tuple[float, float]], x: _Axis, y: _Axis, colour: str, style: str) -> str:
+    """The points joined, in one element."""
+    parts = [f"M{x(a[0]):.1f} {y(a[1]):.1f}L{x(b[0]):.1f} {y(b[1]):.1f}" for a, b in pairwise(points)]
+    return f'<path d="{"".join(parts)}" stroke="{colour}" fill="none" {style}/>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{GRID_COLOUR}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, colour: str = TEXT_COLOUR) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'

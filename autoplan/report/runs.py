@@ -1,0 +1,122 @@
+"""How does the answer for a run read: what it takes in time, money and energy, and on how many nodes?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.report.terminal import labelled, print_part, print_table
+from autoplan.result import RunFigures, RunPlan, RunReport, SizeOutcome
+from autoplan.units import format_bytes, format_days, format_percent, format_seconds, format_tokens
+
+JOULES_PER_MWH = 3.6e9
+SHOWN_FRONT = 40
+
+# Columns: header, how a cell reads, None where the figure is not known.
+FIGURES: tuple[tuple[str, Callable[[RunFigures], str | None]], ...] = (
+    ("devices", lambda one: f"{one.num_devices:,}"),
+    ("tokens/s", lambda one: f"{one.tokens_per_s:,.0f}"),
+    ("goodput", lambda one: format_percent(one.goodput)),
+    ("cost/M tokens", lambda one: _shown(one.cost_per_token, lambda value: f"{1e6 * value:,.4g}")),
+    ("J/token", lambda one: _shown(one.energy_per_token_j, lambda value: f"{value:,.3g}")),
+    ("run", lambda one: _shown(one.run_s, format_days)),
+    ("device hours", lambda one: _shown(one.device_hours, lambda value: f"{value:,.0f}")),
+    ("tokens in budget", lambda one: _shown(one.tokens_in_budget, format_tokens)),
+    ("lasts", lambda one: _shown(one.budget_s, format_days)),
+)
+
+
+def _shown(value: float | None, shown: Callable[[float], str]) -> str | None:
+    return None if value is None else shown(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a table of runs: where, its best plan, or what no plan beats and why there is none."""
+
+    places: tuple[str, ...] = ()  # a cell for every one of the table's columns of places
+    best: RunPlan | None
+    least: RunFigures | None = None
+    why: str = ""
+
+    @property
+    def figures(self) -> RunFigures | None:
+        """Those of the best plan, or the bound."""
+        return self.best.figures if self.best else self.least
+
+
+def print_run(console: Console, report: RunReport) -> None:
+    """What the run takes, then the front where there are several objectives, then all sizes where there are several."""
+    console.print()
+    grid = labelled()
+    for label, text in _lines(report.best):
+        grid.add_row(label, escape(text))
+    print_part(console, grid)
+    if len(report.front) > 1:
+        console.print(f"\nno plan is better in all of {', '.join(report.objectives)} than one of these")
+        print_runs(console, (), [Row(best=one) for one in report.front[:SHOWN_FRONT]])
+        if len(report.front) > SHOWN_FRONT:
+            console.print(f"({len(report.front) - SHOWN_FRONT} more: --json has all)")
+    if len(report.sizes) > 1:
+        console.print("\nnumbers of nodes; without a plan the figures are those that no plan beats")
+        print_runs(console, ("nodes",), [_size_row(one) for one in report.sizes])
+
+
+def _size_row(one: SizeOutcome) -> Row:
+    return Row(places=(str(one.num_nodes),), best=one.best, least=one.least, why=one.why)
+
+
+def _lines(best: RunPlan) -> Iterable[tuple[str, str]]:
+    figures, plan = best.figures, best.plan
+    yield (
+        "goodput",
+        f"{format_percent(figures.goodput)}: a failure every {format_days(figures.mtbf_s)}, a checkpoint every "
+        f"{format_days(figures.checkpoint_interval_s)}",
+    )
+    if figures.cost_per_token is not None:
+        total = "" if figures.cost is None else f", {figures.cost:,.0f} in all"
+        yield "cost", f"{1e6 * figures.cost_per_token:,.4g} per million tokens{total}, failures included"
+    if figures.energy_per_token_j is not None:
+        total = "" if figures.energy_j is None else f", {figures.energy_j / JOULES_PER_MWH:,.4g} MWh in all"
+        yield "energy", f"{figures.energy_per_token_j:,.3g} J per token{total}, failures included"
+    if figures.run_s is not None and figures.device_hours is not None:
+        low, high = (format_days(figures.run_s * bound / plan.step_s) for bound in (plan.low_s, plan.high_s))
+        yield (
+            "run",
+            f"{format_days(figures.run_s)} (90 %, of the step: {low} to {high}), {figures.device_hours:,.0f} device "
+            "hours, failures included",
+        )
+    if figures.tokens_in_budget is not None and figures.budget_s is not None:
+        lasts = format_days(figures.budget_s)
+        yield "budget", f"{format_tokens(figures.tokens_in_budget)} tokens in {lasts}, failures included"
+
+
+def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> None:
+    """A table of runs; of several rows without the figures that are the same in all."""
+    figures = [row.figures for row in rows if row.figures]
+    texts = {head: {text(one) for one in figures} for head, text in FIGURES}
+    shown = [
+        (head, text) for head, text in FIGURES if texts[head] != {None} and (len(texts[head]) > 1 or len(rows) == 1)
+    ]
+    cells = [
+        [
+            *(escape(place) for place in row.places),
+            escape(_plan(row)),
+            format_seconds(row.best.plan.step_s) if row.best else "",
+            format_percent(row.best.plan.mfu) if row.best else "",
+            format_bytes(row.best.plan.memory_headroom_bytes) if row.best else "",
+            *((text(row.figures) or "") if row.figures else "" for _, text in shown),
+        ]
+        for row in rows
+    ]
+    columns = [*((head, False) for head in places), ("plan", False), ("step", True), ("MFU", True), ("free", True)]
+    print_table(console, [*columns, *((head, True) for head, _ in shown)], cells, keep=len(places) + 2)
+
+
+def _plan(row: Row) -> str:
+    if row.best is None:
+        return row.why
+    return row.best.plan.plan.describe() + (f" ({row.why})" if row.why else "")

@@ -1,0 +1,20 @@
+"""Which rules hold for a framework?"""
+
+from __future__ import annotations
+
+from autoplan.framework import Framework
+from autoplan.rules import Rulebook, deepspeed, fsdp2, megatron_lm, nanotron, torchtitan, universal
+
+BOOKS = {
+    "megatron-lm": megatron_lm.BOOK,
+    "torchtitan": torchtitan.BOOK,
+    "nanotron": nanotron.BOOK,
+    "deepspeed": deepspeed.BOOK,
+    "fsdp2": fsdp2.BOOK,
+    "unknown": universal.BOOK,
+}
+
+
+def book_of(framework: Framework) -> Rulebook:
+    """What `framework` admits."""
+    return BOOKS[framework.rules]

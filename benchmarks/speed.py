@@ -1,0 +1,264 @@
+"""How fast is the search, and how fast are bounds and estimates, on one core and beside other planners?
+
+usage: python benchmarks/speed.py [--runs N] [--calculon DIR] [--simumax DIR] [--peer-python PYTHON] [--report FILE]
+
+Every space of `benchmarks/spaces/` is searched by the command line in a process of its own; wall and CPU time are those
+of the whole process.  Calculon and SimuMax run where a checkout of them is named, by an interpreter that has what
+they import: plans priced in full per second of CPU time, in turns with ours, so that the ratio is of one machine at one
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
+from autoplan.cost.estimate import estimate
+from autoplan.files import read_table, write_text
+from autoplan.problem import Problem
+from search.bounds import kind_bounds, kind_costs, spread_of
+from search.space import Space
+
+SPACES = Path(__file__).parent / "spaces"
+GROWING = (1, 8, 64, 512, 4096, 16384)  # nodes of 8
+MOST_PLANS = 100_000
+TURNS = 3
+
+CALCULON = """
+import itertools, json, logging, sys, time
+import calculon
+from calculon.llm import Llm
+from calculon.system import System
+folder = sys.argv[1]
+read = calculon.io.read_json_file
+app = Llm.Application(read(f"{folder}/models/gpt3-175B.json"))
+system = System(read(f"{folder}/systems/a100_80e.json"))
+base = read(f"{folder}/examples/3072_t4_p64_d12_mbs4_full.json")
+count, start = 0, time.process_time()
+for tp, pp, mbs, kind in itertools.product((4, 8), (8, 16), (1, 2, 4), ("full", "attn_only", "none")):
+    dp = 512 // tp // pp
+    plan = dict(base, num_procs=512, tensor_par=tp, pipeline_par=pp, data_par=dp, batch_size=512, microbatch_size=mbs,
+                activation_recompute=kind)
+    try:
+        model = Llm(app, logging.getLogger())
+        model.compile(system, Llm.Execution.from_json(plan))
+        model.run(system)
+        count += 1
+    except Llm.Error:
+        pass
+print(json.dumps([count, time.process_time() - start]))
+"""
+
+SIMUMAX = """
+import contextlib, io, json, sys, time
+from simumax.core.config import ModelConfig, StrategyConfig, SystemConfig
+from simumax.core.perf_llm import PerfLLM
+configs = f"{sys.argv[1]}/configs"
+count, start = 0, time.process_time()
+with contextlib.redirect_stdout(io.StringIO()):
+    for name in ("tp1_pp1_dp8_mbs1", "tp2_pp1_dp4_mbs1", "tp4_pp1_dp2_mbs1", "tp8_pp1_dp1_mbs1", "tp1_pp2_dp4_mbs1"):
+        one = PerfLLM()
+        one.configure(
+            strategy_config=StrategyConfig.init_from_config_file(f"{configs}/strategy/{name}.json"),
+            model_config=ModelConfig.init_from_config_file(f"{configs}/models/llama3-8b.json"),
+            system_config=SystemConfig.init_from_config_file(f"{configs}/system/a100_pcie.json"),
+        )
+        one.run_estimate()
+        one.analysis_cost()
+        one.analysis_mem()
+        count += 1
+print(json.dumps([count, time.process_time() - start]))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One process that searched."""
+
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+    certificate: dict[str, Any]
+
+
+def search_once(space: dict[str, Any]) -> Run:
+    """`autoplan search` in a process of its own."""
+    allow = [word for choice in space["allow"] for word in ("--allow", choice)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "plan.json"
+        command = [
+            str(Path(sys.executable).parent / "autoplan"),
+            "search",
+            space["model"],
+            "--cluster",
+            space["cluster"],
+        ]
+        command += ["--global-batch", space["global_batch"], "--seq-len", str(space["seq_len"]), *allow]
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        process = subprocess.Popen([*command, "--quiet", "--out", str(out)], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        certificate = json.loads(out.read_text())["certificate"]
+    return Run(wall_s=wall_s, cpu_s=cpu_s, peak_bytes=usage.ru_maxrss * 1024, certificate=certificate)
+
+
+def _row(name: str, runs: Sequence[Run]) -> str:
+    found = runs[0].certificate
+    cells = (
+        name,
+        f"{found['plans']:,}",
+        f"{found['cells']:,}",
+        f"{found['bounded']:,}",
+        f"{found['priced']:,}",
+        f"{min(run.wall_s for run in runs):.2f}",
+        f"{statistics.median(run.wall_s for run in runs):.2f}",
+        f"{min(run.cpu_s for run in runs):.2f}",
+        f"{max(run.peak_bytes for run in runs) / 1e6:.0f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+_HEAD = (
+    "| space | plans | cells | bounds | priced | best wall s | median wall s | best CPU s | peak MB |",
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+)
+
+
+def whole_processes(num_runs: int) -> list[str]:
+    """Every space of `benchmarks/spaces/`."""
+    spaces = {path.stem: read_table(path) for path in sorted(SPACES.glob("*.toml"))}
+    return [*_HEAD, *(_row(name, [search_once(space) for _ in range(num_runs)]) for name, space in spaces.items())]
+
+
+def growth(num_runs: int) -> list[str]:
+    """The space of Llama 3 405B with more and more devices, the batch with them."""
+    base = read_table(SPACES / "llama3-405b.toml")
+    rows = []
+    for nodes in GROWING[1:]:
+        space = {**base, "cluster": f"h100-sxm:{nodes}x8", "global_batch": str(max(nodes, 64))}
+        rows.append(_row(f"{8 * nodes:,} devices", [search_once(space) for _ in range(num_runs)]))
+    return [*_HEAD, *rows]
+
+
+def _problem(name: str) -> tuple[Problem, Space]:
+    table = read_table(SPACES / f"{name}.toml")
+    flags = TrainingFlags(
+        model=table["model"],
+        cluster=table["cluster"],
+        seq_len=table["seq_len"],
+        precision="bf16",
+        attention="flash",
+        framework="megatron-core",
+        reserve_memory="0",
+    )
+    problem = make_problem(flags)
+    return problem, make_space(problem, table["global_batch"], fix=[], at_most=[], allow=table["allow"])
+
+
+def _per_s(count: int, run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return count / (time.process_time() - start)
+
+
+def rates(name: str) -> tuple[float, float, float]:
+    """(bounds of kinds, bounds of plans, full estimates) per second of CPU time, on one core."""
+    problem, space = _problem(name)
+    batch, _ = space.plans(space.cells())
+    batch = batch.take(np.random.default_rng(0).permutation(len(batch))[:MOST_PLANS])
+    costs, spread = kind_costs(problem, batch), spread_of(problem.model, batch)
+    overlaps = problem.framework.p2p_overlap
+
+    def bound_plans() -> None:
+        costs.step_s(batch.vp, spread, overlaps=overlaps)
+        costs.memory_bytes(spread)
+
+    estimate(problem, batch.take(np.arange(min(len(batch), 64))))
+    return (
+        _per_s(len(batch), lambda: kind_bounds(problem, space, kind_costs(problem, batch))),
+        _per_s(len(batch), bound_plans),
+        _per_s(len(batch), lambda: estimate(problem, batch)),
+    )
+
+
+def _peer_per_s(code: str, folder: Path, interpreter: str) -> float:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([interpreter, "-c", code, str(folder)], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{folder}: {done.stderr.strip().splitlines()[-1]}")
+    count, cpu_s = json.loads(done.stdout.strip().splitlines()[-1])
+    return float(count / cpu_s)
+
+
+def beside(name: str, code: str, folder: Path, space: str, interpreter: str) -> str:
+    """Full estimates per CPU second, theirs and ours in turns."""
+    turns = [(_peer_per_s(code, folder, interpreter), rates(space)[2]) for _ in range(TURNS)]
+    theirs, ours = (statistics.median(column) for column in zip(*turns, strict=True))
+    ratio = statistics.median(mine / other for other, mine in turns)
+    return f"| {name} | {theirs:,.0f} | {ours:,.0f} | {ratio:,.0f} |"
+
+
+def main() -> None:
+    """Print the tables, and write them where `--report` says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--calculon", type=Path)
+    parser.add_argument("--simumax", type=Path)
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--report", type=Path)
+    flags = parser.parse_args()
+    lines = [
+        f"# Speed of the search, {datetime.date.today()}",
+        "",
+        f"Python {platform.python_version()}, numpy {np.__version__}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}.",
+        "",
+        "## Whole processes",
+        "",
+        *whole_processes(flags.runs),
+        "",
+        "## One core, per second of CPU time",
+        "",
+        "| space | bounds of kinds | bounds of plans | full estimates |",
+        "|---|--:|--:|--:|",
+    ]
+    for name in ("llama3-405b", "deepseek-v3", "gpt3-175b"):
+        lines.append(f"| {name} | " + " | ".join(f"{rate:,.0f}" for rate in rates(name)) + " |")
+    peers = [("Calculon", CALCULON, flags.calculon, "gpt3-175b"), ("SimuMax", SIMUMAX, flags.simumax, "llama3-8b")]
+    if any(folder for *_, folder, _ in peers):
+        lines += ["", "## Beside others: full estimates per second of CPU time", ""]
+        lines += ["| planner | theirs | ours | ratio |", "|---|--:|--:|--:|"]
+        lines += [
+            beside(name, code, folder.resolve(), space, flags.peer_python)
+            for name, code, folder, space in peers
+            if folder
+        ]
+    lines += ["", "## Growth: Llama 3.1 405B on more devices", "", *growth(flags.runs), ""]
+    text = "\n".join(lines)
+    print(text)
+    if flags.report:
+        write_text(flags.report, text, force=True)
+
+
+if __name__ == "__main__":
+    main()

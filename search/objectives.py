@@ -1,0 +1,207 @@
+"""What is a plan good at?  Objectives of a run, each made small, and the figures that they are read from.
+
+On one number of nodes every objective but `devices` grows with one of three *measures* of a plan: seconds per
+sequence, joules per sequence, or memory.  What is proven of a measure is so proven of its objectives.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from autoplan.cluster import ClusterSpec
+from autoplan.cost.energy import step_energy_j, waiting_power_w
+from autoplan.cost.goodput import Reliability
+from autoplan.errors import InputError
+from autoplan.problem import Problem
+from autoplan.result import RankedPlan, RunFigures
+from autoplan.units import check_positive
+
+Measure = Literal["time", "energy", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is known of the run beside its problem."""
+
+    reliability: Reliability = field(default_factory=Reliability)
+    tokens: float | None = None  # to train
+    deadline_s: float | None = None  # for these tokens, or for the device hours to last
+    device_hours: float | None = None  # at most
+    power_usage_effectiveness: float = 1.0  # power of the building over that of its nodes
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "deadline_s", "device_hours", "power_usage_effectiveness"):
+            if (value := getattr(self, name)) is not None:
+                check_positive(name, value)
+        if self.deadline_s is not None and self.tokens is None and self.device_hours is None:
+            raise InputError("a deadline needs tokens to train until then, or device hours that last as long")
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether some plans are too slow."""
+        return self.deadline_s is not None or (self.device_hours is not None and self.tokens is not None)
+
+    def admits(self, figures: RunFigures) -> bool:
+        """Whether a run keeps the deadline and the device hours."""
+        if self.deadline_s is not None:
+            takes_s = figures.run_s if figures.run_s is not None else figures.budget_s
+            if takes_s is None or takes_s > self.deadline_s:
+                return False
+        hours = figures.device_hours
+        return self.device_hours is None or hours is None or hours <= self.device_hours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Something to make small: on one number of nodes it grows with its measure, or stays."""
+
+    name: str
+    measure: Measure
+    cost: Callable[[RunFigures], float | None]  # positive; None where something was not given
+    needs: str = ""  # what that is
+
+
+def _inverse(value: float | None) -> float | None:
+    return None if value is None else 1.0 / value
+
+
+OBJECTIVES = {
+    one.name: one
+    for one in (
+        Objective(name="step-time", measure="time", cost=lambda run: run.seconds_per_sequence),
+        Objective(name="tokens-per-device", measure="time", cost=lambda run: run.num_devices / run.tokens_per_s),
+        Objective(
+            name="cost-per-token",
+            measure="time",
+            cost=lambda run: run.cost_per_token,
+            needs="price_per_device_hour: give --price, or the key in the cluster file",
+        ),
+        Objective(
+            name="energy-per-token",
+            measure="energy",
+            cost=lambda run: run.energy_per_token_j,
+            needs="power_w, the power of a node without its devices: give it in [host] of the cluster file",
+        ),
+        Objective(
+            name="time-to-tokens",
+            measure="time",
+            cost=lambda run: run.run_s,
+            needs="the number of tokens to train: give --tokens",
+        ),
+        Objective(name="devices", measure="time", cost=lambda run: run.num_devices),
+        Objective(
+            name="tokens",
+            measure="time",
+            cost=lambda run: _inverse(run.tokens_in_budget),
+            needs="the device hours that there are: give --gpu-hours",
+        ),
+        Objective(name="memory-headroom", measure="memory", cost=lambda run: run.memory_bytes),
+    )
+}
+
+
+def find_objectives(names: Iterable[str]) -> tuple[Objective, ...]:
+    """The objectives of those names, each once."""
+    found = {}
+    for name in names:
+        key = name.strip().lower().replace("_", "-")
+        if key not in OBJECTIVES:
+            close = difflib.get_close_matches(key, OBJECTIVES, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(OBJECTIVES)}"
+            raise InputError(f"--objective {name!r} is unknown: {hint}")
+        found[key] = OBJECTIVES[key]
+    return tuple(found.values())
+
+
+def default_objective(run: Run) -> str:
+    """What is meant where a run is described and no objective is named."""
+    if run.tokens is not None:
+        return "devices" if run.deadline_s is not None else "time-to-tokens"
+    return "tokens" if run.device_hours is not None else "step-time"
+
+
+def measures_of(objectives: Iterable[Objective], run: Run) -> tuple[Measure, ...]:
+    """The measures that decide, each once: the time too where some plans are too slow for the run."""
+    asked: list[Measure] = [one.measure for one in objectives]
+    return tuple(dict.fromkeys([*asked, "time"] if run.is_bounded else asked))
+
+
+def costs_of(objectives: Iterable[Objective], figures: RunFigures) -> tuple[float, ...]:
+    """What every objective makes small."""
+    found = []
+    for one in objectives:
+        cost = one.cost(figures)
+        if cost is None:
+            raise InputError(f"--objective {one.name} needs {one.needs}")
+        found.append(cost)
+    return tuple(found)
+
+
+def figures_at(
+    problem: Problem, run: Run, *, seconds_per_sequence: float, joules_per_sequence: float | None, memory_bytes: float
+) -> RunFigures:
+    """The figures of a plan with these measures, or a bound of the figures of all plans that do not beat them."""
+    cluster, seq_len = problem.cluster, problem.training.seq_len
+    devices = cluster.num_devices
+    goodput = run.reliability.goodput(devices)
+    tokens_per_s = seq_len / seconds_per_sequence
+    hours_per_token = devices / 3600.0 / (tokens_per_s * goodput)
+    price = cluster.price_per_device_hour
+    joules = None
+    if joules_per_sequence is not None:
+        joules = run.power_usage_effectiveness * joules_per_sequence / seq_len / goodput
+    tokens = run.tokens
+    return RunFigures(
+        num_devices=devices,
+        seconds_per_sequence=seconds_per_sequence,
+        memory_bytes=memory_bytes,
+        goodput=goodput,
+        mtbf_s=run.reliability.mtbf_s(devices),
+        checkpoint_interval_s=run.reliability.interval_s(devices),
+        tokens_per_s=tokens_per_s,
+        cost_per_token=None if price is None else price * hours_per_token,
+        energy_per_token_j=joules,
+        run_s=None if tokens is None else tokens * hours_per_token * 3600.0 / devices,
+        device_hours=None if tokens is None else tokens * hours_per_token,
+        cost=None if tokens is None or price is None else tokens * price * hours_per_token,
+        energy_j=None if tokens is None or joules is None else tokens * joules,
+        tokens_in_budget=None if run.device_hours is None else run.device_hours / hours_per_token,
+        budget_s=None if run.device_hours is None else run.device_hours / devices * 3600.0,
+    )
+
+
+def figures(problem: Problem, run: Run, one: RankedPlan) -> RunFigures:
+    """The figures of a run with a plan."""
+    batch, joules = one.plan.global_batch, None
+    if has_power(problem.cluster):
+        terms = {name: np.array(value) for name, value in one.terms_s.items()}
+        joules = float(step_energy_j(problem.cluster, terms, np.array(one.step_s))) / batch
+    return figures_at(
+        problem,
+        run,
+        seconds_per_sequence=one.step_s / batch,
+        joules_per_sequence=joules,
+        memory_bytes=one.memory_bytes,
+    )
+
+
+def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, memory_bytes: float) -> RunFigures:
+    """Figures that no plan beats whose time and memory are no less: none draws less than waiting devices do."""
+    joules = waiting_power_w(problem.cluster) * seconds_per_sequence if has_power(problem.cluster) else None
+    return figures_at(
+        problem,
+        run,
+        seconds_per_sequence=seconds_per_sequence,
+        joules_per_sequence=joules,
+        memory_bytes=memory_bytes,
+    )
+
+
+def has_power(cluster: ClusterSpec) -> bool:
+    """Whether energy can be told."""
+    return cluster.host.power_w is not None

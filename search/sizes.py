@@ -1,0 +1,219 @@
+"""On how many nodes?  The best plans of several sizes of a cluster, each proven, for the objectives of a run.
+
+A size is left out where a bound of all its plans is too slow for the run, or no better than a plan of another size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.errors import NoPlanError
+from autoplan.problem import Problem
+from autoplan.result import Certificate, RankedPlan, RunFigures, RunPlan, RunReport, SearchResult, SizeOutcome
+from autoplan.units import format_days, format_tokens
+from search.advice import check_result, why_empty
+from search.bounds import group_bounds
+from search.findings import RISKY
+from search.front import search_front
+from search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
+from search.placement import place_best
+from search.ranking import TIE
+from search.space import Space
+from search.study import SAFE_Z, Progress, search
+
+Costs = tuple[float, ...]
+Make = Callable[[int], tuple[Problem, Space]]
+
+TOO_SLOW = "too slow for the run"
+
+
+def size_grid(low: int, high: int) -> tuple[int, ...]:
+    """Numbers of nodes from `low` to `high` that divide well: 4, 5, 6 or 7 times a power of two, and both ends."""
+    sizes = {quarters * 2**octave // 4 for octave in range(high.bit_length()) for quarters in (4, 5, 6, 7)}
+    return tuple(sorted({low, high, *(size for size in sizes if low <= size <= high)}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The answer: the problem of the size that is best and its plans, best first, and what is known of all sizes."""
+
+    problem: Problem
+    plans: tuple[RankedPlan, ...]
+    certificate: Certificate
+    report: RunReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Size:
+    """One size before its search."""
+
+    num_nodes: int
+    problem: Problem
+    space: Space
+    least: RunFigures | None  # None: no plan can fit
+    costs: Costs
+
+
+def search_sizes(
+    sizes: Iterable[int],
+    make: Make,
+    objectives: Sequence[Objective],
+    run: Run,
+    progress: Progress | None = None,
+) -> Chosen:
+    """The plans of all sizes that are best in the objectives and keep what the run asks for.
+
+    Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.
+    """
+    measures = measures_of(objectives, run)
+    waiting = sorted((_bounded(nodes, make, objectives, run) for nodes in sizes), key=lambda one: one.costs)
+    results: dict[int, SearchResult] = {}
+    outcomes, front = [], list[RunPlan]()
+    for at, size in enumerate(waiting):
+        if why := _ruled_out(size, front, objectives, run):
+            outcomes.append(SizeOutcome(num_nodes=size.num_nodes, best=None, least=size.least, why=why))
+        else:
+            alone = measures == ("time",)
+            if alone:
+                result = place_best(size.problem, search(size.problem, size.space))
+            else:
+                result = search_front(size.problem, size.space, measures)
+            results[size.num_nodes] = result
+            plans = result.ranked[:1] if alone else result.ranked
+            found = [
+                RunPlan(num_nodes=size.num_nodes, plan=one, figures=figures(size.problem, run, one)) for one in plans
+            ]
+            outcomes.append(_outcome(size, found, objectives, run))
+            front = _front([*front, *(one for one in found if run.admits(one.figures))], objectives)
+        if progress:
+            progress(at + 1, len(waiting))
+    outcomes.sort(key=lambda one: one.num_nodes)
+    if not front:
+        raise NoPlanError(_why_none(waiting, results, outcomes, run))
+    best = front[0]
+    chosen = next(size for size in waiting if size.num_nodes == best.num_nodes)
+    report = RunReport(
+        objectives=tuple(one.name for one in objectives), best=best, front=tuple(front), sizes=tuple(outcomes)
+    )
+    result = results[best.num_nodes]
+    return Chosen(
+        problem=chosen.problem,
+        plans=result.rivals if measures == ("time",) else (best.plan,),
+        certificate=result.certificate,
+        report=report,
+    )
+
+
+def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) -> _Size:
+    """A size with figures that none of its plans beats."""
+    problem, space = make(nodes)
+    groups, _ = space.groups(space.cells())
+    least, costs = None, (math.inf,) * len(objectives)
+    if len(groups):
+        time, least_bytes = group_bounds(problem, space, groups)
+        limit_bytes = problem.capacity_bytes * math.exp(SAFE_Z[RISKY] * problem.calibration.memory_spread)
+        usable = np.flatnonzero(least_bytes <= limit_bytes)
+        if len(usable):
+            least = least_figures(
+                problem,
+                run,
+                seconds_per_sequence=float((time / groups.global_batch)[usable].min()),
+                memory_bytes=float(least_bytes[usable].min()),
+            )
+            costs = costs_of(objectives, least)
+    return _Size(num_nodes=nodes, problem=problem, space=space, least=least, costs=costs)
+
+
+def _ruled_out(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objective], run: Run) -> str:
+    """Why no plan of a size is looked for; blank where one has to be."""
+    if size.least is None:
+        return "no plan fits" if size.space.cells() else why_empty(size.space)
+    if not run.admits(size.least):
+        return TOO_SLOW
+    if any(one.plan.verdict == "fits" and _is_no_worse(costs_of(objectives, one.figures), size.costs) for one in front):
+        return "no better than what was found"
+    return ""
+
+
+def _outcome(size: _Size, found: Sequence[RunPlan], objectives: Sequence[Objective], run: Run) -> SizeOutcome:
+    if not found:
+        return SizeOutcome(num_nodes=size.num_nodes, best=None, least=size.least, why="no plan fits")
+    usable = [one for one in found if run.admits(one.figures)] or found
+    best = min(usable, key=lambda one: costs_of(objectives, one.figures))
+    return SizeOutcome(
+        num_nodes=size.num_nodes,
+        best=best,
+        least=size.least,
+        why="" if run.admits(best.figures) else TOO_SLOW,
+    )
+
+
+def _is_no_worse(costs: Costs, others: Costs) -> bool:
+    """Whether none of the costs is above its counterpart, but for ties."""
+    return all(cost <= other * (1 + TIE) for cost, other in zip(costs, others, strict=True))
+
+
+def _front(plans: Iterable[RunPlan], objectives: Sequence[Objective]) -> list[RunPlan]:
+    """The plans that no other beats, the best of the first objective first; those that fit before those that may not.
+
+    Of equal ones it is the one on the fewest nodes.
+    """
+    kept: list[tuple[Costs, RunPlan]] = []
+    plans = list(plans)
+    safe = [one for one in plans if one.plan.verdict == "fits"] or plans
+    valued = [(costs_of(objectives, one.figures), one) for one in safe]
+    valued.sort(key=lambda pair: (_rounded(pair[0]), pair[1].num_nodes))
+    for costs, one in valued:
+        if not any(_is_no_worse(other, costs) for other, _ in kept):
+            kept.append((costs, one))
+    return [one for _, one in kept]
+
+
+def _rounded(costs: Costs) -> tuple[float, ...]:
+    return tuple(round(math.log(cost) / TIE) if 0 < cost < math.inf else cost for cost in costs)
+
+
+def _why_none(
+    sizes: Sequence[_Size], results: dict[int, SearchResult], outcomes: Sequence[SizeOutcome], run: Run
+) -> str:
+    """Why no size has a plan for the run, and the way out."""
+    if slow := [one for one in outcomes if one.why == TOO_SLOW]:
+        return _why_slow(slow, run)
+    largest = max(sizes, key=lambda size: size.num_nodes)
+    result = results.get(largest.num_nodes) or search(largest.problem, largest.space)
+    check_result(largest.problem, largest.space, result)
+    raise AssertionError("a plan that is not too slow for the run is an answer")
+
+
+def _why_slow(outcomes: Sequence[SizeOutcome], run: Run) -> str:
+    known = [(one.num_nodes, one.best.figures if one.best else one.least) for one in outcomes]
+    takes = [(figures.run_s, figures.device_hours, nodes) for nodes, figures in known if figures and figures.run_s]
+    if not takes:
+        nodes, figures = known[-1]
+        assert figures is not None
+        lasts_s = figures.budget_s or 0.0
+        return (
+            f"{run.device_hours:,.0f} device hours last {format_days(lasts_s)} on {_nodes(nodes)}, the deadline is "
+            f"{format_days(run.deadline_s or 0.0)}: give more nodes, or fewer hours"
+        )
+    fastest, leanest = min(takes), min(takes, key=lambda one: one[1] or math.inf)
+    asked = []
+    if run.deadline_s is not None:
+        asked.append(
+            f"the deadline is {format_days(run.deadline_s)}, the fastest size ({_nodes(fastest[2])}) takes "
+            f"{format_days(fastest[0])} or more"
+        )
+    if run.device_hours is not None:
+        asked.append(
+            f"there are {run.device_hours:,.0f} device hours, the size that needs least ({_nodes(leanest[2])}) takes "
+            f"{leanest[1]:,.0f} or more"
+        )
+    return f"no size trains {format_tokens(run.tokens or 0.0)} tokens as asked: {'; '.join(asked)}"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from autoplan.cost.energy import step_energy_j
+from autoplan.cost.estimate import estimate
+from autoplan.model import ModelSpec
+from autoplan.plan import PlanBatch
+from autoplan.problem import Problem
+from autoplan.result import RankedPlan
+from search.front import Front, search_front
+from search.objectives import Measure
+from search.ranking import TIE, seconds_per_sequence
+from search.space import Space
+from search.study import search
+from test_bounds import problems
+from test_study import DENSE, MOE, make
+
+Floats = NDArray[np.float64]
+MEASURES: tuple[Measure, ...] = ("time", "energy", "memory")
+
+
+def measures_of(problem: Problem, batch: PlanBatch) -> tuple[Floats, NDArray[np.int64]]:
+    """(all three measures of every plan, its verdict)."""
+    costs = estimate(problem, batch)
+    energy = step_energy_j(problem.cluster, costs.terms_s, costs.step_s) / batch.global_batch
+    return np.stack([seconds_per_sequence(costs), energy, costs.memory_bytes], axis=-1), costs.verdict
+
+
+def keys(values: Floats) -> NDArray[np.int64]:
+    return np.round(np.log(values) / TIE).astype(np.int64)
+
+
+def best_of(values: Floats) -> set[tuple[int, ...]]:
+    """The front by comparing every pair of plans."""
+    found = np.unique(keys(values), axis=0)
+    beaten = [bool(((found <= one).all(axis=1) & (found < one).any(axis=1)).any()) for one in found]
+    return {tuple(one) for one, is_beaten in zip(found.tolist(), beaten, strict=True) if not is_beaten}
+
+
+def keys_of(problem: Problem, plans: tuple[RankedPlan, ...], columns: list[int]) -> list[tuple[int, ...]]:
+    batch = PlanBatch.of([one.plan for one in plans], problem.model.num_layers)
+    return [tuple(one) for one in keys(measures_of(problem, batch)[0][:, columns]).tolist()]
+
+
+def close(one: set[tuple[int, ...]], others: set[tuple[int, ...]]) -> bool:
+    """Whether the same fronts, but for rounding of batches of other sizes."""
+    a, b = np.array(sorted(one)), np.array(sorted(others))
+    return a.shape == b.shape and bool((abs(a - b) <= 1).all())
+
+
+@pytest.mark.parametrize(
+    ("measures"),
+    [("energy",), ("memory",), ("time", "memory"), ("energy", "memory"), ("time", "energy", "memory")],
+)
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
+def test_the_front_is_that_of_full_enumeration(model: ModelSpec, measures: tuple[Measure, ...]) -> None:
+    problem, space = make(model, "h100-sxm:1x8", batches=(48,))
+    batch, _ = space.plans(space.cells())
+    values, verdict = measures_of(problem, batch)
+    columns = [MEASURES.index(name) for name in measures]
+    found = search_front(problem, space, measures)
+    own = keys_of(problem, found.ranked, columns)
+    assert close(set(own), best_of(values[verdict == 0][:, columns]))
+    assert len(set(own)) == len(own)
+    assert own == sorted(own)
+    assert {one.verdict for one in found.ranked} == {"fits"}
+    certificate = found.certificate
+    assert certificate.proven
+    assert certificate.best_in == measures
+    assert certificate.priced < len(batch) <= certificate.plans == len(space.candidates(space.cells()))
+
+
+@settings(max_examples=4, deadline=None)
+@given(problems, st.sampled_from((0.0, 0.5, 0.9)))
+def test_fronts_of_other_problems_are_those_of_full_enumeration(made: tuple[Problem, Space], reserved: float) -> None:
+    problem, space = made
+    batch, _ = space.plans(space.cells())
+    if not 0 < len(batch) < 4_000:
+        return
+    problem = replace(problem, reserve_bytes=reserved * problem.capacity_bytes)
+    values, verdict = measures_of(problem, batch)
+    found = search_front(problem, space, MEASURES)
+    if verdict.min() == 2:
+        assert not found.ranked
+        assert found.closest is not None
+        return
+    assert close(set(keys_of(problem, found.ranked, [0, 1, 2])), best_of(values[verdict == verdict.min()]))
+
+
+def test_of_the_time_alone_the_front_is_the_best_plan_of_a_search() -> None:
+    problem, space = make(MOE, batches=(48, 72))
+    assert search_front(problem, space, ("time",)).ranked == search(problem, space).ranked[:1]
+
+
+def test_a_front_repeats_itself() -> None:
+    problem, space = make(DENSE, "h100-sxm:1x8")
+    assert search_front(problem, space, MEASURES) == search_front(problem, space, MEASURES)
+
+
+points = st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(points, points)
+def test_a_front_keeps_what_no_other_beats_however_they_come(
+    some: list[tuple[int, ...]], more: list[tuple[int, ...]]
+) -> None:
+    _, space = make(DENSE, batches=(16,))
+    batch, _ = space.plans(space.cells()[:4])
+    front = Front(3)
+    for part in (some, more):
+        front.offer(np.array(part, dtype=float), batch.take(np.arange(len(part)) % len(batch)))
+    everything = np.array(some + more, dtype=float)
+    assert len(front) == len(best_of(everything))
+    # What the front holds, or what it beats, is not looked at again once it is clearly worse.
+    assert front.rules_out(everything * (1 + 10 * TIE)).all()
+    assert not front.rules_out(np.array([[0.5, 9.0, 9.0], [9.0, 0.5, 9.0], [9.0, 9.0, 0.5]])).any()

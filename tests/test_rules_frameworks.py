@@ -1,0 +1,256 @@
+"""Do the rules of torchtitan, nanotron, DeepSpeed and plain PyTorch refuse what each is about, and say so?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autoplan.model import Experts, ModelSpec
+from autoplan.plan import SCHEDULES, ParallelPlan, PlanBatch
+from autoplan.read.framework import load_framework, preset_frameworks
+from autoplan.rules import Rule, Rulebook, Setting, broken, deepspeed, fsdp2, legal, nanotron, torchtitan, universal
+from autoplan.rules.books import BOOKS, book_of
+from autoplan.training import TrainingSpec
+
+DENSE = ModelSpec(
+    name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=14336
+)
+MOE = replace(DENSE, name="moe", moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=1536))
+TIED = replace(DENSE, name="tied", tied_embeddings=True)
+SIX_GROUPS = replace(DENSE, num_heads=12, num_kv_heads=6, head_dim=128)
+
+Case = tuple[ModelSpec, ParallelPlan, int, str]
+
+
+def setting_of(model: ModelSpec, plan: ParallelPlan, seq_len: int = 4096) -> Setting:
+    return Setting(model=model, training=TrainingSpec(seq_len=seq_len), num_devices=plan.num_devices)
+
+
+def plan_of(**changes: Any) -> ParallelPlan:
+    return ParallelPlan(**{"global_batch": 64, "sharding": "none", **changes})
+
+
+def split(pp: int, **changes: Any) -> ParallelPlan:
+    """A plan on the stages that nanotron makes of `DENSE`."""
+    return plan_of(pp=pp, layers_per_chunk=nanotron.layers_per_stage(DENSE, pp), **changes)
+
+
+PIPELINES: tuple[Case, ...] = (
+    (DENSE, plan_of(pp=2, schedule="interleaved"), 4096, "schedule 'interleaved' with vp 1"),
+    (DENSE, plan_of(schedule="gpipe"), 4096, "schedule 'gpipe' needs pp > 1"),
+    (DENSE, plan_of(pp=8, global_batch=7), 4096, "1f1b needs at least pp 8 micro-batches, there are 7"),
+    (DENSE, plan_of(pp=4, vp=2, schedule="interleaved", global_batch=10), 4096, "in multiples of pp 4, there are 10"),
+    (DENSE, plan_of(pp=4, schedule="zb-h1", global_batch=9), 4096, "zb-h1 needs 9 micro-batches divisible"),
+)
+
+# (model, plan, sequence length, what is said): legal but for one rule, and one for every rule.
+BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
+    "torchtitan": (
+        torchtitan.BOOK,
+        (
+            *PIPELINES,
+            (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
+            (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
+            (DENSE, plan_of(dp_shard=8, sharding="zero1"), 4096, "use 'none' or 'zero2' or 'zero3'"),
+            (DENSE, plan_of(cp=2, sharding="zero3", cp_kind="all_to_all"), 4096, "cp_kind 'all_to_all' does not exist"),
+            (DENSE, plan_of(dp_shard=2, sharding="zero3", offload="optimizer"), 4096, "offload 'optimizer'"),
+            (DENSE, plan_of(precision="fp16"), 4096, "precision 'fp16' does not exist"),
+            (TIED, plan_of(pp=2), 4096, "tied embeddings need pp 1, pp is 2"),
+            (DENSE, plan_of(pp=2, dp_shard=2, sharding="zero2"), 4096, "zero2 with pp 2"),
+            (SIX_GROUPS, plan_of(tp=4), 4096, "num_kv_heads 6 must be divisible by tp 4"),
+            (DENSE, plan_of(sp=True), 4096, "sp needs tp > 1"),
+            (DENSE, plan_of(tp=4, sp=True, cp=2, sharding="zero3"), 4104, "seq_len 4104 must be divisible"),
+            (DENSE, plan_of(cp=2), 4096, "cp 2 needs sharded states, sharding is none"),
+            (MOE, plan_of(ep=8, dp_shard=4, dp_replicate=2, sharding="zero3"), 4096, "ep 8 must divide the ranks"),
+            (MOE, plan_of(tp=2, ep=2, etp=2, dp_shard=2), 4096, "set etp to 1"),
+            (replace(DENSE, ffn_size=4104), plan_of(precision="fp8"), 4096, "fp8 needs the widths"),
+            (DENSE, plan_of(precision="mxfp8"), 4104, "mxfp8 needs the 4104 tokens"),
+        ),
+    ),
+    "pytorch-fsdp": (
+        fsdp2.BOOK,
+        (
+            *PIPELINES,
+            (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
+            (DENSE, plan_of(dp_shard=8, sharding="zero1"), 4096, "use 'none' or 'zero2' or 'zero3'"),
+            (DENSE, plan_of(cp=2, cp_kind="all_to_all"), 4096, "cp_kind 'all_to_all' does not exist: use 'ring'"),
+            (DENSE, plan_of(dp_shard=2, sharding="zero3", offload="optimizer"), 4096, "offload 'optimizer'"),
+            (DENSE, plan_of(precision="nvfp4"), 4096, "precision 'nvfp4' does not exist"),
+            (TIED, plan_of(pp=2), 4096, "tied embeddings need pp 1, pp is 2"),
+            (SIX_GROUPS, plan_of(tp=4), 4096, "num_kv_heads 6 must be divisible by tp 4"),
+            (DENSE, plan_of(sp=True), 4096, "sp needs tp > 1"),
+            (DENSE, plan_of(cp=8), 4104, "seq_len 4104 must be divisible"),
+            (MOE, plan_of(ep=2, dp_shard=2), 4096, "ep 2 and etp 1: PyTorch has no style"),
+            (replace(DENSE, ffn_size=4104), plan_of(precision="fp8"), 4096, "fp8 needs the widths"),
+            (DENSE, plan_of(precision="mxfp8"), 4104, "mxfp8 needs the 4104 tokens"),
+        ),
+    ),
+    "nanotron": (
+        nanotron.BOOK,
+        (
+            (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
+            (DENSE, split(2, schedule="zb-h1"), 4096, "schedule 'zb-h1' does not exist: use '1f1b' or 'gpipe'"),
+            (DENSE, plan_of(dp_shard=2, sharding="zero2"), 4096, "sharding 'zero2' does not exist"),
+            (DENSE, plan_of(recompute="selective"), 4096, "recompute 'selective' does not exist"),
+            (DENSE, plan_of(dp_shard=2, sharding="zero1", offload="optimizer"), 4096, "offload 'optimizer'"),
+            (DENSE, plan_of(precision="fp8"), 4096, "precision 'fp8' does not exist"),
+            (DENSE, plan_of(schedule="gpipe"), 4096, "schedule 'gpipe' needs pp > 1"),
+            (DENSE, split(4, global_batch=2), 4096, "at least pp - 1 = 3 micro-batches, there are 2"),
+            (
+                DENSE,
+                plan_of(pp=2, layers_per_chunk=(14, 10)),
+                4096,
+                "stages of 14,10 layers: it cuts by cost, into 13,11",
+            ),
+            (SIX_GROUPS, plan_of(tp=4), 4096, "num_kv_heads 6 must be divisible by tp 4"),
+            (replace(DENSE, ffn_size=4098), plan_of(tp=4), 4096, "ffn_size 4098 must be divisible by tp 4"),
+            (DENSE, plan_of(sp=True), 4096, "sp needs tp > 1"),
+            (DENSE, plan_of(tp=4, sp=True), 4098, "with sp, seq_len 4098 must be divisible by tp 4"),
+            (DENSE, plan_of(cp=2), 4096, "cp 2: a run does not start"),
+            (MOE, plan_of(ep=2, dp_shard=2), 4096, "ep 2: a run does not start"),
+            (MOE, plan_of(etp=2, dp_shard=2), 4096, "etp 2: experts are whole"),
+            (DENSE, plan_of(dp_replicate=2, dp_shard=2, sharding="zero1"), 4096, "zero1 shards over all replicas"),
+        ),
+    ),
+    "deepspeed": (
+        deepspeed.BOOK,
+        (
+            (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
+            (DENSE, plan_of(pp=2, schedule="gpipe"), 4096, "schedule 'gpipe' does not exist: use '1f1b'"),
+            (DENSE, plan_of(cp=2), 4096, "cp_kind 'ring' does not exist"),
+            (DENSE, plan_of(recompute="selective"), 4096, "recompute 'selective' does not exist"),
+            (DENSE, plan_of(precision="fp8"), 4096, "precision 'fp8' does not exist"),
+            (DENSE, plan_of(pp=2, dp_shard=2, sharding="zero2"), 4096, "zero2 needs pp 1, pp is 2: use zero1"),
+            (DENSE, plan_of(pp=2, cp=2, cp_kind="all_to_all"), 4096, "cp 2 needs pp 1"),
+            (DENSE, plan_of(cp=8, cp_kind="all_to_all"), 4100, "seq_len 4100 must be divisible by cp 8"),
+            (SIX_GROUPS, plan_of(cp=4, cp_kind="all_to_all"), 4096, "num_kv_heads 6 be a multiple or a divisor"),
+            (DENSE, plan_of(tp=2, cp=2, cp_kind="all_to_all"), 4096, "cp 2 with tp 2"),
+            (DENSE, plan_of(sp=True), 4096, "sp needs tp > 1"),
+            (MOE, plan_of(etp=2, dp_shard=2), 4096, "etp 2: experts are whole"),
+            (MOE, plan_of(tp=2, pp=2, ep=2, dp_shard=2), 4096, "ep 2 with tp 2 needs pp 1"),
+            (
+                MOE,
+                plan_of(cp=2, cp_kind="all_to_all", ep=2, dp_shard=2, sharding="zero3"),
+                4096,
+                "zero3 with ep 2 needs tp, cp and dp_replicate 1, they are 1, 2 and 1",
+            ),
+            (DENSE, plan_of(dp_replicate=2, dp_shard=2, sharding="zero2"), 4096, "zero2 shards over all replicas"),
+            (DENSE, plan_of(dp_shard=2, offload="optimizer"), 4096, "offload 'optimizer' needs ZeRO"),
+        ),
+    ),
+}
+
+
+def own_rules(book: Rulebook) -> tuple[Rule, ...]:
+    return tuple(rule for rule in book.rules if rule not in universal.RULES)
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_a_plan_that_breaks_a_rule_is_told_that_rule_alone(name: str) -> None:
+    book, cases = BREAKING[name]
+    for model, plan, seq_len, says in cases:
+        faults = broken(book.rules, setting_of(model, plan, seq_len), plan)
+        assert len(faults) == 1, (says, faults)
+        assert says in faults[0]
+        assert "\n" not in faults[0]
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_every_rule_is_broken_by_some_plan(name: str) -> None:
+    book, cases = BREAKING[name]
+    never = [
+        rule.holds.__name__
+        for rule in own_rules(book)
+        if all(
+            rule.holds(setting_of(model, plan, seq_len), PlanBatch.of([plan], model.num_layers))[0]
+            for model, plan, seq_len, _ in cases
+        )
+    ]
+    # More chunks than one need a schedule that neither of the two that refuse them has.
+    assert set(never) <= {"_one_chunk"}
+
+
+@pytest.mark.parametrize("book", [nanotron.BOOK, deepspeed.BOOK])
+def test_frameworks_without_interleaving_refuse_more_chunks(book: Rulebook) -> None:
+    plan = plan_of(pp=2, vp=2, schedule="interleaved")
+    faults = broken(book.rules, setting_of(DENSE, plan), plan)
+    assert any("vp 2: there is no interleaving" in fault for fault in faults)
+
+
+LEGAL: dict[str, tuple[Rulebook, tuple[tuple[ModelSpec, ParallelPlan], ...]]] = {
+    "torchtitan": (
+        torchtitan.BOOK,
+        (
+            (DENSE, plan_of(tp=8, sp=True, pp=8, dp_shard=4, sharding="zero3", global_batch=256)),
+            (DENSE, plan_of(dp_replicate=2, dp_shard=8, sharding="zero2", recompute="selective")),
+            (DENSE, plan_of(cp=4, dp_shard=2, sharding="zero3", precision="fp8")),
+            (DENSE, plan_of(pp=4, vp=2, schedule="zb-v", dp_shard=2, sharding="zero3")),
+            (DENSE, plan_of(pp=4, vp=2, schedule="dualpipe-v")),
+            (MOE, plan_of(tp=2, etp=2, dp_shard=2)),
+            (MOE, plan_of(tp=2, ep=8, dp_shard=4, sharding="zero3")),
+            (TIED, plan_of(dp_shard=8)),
+        ),
+    ),
+    "pytorch-fsdp": (
+        fsdp2.BOOK,
+        (
+            (DENSE, plan_of(tp=4, dp_shard=8, sharding="zero3", recompute="full", recompute_num_layers=4)),
+            (DENSE, plan_of(pp=4, schedule="zb-h1", dp_shard=2)),
+            (DENSE, plan_of(pp=3, vp=4, schedule="interleaved", global_batch=6)),
+            (DENSE, plan_of(pp=8, schedule="gpipe", global_batch=2)),
+        ),
+    ),
+    "nanotron": (
+        nanotron.BOOK,
+        (
+            (DENSE, split(4, tp=2, sp=True, dp_shard=2, sharding="zero1", global_batch=6)),
+            (DENSE, split(8, schedule="gpipe", global_batch=2)),
+            (replace(TIED, num_layers=24), plan_of(dp_shard=4, recompute="full")),
+        ),
+    ),
+    "deepspeed": (
+        deepspeed.BOOK,
+        (
+            (DENSE, plan_of(dp_shard=8, sharding="zero3", offload="optimizer", recompute="full")),
+            (DENSE, plan_of(tp=8, pp=12, dp_shard=4, sharding="zero1", precision="fp16")),
+            (DENSE, plan_of(cp=16, cp_kind="all_to_all", dp_shard=2, sharding="zero3")),
+            (DENSE, plan_of(dp_replicate=2, dp_shard=8, sharding="zero3")),
+            (MOE, plan_of(tp=2, ep=4, dp_shard=4, sharding="zero2")),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_an_ordinary_plan_is_legal(name: str) -> None:
+    book, plans = LEGAL[name]
+    for model, plan in plans:
+        assert broken(book.rules, setting_of(model, plan), plan) == (), plan.describe()
+
+
+def test_a_batch_holds_no_dualpipe_that_its_micro_batches_do_not_fill() -> None:
+    plan = plan_of(pp=4, vp=2, schedule="zb-v", global_batch=7)
+    batch = PlanBatch.of([plan], DENSE.num_layers)
+    short = replace(batch, schedule=batch.schedule * 0 + SCHEDULES.index("dualpipe-v"))
+    assert legal(universal.RULES, setting_of(DENSE, plan), batch).all()
+    assert not legal(universal.RULES, setting_of(DENSE, plan), short).any()
+
+
+def test_the_rules_name_their_places() -> None:
+    for book in BOOKS.values():
+        for rule in own_rules(book):
+            assert rule.source == universal.SOURCE or re.search(r"\.(py|md)\b|torchao", rule.source), rule.source
+
+
+def test_every_preset_has_rules_or_says_that_they_are_unknown() -> None:
+    known = {name: load_framework(name).rules for name in preset_frameworks()}
+    assert {known[name] for name in ("torchtitan", "nanotron", "pytorch-fsdp", "deepspeed-zero")} == {
+        "torchtitan",
+        "nanotron",
+        "fsdp2",
+        "deepspeed",
+    }
+    assert book_of(load_framework("nanotron")).split is nanotron.layers_per_stage
