@@ -218,7 +218,7 @@ class _Times:
     exact: Mapping[tuple[int, ...], float]  # seconds of each shape
     between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
     # Of shapes that were asked for before: a search asks for the same ones again and again.
-    known: dict[tuple[float, ...], float] = field(default_factory=dict)
+    known: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False)
 
     def at(self, operation: Operation, shapes: Floats) -> tuple[Floats, NDArray[np.bool_]]:
         """(seconds, whether it was measured) of each shape; NaN where it is refused."""

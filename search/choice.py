@@ -21,7 +21,7 @@ from autoplan.cost.estimate import NORMAL_90
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
 from autoplan.result import Choice, Contender, RankedPlan, SearchResult
-from search.study import KEPT_WINNERS
+from search.findings import KEPT_WINNERS
 
 Floats = NDArray[np.float64]
 

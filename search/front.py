@@ -18,10 +18,11 @@ from autoplan.problem import Problem
 from autoplan.result import Certificate, CostEstimate, SearchResult
 from autoplan.rules import legal
 from search.bounds import group_bounds, kind_bounds, kind_costs, spread_of
+from search.findings import FITS, RISKY
 from search.objectives import Measure
 from search.ranking import TIE, ordering, ranked, seconds_per_sequence
 from search.space import Space
-from search.study import FITS, RISKY, SAFE_Z, Progress, search
+from search.study import SAFE_Z, Progress, search
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -63,15 +63,15 @@ class Leaders:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.batch: PlanBatch | None = None
-        self._objective: Floats = np.empty(0)
+        self.objective: Floats = np.empty(0)
 
     def __len__(self) -> int:
-        return len(self._objective)
+        return len(self.objective)
 
     def offer(self, objective: Floats, batch: PlanBatch) -> None:
         """Keep those of `batch` that are among the best so far."""
         full = len(self) >= self.limit
-        bar = self._objective[-1] if full else np.inf
+        bar = self.objective[-1] if full else np.inf
         if len(objective) > self.limit:
             bar = min(bar, np.partition(objective, self.limit - 1)[self.limit - 1])
         better = np.flatnonzero(objective <= bar * (1 + 2 * TIE))
@@ -80,9 +80,9 @@ class Leaders:
         batch, objective = batch.take(better), objective[better]
         if self.batch is not None:
             batch = PlanBatch.concatenate([self.batch, batch])
-            objective = np.concatenate([self._objective, objective])
+            objective = np.concatenate([self.objective, objective])
         order = ordering(objective, batch)[: self.limit]
-        self.batch, self._objective = batch.take(order), objective[order]
+        self.batch, self.objective = batch.take(order), objective[order]
 
 
 def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple[RankedPlan, ...]:

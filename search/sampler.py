@@ -1,45 +1,90 @@
-"""Which cell is looked at next?  An Optuna sampler that proposes the cells it is given, in their order."""
+"""Which cell is looked at next, where bounds shall not say it?  Optuna's samplers over the degrees of a cell."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, fields
-from typing import Any
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 
-from optuna.distributions import BaseDistribution, IntDistribution
+import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import BaseSampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial
 
+from autoplan.errors import InputError
 from search.space import Cell
 
-AXES = tuple(field.name for field in fields(Cell))
+SAMPLERS = ("tpe", "gp", "nsga2", "cmaes", "random")
+_NEEDS = {"gp": "torch", "cmaes": "cmaes"}  # what Optuna imports for them
+FREE_AXES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate")  # dp_shard is what is left of the devices
+WARM_CELLS = 5
 
 
-class CellSampler(BaseSampler):
-    """Proposes queued cells, first in, first out; what is queued and when to stop is the caller's decision."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Cells proposed by one of `SAMPLERS`, so many trials in all, those with the least bounds first if `warm`."""
 
-    def __init__(self, num_devices: int) -> None:
-        self.distributions: dict[str, BaseDistribution] = {axis: IntDistribution(1, num_devices) for axis in AXES}
-        self._queue: deque[Cell] = deque()
+    name: str
+    trials: int
+    seed: int = 0
+    warm: bool = True
 
-    def queue(self, cells: Iterable[Cell]) -> None:
-        """Propose `cells` after those that wait already."""
-        self._queue.extend(cells)
+    def __post_init__(self) -> None:
+        if self.name not in SAMPLERS:
+            raise InputError(f"sampler {self.name!r} is unknown: use bound, {', '.join(SAMPLERS)}")
+        if self.trials < 1:
+            raise InputError(f"trials must be at least 1, got {self.trials}")
+        needed = _NEEDS.get(self.name)
+        if needed and find_spec(needed) is None:
+            raise InputError(f"sampler {self.name} needs {needed}: pip install 'autoplan[samplers]'")
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Every axis of a cell: they are proposed together, never one by one."""
-        return self.distributions
 
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """The degrees of the next cell."""
-        return asdict(self._queue.popleft())
+def make_sampler(name: str, seed: int | None) -> BaseSampler:
+    """Optuna's sampler of that name with its default settings."""
+    samplers = optuna.samplers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        if name == "tpe":
+            return samplers.TPESampler(seed=seed)
+        if name == "gp":
+            return samplers.GPSampler(seed=seed)
+        if name == "nsga2":
+            return samplers.NSGAIISampler(seed=seed)
+        if name == "cmaes":
+            return samplers.CmaEsSampler(seed=seed)
+        assert name == "random", name
+        return samplers.RandomSampler(seed=seed)
 
-    def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """Not a case that a cell admits: its axes only make sense together."""
-        raise NotImplementedError(f"{param_name} is an axis of a cell and is not sampled on its own")
+
+class Axes:
+    """Proposals that always are a cell: numbers from 0 to 1, axis by axis the place among the values that are left.
+
+    Values are in order, so that samplers may tell near from far.  Degrees themselves would not do: they have to divide
+    the devices together, and nearly all combinations do not.
+    """
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._cells = cells
+        self.distributions: dict[str, BaseDistribution] = {axis: FloatDistribution(0.0, 1.0) for axis in FREE_AXES}
+
+    def cell(self, params: Mapping[str, float]) -> int:
+        """The index of the cell that was proposed."""
+        left: Sequence[int] = range(len(self._cells))
+        for axis in FREE_AXES:
+            values = self._values(left, axis)
+            chosen = values[min(int(params[axis] * len(values)), len(values) - 1)]
+            left = [at for at in left if getattr(self._cells[at], axis) == chosen]
+        return left[0]
+
+    def params(self, cell: int) -> dict[str, float]:
+        """A proposal that stands for a cell."""
+        left: Sequence[int] = range(len(self._cells))
+        params = {}
+        for axis in FREE_AXES:
+            own, values = getattr(self._cells[cell], axis), self._values(left, axis)
+            params[axis] = (values.index(own) + 0.5) / len(values)
+            left = [at for at in left if getattr(self._cells[at], axis) == own]
+        return params
+
+    def _values(self, cells: Sequence[int], axis: str) -> list[int]:
+        return sorted({getattr(self._cells[at], axis) for at in cells})

@@ -20,9 +20,10 @@ from autoplan.problem import Problem
 from autoplan.result import RISKY_Z, Flip, RankedPlan, SearchResult, Sensitivity
 from autoplan.timing import Calibration, Operation
 from search.choice import at_quantile, kind_of, normal_z, pace
+from search.findings import KEPT
 from search.ranking import TIE, seconds_per_sequence
 from search.space import Space
-from search.study import KEPT, MARGIN, search
+from search.study import MARGIN, search
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

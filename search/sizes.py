@@ -17,12 +17,13 @@ from autoplan.result import Certificate, RankedPlan, RunFigures, RunPlan, RunRep
 from autoplan.units import format_days, format_tokens
 from search.advice import check_result, why_empty
 from search.bounds import group_bounds
+from search.findings import RISKY
 from search.front import search_front
 from search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
 from search.placement import place_best
 from search.ranking import TIE
 from search.space import Space
-from search.study import RISKY, SAFE_Z, Progress, search
+from search.study import SAFE_Z, Progress, search
 
 Costs = tuple[float, ...]
 Make = Callable[[int], tuple[Problem, Space]]

@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import msgspec
 import numpy as np
-import optuna
 from numpy.typing import NDArray
-from optuna.trial import TrialState
 
 from autoplan.cost.estimate import estimate
+from autoplan.errors import NoPlanError
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, Certificate, RankedPlan, SearchResult
 from autoplan.rules import legal
 from search.bounds import KindCosts, first_layers, group_bounds, kind_bounds, kind_costs, spread_of
-from search.ranking import TIE, Leaders, ordering, ranked, seconds_per_sequence
-from search.sampler import AXES as CELL_AXES
-from search.sampler import CellSampler
+from search.findings import FITS, RISKY, Findings, together
+from search.ledger import AXES, GRACE_S, Block, BlockOutcome, CellOutcome, Ledger, Told
+from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
+from search.sampler import WARM_CELLS, Sampling
 from search.space import Cell, Space
+from search.storage import identity, join_study, opened
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
-KEPT = 1000  # plans that a result ranks
-KEPT_WINNERS = 20_000  # best plans of cells, of which a result tells one a cell
 MARGIN = 0.05  # plans so much slower than the best are found too, all of them
 # Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.
 # Few of them, and few prices, until there is a plan to beat.
 FIRST_KINDS, BLOCK_KINDS = 128, 8192
+ROUND_BLOCKS = 8  # of a round, which workers share: what one block finds helps the next round, not the next block
 FIRST_PRICED, MOST_PRICED = 32, 2048
 ROOM = 0.9  # of the memory, by its bound, for a plan that is priced to have something to beat
 
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
 
-def open_study(sampler: CellSampler) -> optuna.Study:
-    """An empty study in memory that makes seconds per sequence small; Optuna's own messages are kept quiet."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.create_study(sampler=sampler, direction="minimize")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Where a search is kept that others may join: `url` as `search.storage.opened` reads it."""
+
+    url: str
+    name: str | None = None  # None: after the problem, so that all who ask the same join
+    grace_s: float = GRACE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,44 +71,152 @@ class _Frontier:
         return cls(cells=cells, groups=groups, owner=owner, bound=bound, least_bytes=least_bytes, kinds=kinds)
 
 
-@dataclass(slots=True)
-class _Findings:
-    """What a search has seen so far of plans that are as safe as `wanted`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reach:
+    """What of a frontier may be as safe as `wanted`, and in which order."""
 
     wanted: int
-    margin: float
-    plans: Leaders = field(default_factory=lambda: Leaders(KEPT))
-    winners: Leaders = field(default_factory=lambda: Leaders(KEPT_WINNERS))  # of the cells, block by block
-    best: float = np.inf  # seconds per sequence
-    left: float = np.inf  # the least bound of what was not priced for it
-    bounded: int = 0
-    priced: int = 0
-    found: dict[int, int] = field(default_factory=lambda: {FITS: 0, RISKY: 0})
-    expanded: int = 0
+    limit_bytes: float
+    groups: Ints  # those that may be
+    cell_bound: Floats  # the least of their bounds, inf where a cell has none
+    order: Ints  # cells by it
 
-    @property
-    def bar(self) -> float:
-        """What a bound has to be below to be worth a price."""
-        # A plan whose bound is its price is below it, too.
-        return self.best * (1.0 + self.margin) * (1.0 + 2 * TIE)
+    @classmethod
+    def of(cls, problem: Problem, frontier: _Frontier, wanted: int) -> _Reach:
+        limit_bytes = problem.capacity_bytes * np.exp(SAFE_Z[wanted] * problem.calibration.memory_spread)
+        groups = np.flatnonzero(frontier.least_bytes <= limit_bytes)
+        cell_bound = np.full(len(frontier.cells), np.inf)
+        np.minimum.at(cell_bound, frontier.owner[groups], frontier.bound[groups])
+        order = np.argsort(cell_bound, kind="stable")
+        return cls(wanted=wanted, limit_bytes=limit_bytes, groups=groups, cell_bound=cell_bound, order=order)
 
-    def skip(self, bound: Floats) -> None:
-        """Remember the least of those bounds that are not below the bar."""
-        self.left = min(self.left, float(bound[bound >= self.bar].min(initial=np.inf)))
+    def kinds(self, frontier: _Frontier, bar: float) -> Ints:
+        """How many kinds each cell holds in groups below the bar."""
+        below = self.groups[frontier.bound[self.groups] < bar]
+        owner = frontier.owner[below]
+        return np.bincount(owner, frontier.kinds[owner], len(frontier.cells)).astype(np.int64)
 
 
-def search(problem: Problem, space: Space, progress: Progress | None = None, *, margin: float = MARGIN) -> SearchResult:
+def search(
+    problem: Problem,
+    space: Space,
+    progress: Progress | None = None,
+    *,
+    margin: float = MARGIN,
+    shared: Shared | None = None,
+    sampling: Sampling | None = None,
+) -> SearchResult:
     """The best plans of `space`: all those within `margin` of the best, which is proven to be the best.
 
     Plans that fit are ranked; where none does, those that may run out of memory; where there are none of these either
-    the plan that is least too large is told.  An empty space gives an empty result.
+    the plan that is least too large is told.  An empty space gives an empty result.  A `shared` search is one of all
+    workers that join it, at whatever time, and has the same result for each of them.  With `sampling` the best of the
+    cells that a sampler proposed is told, and what the bounds leave open.
     """
     frontier = _Frontier.of(problem, space)
-    for wanted in (FITS, RISKY):
-        seen = _Findings(wanted=wanted, margin=margin)
-        _explore(problem, space, frontier, seen, progress)
-        if seen.found[wanted]:
-            break
+    url = shared.url if shared else None
+    with opened(url) as storage:
+        about = (
+            identity(problem, space, margin=margin, sampler=sampling.name if sampling else "bound") if shared else {}
+        )
+        name = shared.name or f"{problem.model.name}-{about['problem']}" if shared else None
+        study, made_here = join_study(storage, name, about)
+        grace_s = shared.grace_s if shared else math.inf
+        ledger = Ledger(study, storage, frontier.cells, made_here=made_here, grace_s=grace_s)
+        if sampling:
+            seen = _sample(problem, space, frontier, ledger, sampling, margin)
+            if not seen.found[FITS]:
+                raise NoPlanError(
+                    f"none of the {seen.expanded} cells that {sampling.name} proposed holds a plan that fits: "
+                    "give more --trials, or --sampler bound, which looks at all of them"
+                )
+        else:
+            seen = _settle(problem, space, frontier, ledger, margin, progress)
+    return _result(problem, space, frontier, seen)
+
+
+def _settle(
+    problem: Problem, space: Space, frontier: _Frontier, ledger: Ledger, margin: float, progress: Progress | None
+) -> Findings:
+    """Price cells in the order of their bounds until none is below the bar."""
+    reaches = {wanted: _Reach.of(problem, frontier, wanted) for wanted in (FITS, RISKY)}
+    seen = Findings(wanted=FITS, margin=margin)
+    dive = cache(lambda wanted: _dive(problem, space, frontier, reaches[wanted], margin))
+
+    def next_round(told: list[Told]) -> tuple[Block, ...]:
+        nonlocal seen
+        for wanted, reach in reaches.items():
+            mine = [one for one in told if one.block.wanted == wanted]
+            parts = (Findings.unpacked(one.found, wanted, margin, space.placement) for one in mine)
+            seen = together((dive(wanted), *parts), wanted, margin)
+            taken = {cell for one in mine for cell in one.block.cells}
+            if progress:
+                progress(len(taken), len(frontier.cells))
+            if blocks := _next_round(frontier, reach, seen, taken):
+                return blocks
+            seen.skip(frontier.bound[reach.groups])
+            if seen.found[wanted]:
+                break
+        if progress:
+            progress(len(frontier.cells), len(frontier.cells))
+        return ()
+
+    def price(block: Block) -> BlockOutcome:
+        return _price_block(problem, space, frontier, reaches[block.wanted], block, margin)
+
+    ledger.settle(next_round, price)
+    return seen
+
+
+def _sample(
+    problem: Problem, space: Space, frontier: _Frontier, ledger: Ledger, sampling: Sampling, margin: float
+) -> Findings:
+    """Price the cells that a sampler proposes, each for itself."""
+    reach = _Reach.of(problem, frontier, FITS)
+
+    def price(cell: int) -> BlockOutcome:
+        block = Block(wanted=FITS, best=np.inf, cells=(cell,))
+        return _price_block(problem, space, frontier, reach, block, margin)
+
+    first = reach.order[:WARM_CELLS].tolist() if sampling.warm else []
+    found = ledger.sample(sampling, first, price)
+    seen = together((Findings.unpacked(one, FITS, margin, space.placement) for one in found.values()), FITS, margin)
+    unseen = np.delete(reach.cell_bound, list(found))
+    seen.left = min(seen.left, float(unseen.min(initial=np.inf)))
+    return seen
+
+
+def _next_round(frontier: _Frontier, reach: _Reach, seen: Findings, taken: Collection[int]) -> tuple[Block, ...]:
+    """The cells below the bar with the least bounds: more with every round, in blocks of about `BLOCK_KINDS` kinds."""
+    is_left = reach.cell_bound < seen.bar
+    is_left[list(taken)] = False
+    cells = reach.order[is_left[reach.order]]
+    if not len(cells):
+        return ()
+    done = int(reach.kinds(frontier, np.inf)[list(taken)].sum())
+    upto = np.cumsum(reach.kinds(frontier, seen.bar)[cells])
+    size = min(max(8 * done, FIRST_KINDS), ROUND_BLOCKS * BLOCK_KINDS)
+    cells = cells[: np.searchsorted(upto, size) + 1]
+    cuts = np.flatnonzero(np.diff(upto[: len(cells)] // BLOCK_KINDS)) + 1
+    parts = np.split(cells, cuts)
+    return tuple(Block(wanted=reach.wanted, best=seen.best, cells=tuple(part.tolist())) for part in parts)
+
+
+def _price_block(
+    problem: Problem, space: Space, frontier: _Frontier, reach: _Reach, block: Block, margin: float
+) -> BlockOutcome:
+    """Price what no bound rules out in the cells of a block."""
+    seen = Findings(wanted=block.wanted, margin=margin, best=block.best, expanded=len(block.cells))
+    outcome = _Outcome(len(frontier.cells))
+    groups = reach.groups[np.isin(frontier.owner[reach.groups], block.cells)]
+    groups = groups[frontier.bound[groups] < seen.bar]
+    for some in _blocks(groups[np.argsort(frontier.bound[groups], kind="stable")], frontier):
+        some = some[frontier.bound[some] < seen.bar]
+        _price_groups(problem, space, frontier, seen, outcome, some, reach.limit_bytes)
+    return BlockOutcome(found=seen.packed(), cells={at: outcome.of(at, reach.cell_bound[at]) for at in block.cells})
+
+
+def _result(problem: Problem, space: Space, frontier: _Frontier, seen: Findings) -> SearchResult:
     ranking = _within(seen, _ranked_leaders(problem, seen.plans))
     certificate = Certificate(
         cells=len(frontier.cells),
@@ -116,7 +228,7 @@ def search(problem: Problem, space: Space, progress: Progress | None = None, *, 
         risky=seen.found[RISKY],
         best_step_s=ranking[0].step_s if ranking else None,
         least_left=seen.left / seen.best if ranking and np.isfinite(seen.left) else None,
-        proven=bool(ranking),
+        proven=bool(ranking) and seen.left >= seen.best,
         limits=space.describe(),
     )
     rivals = _first_of_cells(problem, seen.winners)
@@ -124,46 +236,10 @@ def search(problem: Problem, space: Space, progress: Progress | None = None, *, 
     return SearchResult(ranked=ranking, rivals=rivals, closest=closest, certificate=certificate)
 
 
-def _explore(problem: Problem, space: Space, frontier: _Frontier, seen: _Findings, progress: Progress | None) -> None:
-    """Price cells in the order of their bounds until none is below the bar."""
-    limit_bytes = problem.capacity_bytes * np.exp(SAFE_Z[seen.wanted] * problem.calibration.memory_spread)
-    usable = np.flatnonzero(frontier.least_bytes <= limit_bytes)
-    cell_bound = np.full(len(frontier.cells), np.inf)
-    np.minimum.at(cell_bound, frontier.owner[usable], frontier.bound[usable])
-    sampler = CellSampler(space.setting.num_devices)
-    study = open_study(sampler)
-    order = np.argsort(cell_bound, kind="stable")
-    order = order[np.isfinite(cell_bound[order])]
-    groups = usable[np.lexsort((frontier.bound[usable], cell_bound[frontier.owner[usable]]))]
-    place = np.empty(len(frontier.cells), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    _dive(problem, space, frontier, seen, groups, limit_bytes)
-    done, size = 0, FIRST_KINDS
-    while done < len(order) and cell_bound[order[done]] < seen.bar:
-        # As many cells as have a block of kinds below the bar.
-        waiting = groups[(place[frontier.owner[groups]] >= done) & (frontier.bound[groups] < seen.bar)]
-        waiting = waiting[np.argsort(place[frontier.owner[waiting]], kind="stable")]
-        reached = np.searchsorted(np.cumsum(frontier.kinds[frontier.owner[waiting]]), size)
-        last = int(place[frontier.owner[waiting[min(int(reached), len(waiting) - 1)]]])
-        block = order[done : last + 1]
-        outcome = _Outcome(len(frontier.cells))
-        mine = waiting[place[frontier.owner[waiting]] <= last]
-        for some in _blocks(mine[np.argsort(frontier.bound[mine], kind="stable")], frontier):
-            _price_groups(problem, space, frontier, seen, outcome, some[frontier.bound[some] < seen.bar], limit_bytes)
-        _tell(study, sampler, frontier, block, cell_bound, outcome)
-        seen.expanded += len(block)
-        done, size = done + len(block), min(8 * size, BLOCK_KINDS)
-        if progress:
-            progress(done, len(frontier.cells))
-    seen.skip(frontier.bound[usable])
-    if progress:
-        progress(len(frontier.cells), len(frontier.cells))
-
-
-def _dive(
-    problem: Problem, space: Space, frontier: _Frontier, seen: _Findings, groups: Ints, limit_bytes: float
-) -> None:
+def _dive(problem: Problem, space: Space, frontier: _Frontier, reach: _Reach, margin: float) -> Findings:
     """Price one plan of every cell, so that there is something to beat: the one that its bounds like best."""
+    seen, limit_bytes = Findings(wanted=reach.wanted, margin=margin), reach.limit_bytes
+    groups = reach.groups[np.argsort(frontier.bound[reach.groups], kind="stable")]
     _, first = np.unique(frontier.owner[groups], return_index=True)
     which = groups[first]
     kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(which), frontier.owner[which])
@@ -182,6 +258,7 @@ def _dive(
         objective = seconds_per_sequence(priced)[fitting]
         seen.winners.offer(objective, priced.batch.take(fitting))
         seen.best = min(seen.best, float(objective.min(initial=np.inf)))
+    return seen
 
 
 def _first_of(owner: Ints, value: Floats, usable: NDArray[np.bool_]) -> Ints:
@@ -210,12 +287,22 @@ class _Outcome:
         self.nearest_z = np.full(num_cells, np.inf)
         self.plan: dict[int, object] = {}
 
+    def of(self, cell: int, bound: float) -> CellOutcome:
+        """What the trial of a cell says; one of which no plan had a chance is pruned."""
+        attributes: dict[str, object] = {"bound": float(bound)}
+        if cell not in self.plan:
+            return CellOutcome(value=None, constraints={}, attributes=attributes)
+        # At most zero means feasible: how far the plan that needs least memory is from a safe fit.
+        constraints = {"memory": float(self.nearest_z[cell] - RISKY_Z)}
+        attributes["plan"] = self.plan[cell]
+        return CellOutcome(value=float(self.objective[cell]), constraints=constraints, attributes=attributes)
+
 
 def _price_groups(
     problem: Problem,
     space: Space,
     frontier: _Frontier,
-    seen: _Findings,
+    seen: Findings,
     outcome: _Outcome,
     which: Ints,
     limit_bytes: float,
@@ -243,7 +330,7 @@ def _price_groups(
 def _price_kinds(
     problem: Problem,
     space: Space,
-    seen: _Findings,
+    seen: Findings,
     outcome: _Outcome,
     kinds: KindCosts,
     owner: Ints,
@@ -268,7 +355,7 @@ def _price_kinds(
     seen.skip(bound[some[done:]])
 
 
-def _price(problem: Problem, seen: _Findings, outcome: _Outcome, batch: PlanBatch, owner: Ints) -> None:
+def _price(problem: Problem, seen: Findings, outcome: _Outcome, batch: PlanBatch, owner: Ints) -> None:
     """Price plans and keep the best of all and of each cell."""
     costs = estimate(problem, batch)
     objective, verdict = seconds_per_sequence(costs), costs.verdict
@@ -289,28 +376,6 @@ def _price(problem: Problem, seen: _Findings, outcome: _Outcome, batch: PlanBatc
     for kind in seen.found:
         seen.found[kind] += int((verdict == kind).sum())
     seen.priced += len(batch)
-
-
-def _tell(
-    study: optuna.Study,
-    sampler: CellSampler,
-    frontier: _Frontier,
-    block: Ints,
-    cell_bound: Floats,
-    outcome: _Outcome,
-) -> None:
-    """A trial for every cell of a block; one of which no plan had a chance is pruned."""
-    sampler.queue(frontier.cells[cell] for cell in block)
-    for cell in block:
-        trial = study.ask(fixed_distributions=sampler.distributions)
-        trial.set_user_attr("bound", float(cell_bound[cell]))
-        if int(cell) not in outcome.plan:
-            study.tell(trial, state=TrialState.PRUNED)
-            continue
-        # At most zero means feasible: how far the plan that needs least memory is from a safe fit.
-        trial.set_constraint("memory", float(outcome.nearest_z[cell] - RISKY_Z))
-        trial.set_user_attr("plan", outcome.plan[int(cell)])
-        study.tell(trial, float(outcome.objective[cell]))
 
 
 def _closest(problem: Problem, space: Space, frontier: _Frontier) -> RankedPlan | None:
@@ -336,7 +401,7 @@ def _closest(problem: Problem, space: Space, frontier: _Frontier) -> RankedPlan 
     return found
 
 
-def _within(seen: _Findings, plans: tuple[RankedPlan, ...]) -> tuple[RankedPlan, ...]:
+def _within(seen: Findings, plans: tuple[RankedPlan, ...]) -> tuple[RankedPlan, ...]:
     """Those that the bounds leave none out of."""
     return tuple(one for one in plans if one.step_s / one.plan.global_batch <= seen.bar)
 
@@ -351,6 +416,6 @@ def _first_of_cells(problem: Problem, leaders: Leaders) -> tuple[RankedPlan, ...
     """The first plan of each cell."""
     if leaders.batch is None:
         return ()
-    first, _ = leaders.batch.distinct(*CELL_AXES)
+    first, _ = leaders.batch.distinct(*AXES)
     batch = leaders.batch.take(np.sort(first))
     return ranked(problem, estimate(problem, batch), range(len(batch)))

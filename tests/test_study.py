@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import optuna
@@ -22,9 +23,9 @@ from autoplan.training import TrainingSpec
 from search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
 from search.limits import default_limits, with_wishes
 from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
-from search.sampler import CellSampler
 from search.space import Space
-from search.study import MARGIN, open_study, search
+from search.storage import opened
+from search.study import MARGIN, Shared, search
 
 DENSE = ModelSpec(
     name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=11008
@@ -197,12 +198,11 @@ def test_progress_counts_all_cells() -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_trials_are_cells_in_the_order_of_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_are_cells_in_the_order_of_their_bounds(tmp_path: Path) -> None:
     problem, space = make(DENSE, batches=(16,))
-    opened: list[optuna.Study] = []
-    monkeypatch.setattr("search.study.open_study", lambda sampler: opened.append(open_study(sampler)) or opened[0])
-    result = search(problem, space)
-    trials = opened[0].trials
+    result = search(problem, space, shared=Shared(url=str(tmp_path / "journal"), name="one"))
+    with opened(str(tmp_path / "journal")) as storage:
+        trials = optuna.load_study(study_name="one", storage=storage).trials
     assert len(trials) == result.certificate.expanded < result.certificate.cells
     bounds = [trial.user_attrs["bound"] for trial in trials]
     assert bounds == sorted(bounds)
@@ -211,19 +211,7 @@ def test_trials_are_cells_in_the_order_of_their_bounds(monkeypatch: pytest.Monke
     best = min((t for t in complete if t.constraints["memory"] <= 0), key=lambda trial: trial.value or np.inf)
     assert best.user_attrs["plan"]["tp"] == result.ranked[0].plan.tp == best.params["tp"]
     assert best.value == pytest.approx(result.ranked[0].step_s / result.ranked[0].plan.global_batch)
-
-
-def test_cells_are_proposed_in_the_order_in_which_they_are_queued() -> None:
-    sampler = CellSampler(16)
-    study = open_study(sampler)
-    _, space = make(DENSE)
-    cells = space.cells()[:7]
-    sampler.queue(cells[:4])
-    sampler.queue(cells[4:])
-    trials = [study.ask(fixed_distributions=sampler.distributions) for _ in cells]
-    assert [trial.params for trial in trials] == [asdict(cell) for cell in cells]
-    with pytest.raises(NotImplementedError):
-        sampler.sample_independent(study, None, "tp", None)  # type: ignore[arg-type]
+    assert result == search(problem, space)
 
 
 def test_more_global_batch_to_choose_from_is_never_slower() -> None:

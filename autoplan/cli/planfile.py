@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.errors import InputError
+from autoplan.urls import redact_arguments
 
 if TYPE_CHECKING:
     from autoplan.mixed import MixedProblem
@@ -85,7 +86,7 @@ def make_plan_file(
     return PlanFile(
         schema_version=PLAN_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
-        command=shlex.join(["autoplan", *sys.argv[1:]]),
+        command=_command(),
         model=problem.model,
         training=problem.training,
         cluster=problem.cluster,
@@ -114,7 +115,7 @@ def make_mixed_file(
     return MixedPlanFile(
         mixed_schema_version=MIXED_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
-        command=shlex.join(["autoplan", *sys.argv[1:]]),
+        command=_command(),
         model=problem.model,
         training=problem.training,
         cluster=problem.cluster,
@@ -125,6 +126,11 @@ def make_mixed_file(
         alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
         certificate=certificate,
     )
+
+
+def _command() -> str:
+    """What was typed, without passwords."""
+    return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])
 
 
 def _versions(*, searched: bool) -> dict[str, str]:

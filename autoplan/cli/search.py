@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from autoplan.problem import Problem
     from autoplan.result import Choice, PlanFile, SearchResult
     from search.space import Space
+    from search.study import Shared
 
 
 def search(
@@ -97,6 +102,23 @@ def search(
     checkpoint_time: CheckpointOption = None,
     restart_time: RestartOption = None,
     pue: PueOption = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where workers meet and a search resumes: a path, sqlite:///, postgresql:// or grpc://host:port.",
+        ),
+    ] = None,
+    study: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the search in the storage; from the problem if not given.")
+    ] = None,
+    workers: Annotated[int, whole_number("--workers", "N", "Processes on this machine that share the search.")] = 1,
+    sampler: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials cells."),
+    ] = "bound",
+    trials: Annotated[int, whole_number("--trials", "N", "Cells to try with such a sampler.")] = 100,
+    seed: Annotated[int, whole_number("--seed", "N", "Of such a sampler.")] = 0,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
     force: ForceOption = False,
     json: JsonOption = False,
@@ -145,12 +167,15 @@ def search(
         pue=pue,
     )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
+    is_shared = bool(storage or study or workers != 1 or sampler != "bound")
     parts = load_parts(cluster)
     if isinstance(parts, MixedCluster):
         from autoplan.cli.mixed import search_parts
 
         if robust is not None or why:
             raise InputError(f"{'--why' if why else '--robust'} is not there for mixed clusters yet: leave it out")
+        if is_shared:
+            raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
         if run_flags.are_given:
             raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
         narrowed = bool(fix or bounds)
@@ -168,12 +193,16 @@ def search(
     from search.advice import check_result
     from search.choice import choice_of, robust_margin, robust_order
     from search.placement import place_best
+    from search.sampler import Sampling
     from search.study import MARGIN
     from search.study import search as run
+    from search.workers import helped
 
     if run_flags.are_given:
         if robust is not None or why:
             raise InputError(f"{'--why' if why else '--robust'} is about step times: leave objectives and runs out")
+        if is_shared:
+            raise InputError("objectives and runs are searched by one process: leave --storage and the like out")
         with progress_bar(quiet=quiet, unit="sizes") as advance:
             chosen = search_run(problem, run_flags, space_of, advance)
         file = make_plan_file(
@@ -182,10 +211,13 @@ def search(
     else:
         space = space_of(problem)
         margin = MARGIN if robust is None else max(MARGIN, robust_margin(problem, robust))
-        with progress_bar(quiet=quiet) as advance:
-            result = run(problem, space, advance, margin=margin)
-            check_result(problem, space, result)
-            result = place_best(problem, result)
+        sampling = None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed)
+        with _shared(whole_url(context, storage), study, workers) as shared:
+            join = partial(run, problem, space, margin=margin, shared=shared, sampling=sampling)
+            with helped(join, workers - 1), progress_bar(quiet=quiet) as advance:
+                result = join(progress=advance)
+        check_result(problem, space, result)
+        result = place_best(problem, result)
         if robust is not None:
             result = robust_order(problem, result, robust)
         choice = choice_of(result)
@@ -224,6 +256,22 @@ def _explained(choice: Choice, problem: Problem, space: Space, result: SearchRes
     return replace(
         choice, sensitivity=sensitivity(problem, space, result, margin), obvious=obvious(problem, space, result)
     )
+
+
+@contextmanager
+def _shared(storage: str | None, study: str | None, workers: int) -> Iterator[Shared | None]:
+    """Where workers meet: in a storage, in a journal file that is gone afterwards, or nowhere where there is one."""
+    from search.study import Shared
+
+    if storage:
+        yield Shared(url=storage, name=study)
+    elif study:
+        raise InputError(f"--study {study} needs --storage: say where it is kept")
+    elif workers == 1:
+        yield None
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Shared(url=str(Path(folder) / "journal"))
 
 
 def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:

@@ -298,6 +298,12 @@ def _gained(best: RankedPlan, second: RankedPlan) -> dict[str, float]:
 def certificate_line(certificate: Certificate, choice: Choice | None = None) -> str:
     """Why there is no better plan, and what the model cannot tell from it, in one sentence."""
     least = certificate.least_left
+    if not certificate.proven:
+        assert least is not None, "of the cells that were not looked at"
+        return (
+            f"best of {certificate.expanded:,} of {certificate.cells:,} cells ({certificate.priced:,} plans priced), "
+            f"not proven: by its bound, a plan of the others may be up to {format_percent(1 / least - 1)} faster"
+        )
     if certificate.best_in:
         return (
             f"proven: of {certificate.plans:,} plans in {certificate.cells:,} cells none is better in "

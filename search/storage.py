@@ -1,0 +1,200 @@
+"""Where is a search kept?  Optuna's storages by URL, and a study that is joined only by those who ask the same."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sqlite3
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import optuna
+from optuna.storages import BaseStorage, GrpcStorageProxy, InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+
+from autoplan import __version__
+from autoplan.errors import InputError
+from autoplan.problem import Problem
+from autoplan.rules import Rule
+from autoplan.urls import is_url, redact_url
+from search.space import Space
+
+IDENTITY = "autoplan"  # the attribute of a study that says what it is about
+IDENTITY_PATIENCE_S = 5.0  # its maker writes that attribute right after the study
+BUSY_TIMEOUT_S = 60.0  # of SQLite: how long a worker waits for the others to write
+GRPC_TIMEOUT_S = 10.0
+MOST_OPENINGS, OPENING_PAUSE_S = 5, 0.3
+_LIBRARIES = ("alembic", "grpc", "optuna", "psycopg", "sqlalchemy")  # whose errors are those of a storage
+_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
+_GRPC = re.compile(r"grpc://(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
+
+
+@contextmanager
+def opened(url: str | None) -> Iterator[BaseStorage]:
+    """Memory (None), the path of a journal file, `grpc://host:port` of a proxy, or the URL of a database.
+
+    Whatever it cannot do is told in one line, without the password.
+    """
+    with _telling(url):
+        storage = _open(url)
+        try:
+            yield storage
+        finally:
+            if isinstance(storage, RDBStorage):
+                storage.remove_session()
+                storage.engine.dispose()
+            elif isinstance(storage, GrpcStorageProxy):
+                storage.close()
+
+
+def _open(url: str | None) -> BaseStorage:
+    if url is None:
+        return InMemoryStorage()
+    if match := _GRPC.fullmatch(url):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            proxy = GrpcStorageProxy(host=match["host"], port=int(match["port"]))
+        proxy.wait_server_ready(timeout=GRPC_TIMEOUT_S)
+        return proxy
+    if "://" not in url:
+        return JournalStorage(JournalFileBackend(url))
+    if not is_url(url):
+        raise InputError("--storage: write a path, grpc://host:port, or a URL whose password is percent-encoded")
+    scheme, rest = url.split("://", 1)
+    if scheme == "sqlite":
+        return _sqlite(url)
+    driver = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}.get(scheme, scheme)
+    return _database(f"{driver}://{rest}", {"pool_pre_ping": True})
+
+
+def _database(url: str, options: dict[str, Any]) -> RDBStorage:
+    """Workers that start together on an empty database all make its tables: all but one have to try again."""
+    from sqlalchemy.exc import DBAPIError
+
+    for _ in range(MOST_OPENINGS - 1):
+        with suppress(DBAPIError):
+            return RDBStorage(url, engine_kwargs=options)
+        time.sleep(OPENING_PAUSE_S)
+    return RDBStorage(url, engine_kwargs=options)
+
+
+def _sqlite(url: str) -> RDBStorage:
+    """A claim reads a trial and then writes it: SQLite must lock the file before the first, or two may have it."""
+    from sqlalchemy import event
+
+    storage = _database(url, {"connect_args": {"timeout": BUSY_TIMEOUT_S}})
+    storage.engine.dispose()
+    event.listen(storage.engine, "connect", _use_wal)
+    event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    return storage
+
+
+def _use_wal(connection: sqlite3.Connection, _: object) -> None:
+    """Transactions that the driver does not begin, and that a killed process loses none of."""
+    connection.isolation_level = None
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+
+
+@contextmanager
+def _telling(url: str | None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        is_from_storage = isinstance(error, OSError | ImportError) or type(error).__module__.split(".")[0] in _LIBRARIES
+        if url is None or not is_from_storage:
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise InputError(f"--storage {redact_url(url)}: {_without_secret(said, url)}") from None
+
+
+def _without_secret(text: str, url: str) -> str:
+    """An error may quote the URL that it is about."""
+    secret = re.search(r"://[^/@]*:([^/@]*)@", url)
+    for variant in {secret[1], unquote(secret[1])} if secret else ():
+        text = text.replace(variant, "***") if variant else text
+    return text
+
+
+def join_study(storage: BaseStorage, name: str | None, about: Mapping[str, str]) -> tuple[optuna.Study, bool]:
+    """(the study, whether it was made here); one that is about something else is refused."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if name is not None and not _NAME.fullmatch(name):
+        raise InputError(f"--study {name!r}: write at most 100 letters, digits, '.', '_' and '-'")
+    try:
+        study = optuna.create_study(study_name=name, storage=storage, direction="minimize")
+    except optuna.exceptions.DuplicatedStudyError:
+        study = optuna.load_study(study_name=name, storage=storage)
+        _check_same(study, about)
+        return study, False
+    study.set_user_attr(IDENTITY, dict(about))
+    return study, True
+
+
+def _check_same(study: optuna.Study, about: Mapping[str, str]) -> None:
+    until = time.monotonic() + IDENTITY_PATIENCE_S
+    while (there := study.user_attrs.get(IDENTITY)) is None:
+        if time.monotonic() > until:
+            raise InputError(f"study {study.study_name} was not made by autoplan search: give another --study")
+        time.sleep(0.1)
+    if there == dict(about):
+        return
+    other = [f"{key} {there.get(key)}, here {value}" for key, value in about.items() if there.get(key) != value]
+    raise InputError(f"study {study.study_name} is about something else ({'; '.join(other)}): give another --study")
+
+
+def identity(problem: Problem, space: Space, **more: object) -> dict[str, str]:
+    """What a study is about: enough to tell people, and a hash of all that its answer depends on."""
+    return {
+        "version": __version__,
+        "model": problem.model.name,
+        "cluster": f"{problem.cluster.name} of {problem.cluster.num_devices}",
+        **{name: str(value) for name, value in more.items()},
+        "problem": fingerprint((__version__, problem, space, sorted(more.items()))),
+    }
+
+
+def fingerprint(value: object) -> str:
+    """A hash of nested dataclasses, mappings, sequences, arrays and plain values that any process finds again."""
+    digest = hashlib.sha256()
+    for part in _parts(value):
+        digest.update(part)
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _parts(value: object) -> Iterator[bytes]:
+    yield type(value).__name__.encode()
+    if isinstance(value, Rule):  # its functions cannot be hashed, the place in the framework's source can
+        yield value.source.encode()
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            if field.init and field.compare:  # the others follow from these, or remember what was asked for
+                yield field.name.encode()
+                yield from _parts(getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            yield repr(key).encode()
+            yield from _parts(value[key])
+    elif isinstance(value, tuple | list):
+        yield str(len(value)).encode()
+        for one in value:
+            yield from _parts(one)
+    elif isinstance(value, set | frozenset):
+        yield repr(sorted(value, key=repr)).encode()
+    elif isinstance(value, np.ndarray):
+        yield repr((value.shape, value.dtype.str)).encode()
+        yield value.tobytes()
+    else:
+        assert value is None or isinstance(value, str | int | float | Enum), type(value)
+        yield repr(value).encode()

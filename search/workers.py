@@ -1,0 +1,37 @@
+"""Who helps on this machine?  Processes that join a shared search and leave when it is over."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from autoplan.errors import AutoplanError, InputError
+
+MOST_WORKERS = 256
+
+
+@contextmanager
+def helped(join: Callable[[], object], count: int) -> Iterator[None]:
+    """`count` further processes that call `join`; they end by themselves, and are waited for."""
+    if not 0 <= count < MOST_WORKERS:
+        raise InputError(f"--workers must be from 1 to {MOST_WORKERS}, got {count + 1}")
+    if count and "fork" not in multiprocessing.get_all_start_methods():
+        raise InputError("--workers cannot start processes here: start this command several times with one --storage")
+    processes = [multiprocessing.get_context("fork").Process(target=_run, args=(join,)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.join()
+
+
+def _run(join: Callable[[], object]) -> None:
+    """What stops this worker stops the first one too, which says so."""
+    try:
+        join()
+    except (AutoplanError, KeyboardInterrupt):
+        sys.exit(1)

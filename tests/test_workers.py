@@ -1,0 +1,314 @@
+"""One search by many processes: the same answer whoever prices what, is killed, stops or comes later."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from autoplan.cost.estimate import estimate
+from autoplan.errors import InputError
+from autoplan.problem import Problem
+from autoplan.result import SearchResult
+from search import study
+from search.findings import FITS, KEPT, Findings
+from search.ledger import Block, BlockOutcome, CellOutcome, Ledger, Told
+from search.ranking import seconds_per_sequence
+from search.space import Space
+from search.storage import fingerprint, join_study, opened
+from search.study import Shared, search
+from search.workers import helped
+from stores import postgres_schema
+from test_study import DENSE, make
+
+FORK = multiprocessing.get_context("fork")
+NAME = "together"
+GRACE_S = 1.5
+
+
+searched = partial(search, margin=0.3)  # so that there is more to price than one round
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[Problem, Space]:
+    """A small search in many blocks."""
+    monkeypatch.setattr("search.study.BLOCK_KINDS", 16)
+    monkeypatch.setattr("search.ledger.BEAT_S", 0.2)
+    monkeypatch.setattr("search.ledger.PATIENCE_S", 0.3)
+    monkeypatch.setattr("search.ledger.POLL_S", 0.05)
+    return make(DENSE, "h100-sxm:1x8", batches=(16,))
+
+
+@pytest.fixture(params=["journal", "sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "journal") if request.param == "journal" else f"sqlite:///{tmp_path}/study.db"
+
+
+@pytest.fixture
+def postgres() -> Iterator[str]:
+    with postgres_schema() as url:
+        yield url
+
+
+def trials_of(url: str, name: str = NAME) -> list[FrozenTrial]:
+    with opened(url) as storage:
+        return optuna.load_study(study_name=name, storage=storage).trials
+
+
+def check_trials(trials: list[FrozenTrial], result: SearchResult) -> None:
+    """Every expanded cell has one trial that did not fail, and none is left waiting or running."""
+    assert all(trial.state.is_finished() for trial in trials)
+    cells = Counter(tuple(trial.params.items()) for trial in trials if trial.state != TrialState.FAIL)
+    assert len(cells) == result.certificate.expanded
+    assert set(cells.values()) == {1}
+
+
+def hang(block: Block, claimed: multiprocessing.synchronize.Semaphore) -> BlockOutcome:
+    claimed.release()
+    time.sleep(60.0)
+    raise AssertionError(f"block {block} was not to be finished")
+
+
+def test_eight_workers_of_whom_two_are_killed_come_to_one_certificate(
+    asked: tuple[Problem, Space], postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = searched(*asked)
+    shared = Shared(url=postgres, name=NAME, grace_s=GRACE_S)
+    with opened(postgres):
+        pass  # what this loads need not be loaded eight times
+    claimed, results = FORK.Semaphore(0), FORK.Queue()
+
+    def work() -> None:
+        results.put(searched(*asked, shared=shared))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("search.study._price_block", lambda *args: hang(args[4], claimed))
+        victims = [FORK.Process(target=work) for _ in range(2)]
+        for victim in victims:
+            victim.start()
+        for _ in victims:
+            assert claimed.acquire(timeout=20.0)
+    others = [FORK.Process(target=work) for _ in range(6)]
+    for other in others:
+        other.start()
+    for victim in victims:
+        assert victim.pid
+        os.kill(victim.pid, signal.SIGKILL)
+    assert [results.get(timeout=40.0) for _ in others] == [expected] * len(others)
+    for process in (*victims, *others):
+        process.join()
+    trials = trials_of(postgres)
+    check_trials(trials, expected)
+    assert sum(trial.state == TrialState.FAIL for trial in trials) >= len(victims)
+
+
+def test_one_and_three_workers_come_to_the_same_answer(asked: tuple[Problem, Space], url: str) -> None:
+    expected = searched(*asked)
+    alone, many = Shared(url=url, name="alone"), Shared(url=url, name=NAME)
+    assert searched(*asked, shared=alone) == expected
+    with helped(lambda: searched(*asked, shared=many), 2):
+        assert searched(*asked, shared=many) == expected
+    check_trials(trials_of(url), expected)
+    check_trials(trials_of(url, "alone"), expected)
+
+
+def test_an_interrupted_search_resumes_and_prices_the_rest_only(
+    asked: tuple[Problem, Space], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt while the third block is priced; then a second run, and a third that has nothing left to do."""
+    expected, shared = searched(*asked), Shared(url=url, name=NAME)
+    price_block, priced, stop_at = study._price_block, [], 2
+
+    def counting(*args: Any) -> BlockOutcome:
+        if len(priced) == stop_at:
+            signal.raise_signal(signal.SIGINT)
+        priced.append(args[4])
+        return price_block(*args)
+
+    monkeypatch.setattr(study, "_price_block", counting)
+    with pytest.raises(KeyboardInterrupt):
+        searched(*asked, shared=shared)
+    assert all(trial.state != TrialState.RUNNING for trial in trials_of(url))
+    stop_at = -1
+    assert searched(*asked, shared=shared) == expected
+    assert len(set(priced)) == len(priced) > 2
+    check_trials(trials_of(url), expected)
+    count = len(priced)
+    assert searched(*asked, shared=shared) == expected
+    assert len(priced) == count
+
+
+def test_a_study_of_another_problem_is_refused(asked: tuple[Problem, Space], tmp_path: Path) -> None:
+    problem, space = asked
+    shared = Shared(url=str(tmp_path / "journal"), name=NAME)
+    search(problem, space, shared=shared)
+    with pytest.raises(InputError, match=r"study together is about something else \(problem .*: give another --study"):
+        search(replace(problem, reserve_bytes=1.0), space, shared=shared)
+    with pytest.raises(InputError, match=r"margin 0\.05, here 0\.1"):
+        search(problem, space, shared=shared, margin=0.1)
+    with pytest.raises(InputError, match=r"--study 'a b'"):
+        search(problem, space, shared=replace(shared, name="a b"))
+
+
+def test_a_study_that_something_else_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("search.storage.IDENTITY_PATIENCE_S", 0.2)
+    with opened(str(tmp_path / "journal")) as storage:
+        optuna.create_study(study_name=NAME, storage=storage)
+    with (
+        opened(str(tmp_path / "journal")) as storage,
+        pytest.raises(InputError, match="was not made by autoplan search"),
+    ):
+        join_study(storage, NAME, {"problem": "0"})
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://ada:s3cret@127.0.0.1:1/x", r"--storage postgresql://ada@127\.0\.0\.1:1/x: .*refused"),
+        ("postgresql://ada:s3cret@p@h/x", "percent-encoded"),
+        ("nosuch://ada:s3cret@h/x", "nosuch"),
+        ("/nowhere/there", "No such file"),
+    ],
+)
+def test_a_storage_that_cannot_be_opened_is_told_in_one_line(
+    url: str, says: str, asked: tuple[Problem, Space], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("search.storage.OPENING_PAUSE_S", 0.01)
+    with pytest.raises(InputError, match=says) as caught:
+        searched(*asked, shared=Shared(url=url, name=NAME))
+    assert "s3cret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_default_name_is_that_of_the_problem(asked: tuple[Problem, Space], tmp_path: Path) -> None:
+    problem, space = asked
+    shared = Shared(url=str(tmp_path / "journal"))
+    first, other = (
+        search(problem, space, shared=shared),
+        search(replace(problem, reserve_bytes=1e9), space, shared=shared),
+    )
+    assert first == search(problem, space, shared=shared)
+    assert other == search(replace(problem, reserve_bytes=1e9), space, shared=shared)
+    with opened(shared.url) as storage:
+        assert len(optuna.get_all_study_names(storage)) == 2
+
+
+def test_fingerprints_tell_problems_apart_and_processes_agree(asked: tuple[Problem, Space]) -> None:
+    problem, space = asked
+    with FORK.Pool(1) as pool:
+        assert pool.apply(fingerprint, ((problem, space.limits),)) == fingerprint((problem, space.limits))
+    others = [replace(problem, reserve_bytes=1.0), replace(problem, model=replace(DENSE, num_layers=23))]
+    assert len({fingerprint((one, space)) for one in (problem, *others)}) == 3
+    assert fingerprint((problem, space)) != fingerprint((problem, replace(space, rules=space.rules[1:])))
+
+
+def test_findings_survive_as_text() -> None:
+    problem, space = make(DENSE, "h100-sxm:1x8", batches=(16,))
+    batch, _ = space.plans(space.cells())
+    objective = seconds_per_sequence(estimate(problem, batch))
+    seen = Findings(wanted=FITS, margin=0.2, best=float(objective.min()), expanded=3, bounded=7, priced=len(batch))
+    seen.plans.offer(objective, batch)
+    seen.winners.offer(objective[:5], batch.take(np.arange(5)))
+    again = Findings.unpacked(seen.packed(), FITS, 0.2, None)
+    near = int((objective <= seen.bar).sum())
+    assert 1 < near < len(batch)
+    assert (len(again.plans), len(again.winners)) == (min(near, KEPT), 5)
+    assert again.plans.objective.tolist() == seen.plans.objective[:near].tolist()
+    for mine, other in ((again.plans, seen.plans), (again.winners, seen.winners)):
+        assert mine.batch is not None
+        assert other.batch is not None
+        assert [mine.batch.plan(at) for at in range(len(mine))] == [other.batch.plan(at) for at in range(len(mine))]
+    assert replace(again, plans=seen.plans, winners=seen.winners) == seen
+    assert len(seen.packed()) < 2**16
+
+
+# -- the ledger, with blocks that are priced at once -------------------------------------------------------------------
+
+ROUNDS = ((0, 1), (2,)), ((3, 4),)
+
+
+def next_round(told: list[Told]) -> tuple[Block, ...]:
+    done = sum(len(one.block.cells) for one in told)
+    at = {0: 0, 3: 1}.get(done)
+    return () if at is None else tuple(Block(wanted=0, best=1.0, cells=cells) for cells in ROUNDS[at])
+
+
+def outcome(block: Block) -> BlockOutcome:
+    one = CellOutcome(value=1.0, constraints={"memory": -1.0}, attributes={})
+    return BlockOutcome(found=str(block.cells), cells=dict.fromkeys(block.cells, one))
+
+
+def ledger_on(storage: optuna.storages.BaseStorage, space: Space, **more: float) -> Ledger:
+    study, made_here = join_study(storage, NAME, {})
+    return Ledger(study, storage, space.cells(), made_here=made_here, grace_s=more.get("grace_s", 30.0))
+
+
+def found(told: list[Told]) -> list[str]:
+    return sorted(one.found for one in told)
+
+
+EVERYTHING = ["(0, 1)", "(2,)", "(3, 4)"]
+
+
+def test_a_worker_that_was_lost_while_it_put_up_a_round_is_replaced(asked: tuple[Problem, Space]) -> None:
+    storage, space = optuna.storages.InMemoryStorage(), asked[1]
+    first = ledger_on(storage, space)
+    first._study.add_trial(
+        first._trial(
+            0,
+            TrialState.WAITING,
+            user_attrs={
+                "block": {"wanted": 0, "best": 1.0, "cells": [0, 1]},
+                "round": [{"wanted": 0, "best": 1.0, "cells": [0, 1]}, {"wanted": 0, "best": 1.0, "cells": [2]}],
+            },
+        )
+    )
+    assert found(ledger_on(storage, space).settle(next_round, outcome)) == EVERYTHING
+
+
+def test_what_is_put_up_twice_is_priced_once(asked: tuple[Problem, Space]) -> None:
+    storage, space = optuna.storages.InMemoryStorage(), asked[1]
+    ledgers = [ledger_on(storage, space), ledger_on(storage, space)]
+    for one in ledgers:
+        one._put_up(next_round([]))
+    priced: list[Block] = []
+    price: Callable[[Block], BlockOutcome] = lambda block: priced.append(block) or outcome(block)  # noqa: E731
+    assert found(ledgers[0].settle(next_round, price)) == EVERYTHING
+    assert found(ledgers[1].settle(next_round, price)) == EVERYTHING
+    assert len(priced) == len(EVERYTHING)
+
+
+def test_one_that_was_wrongly_taken_for_dead_does_no_harm(asked: tuple[Problem, Space]) -> None:
+    storage, space = optuna.storages.InMemoryStorage(), asked[1]
+    slow, fast = ledger_on(storage, space), ledger_on(storage, space, grace_s=0.1)
+    may_go_on, claimed = threading.Event(), threading.Event()
+
+    def slowly(block: Block) -> BlockOutcome:
+        claimed.set()
+        assert may_go_on.wait(10.0)
+        return outcome(block)
+
+    results: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("search.ledger.BEAT_S", 30.0)  # so that it says nothing
+        thread = threading.Thread(target=lambda: results.append(found(slow.settle(next_round, slowly))))
+        thread.start()
+        assert claimed.wait(10.0)
+        assert found(fast.settle(next_round, outcome)) == EVERYTHING
+        may_go_on.set()
+        thread.join()
+    assert results == [EVERYTHING]
+    assert Counter(trial.state for trial in fast._study.trials) == {TrialState.COMPLETE: 5, TrialState.FAIL: 1}
