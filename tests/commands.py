@@ -12,8 +12,8 @@ from unittest import mock
 from autoplan.cli import main
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What `autoplan` with these arguments answers in a folder, on a terminal of 80 columns."""
+def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What `autoplan` with these arguments answers in a folder, with 80 columns unless `variables` say otherwise."""
     out, err = io.StringIO(), io.StringIO()
     status: int | str | None = 0
     with (
@@ -21,7 +21,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", ["autoplan", *arguments]),
-        mock.patch.dict("os.environ", {"COLUMNS": "80"}),
+        mock.patch.dict("os.environ", {"COLUMNS": "80", **variables}),
     ):
         try:
             main()

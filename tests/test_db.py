@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import commands
 from profiler.store import open_store
 from stores import GEMM, SERVER, postgres_schema, some_records
 
@@ -22,12 +23,17 @@ AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
 BAD = replace(GEMM, operation="wgrad", samples_s=(1e-5,))
 
 
+def environment(folder: Path) -> dict[str, str]:
+    return {"COLUMNS": "200", "HOME": str(folder), "XDG_DATA_HOME": str(folder / "share")}
+
+
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, whose every output counts."""
     kept = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "AUTOPLAN_DB", "PGPASSWORD")}
     return subprocess.run(
         [*AUTOPLAN, "db", *arguments],
         cwd=folder,
-        env={**kept, "COLUMNS": "200", "HOME": str(folder), "XDG_DATA_HOME": str(folder / "share"), **variables},
+        env={**kept, **environment(folder), **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -36,14 +42,14 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 
 
 def good(folder: Path, *arguments: str, **variables: str) -> str:
-    done = run(folder, *arguments, **variables)
+    done = commands.run(folder, "db", *arguments, **environment(folder), **variables)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
 
 
 def bad(folder: Path, *arguments: str, **variables: str) -> str:
-    done = run(folder, *arguments, **variables)
+    done = commands.run(folder, "db", *arguments, **environment(folder), **variables)
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert done.stdout == ""
     assert re.fullmatch(r"autoplan: [^\n]+\n", done.stderr), done.stderr

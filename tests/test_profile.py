@@ -100,7 +100,7 @@ def test_what_was_measured_is_not_measured_again(folder: Path) -> None:
     assert f"{8 - num_settled} of {8 - num_settled} measurements" in again.stdout
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143)])
 def test_an_interrupt_says_what_is_stored(folder: Path, number: signal.Signals, status: int) -> None:
     command = [*AUTOPLAN, "profile", "small.toml", *QUICK, "--db", f"sqlite:///{folder}/times.db"]
     process = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)

@@ -168,7 +168,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
     tmp_path: Path, number: signal.Signals, pair: tuple[Crew, Hello]
 ) -> None:
