@@ -241,7 +241,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     """What the kinds of `batch` cost; their layouts are not looked at.
 
     `first` are the fewest and the most layers that the first rank may have; without them the reductions of gradients
-    count as none.
+    count as none.  Nor do they where times were measured, which need not grow with the buffer as a bound takes it.
     """
     problem, model = problem.placed(batch.placement), problem.model
     costs = block_costs(problem, batch)
@@ -262,7 +262,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     counts = np.array([model.layers.count(layer) for layer in sorts(model)])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
     rest_s = framework.step_overhead_s + _update_s(problem, batch, *mean)
-    if first is not None:
+    if first is not None and problem.timings.is_empty:
         rest_s = rest_s + _reductions_s(problem, batch, dense.min(axis=-1), expert.min(axis=-1), first)
     return KindCosts(
         batch=batch,

@@ -15,6 +15,7 @@ from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework, preset_frameworks
 from autoplan.rules import Setting
 from autoplan.rules.books import book_of
+from autoplan.timing import Measurement, Operation, TimingTable
 from autoplan.training import TrainingSpec
 from search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, spread_of, spreads
 from search.limits import default_limits, with_wishes
@@ -171,3 +172,29 @@ def test_the_first_rank_of_a_v_has_the_ends_of_the_model() -> None:
     assert figures == {"first": 7, "kept_first": 7 - 1 - 2, "last": 7, "heaviest": 7}
     assert spread.is_folded.all()
     assert not spread.has_path.any()
+
+
+def test_no_plan_beats_its_bounds_where_measured_times_fall_as_buffers_grow() -> None:
+    """Collectives over both nodes whose times go up and down from size to size, as no curve does."""
+    problem, space = make(DENSE, "h100-sxm:2x8", "megatron-core", (480,), 8192, False)
+    operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+    timings = TimingTable.of(
+        Measurement(
+            operation=operation,
+            shape=(members, members // 2, 8 // (members // 2), 2**power),
+            dtype="bf16",
+            device="h100-sxm",
+            seconds=1e-5 + 2**power / 2e9 * (20.0 if power % 2 else 1.0),
+        )
+        for operation in operations
+        for members in (2, 4, 8, 16)
+        for power in range(14, 34)
+    )
+    problem = replace(problem, timings=timings)
+    batch, _ = space.plans(space.cells())
+    plans = some_of(batch, 6000, 5)
+    costs = kind_costs(problem, plans, first_layers(space, plans))
+    bound = costs.step_s(plans.vp, spread_of(problem.model, plans), overlaps=problem.framework.p2p_overlap)
+    found = estimate(problem, plans)
+    assert (found.terms_s["data_parallel_reduce"] > 0.2 * found.step_s).any(), "the measured times count"
+    assert (bound <= found.step_s * (1 + 1e-9)).all()
