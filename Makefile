@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 
 search: $(VENV)/.runtime
 	$(BIN)/autoplan search examples/llama3-70b/config.json --cluster h100-sxm:16x8 --global-batch 512 --seq-len 8192 --force
-	$(BIN)/autoplan export plan.json --to megatron-lm --launcher torchrun --out launch.sh --force
+	$(BIN)/autoplan export plan.json --to megatron-lm --launcher torchrun --out launch --force
 
 test: lint types contracts tests
 
@@ -38,4 +38,4 @@ $(VENV)/.dev: pyproject.toml
 	touch $@ $(VENV)/.runtime
 
 clean:
-	rm -rf $(VENV) plan.json launch.sh
+	rm -rf $(VENV) plan.json launch

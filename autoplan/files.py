@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import tempfile
 import tomllib
 import types
@@ -251,3 +252,42 @@ def write_text(path: Path, text: str, *, force: bool = False, executable: bool =
         raise InputError(f"{path}: cannot be written: the text is not Unicode") from None
     with replacing(path, force=force, executable=executable) as stream:
         stream.write(data)
+
+
+def check_folder(path: Path, *, force: bool) -> None:
+    """Refuse to write a folder over what exists; over a folder, only with `force`."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            if not force and any(path.iterdir()):
+                raise InputError(f"{path} exists: choose another name or pass --force")
+        elif path.exists() or path.is_symlink():
+            raise InputError(f"{path} exists and is no folder: choose another name")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool = False) -> None:
+    """Write a folder of (text, executable) by name, whole or not at all; with `force` in place of another one.
+
+    Files of an older folder that are not written again stay beside the new ones.
+    """
+    check_folder(path, force=force)
+    for name in texts:
+        if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+            raise InputError(f"{name!r} is no name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".autoplan-", dir=path.parent) as scratch:
+            made = Path(scratch) / "made"
+            if path.is_dir():
+                shutil.copytree(path, made, symlinks=True)
+            else:
+                made.mkdir()
+            for name, (text, executable) in texts.items():
+                (made / name).unlink(missing_ok=True)  # a link would lead elsewhere
+                write_text(made / name, text, executable=executable)
+            if path.is_dir():
+                path.rename(Path(scratch) / "old")
+            made.rename(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -126,10 +126,10 @@ def test_estimate_and_export_read_the_plan_file(searched: Path) -> None:
         script = run(searched, "export", "plan.json", "--to", "megatron-lm", "--launcher", launcher)
         assert script.returncode == 0, script.stderr
         assert script.stdout.startswith("#!/bin/bash")
-    written = run(searched, "export", "plan.json", "--to", "megatron-lm", "--out", "run.sh")
+    written = run(searched, "export", "plan.json", "--to", "megatron-lm", "--out", "run")
     assert written.returncode == 0
     assert written.stdout == ""
-    assert os.access(searched / "run.sh", os.X_OK)
+    assert os.access(searched / "run" / "launch.sh", os.X_OK)
 
 
 @pytest.mark.parametrize(

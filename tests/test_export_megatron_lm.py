@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from autoplan.errors import InputError
-from autoplan.export.launcher import Launcher, comment, node_shape, safe_name
-from autoplan.export.megatron_lm import export_megatron_lm, megatron_lm_arguments, pipeline_layout
+from autoplan.export.launcher import Launcher, comment, launch_script, node_shape, safe_name
+from autoplan.export.megatron_lm import megatron_lm_arguments, pipeline_layout
+from autoplan.export.targets import job_of
 from autoplan.framework import Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import ParallelPlan
@@ -192,6 +193,10 @@ EXPORTS: dict[str, tuple[PlanFile, Launcher]] = {
     "placed": (PLACED, "torchrun"),
     "placed_slurm": (PLACED, "slurm"),
 }
+
+
+def export_megatron_lm(plan_file: PlanFile, launcher: Launcher) -> str:
+    return launch_script(plan_file, job_of(plan_file, "megatron-lm"), launcher)
 
 
 @pytest.mark.parametrize("name", EXPORTS)

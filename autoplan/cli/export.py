@@ -1,4 +1,4 @@
-"""`autoplan export`: which script starts the run that a plan file describes?"""
+"""`autoplan export`: which files start the run that a plan file describes?"""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import typer
 from autoplan.cli.inputs import ForceOption
 from autoplan.errors import InputError, NoPlanError
 
-TARGETS = ("megatron-lm",)
-LAUNCHERS = ("torchrun", "slurm")
-
 
 def export(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    to: Annotated[str, typer.Option(metavar="TARGET", help=f"Framework: {', '.join(TARGETS)}.")],
-    launcher: Annotated[str, typer.Option(metavar="LAUNCHER", help=f"{' or '.join(LAUNCHERS)}.")] = "torchrun",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to stdout.")] = None,
+    to: Annotated[str, typer.Option(metavar="TARGET", help="Framework, such as megatron-lm.")],
+    launcher: Annotated[str, typer.Option(metavar="LAUNCHER", help="Such as torchrun or slurm.")] = "torchrun",
+    target_version: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Of the framework, where several are known.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the files into this folder instead of to stdout.")
+    ] = None,
     force: ForceOption = False,
 ) -> None:
-    """Print the launch script of a plan."""
-    from autoplan.cli.inputs import check_output
-    from autoplan.export.megatron_lm import export_megatron_lm
-    from autoplan.files import decode, read_table, write_text
+    """Write the files that start a plan."""
+    from autoplan.export.targets import exported
+    from autoplan.files import check_folder, decode, read_table, write_folder
     from autoplan.result import PlanFile
     from autoplan.units import format_bytes
 
-    if to not in TARGETS:
-        raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
     if out is not None:
-        check_output(out, force=force)
+        check_folder(out, force=force)
     table = read_table(plan)
     if "mixed_schema_version" in table:
         raise NoPlanError(f"{plan}: no framework that is known here starts a plan whose replicas or stages are unlike")
@@ -41,14 +40,11 @@ def export(
             f"{plan}: the plan needs {format_bytes(plan_file.best.memory_bytes)} and would run out of memory: "
             "search for one that fits"
         )
-    if launcher == "torchrun":
-        script = export_megatron_lm(plan_file, "torchrun")
-    elif launcher == "slurm":
-        script = export_megatron_lm(plan_file, "slurm")
+    files = exported(plan_file, to, launcher, target_version)
+    if out is not None:
+        write_folder(out, {file.name: (file.text, file.executable) for file in files}, force=force)
+        typer.echo(f"wrote {', '.join(str(out / file.name) for file in files)}", err=True)
+    elif len(files) == 1:
+        typer.echo(files[0].text, nl=False)
     else:
-        raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
-    if out is None:
-        typer.echo(script, nl=False)
-    else:
-        write_text(out, script, force=force, executable=True)
-        typer.echo(f"wrote {out}", err=True)
+        raise InputError(f"{len(files)} files start this plan: pass --out FOLDER")

@@ -275,11 +275,14 @@ def _shared(storage: str | None, study: str | None, workers: int) -> Iterator[Sh
 
 
 def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:
-    """What to type next, or why there is no launch script for the plan."""
-    from autoplan.export.megatron_lm import export_megatron_lm
+    """What to type next, or why no file starts the plan."""
+    from autoplan.export.targets import TARGETS, job_of
 
+    target = next((target for target in TARGETS.values() if file.framework.rules in target.rules), None)
+    if target is None:
+        return "no launch script", f"no launch files are written for {file.framework.name}"
     try:
-        export_megatron_lm(file, "torchrun")
+        job_of(file, target.name)
     except AutoplanError as error:
         return "no launch script", str(error)
-    return "next", f"autoplan export {shlex.quote(str(out))} --to megatron-lm --launcher torchrun"
+    return "next", f"autoplan export {shlex.quote(str(out))} --to {target.name} --launcher torchrun"

@@ -4,52 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
+from autoplan.export.job import File, Group, Job, Setting, Variable
 from autoplan.ranks import host_order
 from autoplan.result import PlanFile
 from autoplan.units import format_bytes, format_percent, format_seconds
 
 Launcher = Literal["torchrun", "slurm"]
-
-Line = list[str]  # words that stand on one line of a script
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variable:
-    """What a person may set in the environment; without a `default` it must be set."""
-
-    name: str
-    default: str | None
-    says: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A bash array of options: its name, what it holds, its lines."""
-
-    name: str
-    says: str
-    lines: tuple[Line, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is started on every device.  `program` and `trailing` are shell words with expansions, quoted by hand.
-
-    `replaceable` is a group that a variable of that name with `_ARGS` in the environment replaces as a whole.
-    """
-
-    framework: str
-    environment: tuple[str, ...]  # commands, such as export NAME=value
-    variables: tuple[Variable, ...]
-    program: str
-    groups: tuple[Group, ...]
-    replaceable: Group
-    trailing: tuple[str, ...]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
 def launch_script(plan_file: PlanFile, job: Job, launcher: Launcher) -> str:
@@ -62,12 +27,18 @@ def launch_script(plan_file: PlanFile, job: Job, launcher: Launcher) -> str:
     parts += [*_header(plan_file, job, launcher), "set -euo pipefail", ""]
     parts += _variables(job, launcher, nodes, hosts)
     if job.environment:
-        parts += [*job.environment, ""]
+        parts += [*(_environment(setting) for setting in job.environment), ""]
     for group in job.groups:
         parts += [*_array(group), ""]
-    parts += [*_replaceable(job.replaceable), ""]
+    if job.replaceable:
+        parts += [*_replaceable(job.replaceable), ""]
     parts += _start(job, launcher, nodes, devices, hosts)
     return "\n".join(parts) + "\n"
+
+
+def launch_files(plan_file: PlanFile, job: Job, launcher: Launcher) -> tuple[File, ...]:
+    """What starts `job`: the script, before the files that the job reads."""
+    return (File(name="launch.sh", text=launch_script(plan_file, job, launcher), executable=True), *job.files)
 
 
 def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
@@ -187,6 +158,13 @@ def _assignment(variable: Variable) -> str:
     return f"{variable.name}=${{{variable.name}{rest}}}"
 
 
+def _environment(setting: Setting) -> str:
+    command = (
+        f"unset {setting.name}" if setting.value is None else f"export {setting.name}={shlex.quote(setting.value)}"
+    )
+    return f"{command}  {comment(setting.says)}"
+
+
 def _array(group: Group) -> list[str]:
     return [f"# {group.says}", f"{group.name}=(", *(f"    {shlex.join(line)}" for line in group.lines), ")"]
 
@@ -197,7 +175,7 @@ def _replaceable(group: Group) -> list[str]:
 
 
 def _start(job: Job, launcher: Launcher, nodes: int, devices: int, hosts: tuple[str, ...]) -> list[str]:
-    arrays = [group.name for group in (*job.groups, job.replaceable)]
+    arrays = [group.name for group in (*job.groups, job.replaceable) if group]
     # Tasks are numbered as the host file lists them, nodes by Slurm.
     of_slurm = '"$SLURM_PROCID"' if hosts else '"$SLURM_NODEID"'
     rank = of_slurm if launcher == "slurm" else '"$NODE_RANK"'

@@ -8,11 +8,12 @@ from __future__ import annotations
 from itertools import groupby
 
 from autoplan.errors import InputError
-from autoplan.export.launcher import Group, Job, Launcher, Line, Variable, launch_script
+from autoplan.export.job import Group, Job, Line, Setting, Target, Variable
 from autoplan.model import Block, Experts, LatentAttention, ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.result import PlanFile
-from autoplan.rules import Setting, broken
+from autoplan.rules import Setting as RuleSetting
+from autoplan.rules import broken
 from autoplan.rules.megatron_lm import RULES
 
 _STRATEGY = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
@@ -26,11 +27,9 @@ def megatron_lm_arguments(plan_file: PlanFile) -> list[str]:
     return [word for group in _groups(plan_file) for line in group.lines for word in line]
 
 
-def export_megatron_lm(plan_file: PlanFile, launcher: Launcher) -> str:
-    """The script that starts the plan in a checkout of Megatron-LM."""
-    if plan_file.framework.rules not in ("megatron-lm", "unknown"):
-        raise InputError(f"launch files for {plan_file.framework.name} are not written yet, only for Megatron-LM")
-    job = Job(
+def job(plan_file: PlanFile, version: str = "") -> Job:
+    """What starts the plan in a checkout of Megatron-LM."""
+    return Job(
         framework="Megatron-LM",
         environment=_environment(plan_file),
         variables=(
@@ -46,14 +45,13 @@ def export_megatron_lm(plan_file: PlanFile, launcher: Launcher) -> str:
         ),
         trailing=('--train-iters "$TRAIN_ITERS"',),
     )
-    return launch_script(plan_file, job, launcher)
 
 
 def _groups(plan_file: PlanFile) -> tuple[Group, ...]:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     _check_model(model)
     _check_training(plan_file)
-    setting = Setting(model=model, training=training, num_devices=plan.num_devices)
+    setting = RuleSetting(model=model, training=training, num_devices=plan.num_devices)
     if problems := broken(RULES, setting, plan):
         raise InputError(f"Megatron-LM does not accept the plan: {'; '.join(problems)}")
     dropout = [] if plan_file.framework.dropout else [["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]]
@@ -318,14 +316,18 @@ def _optimisation(plan_file: PlanFile) -> Group:
     )
 
 
-def _environment(plan_file: PlanFile) -> tuple[str, ...]:
+def _environment(plan_file: PlanFile) -> tuple[Setting, ...]:
     """How many queues the device reads: one orders collectives before Blackwell, FSDP needs several.
 
     Both are asserted: training/arguments.py:1166 and :1477.
     """
     plan, device = plan_file.best.plan, plan_file.cluster.device
+    queues = "CUDA_DEVICE_MAX_CONNECTIONS"
     if plan.sharding in _STRATEGY:
-        return ("unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1",)
+        return (Setting(name=queues, value=None, says="Megatron-FSDP refuses 1"),)
     if (plan.tp > 1 or plan.cp > 1) and device.generation != "blackwell":
-        return ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # demanded under tensor or context parallelism",)
+        return (Setting(name=queues, value="1", says="demanded under tensor or context parallelism"),)
     return ()
+
+
+TARGET = Target(name="megatron-lm", says="Megatron-LM", rules=("megatron-lm", "unknown"), job=job)

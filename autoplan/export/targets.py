@@ -1,0 +1,35 @@
+"""Which frameworks are plans written for?"""
+
+from __future__ import annotations
+
+from autoplan.errors import InputError
+from autoplan.export import megatron_lm
+from autoplan.export.job import File, Job, Target
+from autoplan.export.launcher import LAUNCHERS, launch_files
+from autoplan.result import PlanFile
+
+TARGETS: dict[str, Target] = {target.name: target for target in (megatron_lm.TARGET,)}
+
+
+def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
+    """The job of a plan for the target `to`; an `InputError` says why there is none."""
+    if to not in TARGETS:
+        raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
+    target = TARGETS[to]
+    if plan_file.framework.rules not in target.rules:
+        raise InputError(
+            f"the plan was made for {plan_file.framework.name}, which {target.says} is not: "
+            "search with --framework for the one that shall run it"
+        )
+    version = target.versions[0] if version is None else version
+    if version not in target.versions:
+        raise InputError(f"no version {version!r} of {target.says}: known are {', '.join(target.versions)}")
+    return target.job(plan_file, version)
+
+
+def exported(plan_file: PlanFile, to: str, launcher: str, version: str | None = None) -> tuple[File, ...]:
+    """The files that start a plan, the launch file first."""
+    known = next((name for name in LAUNCHERS if name == launcher), None)
+    if known is None:
+        raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
+    return launch_files(plan_file, job_of(plan_file, to, version), known)
