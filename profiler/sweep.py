@@ -13,9 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
+from autoplan.children import CrewError
 from autoplan.cluster import ClusterSpec
 from autoplan.timing import Operation
-from profiler.launch import Crew, CrewError
+from profiler.launch import Crew
 from profiler.protocol import Hello, Outcome, Task
 from profiler.record import Fingerprint, Record
 from profiler.wishes import Key, Planned

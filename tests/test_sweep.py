@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import faulty_ranks
+from autoplan.children import CrewError
 from autoplan.read.cluster import load_cluster
 from profiler import sweep
-from profiler.launch import Crew, CrewError
+from profiler.launch import Crew
 from profiler.protocol import Hello, Job, Outcome, Task
 from profiler.record import Fingerprint, Status
 from profiler.store import open_store
