@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.framework import Framework
-from autoplan.rules import Rulebook, deepspeed, fsdp2, megatron_lm, nanotron, torchtitan, universal
+from autoplan.rules import Rulebook, deepspeed, fsdp2, megatron_lm, nanotron, torchtitan, trainer, universal
 
 BOOKS = {
     "megatron-lm": megatron_lm.BOOK,
@@ -11,6 +11,7 @@ BOOKS = {
     "nanotron": nanotron.BOOK,
     "deepspeed": deepspeed.BOOK,
     "fsdp2": fsdp2.BOOK,
+    "trainer": trainer.BOOK,
     "unknown": universal.BOOK,
 }
 
