@@ -16,6 +16,7 @@ from autoplan.cli.estimate import estimate
 from autoplan.cli.export import export
 from autoplan.cli.predict import predict
 from autoplan.cli.profile import profile
+from autoplan.cli.run import run
 from autoplan.cli.schema import schema
 from autoplan.cli.score import score
 from autoplan.cli.search import search
@@ -40,6 +41,7 @@ app.command(no_args_is_help=True)(calibrate)
 app.command()(discover)
 app.command(no_args_is_help=True)(profile)
 app.command(no_args_is_help=True)(topo)
+app.command(no_args_is_help=True)(run)
 app.command(no_args_is_help=True)(schema)
 app.add_typer(db, name="db")
 

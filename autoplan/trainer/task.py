@@ -67,3 +67,24 @@ class Report:
     peak_bytes: tuple[float, ...]  # of every rank: what its tensors held at once; empty where it was not tracked
     device: str  # such as cpu or the name of the GPU
     check: Check | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a run should take, on the device of the plan's cluster; `terms_s` add up to `step_s`."""
+
+    device: str
+    step_s: float
+    low_s: float
+    high_s: float
+    terms_s: dict[str, float]
+    peak_bytes: float  # handed out by the allocator on the fullest rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """A run, what was predicted of it, and what it measured."""
+
+    task: Task
+    predicted: Predicted
+    measured: Report
