@@ -1,0 +1,56 @@
+"""How do bytes that come in pieces become lines: without colours, control characters and the labels of launchers?"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+MOST_LINE_BYTES = 2**16  # of a line; the rest of a longer one is passed over
+
+_ENDS = re.compile(rb"[\r\n]+")  # a bar of tqdm returns to the start of its line
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+# `[rank0]:` and `[default0]:` of torchrun --tee, `0: ` of srun --label, `[1,0]<stdout>:` of mpirun --tag-output (Open
+# MPI), `[0] ` of mpirun -prepend-rank (hydra).
+_LABEL = re.compile(r"\s{0,8}(\[[\w.-]{1,60}\d\]:|\d{1,7}: |\[\d{1,3},\d{1,7}\]<\w{1,8}>:|\[\d{1,7}\] )")
+
+
+class LineSplitter:
+    """Hands out lines as they are complete."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._is_cut = False  # the rest of this line is passed over
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that `data` completes, cleaned, none of them empty."""
+        pieces = _ENDS.split(data)
+        found = []
+        for piece in pieces[:-1]:
+            if not self._is_cut:
+                found.append(self._rest + piece)
+            self._rest, self._is_cut = b"", False
+        if not self._is_cut:
+            self._rest += pieces[-1]
+            if len(self._rest) > MOST_LINE_BYTES:
+                found.append(self._rest)
+                self._rest, self._is_cut = b"", True
+        return [text for line in found if (text := cleaned_line(line))]
+
+    def finish(self) -> list[str]:
+        """The last line, where no end of it came."""
+        rest, self._rest = self._rest, b""
+        return [text] if (text := cleaned_line(rest)) else []
+
+
+def cleaned_line(line: bytes) -> str:
+    """A line as text, without colours and control characters; a tab is a space."""
+    text = _ESCAPES.sub("", line[:MOST_LINE_BYTES].decode("utf-8", errors="replace").replace("\t", " "))
+    if not text.isprintable():
+        text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")
+    return text.rstrip()
+
+
+def split_label(line: str) -> tuple[str, str]:
+    """(the label that a launcher put before a line of one rank, blank if none; the rest)."""
+    label = _LABEL.match(line)
+    return (label[1], line[label.end() :]) if label else ("", line)

@@ -1,0 +1,273 @@
+"""Which step times does a log hold, whichever framework wrote it?"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import get_args
+
+from autoplan.errors import InputError
+from autoplan.read.logs import deepspeed, hf_trainer, megatron_lm, nanotron, torchtitan
+from autoplan.read.logs.lines import LineSplitter, split_label
+from autoplan.read.logs.seen import MOST_STEP_S, Seen, Source
+from autoplan.units import check_count
+
+DIALECTS = (megatron_lm, torchtitan, nanotron, deepspeed, hf_trainer)
+WARMUP = 2  # steps from a start on: kernels are chosen and compiled, memory is taken, connections are made
+
+_CHUNK = 2**20
+_MOST_TIMES = 100_000  # of one source that are kept, the newest; a log may be endless
+_MOST_LABELS = 100_000
+_NEAR = 64  # readings back that a slower rank may still be late for
+_BAR_FORGETS = 10  # steps after which tqdm's moving average (weight .3 for the newest) holds 3 % of the first one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a step trains, where that is known: logs that state rates are read with it."""
+
+    num_sequences: int
+    seq_len: int
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """What a log says of a run, in the order of its lines.
+
+    Each of `step_s` is the time of one step or the mean of some that were logged together.  Left out are those that
+    cover one of the first `warmup` steps after a start, and, where others remain, those of a step that an evaluation
+    or a checkpoint may have taken part in.
+    """
+
+    framework: str
+    source: Source  # how the times were told
+    step_s: tuple[float, ...]
+    num_steps: int  # that `step_s` cover
+    num_left_out: int  # times
+    losses: tuple[float, ...] = ()
+    allocated_bytes: float | None = None  # highest peak of the ranks that told
+    reserved_bytes: float | None = None
+
+    @property
+    def median_s(self) -> float:
+        """The step time that counts: robust against steps that something else took part in."""
+        return float(median(self.step_s))
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """About 95 % sure to hold the median that more steps would show; under six times, their range.
+
+        By order statistics, whatever the distribution: Conover, Practical Nonparametric Statistics, section 3.2.
+        """
+        ordered = sorted(self.step_s)
+        at = max(math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2), 0)
+        return ordered[at], ordered[-1 - at]
+
+
+@dataclass(slots=True)
+class _Time:
+    step: int
+    num_steps: int
+    step_s: float
+    is_warm: bool  # covers none of the first steps
+    is_paused: bool
+
+
+@dataclass(slots=True)
+class _Series:
+    """The times of one source."""
+
+    times: deque[_Time] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+    first: int | None = None  # step since the last start
+    previous: int | None = None  # step whose end was told before
+    moment: float | None = None  # of that
+    is_paused: bool = False
+
+    def kept(self) -> list[_Time]:
+        warm = [time for time in self.times if time.is_warm]
+        return [time for time in warm if not time.is_paused] or warm
+
+
+@dataclass(slots=True)
+class _Dialect:
+    """What was read of one framework."""
+
+    name: str
+    reader: megatron_lm.Reader | torchtitan.Reader | nanotron.Reader | deepspeed.Reader | hf_trainer.Reader
+    series: dict[Source, _Series] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)  # step by label
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+    allocated_bytes: float | None = None
+    reserved_bytes: float | None = None
+
+
+class LogReader:
+    """Reads a log while it is written; several ranks may write side by side.
+
+    Of ranks that report the same step the slowest counts.  A rank whose step number falls has started again.
+    """
+
+    def __init__(self, batch: Batch | None = None, *, warmup: int = WARMUP) -> None:
+        check_count("warmup", warmup, least=0)
+        self._batch, self._warmup = batch, warmup
+        self._splitter = LineSplitter()
+        self._dialects = [_Dialect(name=one.NAME, reader=one.Reader()) for one in DIALECTS]
+
+    def feed(self, data: bytes, now_s: float | None = None) -> list[str]:
+        """Take in what was written; the lines that it completes.  `now_s` is the moment at which it was, if it is."""
+        lines = self._splitter.feed(data)
+        for line in lines:
+            self._read(line, now_s)
+        return lines
+
+    @property
+    def num_steps(self) -> int:
+        """Steps timed so far, those left out not counted."""
+        best = self._best()
+        return sum(time.num_steps for time in best[2]) if best else 0
+
+    def finish(self) -> LoggedRun:
+        """What the log says; refused where it says no step time."""
+        for line in self._splitter.finish():
+            self._read(line, None)
+        best = self._best()
+        if best is None:
+            raise InputError(self._nothing())
+        dialect, source, times = best
+        return LoggedRun(
+            framework=dialect.name,
+            source=source,
+            step_s=tuple(time.step_s for time in times),
+            num_steps=sum(time.num_steps for time in times),
+            num_left_out=len(dialect.series[source].times) - len(times),
+            losses=tuple(dialect.losses),
+            allocated_bytes=dialect.allocated_bytes,
+            reserved_bytes=dialect.reserved_bytes,
+        )
+
+    def _best(self) -> tuple[_Dialect, Source, list[_Time]] | None:
+        """The most exact source that has times; of frameworks that share it, the one with most."""
+        for source in get_args(Source):
+            held = [
+                (dialect, source, times)
+                for dialect in self._dialects
+                if source in dialect.series and (times := dialect.series[source].kept())
+            ]
+            if held:
+                return max(held, key=lambda one: len(one[2]))
+        return None
+
+    def _nothing(self) -> str:
+        told = [(dialect.name, source) for dialect in self._dialects for source in dialect.series]
+        rates = [name for name, source in told if source in ("tokens", "samples")]
+        if rates and self._batch is None:
+            return f"the log of {rates[0]} states rates only: the batch of a step is needed to read times from it"
+        if told:
+            return (
+                f"the log of {told[0][0]} has no step time after the first {self._warmup} steps, which warm up: "
+                "log more steps, or more often"
+            )
+        looked_for = "; ".join(f"{one.NAME}: {one.LOOKED_FOR}" for one in DIALECTS)
+        return f"the log says no step time.  Looked for: {looked_for}"
+
+    def _read(self, line: str, now_s: float | None) -> None:
+        label, text = split_label(line)
+        for dialect in self._dialects:
+            seen = dialect.reader.read(text)
+            if seen is not None:
+                self._take(dialect, label, seen, now_s)
+
+    def _take(self, dialect: _Dialect, label: str, seen: Seen, now_s: float | None) -> None:
+        if seen.loss is not None:
+            dialect.losses.append(seen.loss)
+        for name in ("allocated_bytes", "reserved_bytes"):
+            if (peak := getattr(seen, name)) is not None:
+                setattr(dialect, name, max(peak, getattr(dialect, name) or 0.0))
+        if seen.pause:
+            for one in self._dialects:  # Trainer and DeepSpeed write one log
+                for series in one.series.values():
+                    series.is_paused = True
+        if not seen.times:
+            return
+        times = dict(seen.times)
+        if seen.step is not None:
+            if now_s is not None:
+                times.setdefault("moments", now_s)
+            if seen.step < dialect.last.get(label, 0):  # this rank has started again
+                dialect.last.clear()
+                for series in dialect.series.values():
+                    series.first = series.previous = series.moment = None
+            if len(dialect.last) < _MOST_LABELS or label in dialect.last:
+                dialect.last[label] = seen.step
+        for source, value in times.items():
+            self._add(dialect.series.setdefault(source, _Series()), source, seen.step, value)
+
+    def _add(self, series: _Series, source: Source, step: int | None, value: float) -> None:
+        if step is None:
+            step = (series.previous or 0) + 1
+        if series.previous is not None and step <= series.previous:
+            self._slower(series, source, step, value)
+            return
+        series.first = step if series.first is None else series.first
+        previous, series.previous = series.previous, step
+        moment, series.moment = series.moment, value
+        is_paused, series.is_paused = series.is_paused, False
+        num_steps = 1 if previous is None else step - previous
+        step_s = self._step_s(source, value, moment, num_steps)
+        if step_s is None:
+            return
+        # Steps since the start before those that this time covers; the first line stands for as many as others do.
+        num_before = 0 if previous is None else previous - series.first + min(num_steps, series.first)
+        warmup = self._warmup + (_BAR_FORGETS if source == "bar" else 0)
+        is_warm = source == "whole" or num_before >= warmup
+        series.times.append(_Time(step=step, num_steps=num_steps, step_s=step_s, is_warm=is_warm, is_paused=is_paused))
+
+    def _slower(self, series: _Series, source: Source, step: int, value: float) -> None:
+        """Another rank says the time of a step that is held: the slower of the two counts."""
+        if source == "moments":
+            return
+        for at in range(1, min(len(series.times), _NEAR) + 1):
+            held = series.times[-at]
+            if held.step == step:
+                step_s = self._step_s(source, value, None, held.num_steps)
+                held.step_s = max(held.step_s, step_s or 0.0)
+                return
+
+    def _step_s(self, source: Source, value: float, before: float | None, num_steps: int) -> float | None:
+        """Seconds of a step; None where they cannot be told."""
+        if source == "moments":
+            step_s = (value - before) / num_steps if before is not None else 0.0
+        elif source == "tokens" and self._batch:
+            step_s = self._batch.num_sequences * self._batch.seq_len / (value * self._batch.num_devices)
+        elif source == "samples" and self._batch:
+            step_s = self._batch.num_sequences / value
+        else:
+            step_s = 0.0 if source in ("tokens", "samples") else value
+        return step_s if 0 < step_s <= MOST_STEP_S else None
+
+
+def read_log(path: Path, batch: Batch | None = None, *, warmup: int = WARMUP) -> LoggedRun:
+    """What the log file at `path` says of a run, in bounded memory however long it is."""
+    reader = LogReader(batch, warmup=warmup)
+    for data in _chunks(path):
+        reader.feed(data)
+    try:
+        return reader.finish()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as stream:
+            while data := stream.read(_CHUNK):
+                yield data
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # a name that no file system takes
+        raise InputError(f"{str(path)!r}: cannot be read: {error}") from None

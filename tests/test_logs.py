@@ -1,0 +1,312 @@
+"""Are step times read from logs as the frameworks write them, and is everything else passed over?
+
+The lines are made by the frameworks' own format strings, copied field by field from the sources that the readers name.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError
+from autoplan.read.logs import Batch, LoggedRun, LogReader, read_log
+from autoplan.units import GIB, MIB
+
+BATCH = Batch(num_sequences=64, seq_len=4096, num_devices=8)
+SECONDS = (40.0, 9.0, 2.0, 2.1, 1.9, 2.2, 2.0)  # of seven steps, of which two warm up
+KEPT = pytest.approx(SECONDS[2:], rel=2e-3)
+
+
+def read(lines: list[str], batch: Batch | None = BATCH, warmup: int = 2) -> LoggedRun:
+    reader = LogReader(batch, warmup=warmup)
+    reader.feed("".join(f"{line}\n" for line in lines).encode())
+    return reader.finish()
+
+
+def megatron(step: int, seconds: float, version: str = "core_v0.8.0", unit: str = "ms") -> str:
+    line = "" if version == "v2.5" else " [2026-08-22 15:22:22.123456]"
+    line += f" iteration {step:8d}/{500_000:8d} |"
+    line += f" consumed samples: {step * 64:12d} |"
+    value = seconds * 1000.0 if unit == "ms" else seconds
+    line += f" elapsed time per iteration ({unit}): {value:.1f} |"
+    if version != "v2.5":
+        line += f" throughput per GPU (TFLOP/s/GPU): {401.2:.1f} |"
+    line += f" learning rate: {1e-4:.6E} |"
+    line += f" global batch size: {64:5d} |"
+    line += " {}: {:.6E} |".format("lm loss", 10.5 - step)
+    line += f" loss scale: {1.0:.1f} |"
+    line += f" grad norm: {0.7:.3f} |"
+    return line + f" number of skipped iterations: {0:3d} | number of nan iterations: {0:3d} |"
+
+
+def torchtitan(step: int, seconds: float, version: str = "v0.2.2", at_s: float = 0.0, color: bool = True) -> str:
+    tps = 64 * 4096 / 8 / seconds
+    red, green, reset = ("\033[31m", "\033[32m", "\033[39m") if color else ("", "", "")
+    head = f"[titan] 2026-08-21 21:{int(at_s) // 60:02}:{at_s % 60:06.3f}".replace(".", ",") + " - root - INFO - "
+    if version == "6d9e4e6":
+        return (
+            f"{head}{red}step: {step:>2}  {green}loss: {7.3:>7}  iter: {round(seconds, 4):>7}  data: {0.01:>5}  lr: 0.1"
+        )
+    if version == "e62573d":
+        return (
+            f"{head}step: {step:2}  loss: {7.3:7.4f}  memory: {61.5:5.2f}GiB({77.1:.2f}%)  wps: {round(tps):,}  mfu: 4%"
+        )
+    return (
+        f"{head}{red}step: {step:2}  {green}loss: {7.3:8.5f}  \033[38;2;180;60;0mgrad_norm: {1.5:7.4f}  "
+        f"memory: {61.5:5.2f}GiB({77.1:.2f}%)  tps: {round(tps):,}  tflops: {400.1:,.2f}  mfu: {41.2:.2f}%{reset}"
+    )
+
+
+def human(value: float) -> str:
+    """What `human_format` of nanotron's logging.py makes of a number above 1."""
+    value = float(f"{value:.3g}")
+    sizes = ["", "K", "M", "B", "T"]
+    while abs(value) >= 1000:
+        value /= 1000.0
+        sizes.pop(0)
+    return f"{value:f}".rstrip("0").rstrip(".") + sizes[0]
+
+
+def nanotron(step: int, seconds: float, tag: str = "elapsed_time_per_iteration_ms") -> str:
+    fields = {
+        "consumed_tokens": human(step * 64 * 4096),
+        tag: human(seconds * 1000),
+        "tokens_per_sec": human(64 * 4096 / seconds),
+        "global_batch_size": human(64),
+        "lm_loss": human(10.4),
+        "cuda_max_memory_reserved": human(3.21e10),
+    }
+    head = "\033[2;3m08/22 15:22:22 [INFO|DP=0|PP=0|TP=0|node7]\033[0m: "
+    return head + " | ".join([f"iteration: {step} / 100", *(f"{name}: {value}" for name, value in fields.items())])
+
+
+def pipeline(step: int, seconds: float) -> str:
+    return f"steps: {step} loss: {2.5:0.4f} iter time (s): {seconds:0.3f} samples/sec: {64 / seconds:0.3f}"
+
+
+def throughput(step: int, seconds: float, version: str = "v0.9.5") -> str:
+    head = "[2026-08-22 12:19:04,123] [INFO] [timer.py:264:stop] "
+    if version == "v0.7.0":
+        rates = f"RunningAvgSamplesPerSec={30.0}, CurrSamplesPerSec={64 / seconds}"
+        return f"{head}0/{step}, {rates}, MemAllocated={9.1}GB, MaxMemAllocated={55.25}GB"
+    return (
+        f"{head}epoch=0/micro_step={4 * step}/global_step={step}, RunningAvgSamplesPerSec={30.0}, "
+        f"CurrSamplesPerSec={64 / seconds}, MemAllocated={9.1}GB, MaxMemAllocated={55.25}GB"
+    )
+
+
+def breakdown(seconds: float) -> list[str]:
+    micro = f"time (ms) | fwd_microstep: {1.0:.2f} | bwd_microstep: {2.0:.2f} | step_microstep: {3.0:.2f}"
+    parts = [300 * seconds, 600 * seconds, 500 * seconds, 100 * seconds, 100 * seconds]
+    names = ("fwd", "bwd", "bwd_inner", "bwd_allreduce", "step")
+    return [micro, "time (ms)" + "".join(f" | {name}: {part:.2f}" for name, part in zip(names, parts, strict=True))]
+
+
+def bar(step: int, rate: str, total: int = 100) -> str:
+    """What tqdm 4.70's format_meter writes; each one goes back to the start of the line."""
+    return f"\r{step * 100 // total:3.0f}%|{'█' * 3}{' ' * 7}| {step}/{total} [00:12<01:50, {rate}]"
+
+
+STATED = {
+    "Megatron-LM core_v0.8.0": lambda step, seconds: megatron(step, seconds),
+    "Megatron-LM v2.5": lambda step, seconds: megatron(step, seconds, "v2.5"),
+    "torchtitan v0.2.2": lambda step, seconds: torchtitan(step, seconds),
+    "torchtitan without colours": lambda step, seconds: torchtitan(step, seconds, color=False),
+    "torchtitan e62573d": lambda step, seconds: torchtitan(step, seconds, "e62573d"),
+    "torchtitan 6d9e4e6": lambda step, seconds: torchtitan(step, seconds, "6d9e4e6"),
+    "nanotron v0.5": lambda step, seconds: nanotron(step, seconds),
+    "nanotron 2411b02": lambda step, seconds: nanotron(step, seconds, "time_per_iteration_ms"),
+    "DeepSpeed pipeline": lambda step, seconds: pipeline(step, seconds),
+    "DeepSpeed v0.9.5": lambda step, seconds: throughput(step, seconds),
+    "DeepSpeed v0.7.0": lambda step, seconds: throughput(step, seconds, "v0.7.0"),
+    "DeepSpeed breakdown": lambda step, seconds: "\n".join(breakdown(seconds)),
+}
+
+
+@pytest.mark.parametrize("label", ["", "[rank0]:", "[default3]:", "12: ", "[1,0]<stdout>:"])
+@pytest.mark.parametrize("form", STATED)
+def test_each_frameworks_lines_are_read_after_two_steps_of_warm_up(form: str, label: str) -> None:
+    run = read([label + part for at, one in enumerate(SECONDS) for part in STATED[form](at + 1, one).split("\n")])
+    assert form.startswith(run.framework)
+    assert run.step_s == KEPT
+    assert (run.num_steps, run.num_left_out) == (5, 2)
+    assert run.median_s == pytest.approx(2.0, rel=2e-3)
+    assert run.interval_s == (min(run.step_s), max(run.step_s))
+
+
+def test_the_newest_form_of_each_format_string_is_the_one_of_its_source() -> None:
+    """Whole lines as the sources make them, so that no helper above hides a blank that a reader relies on."""
+    assert megatron(7, 1.25).startswith(
+        " [2026-08-22 15:22:22.123456] iteration        7/  500000 | consumed samples:          448 |"
+        " elapsed time per iteration (ms): 1250.0 | throughput per GPU (TFLOP/s/GPU): 401.2 |"
+    )
+    assert "step:  7  loss:  7.30000  grad_norm:  1.5000  memory: 61.50GiB(77.10%)  tps: 26,214" in torchtitan(
+        7, 1.25, color=False
+    ).replace("\033[38;2;180;60;0m", "")
+
+
+def test_memory_and_loss_are_read_where_a_log_has_them() -> None:
+    report = "[Rank 3] (after 2 iterations) memory (MB) | allocated: 5000.25 | max allocated: {}"
+    report += " | reserved: 1.0 | max reserved: {}"
+    run = read(
+        [
+            megatron(1, 2.0),
+            report.format("61000.5", "70000.00"),
+            report.format("60000.5", "71000.00"),
+            *(megatron(at, 2.0) for at in (2, 3, 4)),
+        ]
+    )
+    assert (run.allocated_bytes, run.reserved_bytes) == (61000.5 * MIB, 71000 * MIB)
+    assert run.losses == (9.5, 8.5, 7.5, 6.5)
+    assert read([torchtitan(at, 2.0) for at in range(1, 5)]).reserved_bytes == 61.5 * GIB
+    assert read([throughput(at, 2.0) for at in range(1, 5)]).allocated_bytes == 55.25 * GIB
+    peaks = "08/22/2026 15:22:22 [INFO|DP=0|PP=0|TP=0]: [After train batch iter] Memory usage: 1.00MiB."
+    peaks += " Peak allocated 10.50MiB. Peak reserved: 12.00MiB"
+    run = read([peaks, *(nanotron(at, 2.0) for at in range(1, 5))])
+    assert (run.allocated_bytes, run.reserved_bytes) == (10.5 * MIB, 3.21e10)
+
+
+def test_bars_of_the_trainer_are_read_and_those_of_evaluation_and_of_data_are_not() -> None:
+    lines = ["Map: 100%|██████████| 900/900 [00:01<00:00, 812.00 examples/s]", bar(0, "?it/s")]
+    for at in range(1, 31):
+        lines.append(bar(at, "4.00s/it" if at < 13 else "2.00s/it"))
+        lines.append("{'loss': '2.5', 'grad_norm': '1.2', 'learning_rate': '5e-05', 'epoch': '0.1'}")
+    lines += [bar(at, "9.00s/it", total=7) for at in range(1, 7)]
+    lines += ["{'eval_loss': '2.1', 'eval_runtime': '3.1', 'epoch': '1'}", bar(31, "8.00s/it"), bar(32, "2.10s/it")]
+    run = read(lines)
+    assert (run.framework, run.source) == ("HF Trainer", "bar")
+    assert set(run.step_s) == {2.0, 2.1}
+    assert run.num_left_out == 13
+    assert read([bar(at, "4.00it/s") for at in range(1, 20)]).median_s == 0.25
+    done = "{'train_runtime': 80.0, 'train_samples_per_second': 8.0, 'train_steps_per_second': 0.5, 'epoch': 1.0}"
+    assert read([done]).step_s == (2.0,)
+
+
+def test_moments_of_arrival_serve_a_bar_better_than_its_moving_average() -> None:
+    reader = LogReader(BATCH)
+    now_s = 100.0
+    for at, seconds in enumerate(SECONDS, 1):
+        now_s += seconds
+        reader.feed(bar(at, "9.00s/it").encode(), now_s)
+        reader.feed(b"\r", now_s)
+    run = reader.finish()
+    assert run.source == "moments"
+    assert run.step_s == KEPT
+
+
+def test_without_the_batch_rates_give_way_to_moments_or_are_refused() -> None:
+    at_s, lines = 0.0, []
+    for at, seconds in enumerate(SECONDS, 1):
+        at_s += seconds
+        lines.append(torchtitan(at, 123.0, at_s=at_s))
+    run = read(lines, batch=None)
+    assert run.source == "moments"
+    assert run.step_s == KEPT
+    with pytest.raises(InputError, match="DeepSpeed states rates only: the batch of a step is needed"):
+        read([throughput(at, 2.0) for at in range(1, 9)], batch=None)
+
+
+def test_a_line_may_stand_for_many_steps() -> None:
+    run = read([megatron(at, 2.0 + at / 1000) for at in (10, 20, 30)])
+    assert run.step_s == pytest.approx((2.02, 2.03))
+    assert run.num_steps == 20
+    assert read([megatron(at, 2.0) for at in (1, 10, 20)]).num_steps == 10
+
+
+def test_the_slowest_rank_counts_and_a_new_start_warms_up_again() -> None:
+    lines = []
+    for at in range(1, 6):
+        lines += [f"[rank0]:{torchtitan(at, 2.0)}", f"[rank1]:{torchtitan(at, 2.5)}", f"[rank2]:{torchtitan(at, 1.5)}"]
+    assert read(lines).step_s == pytest.approx((2.5, 2.5, 2.5), rel=1e-3)
+    again = [megatron(at, 2.0) for at in range(1, 6)] + [megatron(at, 30.0 if at < 6 else 3.0) for at in range(4, 8)]
+    assert read(again).step_s == (2.0, 2.0, 2.0, 3.0, 3.0)
+
+
+def test_steps_after_an_evaluation_or_a_checkpoint_are_left_out_where_others_remain() -> None:
+    pause = {
+        3: " validation loss at iteration 3 | lm loss value: 2.1E+00 | lm loss PPL: 8.2E+00 | ",
+        5: "saving checkpoint at iteration       5 to /data in torch_dist format",
+    }
+    lines = []
+    for at in range(1, 8):
+        lines.append(megatron(at, 9.0 if at - 1 in pause else 2.0))
+        if at in pause:
+            lines.append(pause[at])
+    assert read(lines).step_s == (2.0, 2.0, 2.0)
+    assert read(lines[:5]).step_s == (2.0,)
+    titan = [torchtitan(1, 2.0), torchtitan(2, 2.0)]
+    titan.append(
+        "[titan] 2026-08-21 21:00:09,000 - root - INFO - validate step:  2  loss:  7.1000  memory: 1GiB  tps: 9"
+    )
+    titan += ["[titan] ... Saving the checkpoint (or staging if async is enabled).", torchtitan(3, 7.0)]
+    assert read(titan).step_s == pytest.approx((7.0,), rel=1e-3)
+    assert read([*titan, torchtitan(4, 2.0)]).step_s == pytest.approx((2.0,), rel=1e-3)
+
+
+def test_the_median_withstands_outliers_and_its_interval_holds_the_truth() -> None:
+    rng = random.Random(1)
+    held = 0
+    for _ in range(200):
+        times = [2.0 + rng.gauss(0, 0.1) for _ in range(20)]
+        low, high = read([megatron(at, one) for at, one in enumerate(times, 1)], warmup=0).interval_s
+        held += low <= 2.0 <= high
+    assert 180 <= held < 200
+    run = read([megatron(at, 50.0 if at % 5 == 0 else 2.0) for at in range(1, 40)])
+    assert run.median_s == 2.0
+
+
+def test_a_log_without_steps_says_what_was_looked_for() -> None:
+    with pytest.raises(InputError, match=r"no step time.*Megatron-LM: .*torchtitan: .*nanotron: .*DeepSpeed: .*HF Tra"):
+        read(["hello", "iteration 5", "step: five"])
+    with pytest.raises(InputError, match="no step time after the first 2 steps, which warm up"):
+        read([megatron(1, 2.0), megatron(2, 2.0)])
+
+
+def test_hostile_numbers_are_passed_over(tmp_path: Path) -> None:
+    good = [megatron(at, 2.0) for at in range(1, 5)]
+    bad = [
+        megatron(5, 2.0).replace("2000.0", one) for one in ("nan", "inf", "-3", "0", "1e999", "1.2.3", "9" * 5000, "e")
+    ]
+    assert read([*good, *bad]).step_s == (2.0, 2.0)
+    log = tmp_path / "a.log"
+    log.write_bytes(b"\0\xff" * 10 + b"x" * 3_000_000 + b"\n" + "\n".join(good).encode())
+    assert read_log(log).step_s == (2.0, 2.0)
+    for path in (tmp_path, tmp_path / "none", Path("a\0b")):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_log(path)
+    log.write_bytes(b"\x7fELF\x00")
+    with pytest.raises(InputError, match=r"a\.log: the log says no step time"):
+        read_log(log)
+
+
+PIECES = st.one_of(
+    st.binary(max_size=60),
+    st.sampled_from([STATED[form](at, 2.0).encode() for form in STATED for at in (1, 2, 9)]),
+    st.sampled_from([bar(at, rate).encode() for at in (0, 3, 4) for rate in ("2.0s/it", "?it/s", "1e9it/s")]),
+    st.sampled_from([b"\n", b"\r", b"\x1b[31m", b"[rank0]:", b"0: ", b"{'loss': ", b"iteration ", b"step: ", b"|"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(pieces=st.lists(PIECES, max_size=30), cut=st.integers(1, 50), is_batch_known=st.booleans())
+def test_whatever_comes_in_whatever_pieces_gives_one_answer_or_an_input_error(
+    pieces: list[bytes], cut: int, is_batch_known: bool
+) -> None:
+    data = b"".join(pieces)
+    answers = []
+    for size in (len(data) + 1, cut):
+        reader = LogReader(BATCH if is_batch_known else None)
+        for at in range(0, len(data), size):
+            reader.feed(data[at : at + size])
+        try:
+            answers.append(reader.finish())
+        except InputError as error:
+            answers.append(str(error))
+    assert answers[0] == answers[1]
+    if isinstance(answers[0], LoggedRun):
+        assert all(0 < one <= 1e6 for one in answers[0].step_s)
+        assert answers[0].interval_s[0] <= answers[0].median_s <= answers[0].interval_s[1]
