@@ -18,67 +18,92 @@ if TYPE_CHECKING:
 
     from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
-    from autoplan.trainer.task import Predicted, RunFile
+    from autoplan.trainer.task import Advance, Command, Predicted, Report, RunFile, Task
 
 FRAMEWORK = "torch"  # what the trainer is priced as
 
 
 def run(
+    context: typer.Context,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    program: Annotated[
+        list[str] | None, typer.Argument(metavar="PROGRAM ARG...", help="After --command --: what to run instead.")
+    ] = None,
+    command: Annotated[
+        bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")
+    ] = False,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are timed.")] = 10,
     warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Steps before them.")] = 2,
     data: Annotated[str, typer.Option(metavar="KIND", help="text (bytes of a small one) or synthetic.")] = "text",
     check: Annotated[
         bool, typer.Option("--check", help="First train some steps by one process too, and compare.")
     ] = False,
-    limit: Annotated[str, typer.Option(metavar="TIME", help="Of a step, after which a rank is taken to hang.")] = "5m",
+    limit: Annotated[
+        str, typer.Option(metavar="TIME", help="Of a step, or of PROGRAM's silence, after which it is taken to hang.")
+    ] = "5m",
+    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep what PROGRAM writes.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")] = None,
     force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")] = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Train by a plan with torch's own parallelism, and compare with the prediction.
+    """Train by a plan with torch's own parallelism, or by a program of yours, and compare with the prediction.
 
-    Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank for each device.
+    Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank for each device.  With
+    --command -- PROGRAM ARG... it starts that, once; its log may be one of Megatron-LM, torchtitan, nanotron,
+    DeepSpeed or HF Trainer, and it is ended after the steps.
     """
     import msgspec
 
-    from autoplan.children import place_from
+    from autoplan.cli.command import run_command
     from autoplan.cli.inputs import check_output, parse_duration
     from autoplan.cli.planfile import read_plan
-    from autoplan.cli.profile import _check_torch, _on_terminate
-    from autoplan.cli.progress import progress_bar
     from autoplan.files import write_text
     from autoplan.report.terminal import make_console
-    from autoplan.trainer.run import run_task
-    from autoplan.trainer.task import Advance, RunFile, Task
+    from autoplan.trainer.task import RunFile, Task
 
-    _check_torch()
+    if bool(program) != command:
+        raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
+    if command and (check or data != "text"):
+        raise InputError("--check and --data are of the built-in trainer: leave them out with --command")
+    if log is not None and not command:
+        raise InputError("--log keeps what the PROGRAM of --command writes")
     if data not in ("text", "synthetic"):
         raise InputError(f"no data {data!r}: text or synthetic")
     if out is not None:
         check_output(out, force=force)
+    limit_s = parse_duration(limit)
     problem, wanted, _ = read_plan(plan)
-    task = Task(
-        model=problem.model,
-        plan=wanted,
-        seq_len=problem.training.seq_len,
-        dtype="bf16",
-        num_steps=steps,
-        num_warmup=warmup,
-        data="text" if data == "text" else "synthetic",
-        checks=check,
-        limit_s=parse_duration(limit),
-    )
-    predicted = _predicted(problem, wanted)
-    signal.signal(signal.SIGTERM, _on_terminate)
-    with progress_bar(quiet=quiet, doing="training", unit="steps") as show:
-
-        def advance(now: Advance) -> None:
-            if show:
-                show(now.step + 1, steps + warmup)
-
-        report = run_task(task, place_from(os.environ), advance=advance)
+    task: Task | Command
+    report: Report | None
+    if program:
+        predicted = _predicted(problem, wanted)
+        whole: dict[str, str] = context.obj or {}  # `main` lets no password be parsed
+        task, report = run_command(
+            problem,
+            wanted,
+            [whole.get(one, one) for one in program],
+            steps=steps,
+            warmup=warmup,
+            limit_s=limit_s,
+            log=log,
+            force=force,
+            quiet=quiet,
+        )
+    else:
+        task = Task(
+            model=problem.model,
+            plan=wanted,
+            seq_len=problem.training.seq_len,
+            dtype="bf16",
+            num_steps=steps,
+            num_warmup=warmup,
+            data="text" if data == "text" else "synthetic",
+            checks=check,
+            limit_s=limit_s,
+        )
+        predicted = _predicted(_of_trainer(problem), wanted)
+        report = _train(task, quiet=quiet)
     if report is None:
         return
     made = RunFile(task=task, predicted=predicted, measured=report)
@@ -96,18 +121,42 @@ def run(
         )
 
 
-def _predicted(problem: Problem, plan: ParallelPlan) -> Predicted:
-    """What the plan should take, priced as the trainer whatever framework it was made for."""
-    from autoplan.cost.estimate import estimate
-    from autoplan.plan import PlanBatch
+def _train(task: Task, *, quiet: bool) -> Report | None:
+    """What the built-in trainer reports; None where this is another rank than the first."""
+    from autoplan.children import place_from
+    from autoplan.cli.profile import _check_torch, _on_terminate
+    from autoplan.cli.progress import progress_bar
+    from autoplan.trainer.run import run_task
+
+    _check_torch()
+    signal.signal(signal.SIGTERM, _on_terminate)
+    with progress_bar(quiet=quiet, doing="training", unit="steps") as show:
+
+        def advance(now: Advance) -> None:
+            if show:
+                show(now.step + 1, task.num_warmup + task.num_steps)
+
+        return run_task(task, place_from(os.environ), advance=advance)
+
+
+def _of_trainer(problem: Problem) -> Problem:
+    """The problem as the built-in trainer runs it, whatever framework it was made for."""
     from autoplan.read.calibration import built_in_calibration
     from autoplan.read.framework import load_framework
+
+    if problem.framework.name == FRAMEWORK:
+        return problem
+    framework = load_framework(FRAMEWORK)
+    calibration = built_in_calibration(framework, problem.cluster.device.generation)
+    return replace(problem, framework=framework, calibration=calibration)
+
+
+def _predicted(problem: Problem, plan: ParallelPlan) -> Predicted:
+    """What the plan should take."""
+    from autoplan.cost.estimate import estimate
+    from autoplan.plan import PlanBatch
     from autoplan.trainer.task import Predicted
 
-    if problem.framework.name != FRAMEWORK:
-        framework = load_framework(FRAMEWORK)
-        calibration = built_in_calibration(framework, problem.cluster.device.generation)
-        problem = replace(problem, framework=framework, calibration=calibration)
     cost = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
     return Predicted(
         device=problem.cluster.device.name,
@@ -132,15 +181,16 @@ def _print_run(console: Console, run: RunFile) -> None:
     tokens = run.task.plan.global_batch * run.task.seq_len
     console.print(
         f"{run.task.plan.describe()}: {format_seconds(step_s)} a step on {measured.device}, "
-        f"{tokens / step_s:,.0f} tokens/s, loss {measured.losses[-1]:.3f}",
+        f"{tokens / step_s:,.0f} tokens/s" + (f", loss {measured.losses[-1]:.3f}" if measured.losses else ""),
         highlight=False,
     )
     optimizer_s = predicted.terms_s.get("optimizer", 0.0)
-    rows = [
-        ("step", predicted.step_s, step_s),
-        ("forward and backward", predicted.step_s - optimizer_s, median(measured.passes_s)),
-        ("optimizer", optimizer_s, median(measured.optimizer_s)),
-    ]
+    rows = [("step", predicted.step_s, step_s)]
+    if measured.passes_s:
+        rows += [
+            ("forward and backward", predicted.step_s - optimizer_s, median(measured.passes_s)),
+            ("optimizer", optimizer_s, median(measured.optimizer_s)),
+        ]
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in ("predicted", "measured", "off by"):
@@ -154,12 +204,20 @@ def _print_run(console: Console, run: RunFile) -> None:
     console.print(table)
     console.print(
         f"predicted for {predicted.device}, 90 % interval {format_seconds(predicted.low_s)} to "
-        f"{format_seconds(predicted.high_s)}; measured: median of {len(measured.step_s)} steps, fastest "
+        f"{format_seconds(predicted.high_s)}; measured: median of {_times(run)}, fastest "
         f"{format_seconds(min(measured.step_s))}, slowest {format_seconds(max(measured.step_s))}",
         highlight=False,
     )
     if measured.check is not None and measured.check.holds:
         console.print("losses, gradients and weights of the first steps are those of one process")
+
+
+def _times(run: RunFile) -> str:
+    """What the median is of: '10 steps'; '3 times of 30 steps in the log of Megatron-LM'."""
+    times = len(run.measured.step_s)
+    if not hasattr(run.task, "log_of"):
+        return f"{times} steps"
+    return f"{times} times of {run.task.num_steps} steps in the log of {run.task.log_of}"
 
 
 def _off(expected: float, found: float) -> str:

@@ -56,15 +56,15 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a run measured: by step after the warm-up, and by rank."""
+    """What a run measured: by step after the warm-up, and by rank; empty is what a program of the user does not say."""
 
     losses: tuple[float, ...]
     step_s: tuple[float, ...]  # of the slowest rank
-    passes_s: tuple[float, ...]
-    optimizer_s: tuple[float, ...]
-    cpu_s: tuple[float, ...]  # processor time that the ranks spent in the step, added up
-    busy_s: tuple[float, ...]  # processor time that everything on this node spent in it; 0 where that is not told
-    peak_bytes: tuple[float, ...]  # of every rank: what its tensors held at once; empty where it was not tracked
+    passes_s: tuple[float, ...] = ()
+    optimizer_s: tuple[float, ...] = ()
+    cpu_s: tuple[float, ...] = ()  # processor time that the ranks spent in the step, added up
+    busy_s: tuple[float, ...] = ()  # processor time that everything on this node spent in it; 0 where that is not told
+    peak_bytes: tuple[float, ...] = ()  # of every rank: what its tensors held at once; empty where it was not tracked
     device: str  # such as cpu or the name of the GPU
     check: Check | None = None
 
@@ -82,9 +82,22 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A run of the user's own program by a plan."""
+
+    model: ModelSpec
+    plan: ParallelPlan
+    seq_len: int
+    arguments: tuple[str, ...]
+    log_of: str  # the framework that its log is one of
+    times_from: str  # how that log tells times, see `autoplan.read.logs.seen.Source`
+    num_steps: int  # that the times cover: a log may tell the mean of many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
     """A run, what was predicted of it, and what it measured."""
 
-    task: Task
+    task: Task | Command
     predicted: Predicted
     measured: Report

@@ -1,0 +1,136 @@
+"""`autoplan run --command`: does the user's own program, run by a plan, take as long as predicted?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.errors import AutoplanError, InputError
+
+if TYPE_CHECKING:
+    from autoplan.plan import ParallelPlan
+    from autoplan.problem import Problem
+    from autoplan.program import Ending
+    from autoplan.read.logs import LoggedRun
+    from autoplan.read.logs.failure import LastWords
+    from autoplan.trainer.task import Command, Report
+
+
+class ProgramError(AutoplanError):
+    """The user's program ended otherwise than it should; `is_out_of_memory` says whether for want of memory."""
+
+    def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
+        super().__init__(text)
+        self.is_out_of_memory = is_out_of_memory
+
+
+def run_command(
+    problem: Problem,
+    plan: ParallelPlan,
+    program: list[str],
+    *,
+    steps: int,
+    warmup: int,
+    limit_s: float,
+    log: Path | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> tuple[Command, Report]:
+    """Run `program`, which trains by `plan`, until it has logged `steps` step times after `warmup` ones, and end it.
+
+    What it writes goes to `log` too.  A `ProgramError` says how it failed, in words of its own.
+    """
+    from autoplan.children import place_from
+    from autoplan.cli.profile import _on_terminate
+    from autoplan.cli.progress import progress_bar
+    from autoplan.files import check_target
+    from autoplan.program import run_program
+    from autoplan.read.logs import Batch, LogReader
+    from autoplan.read.logs.failure import LastWords
+
+    place = place_from(os.environ)
+    if place and place.num_ranks > 1:
+        raise InputError(f"--command starts the job itself: run it once, not as every rank of {place.launcher}")
+    batch = Batch(num_sequences=plan.global_batch, seq_len=problem.training.seq_len, num_devices=plan.num_devices)
+    reader, words = LogReader(batch, warmup=warmup), LastWords()
+    signal.signal(signal.SIGTERM, _on_terminate)
+    with ExitStack() as stack:
+        show = stack.enter_context(progress_bar(quiet=quiet, doing="training", unit="timed steps"))
+        if log is not None:
+            check_target(log, force=force)
+        try:
+            copy = stack.enter_context(log.open("wb", buffering=0)) if log is not None else None
+        except OSError as error:
+            raise InputError(f"{log}: cannot be written: {error.strerror or error}") from None
+
+        def hear(data: bytes, now_s: float) -> bool:
+            if copy is not None:
+                try:
+                    copy.write(data)
+                except OSError as error:
+                    raise InputError(f"{log}: cannot be written: {error.strerror or error}") from None
+            for line in reader.feed(data, now_s):
+                words.read(line)
+            if show:
+                show(min(reader.num_steps, steps), steps)
+            return reader.num_steps >= steps
+
+        began_s = time.monotonic()
+        try:
+            ending = run_program(program, hear, limit_s=limit_s)
+        except KeyboardInterrupt:
+            raise ProgramError(
+                f"interrupted after {time.monotonic() - began_s:.0f} s: {program[0]} was ended"
+            ) from None
+    _check(ending, words, program[0], reader.num_steps, limit_s)
+    logged = reader.finish()
+    return _as_command(problem, plan, program, logged), _as_report(problem, logged)
+
+
+def _check(ending: Ending, words: LastWords, name: str, num_steps: int, limit_s: float) -> None:
+    """Refuse a program that did not end well."""
+    after = f"after {num_steps} timed steps"
+    if ending.kind == "silent":
+        raise ProgramError(
+            f"{name} wrote nothing for {limit_s:.0f} s {after} and was ended (--limit); its last words: {words.reason}"
+        )
+    if ending.kind == "enough" or ending.status == 0:
+        return
+    if words.out_of_memory:
+        raise ProgramError(f"{name} ran out of memory {after}: {words.out_of_memory}", is_out_of_memory=True)
+    number = -ending.status if ending.status < 0 else ending.status - 128  # as shells report the signal of a child
+    if number == signal.SIGKILL:
+        raise ProgramError(f"{name} was killed {after}, as systems do where the host's memory runs out: {words.reason}")
+    how = f"was ended by {signal.Signals(-ending.status).name}" if ending.status < 0 else f"failed ({ending.status})"
+    raise ProgramError(f"{name} {how} {after}: {words.reason}")
+
+
+def _as_command(problem: Problem, plan: ParallelPlan, program: list[str], logged: LoggedRun) -> Command:
+    from autoplan.trainer.task import Command
+
+    return Command(
+        model=problem.model,
+        plan=plan,
+        seq_len=problem.training.seq_len,
+        arguments=tuple(program),
+        log_of=logged.framework,
+        times_from=logged.source,
+        num_steps=logged.num_steps,
+    )
+
+
+def _as_report(problem: Problem, logged: LoggedRun) -> Report:
+    """What the log says, as the trainer reports; memory only where the log tells the peak that was predicted."""
+    from autoplan.trainer.task import Report
+
+    peak = logged.allocated_bytes if problem.framework.logs_memory == "allocated" else logged.reserved_bytes
+    return Report(
+        losses=logged.losses,
+        step_s=logged.step_s,
+        peak_bytes=() if peak is None else (peak,),
+        device=problem.cluster.device.name,
+    )

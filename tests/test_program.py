@@ -1,0 +1,168 @@
+"""Does a program of the user run under watch, and does nothing of it stay?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from autoplan import program
+from autoplan.errors import InputError
+from autoplan.program import Ending, run_program
+from autoplan.read.logs.failure import LastWords
+from commands import run
+
+PROGRAM = str(Path(__file__).parent / "logging_program.py")
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "GRACE_S", 0.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    made = run(
+        folder, "search", "llama3-8b", "--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096",
+        "--fix", "tp=2", "--fix", "pp=1", "--out", "plan.json", "--quiet",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def command(folder: Path, *arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return run(folder, "run", "plan.json", *flags, "--quiet", "--command", "--", sys.executable, PROGRAM, *arguments)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_gone(pids: Path) -> None:
+    numbers = [int(one) for one in pids.read_text().split()]
+    assert len(numbers) == 3
+    assert not [one for one in numbers if is_running(one)]
+
+
+def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Path, tmp_path: Path) -> None:
+    log, out, pids = tmp_path / "run.log", tmp_path / "run.json", tmp_path / "pids"
+    flags = ("--steps", "3", "--log", str(log), "--out", str(out))
+    done = command(folder, "endless", "5", str(pids), flags=flags)
+    assert done.returncode == 0, done.stderr
+    assert "2.04 s a step on h100-sxm" in done.stdout
+    assert "memory, fullest rank" in done.stdout
+    assert "2.0 GiB" in done.stdout
+    assert "in the log of Megatron-LM" in " ".join(done.stdout.split())
+    assert_gone(pids)
+    held = json.loads(out.read_text())
+    assert held["task"]["arguments"][2:4] == ["endless", "5"]
+    assert held["measured"]["step_s"][:3] == pytest.approx([2.03, 2.04, 2.05])
+    assert held["measured"]["peak_bytes"] == [2 * 2**30]
+    assert held["predicted"]["step_s"] > 0
+    assert log.read_bytes().startswith(b"[Rank 0] (after 2")
+    assert log.read_bytes().count(b"elapsed time per iteration") >= 5
+    again = command(folder, "endless", "5", flags=flags)
+    assert again.returncode == 1
+    assert "exists" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("crash", "failed (1) after 2 timed steps: ValueError: the data ran dry"),
+        ("oom", "ran out of memory after 2 timed steps: torch.OutOfMemoryError: CUDA out of memory."),
+        ("killed", "was killed after 2 timed steps, as systems do where the host's memory runs out"),
+        ("hang", "wrote nothing for 1 s after 2 timed steps and was ended (--limit)"),
+    ],
+)
+def test_what_goes_wrong_is_one_line_with_the_programs_last_words(
+    folder: Path, tmp_path: Path, what: str, said: str
+) -> None:
+    pids, out = tmp_path / "pids", tmp_path / "run.json"
+    done = command(folder, what, "4", str(pids), flags=("--limit", "1s", "--out", str(out)))
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+    assert_gone(pids)
+
+
+def test_a_program_that_ends_early_is_compared_by_what_it_logged_and_one_without_steps_is_refused(folder: Path) -> None:
+    assert "3 times of 3 steps" in " ".join(command(folder, "end", "5").stdout.split())
+    none = command(folder, "end", "0")
+    assert none.returncode == 1
+    assert "no step time.  Looked for" in none.stderr or "no step time. Looked for" in none.stderr
+
+
+def test_ctrl_c_ends_all_that_was_started(folder: Path, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def interrupt() -> None:
+        while not (pids.exists() and len(pids.read_text().split()) == 3):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    done = command(folder, "hang", "4", str(pids))
+    thread.join()
+    assert done.returncode == 1
+    assert "interrupted after" in done.stderr
+    assert_gone(pids)
+
+
+def test_flags_that_do_not_go_together_are_refused(folder: Path) -> None:
+    for arguments, said in (
+        (("--command",), "--command and PROGRAM go together"),
+        (("--", "true"), "--command and PROGRAM go together"),
+        (("--command", "--check", "--", "true"), "--check and --data are of the built-in trainer"),
+        (("--log", "a.log"), "--log keeps what the PROGRAM"),
+        (("--command", "--", "no-such-program"), "'no-such-program' cannot be started: No such file"),
+    ):
+        done = run(folder, "run", "plan.json", *arguments)
+        assert done.returncode == 1
+        assert said in done.stderr
+    done = run(folder, "run", "plan.json", "--command", "--", "true", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    assert "run it once, not as every rank of torchrun" in done.stderr
+
+
+def test_a_full_disk_under_the_log_ends_the_program(folder: Path, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def hear(data: bytes, now_s: float) -> bool:
+        raise InputError("full")
+
+    with pytest.raises(InputError, match="full"):
+        run_program([sys.executable, PROGRAM, "hang", "1", str(pids)], hear, limit_s=60.0)
+    assert_gone(pids)
+
+
+def test_a_child_that_keeps_the_output_open_is_not_waited_for() -> None:
+    began = time.monotonic()
+    ending = run_program(["sh", "-c", "sleep 300 & exit 3"], lambda data, now_s: False, limit_s=60.0)
+    assert ending == Ending(kind="by itself", status=3)
+    assert time.monotonic() - began < 10
+
+
+def test_the_first_error_of_the_end_is_the_reason() -> None:
+    words = LastWords()
+    assert words.reason == "it wrote nothing"
+    for line in ("[rank1]:Traceback (most recent call last):", "[rank1]:KeyError: 'a'", "RuntimeError: NCCL", "bye"):
+        words.read(line)
+    assert words.reason == "KeyError: 'a'"
+    words = LastWords()
+    words.read("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")
+    words.read("srun: error: task 0: Out Of Memory")
+    assert words.out_of_memory.startswith("slurmstepd")
+    assert words.reason == "srun: error: task 0: Out Of Memory"
