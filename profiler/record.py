@@ -29,7 +29,7 @@ Status = Literal["ok", "unstable", "contaminated", "failed"]
 
 MOST_SAMPLES = 10_000
 MOST_DTYPE = 40  # characters; the store keeps types in an index
-_NOT_CONTENT = ("measured_by", "host", "measured_at")
+NOT_CONTENT = ("measured_by", "host", "measured_at")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +57,9 @@ class Fingerprint:
             if not 0 <= getattr(self, name) < 2**63:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)}")
         for text in (self.device, self.driver, self.runtime, self.torch, self.collectives, self.cpu, self.topology):
-            _check_text("a fingerprint", text)
+            check_text("a fingerprint", text)
         for text in self.nics:
-            _check_text("a fingerprint", text)
+            check_text("a fingerprint", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +96,17 @@ class Record:
             raise InputError(f"{self.operation} {self.shape} has a sample that is no time in seconds")
         texts = (self.dtype, self.kernel, self.reason, self.source, self.measured_by, self.host, self.measured_at)
         for text in (*texts, *self.conditions, *self.conditions.values()):
-            _check_text(f"{self.operation} {self.shape}", text)
+            check_text(f"{self.operation} {self.shape}", text)
         if not 0 < len(self.dtype) <= MOST_DTYPE:
             raise InputError(f"{self.operation} {self.shape} needs a dtype of at most {MOST_DTYPE} characters")
-        if self.measured_at and not _is_moment(self.measured_at):
+        if self.measured_at and not is_moment(self.measured_at):
             raise InputError(f"{self.operation} {self.shape} was measured at {self.measured_at!r}: not ISO 8601 in UTC")
 
     @property
     def key(self) -> str:
         """SHA-256 of the content, in hexadecimal."""
         content: dict[str, object] = {one.name: getattr(self, one.name) for one in fields(self)}
-        for name in _NOT_CONTENT:
+        for name in NOT_CONTENT:
             del content[name]
         content["fingerprint"] = asdict(self.fingerprint)
         content["conditions"] = dict(self.conditions)
@@ -131,12 +131,14 @@ class Record:
         )
 
 
-def _check_text(where: str, text: str) -> None:
+def check_text(where: str, text: str) -> None:
+    """Refuse text that is too long, or that a terminal would not show as it is."""
     if len(text) > MOST_TEXT or any(unicodedata.category(letter)[0] == "C" for letter in text):
         raise InputError(f"{where} holds text that is longer than {MOST_TEXT} characters or has control characters")
 
 
-def _is_moment(text: str) -> bool:
+def is_moment(text: str) -> bool:
+    """Whether `text` is a moment in UTC, as ISO 8601 writes it."""
     try:
         return len(text) <= 40 and datetime.fromisoformat(text).utcoffset() == timedelta()
     except ValueError:

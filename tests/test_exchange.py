@@ -148,7 +148,7 @@ def test_a_poisoned_record_is_named_by_its_line_and_adds_nothing(
         ({}, "no export of autoplan"),
         ([], "no export of autoplan"),
         ({"format": "other"}, "no export of autoplan"),
-        ({**HEADER, "version": 2}, "its version is 2, this autoplan knows 1: update"),
+        ({**HEADER, "version": 3}, "its version is 3, this autoplan knows 2: update"),
         ({**HEADER, "protocol": 99}, "its protocol is 99"),
         ({**HEADER, "version": "1"}, "its version is '1'"),
     ],

@@ -398,6 +398,7 @@ def test_what_was_hidden_under_the_first_schema_stays_hidden(url: str) -> None:
         store.add([GEMM])
         with store._database.writing() as connection:
             for statement in (
+                "DROP TABLE runs",
                 "DROP TABLE marks",
                 'CREATE TABLE hidden (record_id BIGINT PRIMARY KEY, "by" TEXT, reason TEXT, at TEXT)',
                 f"UPDATE {schema.VERSION_TABLE} SET version_num = '1'",

@@ -83,7 +83,7 @@ def run_command(
         try:
             ending = run_program(program, hear, limit_s=limit_s)
         except KeyboardInterrupt:
-            raise ProgramError(
+            raise AutoplanError(
                 f"interrupted after {time.monotonic() - began_s:.0f} s: {program[0]} was ended"
             ) from None
     _check(ending, words, program[0], reader.num_steps, limit_s)

@@ -14,6 +14,7 @@ from autoplan.errors import InputError
 
 if TYPE_CHECKING:
     from profiler.record import Record
+    from profiler.runs import RunRecord
     from profiler.store import Added, Store
 
 db = typer.Typer(
@@ -31,13 +32,14 @@ def info(context: typer.Context, url: DbOption = None, json: JsonOption = False)
     """Where the database is, and what it holds of which machine."""
     with _open(context, url, writable=False) as store:
         holdings = store.holdings()
-        summary = {"database": store.name, "schema": store.schema, "holdings": holdings}
+        num_runs = sum(1 for _ in store.runs())
+        summary = {"database": store.name, "schema": store.schema, "holdings": holdings, "runs": num_runs}
     if json:
         _print_json(summary)
         return
     from autoplan.report.terminal import make_console, print_table
 
-    typer.echo(f"{summary['database']}, schema {summary['schema']}\n")
+    typer.echo(f"{summary['database']}, schema {summary['schema']}, {num_runs:,} training runs\n")
     columns = ("device", "torch", "collectives", "runtime", "hosts", "records", "hidden", "newest")
     print_table(
         make_console(),
@@ -66,10 +68,11 @@ def list_(
     operation: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this operation: gemm, layer.")] = None,
     trust: TrustOption = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Hidden ones as well.")] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="Training runs instead of operations.")] = False,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many.")] = 100,
     json: JsonOption = False,
 ) -> None:
-    """Records, in the order in which they came in."""
+    """Records, or training runs, in the order in which they came in."""
     from itertools import islice
 
     from autoplan.timing import SHAPES
@@ -77,6 +80,13 @@ def list_(
 
     if operation is not None and operation not in SHAPES:
         raise InputError(f"--operation {operation!r}: known are {', '.join(SHAPES)}")
+    if runs:
+        if operation or hidden:
+            raise InputError("--runs lists training runs, which have no operation and are never hidden")
+        with _open(context, url, writable=False) as store:
+            held = list(islice(store.runs(device=device, trust=trust or None), limit))
+        _print_runs(held, json=json)
+        return
     with _open(context, url, writable=False) as store:
         wanted = [operation] if operation else None
         found = store.records(device=device, operations=wanted, trust=trust or None, include_hidden=hidden)
@@ -111,19 +121,53 @@ def list_(
     )
 
 
+def _print_runs(held: list[RunRecord], *, json: bool) -> None:
+    from autoplan.units import format_bytes, format_seconds
+
+    if json:
+        _print_json([{"key": one.key, "seconds": one.seconds, "run": one} for one in held])
+        return
+    from autoplan.report.terminal import make_console, print_table
+
+    columns = ("key", "model", "plan", "framework", "step", "predicted", "memory", "status", "device", "by")
+    print_table(
+        make_console(),
+        [(name, name in ("step", "predicted", "memory")) for name in columns],
+        [
+            _cells(
+                one.key[:12],
+                one.model.name,
+                one.plan.describe(),
+                one.framework,
+                format_seconds(one.seconds) if one.seconds else "",
+                format_seconds(one.predicted_s) if one.predicted_s else "",
+                format_bytes(one.peak_bytes) if one.peak_bytes else "",
+                one.status,
+                one.fingerprint.device,
+                one.measured_by,
+            )
+            for one in held
+        ],
+    )
+
+
 @db.command()
 def show(
     context: typer.Context,
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of a record, or how it begins.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of a record or run, or how it begins.")],
     url: DbOption = None,
     json: JsonOption = False,
 ) -> None:
-    """One record with its samples, its machine and whether it is hidden."""
+    """One record with its samples, its machine and whether it is hidden; or one training run."""
     import msgspec
 
+    shown: dict[str, object]
     with _open(context, url, writable=False) as store:
-        record, mark = store.find(key.lower())
-    shown = {"key": record.key, "seconds": _seconds(record), "record": record, "hidden": mark}
+        if run := store.find_run(key.lower()):
+            shown = {"key": run.key, "seconds": run.seconds, "run": run}
+        else:
+            record, mark = store.find(key.lower())
+            shown = {"key": record.key, "seconds": _seconds(record), "record": record, "hidden": mark}
     if json:
         _print_json(shown)
     else:
@@ -139,9 +183,9 @@ def push(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add what this database holds to another one; implausible records are quarantined there."""
+    """Add what this database holds to another one, runs too; implausible records are quarantined there."""
     with _open(context, url, writable=False) as source, _open(context, to) as target:
-        _add(target, source.records(trust=trust or None), json=json, quiet=quiet)
+        _add(target, _held(source, trust), json=json, quiet=quiet)
 
 
 @db.command()
@@ -155,7 +199,7 @@ def pull(
 ) -> None:
     """Add what another database holds to this one, and hide and unhide here what was there; reading it suffices."""
     with _open(context, from_, writable=False) as source, _open(context, url) as target:
-        _add(target, source.records(trust=trust or None), json=json, quiet=quiet)
+        _add(target, _held(source, trust), json=json, quiet=quiet)
         target.mark(source.marks())
 
 
@@ -169,15 +213,16 @@ def export(
     anonymous: Annotated[bool, typer.Option("--anonymous", help="Leave hosts and users out.")] = False,
     force: ForceOption = False,
 ) -> None:
-    """Write the records that are not hidden to an exchange file."""
+    """Write the records that are not hidden, and the training runs, to an exchange file."""
     from autoplan.files import check_target
     from profiler.store.exchange import write_exchange
 
     check_target(file, force=force)
     with _open(context, url, writable=False) as store:
         records = store.records(device=device, trust=trust or None)
-        num_records = write_exchange(file, records, anonymous=anonymous, force=force)
-    print(f"{num_records:,} records written to {file}", file=sys.stderr)
+        runs = tuple(store.runs(device=device, trust=trust or None))
+        num_written = write_exchange(file, records, runs=runs, anonymous=anonymous, force=force)
+    print(f"{num_written - len(runs):,} records and {len(runs):,} runs written to {file}", file=sys.stderr)
 
 
 @db.command("import")
@@ -265,7 +310,13 @@ def _open(context: typer.Context, url: str | None, *, writable: bool = True) -> 
     return open_store(whole_url(context, url), writable=writable)
 
 
-def _add(store: Store, records: Iterable[Record], *, json: bool, quiet: bool) -> None:
+def _held(store: Store, trust: list[str] | None) -> Iterable[Record | RunRecord]:
+    from itertools import chain
+
+    return chain(store.records(trust=trust or None), store.runs(trust=trust or None))
+
+
+def _add(store: Store, records: Iterable[Record | RunRecord], *, json: bool, quiet: bool) -> None:
     from autoplan.cli.progress import progress_bar
 
     with progress_bar(quiet=quiet, doing="adding", unit="records") as advance:

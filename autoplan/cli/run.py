@@ -43,6 +43,9 @@ def run(
     ] = "5m",
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep what PROGRAM writes.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")] = None,
+    db: Annotated[
+        str | None, typer.Option(metavar="URL", help="Keep the run in this timing database, out of memory or not.")
+    ] = None,
     force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")] = False,
     quiet: QuietOption = False,
@@ -55,9 +58,10 @@ def run(
     """
     import msgspec
 
-    from autoplan.cli.command import run_command
-    from autoplan.cli.inputs import check_output, parse_duration
+    from autoplan.cli.command import ProgramError, run_command
+    from autoplan.cli.inputs import check_output, parse_duration, whole_url
     from autoplan.cli.planfile import read_plan
+    from autoplan.cli.runs import RunKeeper
     from autoplan.files import write_text
     from autoplan.report.terminal import make_console
     from autoplan.trainer.task import RunFile, Task
@@ -74,22 +78,27 @@ def run(
         check_output(out, force=force)
     limit_s = parse_duration(limit)
     problem, wanted, _ = read_plan(plan)
+    keeper = RunKeeper(whole_url(context, db)) if db else None
     task: Task | Command
     report: Report | None
     if program:
         predicted = _predicted(problem, wanted)
-        whole: dict[str, str] = context.obj or {}  # `main` lets no password be parsed
-        task, report = run_command(
-            problem,
-            wanted,
-            [whole.get(one, one) for one in program],
-            steps=steps,
-            warmup=warmup,
-            limit_s=limit_s,
-            log=log,
-            force=force,
-            quiet=quiet,
-        )
+        try:
+            task, report = run_command(
+                problem,
+                wanted,
+                [whole_url(context, one) or one for one in program],
+                steps=steps,
+                warmup=warmup,
+                limit_s=limit_s,
+                log=log,
+                force=force,
+                quiet=quiet,
+            )
+        except ProgramError as error:
+            if keeper:
+                keeper.keep_failure(problem, wanted, predicted, str(error), is_oom=error.is_out_of_memory)
+            raise
     else:
         task = Task(
             model=problem.model,
@@ -102,7 +111,8 @@ def run(
             checks=check,
             limit_s=limit_s,
         )
-        predicted = _predicted(_of_trainer(problem), wanted)
+        problem = _of_trainer(problem)
+        predicted = _predicted(problem, wanted)
         report = _train(task, quiet=quiet)
     if report is None:
         return
@@ -114,6 +124,8 @@ def run(
         typer.echo(text, nl=False)
     else:
         _print_run(make_console(), made)
+    if keeper and (report.check is None or report.check.holds):
+        keeper.keep(problem, wanted, predicted, report, log_of=getattr(task, "log_of", ""))
     if report.check is not None and not report.check.holds:
         raise AutoplanError(
             f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from autoplan.errors import InputError
 from profiler.record import Record
+from profiler.runs import RunRecord
 
 AICONFIGURATOR = "aiconfigurator"
 
 
-def read_source(source: str, *, device: str | None = None, operation: str | None = None) -> Iterator[Record]:
-    """The records of a file, or of the installed wheel's tables where `source` is the word aiconfigurator.
+def read_source(
+    source: str, *, device: str | None = None, operation: str | None = None
+) -> Iterator[Record | RunRecord]:
+    """The records and runs of a file, or of the installed wheel's tables where `source` is the word aiconfigurator.
 
     A file is read to its end before this returns, so that a bad one adds nothing.  `device` names the device
     of a log, or chooses one of the tables; `operation` is what a log measured that does not say it.

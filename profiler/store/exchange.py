@@ -1,16 +1,16 @@
-"""How do timings travel without a server?  In a jsonl.gz file: a line on where it comes from, then a record a line."""
+"""How do timings travel without a server?  In a jsonl.gz file: a line on where it comes from, then records and runs."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,8 +19,11 @@ from autoplan.errors import InputError
 from autoplan.files import replacing
 from autoplan.units import cleaned
 from profiler.record import PROTOCOL, Record
+from profiler.runs import RunRecord
 
-FORMAT, VERSION = "autoplan-timings", 1
+FORMAT, VERSION = "autoplan-timings", 2
+WITHOUT_RUNS = 1  # the version of a file of records only, which older programs read
+Measured = TypeVar("Measured", Record, RunRecord)
 # Bounds on what comes from outside, unpacked: a line holds the most samples that a record may have.
 MOST_LINE_BYTES = 2**20
 MOST_BYTES = 2**33
@@ -28,11 +31,28 @@ MOST_RECORDS = 10_000_000
 MAGIC = b"\x1f\x8b"
 
 
-def write_exchange(path: Path, records: Iterable[Record], *, anonymous: bool = False, force: bool = False) -> int:
-    """Write records to a file, whole or not at all; how many.  `anonymous` leaves hosts and users out."""
+@dataclass(frozen=True, slots=True)
+class _RunLine:
+    """A line that holds a run: it begins otherwise than that of a record."""
+
+    run: RunRecord
+
+
+_RUN_LINE = b'{"run":'
+
+
+def write_exchange(
+    path: Path,
+    records: Iterable[Record],
+    *,
+    runs: Sequence[RunRecord] = (),
+    anonymous: bool = False,
+    force: bool = False,
+) -> int:
+    """Write records and runs to a file, whole or not at all; how many.  `anonymous` leaves hosts and users out."""
     header = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if runs else WITHOUT_RUNS,
         "protocol": PROTOCOL,
         "autoplan": __version__,
         "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -44,7 +64,9 @@ def write_exchange(path: Path, records: Iterable[Record], *, anonymous: bool = F
         for record in records:
             out.write(msgspec.json.encode(_anonymous(record) if anonymous else record) + b"\n")
             num_records += 1
-    return num_records
+        for run in runs:
+            out.write(msgspec.json.encode(_RunLine(_anonymous(run) if anonymous else run)) + b"\n")
+    return num_records + len(runs)
 
 
 def is_exchange(path: Path) -> bool:
@@ -56,21 +78,24 @@ def is_exchange(path: Path) -> bool:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def read_exchange(path: Path) -> Iterator[Record]:
-    """The records of a file, one by one; read it to its end before anything is kept, as a damaged one shows late."""
+def read_exchange(path: Path) -> Iterator[Record | RunRecord]:
+    """The records and runs of a file, one by one; read it to its end before any is kept: damage shows late."""
     lines = _lines(path)
     _check_header(path, next(lines, b""))
     for number, line in enumerate(lines, start=2):
         if number > MOST_RECORDS + 1:
             raise InputError(f"{path}: more than {MOST_RECORDS:,} records: split it")
         try:
-            yield msgspec.json.decode(line, type=Record)
+            if line.startswith(_RUN_LINE):
+                yield msgspec.json.decode(line, type=_RunLine).run
+            else:
+                yield msgspec.json.decode(line, type=Record)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: line {number}: {cleaned(str(error))}: nothing of the file was taken") from None
 
 
-def _anonymous(record: Record) -> Record:
-    """The record without host and user, where its free text names them as well."""
+def _anonymous(record: Measured) -> Measured:
+    """The record or run without host and user, where its free text names them as well."""
     names = [name for name in (record.host, record.measured_by) if name]
 
     def without(text: str) -> str:
@@ -78,13 +103,10 @@ def _anonymous(record: Record) -> Record:
             text = text.replace(name, "-")
         return text
 
-    return replace(
-        record,
-        host="",
-        measured_by="",
-        reason=without(record.reason),
-        conditions={key: without(value) for key, value in record.conditions.items()},
-    )
+    bare = replace(record, host="", measured_by="", reason=without(record.reason))
+    if isinstance(bare, Record):
+        return replace(bare, conditions={key: without(value) for key, value in bare.conditions.items()})
+    return replace(bare, plan=replace(bare.plan, placement=None))  # which names hosts
 
 
 def _lines(path: Path) -> Iterator[bytes]:

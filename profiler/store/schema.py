@@ -27,7 +27,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from autoplan.errors import StoreError
 
-SCHEMA = 2  # the newest revision in `migrations/versions`
+SCHEMA = 3  # the newest revision in `migrations/versions`
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "autoplan_schema"  # not Alembic's own name: Optuna's studies may share the database
 _MIGRATION_LOCK = 0x6175746F706C616E  # "autoplan"
@@ -97,6 +97,25 @@ marks = Table(
     Column("reason", Text, nullable=False),
     Column("at", Text, nullable=False),
     Index("marks_by_record", "record_id", "at", "by", "hides", unique=True),
+)
+
+# Training runs that were measured.  `content` is the whole of one as JSON but for what has a column after it, and for
+# its machine; the columns before are what runs are chosen by.
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("key", String(64), nullable=False, unique=True),  # SHA-256 of the content
+    Column("fingerprint_id", _ID, ForeignKey("fingerprints.id"), nullable=False),
+    Column("framework", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("seconds", Double),  # median of the step times
+    Column("content", Text, nullable=False),
+    Column("measured_by", Text, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("measured_at", Text, nullable=False),
+    Column("added_at", Text, nullable=False),
 )
 
 

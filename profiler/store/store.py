@@ -16,12 +16,13 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func,
 
 from autoplan.errors import InputError, StoreError
 from autoplan.timing import Measurement, Operation
-from profiler.record import Fingerprint, Record, Status
+from profiler.record import NOT_CONTENT, Fingerprint, Record, Status
+from profiler.runs import RunRecord
 from profiler.store.database import Database
 from profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
 from profiler.store.match import match
 from profiler.store.plausible import implausible
-from profiler.store.schema import SCHEMA, fingerprints, insert_new, marks, records
+from profiler.store.schema import SCHEMA, fingerprints, insert_new, marks, records, runs
 
 T = TypeVar("T")
 
@@ -89,8 +90,8 @@ class Store:
         """The schema of the database."""
         return SCHEMA
 
-    def add(self, new: Iterable[Record], *, on_batch: Callable[[int], None] | None = None) -> Added:
-        """Add records that are not held yet; implausible ones are hidden at once, which is their quarantine.
+    def add(self, new: Iterable[Record | RunRecord], *, on_batch: Callable[[int], None] | None = None) -> Added:
+        """Add records and runs that are not held yet; implausible records are hidden at once: their quarantine.
 
         Every batch is one transaction: after an interrupt the same call adds the rest, and nothing is doubled.
         `on_batch` hears how many records have been taken in.
@@ -98,13 +99,16 @@ class Store:
         total = Added()
         done = 0
         for batch in _batches(new, BATCH):
-            by_key = {record.key: record for record in batch}
+            by_key = {one.key: one for one in batch if isinstance(one, Record)}
+            runs_by_key = {one.key: one for one in batch if isinstance(one, RunRecord)}
             findings = [finding for key in sorted(by_key) if (finding := _finding(key, by_key[key]))]
             with self._database.writing() as connection:
-                ids = self._ids(connection, {record.fingerprint for record in batch})
+                ids = self._ids(connection, {one.fingerprint for one in batch})
                 # In order of their keys, so that two writers of the same records never wait for each other.
                 rows = [_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
-                num_new = insert_new(connection, records, rows)
+                num_new = insert_new(connection, records, rows) if rows else 0
+                run_rows = [_run_row(key, one, ids[one.fingerprint]) for key, one in sorted(runs_by_key.items())]
+                num_new += insert_new(connection, runs, run_rows) if run_rows else 0
                 kept_out = quarantine(connection, {one.key: one.reason for one in findings})
                 findings = [one for one in findings if one.key in kept_out]
             self._fingerprint_ids.update(ids)
@@ -142,6 +146,26 @@ class Store:
             if row.fingerprint_id not in machines:  # another process met a new machine since
                 machines = self._machines()
             yield _record(row, machines[row.fingerprint_id])
+
+    def runs(self, *, device: str | None = None, trust: Collection[str] | None = None) -> Iterator[RunRecord]:
+        """Training runs in the order in which they were added; `trust` names those whose measurements count."""
+        query = select(runs)
+        if device is not None:
+            query = query.where(runs.c.fingerprint_id.in_(self._machines(device)))
+        if trust is not None:
+            query = query.where(runs.c.measured_by.in_(list(trust)))
+        machines = self._machines()
+        for row in self._rows(query, runs.c.id):
+            if row.fingerprint_id not in machines:
+                machines = self._machines()
+            yield _run(row, machines[row.fingerprint_id])
+
+    def find_run(self, key: str) -> RunRecord | None:
+        """The run whose key begins with `key`, if there is one and no second."""
+        query = select(runs).where(runs.c.key >= key, runs.c.key <= key + "g").limit(2)
+        with self._database.reading() as connection:
+            rows = connection.execute(query).all()
+        return _run(rows[0], self._machines()[rows[0].fingerprint_id]) if len(rows) == 1 else None
 
     def known(self, fingerprint: Fingerprint) -> set[tuple[str, tuple[int, ...], str, str, str]]:
         """(operation, shape, dtype, kernel, mode) of what was measured on this very machine, or failed there."""
@@ -305,6 +329,15 @@ class Store:
                 yield Finding(key=row.key, what=what, reason="was changed in the database: its content has another key")
             elif finding := _finding(row.key, record):
                 yield finding
+        for row in self._rows(select(runs), runs.c.id):
+            try:
+                run = _run(row, machines[row.fingerprint_id])
+            except InputError as error:
+                yield Finding(key=row.key, what=f"run of {row.model}", reason=str(error))
+                continue
+            if run.key != row.key:
+                reason = "was changed in the database: its content has another key"
+                yield Finding(key=row.key, what=f"run of {row.model}", reason=reason)
 
     def _rows(self, query: Select[Any], number: ColumnElement[int]) -> Iterator[Row[Any]]:
         """Rows by ascending `number`, page by page: no transaction stays open while the caller works."""
@@ -416,6 +449,31 @@ def _record(row: Row[Any], fingerprint: Fingerprint) -> Record:
         raise InputError(
             f"record {row.key[:12]} cannot be read, `autoplan db check` lists such ones: {error}"
         ) from None
+
+
+def _run_row(key: str, run: RunRecord, fingerprint_id: int) -> dict[str, Any]:
+    content = msgspec.to_builtins(run)
+    apart = {name: content.pop(name) for name in NOT_CONTENT}
+    del content["fingerprint"]
+    return {
+        "key": key,
+        "fingerprint_id": fingerprint_id,
+        "framework": run.framework,
+        "model": run.model.name,
+        "status": run.status,
+        "seconds": run.seconds,
+        "content": json.dumps(content, sort_keys=True, ensure_ascii=False),
+        "added_at": now(),
+        **apart,
+    }
+
+
+def _run(row: Row[Any], fingerprint: Fingerprint) -> RunRecord:
+    try:
+        content = json.loads(row.content) | {name: getattr(row, name) for name in NOT_CONTENT}
+        return msgspec.convert(content | {"fingerprint": msgspec.to_builtins(fingerprint)}, RunRecord)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"run {row.key[:12]} cannot be read: {error}") from None
 
 
 def _work_hash(work: str) -> int:

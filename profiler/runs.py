@@ -1,0 +1,87 @@
+"""What is one training run that was measured, whole: what ran where by which plan, and what came of it?
+
+A run is known by its content, as a measurement is (`profiler.record`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from autoplan.errors import InputError
+from autoplan.model import ModelSpec
+from autoplan.plan import ParallelPlan
+from autoplan.training import TrainingSpec
+from autoplan.units import check_positive
+from profiler.record import MOST_SAMPLES, NOT_CONTENT, Fingerprint, check_text, is_moment
+
+RunStatus = Literal["ok", "oom", "failed"]  # `oom`: out of memory; `failed`: `reason` says how
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run of a plan; times are seconds of a step, or means over some, after the warm-up."""
+
+    fingerprint: Fingerprint
+    framework: str  # as autoplan calls it
+    model: ModelSpec
+    training: TrainingSpec
+    plan: ParallelPlan
+    step_s: tuple[float, ...] = ()
+    peak_bytes: float | None = None  # that the framework's log shows, of the fullest rank that told
+    predicted_s: float | None = None  # of a step, before the run
+    status: RunStatus = "ok"
+    reason: str = ""  # why a run is not ok
+    source: str = ""  # how it was measured: the built-in trainer, the log of Megatron-LM
+    measured_by: str = ""
+    host: str = ""
+    measured_at: str = ""  # ISO 8601, UTC
+
+    def __post_init__(self) -> None:
+        if self.status not in get_args(RunStatus):
+            raise InputError(f"a run's status {self.status!r} is unknown: known are {', '.join(get_args(RunStatus))}")
+        if (self.status == "ok") != bool(self.step_s):
+            raise InputError(f"a run that is {self.status} {'needs' if self.status == 'ok' else 'has no'} step times")
+        if len(self.step_s) > MOST_SAMPLES:
+            raise InputError(f"a run has {len(self.step_s)} step times, at most {MOST_SAMPLES} are kept")
+        if not all(math.isfinite(time) and 0 < time < 1e6 for time in self.step_s):
+            raise InputError("a run has a step time that is no time in seconds")
+        for name in ("peak_bytes", "predicted_s"):
+            if (value := getattr(self, name)) is not None:
+                check_positive(name, value)
+        for text in (self.framework, self.reason, self.source, self.measured_by, self.host, self.measured_at):
+            check_text("a run", text)
+        if self.measured_at and not is_moment(self.measured_at):
+            raise InputError(f"a run was measured at {self.measured_at!r}: not ISO 8601 in UTC")
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of the content, in hexadecimal."""
+        # A placement names hosts: it can be left out too.
+        content = _content(replace(self, plan=replace(self.plan, placement=None)))
+        content = {name: value for name, value in content.items() if name not in NOT_CONTENT}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+    @property
+    def seconds(self) -> float | None:
+        """The step time that counts: the median; None of a run that is not ok."""
+        return float(statistics.median(self.step_s)) if self.step_s else None
+
+
+def _content(value: Any) -> Any:
+    """A value as JSON has it, without the fields that hold their defaults: one that is added later changes no key."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return [_content(one) for one in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
+    content = {}
+    for one in fields(value):
+        held = getattr(value, one.name)
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        if held != default:
+            content[one.name] = _content(held)
+    return content
