@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm.std import tqdm
 
 from autoplan.errors import InputError
 from autoplan.read.logs import Batch, LoggedRun, LogReader, read_log
@@ -106,14 +107,16 @@ def breakdown(seconds: float) -> list[str]:
     return [micro, "time (ms)" + "".join(f" | {name}: {part:.2f}" for name, part in zip(names, parts, strict=True))]
 
 
-def bar(step: int, rate: str, total: int = 100) -> str:
-    """What tqdm 4.70's format_meter writes; each one goes back to the start of the line."""
-    return f"\r{step * 100 // total:3.0f}%|{'█' * 3}{' ' * 7}| {step}/{total} [00:12<01:50, {rate}]"
+def bar(step: int, step_s: float | None, total: int = 100) -> str:
+    """What tqdm writes; each one goes back to the start of the line."""
+    rate = None if step_s is None else 1 / step_s
+    return "\r" + tqdm.format_meter(step, total, 0.0 if rate is None else 12.0, ncols=80, rate=rate)
 
 
 STATED = {
     "Megatron-LM core_v0.8.0": lambda step, seconds: megatron(step, seconds),
     "Megatron-LM v2.5": lambda step, seconds: megatron(step, seconds, "v2.5"),
+    "Megatron-LM in seconds": lambda step, seconds: megatron(step, seconds, unit="s"),
     "torchtitan v0.2.2": lambda step, seconds: torchtitan(step, seconds),
     "torchtitan without colours": lambda step, seconds: torchtitan(step, seconds, color=False),
     "torchtitan e62573d": lambda step, seconds: torchtitan(step, seconds, "e62573d"),
@@ -123,6 +126,7 @@ STATED = {
     "DeepSpeed pipeline": lambda step, seconds: pipeline(step, seconds),
     "DeepSpeed v0.9.5": lambda step, seconds: throughput(step, seconds),
     "DeepSpeed v0.7.0": lambda step, seconds: throughput(step, seconds, "v0.7.0"),
+    "DeepSpeed v0.4.3": lambda step, seconds: f"[INFO] [timer.py:157:stop] 0/{step}, SamplesPerSec={64 / seconds}",
     "DeepSpeed breakdown": lambda step, seconds: "\n".join(breakdown(seconds)),
 }
 
@@ -171,17 +175,17 @@ def test_memory_and_loss_are_read_where_a_log_has_them() -> None:
 
 
 def test_bars_of_the_trainer_are_read_and_those_of_evaluation_and_of_data_are_not() -> None:
-    lines = ["Map: 100%|██████████| 900/900 [00:01<00:00, 812.00 examples/s]", bar(0, "?it/s")]
+    lines = ["Map: 100%|██████████| 900/900 [00:01<00:00, 812.00 examples/s]", bar(0, None)]
     for at in range(1, 31):
-        lines.append(bar(at, "4.00s/it" if at < 13 else "2.00s/it"))
+        lines.append(bar(at, 4.0 if at < 13 else 2.0))
         lines.append("{'loss': '2.5', 'grad_norm': '1.2', 'learning_rate': '5e-05', 'epoch': '0.1'}")
-    lines += [bar(at, "9.00s/it", total=7) for at in range(1, 7)]
-    lines += ["{'eval_loss': '2.1', 'eval_runtime': '3.1', 'epoch': '1'}", bar(31, "8.00s/it"), bar(32, "2.10s/it")]
+    lines += [bar(at, 9.0, total=7) for at in range(1, 7)]
+    lines += ["{'eval_loss': '2.1', 'eval_runtime': '3.1', 'epoch': '1'}", bar(31, 8.0), bar(32, 2.1)]
     run = read(lines)
     assert (run.framework, run.source) == ("HF Trainer", "bar")
     assert set(run.step_s) == {2.0, 2.1}
     assert run.num_left_out == 13
-    assert read([bar(at, "4.00it/s") for at in range(1, 20)]).median_s == 0.25
+    assert read([bar(at, 0.25) for at in range(1, 20)]).median_s == 0.25
     done = "{'train_runtime': 80.0, 'train_samples_per_second': 8.0, 'train_steps_per_second': 0.5, 'epoch': 1.0}"
     assert read([done]).step_s == (2.0,)
 
@@ -191,7 +195,7 @@ def test_moments_of_arrival_serve_a_bar_better_than_its_moving_average() -> None
     now_s = 100.0
     for at, seconds in enumerate(SECONDS, 1):
         now_s += seconds
-        reader.feed(bar(at, "9.00s/it").encode(), now_s)
+        reader.feed(bar(at, 9.0).encode(), now_s)
         reader.feed(b"\r", now_s)
     run = reader.finish()
     assert run.source == "moments"
@@ -286,7 +290,7 @@ def test_hostile_numbers_are_passed_over(tmp_path: Path) -> None:
 PIECES = st.one_of(
     st.binary(max_size=60),
     st.sampled_from([STATED[form](at, 2.0).encode() for form in STATED for at in (1, 2, 9)]),
-    st.sampled_from([bar(at, rate).encode() for at in (0, 3, 4) for rate in ("2.0s/it", "?it/s", "1e9it/s")]),
+    st.sampled_from([bar(at, rate).encode() for at in (0, 3, 4) for rate in (2.0, None, 1e-9)]),
     st.sampled_from([b"\n", b"\r", b"\x1b[31m", b"[rank0]:", b"0: ", b"{'loss': ", b"iteration ", b"step: ", b"|"]),
 )
 

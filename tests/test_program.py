@@ -99,7 +99,9 @@ def test_what_goes_wrong_is_one_line_with_the_programs_last_words(
 
 
 def test_a_program_that_ends_early_is_compared_by_what_it_logged_and_one_without_steps_is_refused(folder: Path) -> None:
-    assert "3 times of 3 steps" in " ".join(command(folder, "end", "5").stdout.split())
+    short = run(folder, "run", "plan.json", "--command", "--", sys.executable, PROGRAM, "end", "5")
+    assert "3 times of 3 steps" in " ".join(short.stdout.split())
+    assert short.stderr.endswith("ended after 3 of 10 steps to time\n")
     none = command(folder, "end", "0")
     assert none.returncode == 1
     assert "no step time.  Looked for" in none.stderr or "no step time. Looked for" in none.stderr

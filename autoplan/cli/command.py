@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -88,6 +89,8 @@ def run_command(
             ) from None
     _check(ending, words, program[0], reader.num_steps, limit_s)
     logged = reader.finish()
+    if logged.num_steps < steps and not quiet:
+        print(f"autoplan: {program[0]} ended after {logged.num_steps} of {steps} steps to time", file=sys.stderr)
     return _as_command(problem, plan, program, logged), _as_report(problem, logged)
 
 
