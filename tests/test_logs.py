@@ -180,11 +180,12 @@ def test_bars_of_the_trainer_are_read_and_those_of_evaluation_and_of_data_are_no
         lines.append(bar(at, 4.0 if at < 13 else 2.0))
         lines.append("{'loss': '2.5', 'grad_norm': '1.2', 'learning_rate': '5e-05', 'epoch': '0.1'}")
     lines += [bar(at, 9.0, total=7) for at in range(1, 7)]
-    lines += ["{'eval_loss': '2.1', 'eval_runtime': '3.1', 'epoch': '1'}", bar(31, 8.0), bar(32, 2.1)]
+    lines += ["{'eval_loss': '2.1', 'eval_runtime': '3.1', 'epoch': '1'}", *(bar(at, 8.0) for at in range(31, 42))]
+    lines += [bar(42, 2.1), bar(42, 5.0)]  # closed: the mean of all steps
     run = read(lines)
     assert (run.framework, run.source) == ("HF Trainer", "bar")
     assert set(run.step_s) == {2.0, 2.1}
-    assert run.num_left_out == 13
+    assert run.num_left_out == 12 + 11  # the average holds the first steps, and the evaluation, for ten more
     assert read([bar(at, 0.25) for at in range(1, 20)]).median_s == 0.25
     done = "{'train_runtime': 80.0, 'train_samples_per_second': 8.0, 'train_steps_per_second': 0.5, 'epoch': 1.0}"
     assert read([done]).step_s == (2.0,)

@@ -87,6 +87,7 @@ class _Series:
     previous: int | None = None  # step whose end was told before
     moment: float | None = None  # of that
     is_paused: bool = False
+    paused_until: int = -1  # step
 
     def kept(self) -> list[_Time]:
         warm = [time for time in self.times if time.is_warm]
@@ -202,6 +203,7 @@ class LogReader:
                 dialect.last.clear()
                 for series in dialect.series.values():
                     series.first = series.previous = series.moment = None
+                    series.paused_until = -1
             if len(dialect.last) < _MOST_LABELS or label in dialect.last:
                 dialect.last[label] = seen.step
         for source, value in times.items():
@@ -216,20 +218,22 @@ class LogReader:
         series.first = step if series.first is None else series.first
         previous, series.previous = series.previous, step
         moment, series.moment = series.moment, value
-        is_paused, series.is_paused = series.is_paused, False
+        forgets = _BAR_FORGETS if source == "bar" else 0
+        if series.is_paused:
+            series.is_paused, series.paused_until = False, step + forgets
         num_steps = 1 if previous is None else step - previous
         step_s = self._step_s(source, value, moment, num_steps)
         if step_s is None:
             return
         # Steps since the start before those that this time covers; the first line stands for as many as others do.
         num_before = 0 if previous is None else previous - series.first + min(num_steps, series.first)
-        warmup = self._warmup + (_BAR_FORGETS if source == "bar" else 0)
-        is_warm = source == "whole" or num_before >= warmup
+        is_warm = source == "whole" or num_before >= self._warmup + forgets
+        is_paused = step <= series.paused_until
         series.times.append(_Time(step=step, num_steps=num_steps, step_s=step_s, is_warm=is_warm, is_paused=is_paused))
 
     def _slower(self, series: _Series, source: Source, step: int, value: float) -> None:
         """Another rank says the time of a step that is held: the slower of the two counts."""
-        if source == "moments":
+        if source in ("moments", "bar"):  # a bar that is closed says the mean of all its steps
             return
         for at in range(1, min(len(series.times), _NEAR) + 1):
             held = series.times[-at]
