@@ -233,7 +233,8 @@ def _chunk_times(
 ) -> tuple[Floats, Floats, Floats]:
     """(forward, backward, weight gradients in it) of one micro-batch through every chunk: shape (plans, chunks)."""
     forward, backward, weight = (np.zeros((len(rows), len(layout))) for _ in range(3))
-    for block, (count, again) in chunk_blocks(problem.model, layout, num_repeated).items():
+    one = np.array([layout]), np.array([num_repeated])
+    for block, (count, again) in chunk_blocks(problem.model, *one).items():
         cost = laid.costs[block]
         forward += count * cost.total_forward_s[rows, None]
         backward += count * cost.total_backward_s[rows, None] + again * cost.total_repeat_s[rows, None]
