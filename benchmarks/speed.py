@@ -37,7 +37,7 @@ from search.space import Space
 
 SPACES = Path(__file__).parent / "spaces"
 GROWING = (1, 8, 64, 512, 4096, 16384)  # nodes of 8
-WIDENING = ("zero2", "zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding", "schedule=zb-h1")
+WIDENING = ("zero2", "zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding")
 MOST_PLANS = 100_000
 TURNS = 3
 
