@@ -9,6 +9,7 @@ argument has one element per plan, or groups have the shape (plans, 1) and buffe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,9 +260,12 @@ class Links:
         if not self.timings.holds(operation, *_DTYPES):
             return reference_s
         shape = reference_s.shape
-        reference_s = reference_s.ravel()
-        stride, size, buffer_bytes = (np.broadcast_to(one, shape).ravel() for one in (stride, size, buffer_bytes))
-        gaps = Gaps(*(np.broadcast_to(one, shape).ravel() for one in gaps)) if gaps else None
+
+        def flat(values: NDArray[Any]) -> NDArray[Any]:
+            return np.broadcast_to(values, shape).ravel()
+
+        reference_s, stride, size, buffer_bytes = flat(reference_s), flat(stride), flat(size), flat(buffer_bytes)
+        gaps = Gaps(flat(gaps.run), flat(gaps.step)) if gaps else None
         rows = np.flatnonzero((size > 1) & (buffer_bytes > 0))
         sizes, of_size = np.unique(buffer_bytes[rows], return_inverse=True)
         members, inside = size[rows], self._inside(stride, size, gaps=gaps)[rows]
