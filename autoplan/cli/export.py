@@ -30,7 +30,7 @@ def export(
     force: ForceOption = False,
 ) -> None:
     """Write the files that start a plan."""
-    from autoplan.export.targets import TARGETS, exported
+    from autoplan.export.targets import exported
     from autoplan.files import check_folder, decode, read_table, write_folder
     from autoplan.result import PlanFile
     from autoplan.units import format_bytes

@@ -69,28 +69,27 @@ def assignments(variables: list[Variable]) -> list[str]:
 
 
 def _variables(start: Start, numbering: Numbering) -> list[str]:
+    """What a person may set; what the launcher knows is taken from it alone, whatever the environment still holds."""
+    alone = start.num_nodes == 1
     is_listed = bool(start.hosts) and numbering.looks_up_hosts
-    lines = ["# Set in the environment what should differ."]
-    port = Variable(name="MASTER_PORT", default="29500", says="a free port there")
+    which = f"of this node, 0 to {start.num_nodes - 1}"
+    variables, known = list(start.job.variables), []
     if is_listed:
-        variables = [*start.job.variables, port]
+        known = ["", *_host_lines(start.hosts)]
+    elif alone:
+        variables.append(Variable(name="MASTER_ADDR", default="127.0.0.1", says="this node"))
+        variables.append(Variable(name="NODE_RANK", default="0", says="of this node"))
     else:
-        alone = start.num_nodes == 1
-        master = Variable(
-            name="MASTER_ADDR",
-            default="127.0.0.1" if alone else numbering.master,
-            says="this node" if alone else "the node of rank 0",
-        )
-        rank = Variable(
-            name="NODE_RANK",
-            default="0" if alone else numbering.rank,
-            says="of this node" if alone else f"of this node, 0 to {start.num_nodes - 1}",
-        )
-        variables = [*start.job.variables, master, port, rank]
-    lines += assignments(variables)
-    if is_listed:
-        lines += ["", *_host_lines(start.hosts)]
-    return [*lines, ""]
+        if numbering.master is None:
+            variables.append(Variable(name="MASTER_ADDR", default=None, says="the node of rank 0"))
+        else:
+            known.append(f"MASTER_ADDR={numbering.master}  # the node of rank 0")
+        if numbering.rank is None:
+            variables.append(Variable(name="NODE_RANK", default=None, says=which))
+        else:
+            known.append(f"NODE_RANK={numbering.rank}  # {which}")
+    variables.append(Variable(name="MASTER_PORT", default="29500", says="a free port on the node of rank 0"))
+    return ["# Set in the environment what should differ.", *assignments(variables), *known, ""]
 
 
 def _host_lines(hosts: tuple[str, ...]) -> list[str]:

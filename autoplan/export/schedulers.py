@@ -8,6 +8,7 @@ from autoplan.export.start import Start, header, safe_name, script
 
 SBATCH_FILE, MPIRUN_FILE = "launch.sbatch", "mpirun.sh"
 _OPTIONS = "[OPTION ...]; options given there come last and win over those of launch.sh"
+_LOOK_UP = f"unset MASTER_ADDR NODE_RANK  # {NODE_SCRIPT} looks them up in the list of nodes"
 
 
 def slurm_files(start: Start) -> tuple[File, ...]:
@@ -34,10 +35,12 @@ def slurm_files(start: Start) -> tuple[File, ...]:
         f'if [[ ! -f $HERE/{NODE_SCRIPT} ]]; then echo "{NODE_SCRIPT} is not in $HERE: set HERE" >&2 && exit 1; fi',
         "",
     ]
-    if start.num_nodes > 1 and not start.hosts:
+    if start.hosts:
+        lines.append(_LOOK_UP)
+    elif start.num_nodes > 1:
         lines += [
             'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-            "export MASTER_ADDR=${MASTER_ADDR:-${nodes%%$'\\n'*}}",
+            "export MASTER_ADDR=${nodes%%$'\\n'*}",
         ]
     lines += [
         # Without cpu-bind=none the processes of a node may share the one core that Slurm gives to its one task.
@@ -61,6 +64,7 @@ def mpirun_files(start: Start) -> tuple[File, ...]:
         "",
     ]
     if start.hosts:
+        lines += [_LOOK_UP, ""]
         where = f"--host {','.join(start.hosts)}"
     elif start.num_nodes > 1:
         where = '--hostfile "$HOSTFILE"'
@@ -68,7 +72,7 @@ def mpirun_files(start: Start) -> tuple[File, ...]:
         lines += [
             *assignments([Variable(name="HOSTFILE", default=None, says=says)]),
             "read -r first _ < <(grep -m 1 '^[[:space:]]*[^#[:space:]]' \"$HOSTFILE\") || first=",
-            "export MASTER_ADDR=${MASTER_ADDR:-$first}",
+            "export MASTER_ADDR=$first",
             "",
         ]
     else:

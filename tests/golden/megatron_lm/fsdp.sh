@@ -12,8 +12,8 @@ set -euo pipefail
 MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}    # checkout of github.com/NVIDIA/Megatron-LM
 TRAIN_ITERS=${TRAIN_ITERS:-100}          # steps
 MASTER_ADDR=${MASTER_ADDR:?must be set}  # the node of rank 0
-MASTER_PORT=${MASTER_PORT:-29500}        # a free port there
 NODE_RANK=${NODE_RANK:?must be set}      # of this node, 0 to 1
+MASTER_PORT=${MASTER_PORT:-29500}        # a free port on the node of rank 0
 
 unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1
 

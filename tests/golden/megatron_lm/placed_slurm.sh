@@ -11,7 +11,7 @@ set -euo pipefail
 # Set in the environment what should differ.
 MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}  # checkout of github.com/NVIDIA/Megatron-LM
 TRAIN_ITERS=${TRAIN_ITERS:-100}        # steps
-MASTER_PORT=${MASTER_PORT:-29500}      # a free port there
+MASTER_PORT=${MASTER_PORT:-29500}      # a free port on the node of rank 0
 
 # In the order of the ranks.
 hosts=(

@@ -12,8 +12,8 @@ set -euo pipefail
 MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}  # checkout of github.com/NVIDIA/Megatron-LM
 TRAIN_ITERS=${TRAIN_ITERS:-100}        # steps
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}  # this node
-MASTER_PORT=${MASTER_PORT:-29500}      # a free port there
 NODE_RANK=${NODE_RANK:-0}              # of this node
+MASTER_PORT=${MASTER_PORT:-29500}      # a free port on the node of rank 0
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # demanded under tensor or context parallelism
 
