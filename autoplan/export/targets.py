@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import megatron_lm, nanotron
+from autoplan.export import deepspeed, megatron_lm, nanotron
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import LAUNCHERS, launch_files
 from autoplan.result import PlanFile
 
-TARGETS: dict[str, Target] = {target.name: target for target in (megatron_lm.TARGET, nanotron.TARGET)}
+TARGETS: dict[str, Target] = {target.name: target for target in (deepspeed.TARGET, megatron_lm.TARGET, nanotron.TARGET)}
 
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:

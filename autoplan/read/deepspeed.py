@@ -83,7 +83,9 @@ def read(text: str, given: Given) -> Launch:
     """The plan of a configuration; what the script alone decides is told, and taken from `given` where it is needed."""
     options, unread = Options(parse_json(text, "DeepSpeed configuration")), list[Unread]()
     if given.model is None or given.seq_len is None:
-        raise InputError("a configuration of DeepSpeed holds neither model nor sequence length: pass --model, --seq-len")
+        raise InputError(
+            "a configuration of DeepSpeed holds neither model nor sequence length: pass --model, --seq-len"
+        )
     trainer = dict(given.variables)
     options.known(*_COSTLESS)
     precision = _precision(options, trainer)
@@ -94,9 +96,11 @@ def read(text: str, given: Given) -> Launch:
     plan = _batch(options, trainer, given.num_devices, unread)
     gathers = sharding == "zero3" and _number(zero, "stage3_prefetch_bucket_size", 5e7, unread) != 0
     overlaps = sharding == "zero3" if _is_auto(zero, "overlap_comm", unread) else zero.flag("overlap_comm", stage == 3)
+    copies = _copies(zero, plan.dp_shard)
     plan = replace(
         plan,
-        **_replicas(zero, plan),
+        dp_replicate=copies,
+        dp_shard=plan.dp_shard // copies,
         sharding=sharding,
         precision=precision,
         offload=_offload(zero, unread),
@@ -137,13 +141,12 @@ def _precision(options: Options, trainer: dict[str, str]) -> Precision:
         return enabled[0]
     if any(section.value("enabled") == _AUTO for section in sections.values()):
         raise InputError("the precision is 'auto', which the Trainer fills in: pass --set bf16=true or --set fp16=true")
-    found = "both enabled" if enabled else "enabled neither: 32 bits are not priced"
-    raise InputError(f"bf16 and fp16 are {found}, enable one of them")
+    if enabled:
+        raise InputError("bf16 and fp16 are both enabled: enable one of them")
+    raise InputError("neither bf16 nor fp16 is enabled: training in 32 bits is not priced")
 
 
-def _batch(
-    options: Options, trainer: dict[str, str], num_devices: int | None, unread: list[Unread]
-) -> ParallelPlan:
+def _batch(options: Options, trainer: dict[str, str], num_devices: int | None, unread: list[Unread]) -> ParallelPlan:
     """Batches and degrees: two of the three batch sizes give the third (runtime/config.py:599)."""
     parallel = options.inside("tensor_parallel")
     tp = max(parallel.count("autotp_size", 0, least=0), 1)
@@ -204,15 +207,15 @@ def _optional(options: Options, key: str) -> int | None:
     return options.count(key) if options.has(key) else None
 
 
-def _replicas(zero: Options, plan: ParallelPlan) -> dict[str, int]:
-    """Of MiCS, how many copies of the states there are; DeepSpeed refuses the key since 0.19.7."""
+def _copies(zero: Options, replicas: int) -> int:
+    """How many copies of the states there are with MiCS; DeepSpeed refuses its key since 0.19.7."""
     size = zero.value("mics_shard_size")
     if size is None or (isinstance(size, int) and size <= 0):
-        return {}
+        return 1
     size = zero.count("mics_shard_size")
-    if plan.dp_shard % size:
-        raise InputError(f"zero_optimization.mics_shard_size {size} does not divide the {plan.dp_shard} replicas")
-    return {"dp_replicate": plan.dp_shard // size, "dp_shard": size}
+    if replicas % size:
+        raise InputError(f"zero_optimization.mics_shard_size {size} does not divide the {replicas} replicas")
+    return replicas // size
 
 
 def _offload(zero: Options, unread: list[Unread]) -> Offload:
@@ -263,10 +266,12 @@ def _unpriced(options: Options, zero: Options, unread: list[Unread]) -> None:
     if kind is not None and str(kind).lower() not in _ADAM:
         unread.append(_told(optimizer, "type", "Adam is priced"))
     pipeline = options.inside("pipeline")
-    for key in pipeline.keys():
+    for key in pipeline.names():
         unread.append(_told(pipeline, key, "stages are those of the script's PipelineModule; priced with one"))
     if options.has("communication_data_type"):
         unread.append(_told(options, "communication_data_type", "gradients of 2 bytes are priced on the wire"))
+    if not (autocast := options.inside("torch_autocast")).flag("enabled"):
+        autocast.known("dtype", "lower_precision_safe_modules")
     if options.value("wall_clock_breakdown") not in (None, False):
         unread.append(_told(options, "wall_clock_breakdown", "waits for the device in every phase; not priced"))
 

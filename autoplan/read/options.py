@@ -89,7 +89,7 @@ class Options:
         """Whether the option has a value; null is none."""
         return self._values.get(key) is not None
 
-    def keys(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """Of the options that stand there."""
         return tuple(self._values)
 
