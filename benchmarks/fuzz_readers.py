@@ -243,13 +243,14 @@ def fuzz(seconds: float, seed: int, folders: Sequence[Path], out: Path) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     seeds, known, dice, guard = [*exports(), *examples(folders)], readers(), random.Random(seed), Guard()
     model = load_model("llama3-8b")
-    usual = Given(model=model, num_devices=8, devices_per_node=8, seq_len=4096)
+    trainer = (("PER_DEVICE_TRAIN_BATCH_SIZE", "2"), ("GRADIENT_ACCUMULATION_STEPS", "4"), ("BF16", "true"))
+    usual = Given(model=model, num_devices=8, devices_per_node=8, seq_len=4096, variables=trainer)
     givens = (
         *[usual] * 4,
         replace(usual, model=None),
         Given(),
         Given(
-            model=model, num_devices=7, seq_len=1, variables=(("WORLD_SIZE", "x"), ("TP", "$(id)"), ("bf16", "true"))
+            model=model, num_devices=7, seq_len=1, variables=(("WORLD_SIZE", "x"), ("TP", "$(id)"), ("BF16", "perhaps"))
         ),
     )
     own = {one.target: [start for start in seeds if one.recognises(start.name, start.text)] for one in known}

@@ -227,12 +227,12 @@ def test_the_trainer_fills_in_what_is_auto() -> None:
         "zero_optimization.reduce_bucket_size": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     }
-    with pytest.raises(InputError, match="--set bf16=true"):
+    with pytest.raises(InputError, match="--set BF16=true"):
         launch_of(automatic)
-    with pytest.raises(InputError, match="--set per_device_train_batch_size=N"):
-        launch_of(automatic, bf16="true")
-    arguments = {"per_device_train_batch_size": "4", "gradient_accumulation_steps": "2"}
-    launch = launch_of(automatic, fp16="True", gradient_checkpointing="true", **arguments)
+    with pytest.raises(InputError, match="--set PER_DEVICE_TRAIN_BATCH_SIZE=N"):
+        launch_of(automatic, BF16="true")
+    arguments = {"PER_DEVICE_TRAIN_BATCH_SIZE": "4", "GRADIENT_ACCUMULATION_STEPS": "2"}
+    launch = launch_of(automatic, FP16="True", GRADIENT_CHECKPOINTING="true", **arguments)
     assert (launch.plan.global_batch, launch.plan.micro_batch, launch.plan.precision) == (64, 4, "fp16")
     assert launch.plan.recompute == "full"
     assert [one.option for one in launch.unread] == ["zero_optimization.reduce_bucket_size"]
@@ -261,7 +261,7 @@ def test_autotp_counts_its_ranks_as_replicas() -> None:
     ],
 )
 def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> None:
-    launch = launch_of(changes, gradient_checkpointing="false")
+    launch = launch_of(changes, GRADIENT_CHECKPOINTING="false")
     assert [one.option for one in launch.unread if one.matters] == [option]
 
 

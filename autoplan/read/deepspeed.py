@@ -18,10 +18,10 @@ from autoplan.training import Precision, TrainingSpec
 _SHARDINGS: tuple[Sharding, ...] = ("none", "zero1", "zero2", "zero3")
 _AUTO = "auto"  # of values that the Trainer fills in from its own arguments
 
-# By the argument of the Trainer whose value stands where the file says "auto".
+# By the argument of the Trainer, as a variable, whose value stands where the file says "auto".
 _TRAINER = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "PER_DEVICE_TRAIN_BATCH_SIZE",
+    "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
 }
 # What is priced is what DeepSpeed does by itself; another value is told.
 _PRICED: dict[str, float | bool] = {
@@ -132,15 +132,15 @@ def _precision(options: Options, trainer: dict[str, str]) -> Precision:
     for word in words:
         if sections[word].value("enabled") != _AUTO:
             is_on = sections[word].flag("enabled")
-        elif word in trainer:
-            is_on = _is_true(word, trainer[word])
+        elif word.upper() in trainer:
+            is_on = _is_true(word.upper(), trainer[word.upper()])
         else:
             is_on = False
         enabled += [word] if is_on else []
     if len(enabled) == 1:
         return enabled[0]
     if any(section.value("enabled") == _AUTO for section in sections.values()):
-        raise InputError("the precision is 'auto', which the Trainer fills in: pass --set bf16=true or --set fp16=true")
+        raise InputError("the precision is 'auto', which the Trainer fills in: pass --set BF16=true or --set FP16=true")
     if enabled:
         raise InputError("bf16 and fp16 are both enabled: enable one of them")
     raise InputError("neither bf16 nor fp16 is enabled: training in 32 bits is not priced")
@@ -245,11 +245,11 @@ def _recomputes(options: Options, trainer: dict[str, str], unread: list[Unread])
     ):
         if section.flag(key):
             unread.append(_told(section, key, why))
-    if "gradient_checkpointing" in trainer:
-        return _is_true("gradient_checkpointing", trainer["gradient_checkpointing"])
+    if (name := "GRADIENT_CHECKPOINTING") in trainer:
+        return _is_true(name, trainer[name])
     if count is not None or section.flag("partition_activations") or section.flag("cpu_checkpointing"):
         return True
-    why = "the script says whether activations are recomputed; taken for no: --set gradient_checkpointing=true"
+    why = "the script says whether activations are recomputed; taken for no: --set GRADIENT_CHECKPOINTING=true"
     unread.append(Unread(option="activation_checkpointing", value="", why=why))
     return False
 
