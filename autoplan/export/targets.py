@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import megatron_lm
+from autoplan.export import deepspeed, megatron_lm, nanotron
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import launch_files
 from autoplan.export.names import LAUNCHERS
 from autoplan.result import PlanFile
 
-TARGETS: dict[str, Target] = {target.name: target for target in (megatron_lm.TARGET,)}
+TARGETS: dict[str, Target] = {target.name: target for target in (deepspeed.TARGET, megatron_lm.TARGET, nanotron.TARGET)}
 
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
