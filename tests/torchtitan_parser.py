@@ -1,7 +1,7 @@
 """What does torchtitan itself make of a configuration?  A process of its own, as it takes long to import.
 
 Reads [{files: {name: text}, words: [...], world: N, build: bool}, ...] and writes for each either {error: ...} or
-{values: {section: {name: value}}, stages: [[...]], parameters: N}.  TORCHTITAN_DIR, where set, comes before the
+{values: {section: {name: value}}, stages: [[...]], parameters: N}.  What TORCHTITAN_FIRST names, where it is set, comes before the
 installed torchtitan.  Of triton, grain and torchao, which are not needed to read a configuration, stand-ins are
 imported where they are missing; quantisation is configured, not applied.
 """
@@ -92,8 +92,6 @@ def check(case: dict[str, Any], folder: Path, at: int) -> dict[str, Any]:
 
 
 def values_of(config: Any, case: dict[str, Any], dims_of: Any) -> dict[str, Any]:
-    import torch
-
     parallelism, training, world = config.parallelism, config.training, case["world"]
     if hasattr(dims_of, "from_config"):
         dims = dims_of.from_config(parallelism, world)
@@ -114,8 +112,7 @@ def values_of(config: Any, case: dict[str, Any], dims_of: Any) -> dict[str, Any]
     if dims.pp > 1:
         answer["stages"] = stages(spec, parallelism, dims)
     if case.get("build"):
-        with torch.device("meta"):
-            answer["parameters"] = sum({id(p): p.numel() for p in spec.model.build().parameters()}.values())
+        answer["parameters"] = parameters(spec.model)
     return answer
 
 
@@ -204,24 +201,47 @@ def registry() -> dict[str, Any]:
     return found
 
 
+def parameters(config: Any) -> int:
+    """Of a model, of which one layer of each kind is made."""
+    import torch
+
+    def count(part: Any) -> int:
+        return sum({id(one): one.numel() for one in part.build().parameters()}.values())
+
+    layers, config.layers = config.layers, []
+    kinds: dict[bool, int] = {}
+    with torch.device("meta"):
+        whole = count(config)
+        for layer in layers:
+            is_moe = getattr(layer, "moe", None) is not None
+            if is_moe not in kinds:
+                kinds[is_moe] = count(layer)
+            whole += kinds[is_moe]
+    config.layers = layers
+    return whole
+
+
 def flavors() -> dict[str, Any]:
     """The number of parameters of every model that has a name."""
     import importlib
-
-    import torch
 
     counts: dict[str, Any] = {}
     for family in ("llama3", "qwen3", "deepseek_v3", "gpt_oss"):
         module = importlib.import_module(f"torchtitan.models.{family}")
         for flavor in getattr(module, f"{family.replace('_v3', 'v3').replace('_oss', 'oss')}_configs"):
-            with torch.device("meta"):
-                model = module.model_registry(flavor).model.build()
-            counts[f"{family} {flavor}"] = sum({id(p): p.numel() for p in model.parameters()}.values())
+            counts[f"{family} {flavor}"] = parameters(module.model_registry(flavor).model)
     return counts
 
 
+def spread(*counts: int) -> list[int]:
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
+    stages = _generate_llm_fqn_per_model_part(*counts)
+    return [sum(name.startswith("layers.") for name in stage) for stage in stages]
+
+
 def main() -> None:
-    if checkout := os.environ.get("TORCHTITAN_DIR"):
+    if checkout := os.environ.get("TORCHTITAN_FIRST"):
         sys.path.insert(0, checkout)
     out, sys.stdout = sys.stdout, sys.stderr
     import torch.utils.flop_counter  # noqa: F401  # probes for triton before there is a stand-in
@@ -234,8 +254,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for at, case in enumerate(json.load(sys.stdin)):
             try:
-                asked = {"registry": registry, "flavors": flavors}.get(case) if isinstance(case, str) else None
-                answers.append(asked() if asked else check(case, Path(folder), at))
+                if case == "registry":
+                    answers.append(registry())
+                elif case == "flavors":
+                    answers.append(flavors())
+                elif "spread" in case:
+                    answers.append([spread(*one) for one in case["spread"]])
+                else:
+                    answers.append(check(case, Path(folder), at))
             except (Exception, SystemExit) as error:
                 answers.append({"error": f"{type(error).__name__}: {error}"})
     json.dump(answers, out)

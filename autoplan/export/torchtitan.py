@@ -54,7 +54,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
     else:
         # Started by its path, the module is found by its name as well, whatever PYTHONPATH says.
         program, trailing = f'"$HERE/{MODULE}"', ("--module plan_cfg --config plan",)
-        file = File(name=MODULE, text=_module(plan_file, version))
+        file = File(name=MODULE, text=module_text(plan_file, version))
         data = (["--dataloader.dataset", "c4_test"], ["--hf_assets_path", "./tests/assets/tokenizer"])
     return Job(
         framework=f"torchtitan {version}",
@@ -112,7 +112,7 @@ def _check(plan_file: PlanFile, version: str) -> None:
 # -- version 0.3 and main: a module of a config registry --------------------------------------------------------------
 
 
-def _module(plan_file: PlanFile, version: str) -> str:
+def module_text(plan_file: PlanFile, version: str) -> str:
     """A module whose function `plan` gives the Trainer.Config; every value of the plan in it is a literal."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     family = family_of(model)
