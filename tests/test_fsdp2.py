@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.read.fsdp2 import read, recognises
 from autoplan.read.launch import Given
 from autoplan.result import PlanFile
+from damage import damaged
 from test_export_megatron_lm import LLAMA_8B, plan_file_of
 
 FSDP = Framework(name="pytorch-fsdp", rules="fsdp2", bytes_per_reduced_grad=2.0)
@@ -130,6 +132,17 @@ def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
         read(text, Given(model=MODEL))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    damaged(
+        [files_of(fsdp(dp_shard=8))["fsdp2.json"], files_of(fsdp(pp=2, vp=3, schedule="interleaved"))["fsdp2.json"]]
+    )
+)
+def test_a_damaged_file_is_read_or_refused(text: str) -> None:
+    with suppress(InputError):
+        assert read(text, Given(model=MODEL)).plan.num_devices >= 1
 
 
 # -- PyTorch itself ---------------------------------------------------------------------------------------------------

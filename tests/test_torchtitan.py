@@ -31,6 +31,7 @@ from autoplan.read.torchtitan import _known, read, recognises, spread
 from autoplan.result import PlanFile
 from autoplan.rules import Setting, broken
 from autoplan.rules.torchtitan import RULES
+from damage import damaged
 from test_export_megatron_lm import DEEPSEEK, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 TITAN = Framework(name="torchtitan", rules="torchtitan")
@@ -288,34 +289,6 @@ def test_a_command_line_changes_its_config() -> None:
     )
     options = {"loss", "training.local_batch_size", "training.enable_cpu_offload", "parallelism.wonder"}
     assert {one.option for one in launch.unread} == options
-
-
-@st.composite
-def damaged(draw: st.DrawFn, texts: list[str]) -> str:
-    """One of the texts with a piece of it taken out, doubled or replaced."""
-    text = draw(st.sampled_from(texts))
-    first, length = draw(st.integers(0, len(text))), draw(st.integers(0, 60))
-    piece = text[first : first + length]
-    pieces = (
-        "",
-        piece * 2,
-        "{",
-        ")",
-        "[1, 2]",
-        "-1",
-        "1e400",
-        "9" * 30,
-        "None",
-        "'",
-        '"',
-        "\n",
-        "\x00",
-        "é",
-        "x.y",
-        "*",
-    )
-    put = draw(st.one_of(st.sampled_from(pieces), st.text(max_size=8)))
-    return text[:first] + put + text[first + length :]
 
 
 WHOLE = [
