@@ -175,6 +175,35 @@ def test_an_example_of_accelerate_is_its_plan(path: str) -> None:
     assert {one.option for one in launch.unread} == unread
 
 
+COMMAND = """accelerate launch --use_fsdp --fsdp_version=2 --num_processes 16 --mixed-precision bf16 \\
+    --fsdp_reshard_after_forward false --fsdp_activation_checkpointing true --parallelism_config_dp_replicate_size 2 \\
+    --parallelism_config_dp_shard_size 8 ${EXTRA:-} \\
+    train.py --per_device_train_batch_size 2 --gradient_accumulation_steps=4 --learning_rate 1e-4
+"""
+
+
+def test_a_command_line_is_read_like_a_config() -> None:
+    assert recognises("run.sh", COMMAND)
+    launch = read(COMMAND, Given(model=LLAMA_8B, seq_len=4096))
+    assert launch.plan == ParallelPlan(
+        dp_replicate=2, dp_shard=8, sharding="zero2", recompute="full", micro_batch=2, global_batch=128
+    )
+    assert {one.option for one in launch.unread} == {"learning_rate"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("--use_fsdp", "--config_file my.yaml"), "read that file"),
+        (("--use_fsdp", ""), "neither --use_fsdp nor --multi_gpu"),
+        (("16", "$N"), "give it with --set NAME=VALUE"),
+    ],
+)
+def test_a_command_line_that_says_too_little_is_refused(change: tuple[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        read(COMMAND.replace(*change), Given(model=LLAMA_8B, seq_len=4096))
+
+
 WRONG: dict[str, tuple[dict[str, Any], Given, str]] = {
     "no model": ({}, Given(seq_len=4096), "pass --model"),
     "no sequence": ({}, Given(model=LLAMA_8B), "pass --seq-len"),
@@ -197,7 +226,7 @@ def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(damaged([text_of(PLANS["all"]), text_of(PLANS["copies"])]))
+@given(damaged([text_of(PLANS["all"]), text_of(PLANS["copies"]), COMMAND]))
 def test_a_damaged_file_is_read_or_refused(text: str) -> None:
     with suppress(InputError):
         assert read(text, given_of(PLANS["all"])).plan.num_devices >= 1

@@ -103,6 +103,7 @@ def test_whatever_it_runs_is_read_back(
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "narrow": ({"dp_shard": 8, "precision": "fp8"}, "precision 'fp8'"),
     "selective": ({"dp_shard": 8, "recompute": "selective"}, "selective recomputation"),
+    "another order": ({"pp": 2, "dp_shard": 4, "rank_order": "tp-cp-ep-pp-dp"}, "numbers stages last"),
     "overlap": ({"tp": 2, "tp_overlap": True}, "overlapped tensor"),
     "a broken rule": ({"dp_shard": 8, "sharding": "zero1"}, "use 'none' or 'zero2' or 'zero3'"),
 }

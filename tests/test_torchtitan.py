@@ -358,6 +358,7 @@ REFUSED: dict[str, tuple[PlanFile, str, str]] = {
         "no model with the blocks",
     ),
     "odd heads": (titan(replace(LLAMA, head_dim=128), dp_shard=8), "0.3", "no model with the blocks"),
+    "another order": (titan(pp=2, dp_shard=4, rank_order="tp-cp-ep-pp-dp"), "0.3", "numbers stages last"),
     "overlapped experts": (titan(DEEP, ep=8, dp_shard=8, ep_overlap=True), "0.3", "ep_overlap"),
     "no overlap": (titan(dp_shard=8, grad_reduce_overlap=False), "0.3", "grad_reduce_overlap"),
     "a broken rule": (titan(dp_shard=8, sharding="zero1"), "0.3", "use 'none' or 'zero2' or 'zero3'"),

@@ -13,6 +13,7 @@ from typing import Any
 from autoplan.errors import InputError
 from autoplan.export.header import header
 from autoplan.export.job import File, Job, Target, Variable
+from autoplan.framework import RANK_ORDERS
 from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.result import PlanFile
 from autoplan.rules import Setting as RuleSetting
@@ -65,6 +66,10 @@ def _check(plan_file: PlanFile) -> None:
         (
             plan.recompute == "selective",
             "selective recomputation: which operations is your program's, use full or none",
+        ),
+        (
+            plan.rank_order != RANK_ORDERS[0] and plan.pp > 1 and plan.dp > 1,
+            f"rank_order {plan.rank_order}: its mesh numbers stages last, leave it out",
         ),
         (plan.tp_overlap or plan.ep_overlap, "overlapped tensor or expert traffic: leave it out"),
         (

@@ -18,6 +18,7 @@ from autoplan.errors import InputError
 from autoplan.export.header import header
 from autoplan.export.job import File, Group, Job, Setting, Target, Variable
 from autoplan.files import decode, read_table
+from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.result import PlanFile
@@ -91,6 +92,10 @@ def _check(plan_file: PlanFile, version: str) -> None:
         raise InputError(f"torchtitan does not accept the plan: {'; '.join(problems)}")
     generation, old = plan_file.cluster.device.generation, version == "0.2"
     refusals = (
+        (
+            plan.rank_order != RANK_ORDERS[0] and plan.pp > 1 and plan.dp > 1,
+            f"rank_order {plan.rank_order}: it numbers stages last, leave it out",
+        ),
         (plan.ep_overlap, "ep_overlap: it overlaps expert traffic in no schedule that is priced here"),
         (not plan.grad_reduce_overlap, "grad_reduce_overlap = false: FSDP2 always overlaps the reduction"),
         (not plan.param_gather_overlap, "param_gather_overlap = false: FSDP2 always gathers ahead"),

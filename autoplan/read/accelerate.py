@@ -1,6 +1,7 @@
-"""What does a config file of `accelerate launch` start?  FSDP2 and DistributedDataParallel; DeepSpeed has its own file.
+"""What does `accelerate launch` start, by its config file or its options?  FSDP2 and DistributedDataParallel.
 
-The file holds neither model nor batch: these are given.  Places are below accelerate/ in 1.15.0.
+Neither holds the model, and a config file no batch: these are given.  Plans for DeepSpeed are in a file of its own.
+Places are below accelerate/ in 1.15.0.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from autoplan.errors import InputError
 from autoplan.plan import ParallelPlan
 from autoplan.read.launch import Given, Launch, Reader, Unread
 from autoplan.read.options import Options, parse_yaml, show
+from autoplan.read.shell import is_open, read_script
 from autoplan.training import TrainingSpec
 
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
@@ -33,25 +35,32 @@ _FSDP_ASIDE = (
     *("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading"),
     *("fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_version"),
 )
+_LAUNCH = re.compile(r"\baccelerate\s+launch\b")
+_KINDS = {"use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU"}
+_FLAGS = {"true": True, "false": False}
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether a file is a config of `accelerate launch`."""
-    return (
-        name.endswith((".yaml", ".yml", ".json"))
-        and re.search(r"^distributed_type\s*:", text, re.MULTILINE) is not None
-    )
+    """Whether a file is a config of `accelerate launch`, or a script that has one."""
+    if name.endswith((".yaml", ".yml")):
+        return re.search(r"^distributed_type\s*:", text, re.MULTILINE) is not None
+    return not name.endswith((".py", ".json", ".toml")) and _LAUNCH.search(text) is not None
 
 
 def read(text: str, given: Given) -> Launch:
     """What the file starts, with the model, the batch and the sequence that are given."""
-    options = Options(parse_yaml(text, "the file"))
+    if _LAUNCH.search(text):
+        table, batch = _of_script(text, given)
+    else:
+        table, batch = parse_yaml(text, "the file"), {}
+    batch |= dict(given.variables)
+    options = Options(table)
     options.known(*_ASIDE)
     model, seq_len = given.model, given.seq_len
     if model is None or seq_len is None:
         missing = "--model" if model is None else "--seq-len"
-        raise InputError(f"a config of Accelerate says nothing of model and sequence: pass {missing}")
+        raise InputError(f"nothing is said of model and sequence: pass {missing}")
     kind = options.value("distributed_type")
     if kind not in ("FSDP", "MULTI_GPU", "NO"):
         raise InputError(f"distributed_type {show(kind)} is not read: known are FSDP, MULTI_GPU and NO")
@@ -62,7 +71,7 @@ def read(text: str, given: Given) -> Launch:
     num_devices = _devices(options, given, kind)
     sizes = _sizes(options.inside("parallelism_config"), num_devices, kind)
     axes = _sharding(options.inside("fsdp_config"), sizes, unread) if kind == "FSDP" else _unsharded(sizes)
-    micro, steps = (_given_count(given, name) for name in _BATCH)
+    micro, steps = (_batch_count(batch, name) for name in _BATCH)
     plan: dict[str, Any] = {
         **axes,
         "tp": sizes["tp"],
@@ -87,10 +96,49 @@ def read(text: str, given: Given) -> Launch:
     )
 
 
-def _given_count(given: Given, name: str) -> int:
-    text = dict(given.variables).get(name)
+def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
+    """(the table that a config file would hold, the batch that the program is given) of the command."""
+    commands = read_script(text, given.variables).commands
+    words = next((one.words for one in commands if _LAUNCH.search(" ".join(one.words))), None)
+    if words is None or "launch" not in words:
+        raise InputError("no command is accelerate launch")
+    options = _options(words[words.index("launch") + 1 :])
+    if "config_file" in options:
+        raise InputError(f"the command reads {show(options['config_file'])}: read that file, with --set for the batch")
+    batch = {name: options.pop(name.lower()) for name in _BATCH if name.lower() in options}
+    kind = next((kind for name, kind in _KINDS.items() if options.pop(name, None) is not None), None)
+    if kind is None:
+        raise InputError(
+            "the command names neither --use_fsdp nor --multi_gpu: what it starts is in its default config"
+        )
+    table: dict[str, Any] = {"distributed_type": kind, "fsdp_config": {}, "parallelism_config": {}}
+    for name, value in options.items():
+        if is_open(value):
+            raise InputError(f"--{name} {show(value)} is known to a running shell only: give it with --set NAME=VALUE")
+        section = next((one for one in ("fsdp", "parallelism") if name.startswith(f"{one}_")), None)
+        place = table[f"{section}_config"] if section else table
+        is_count = re.fullmatch(r"\d{1,12}", value, re.ASCII)
+        place[name] = int(value) if is_count else _FLAGS.get(value.lower(), value)
+    return table, batch
+
+
+def _options(words: tuple[str, ...]) -> dict[str, str]:
+    """Every option with its value, those of the program among them; a switch has an empty one."""
+    options, at = {}, 0
+    while at < len(words):
+        name, sign, value = words[at].partition("=")
+        at += 1
+        if name.startswith("--"):
+            if not sign and at < len(words) and not words[at].startswith("--"):
+                value, at = words[at], at + 1
+            options[name[2:].replace("-", "_")] = value
+    return options
+
+
+def _batch_count(batch: dict[str, str], name: str) -> int:
+    text = batch.get(name)
     if text is None:
-        raise InputError(f"a config of Accelerate says nothing of the batch: pass --set {name}=N")
+        raise InputError(f"nothing is said of the batch: pass --set {name}=N")
     if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
         raise InputError(f"{name} must be a whole number of at least 1, got {show(text)}")
     return int(text)
