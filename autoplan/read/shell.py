@@ -44,7 +44,6 @@ _OPERATORS = (
     ">",
 )
 _LIST = ("&&", "||")
-_ENDS = ("\n", ";", "&", ";;")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 
 Value = str | list[str]
@@ -505,8 +504,8 @@ class _State:
     def _expansion(self, piece: str, unset: str | None, depth: int) -> Value:
         """What `${...}` and `$((...))` become; the output of a command stays as it is written."""
         if piece.startswith("$((") and piece.endswith("))"):
-            result = self._arithmetic(piece[3:-2])
-            return piece if result is None else str(result)
+            number = self._arithmetic(piece[3:-2])
+            return piece if number is None else str(number)
         if not (piece.startswith("${") and piece.endswith("}")):
             return piece
         match = _BRACED.fullmatch(piece[2:-1])
