@@ -306,6 +306,12 @@ def test_a_damaged_file_is_read_or_refused(text: str) -> None:
         assert read(text, Given(num_devices=16)).plan.num_devices == 16
 
 
+def test_a_file_whose_functions_call_one_another_again_and_again_is_refused() -> None:
+    calls = "\n".join(f"def f{at}():\n    x = f{at + 1}()\n    return f{at + 1}()" for at in range(40))
+    with pytest.raises(InputError, match="more than 100,000 steps"):
+        read(f"from torchtitan import trainer  # Trainer.Config\n{calls}\n", Given())
+
+
 def test_a_script_that_was_exported_names_the_file_with_the_plan() -> None:
     script = 'exec torchrun --nnodes 1 --nproc-per-node 8 "$HERE/plan_cfg.py" --module plan_cfg --config plan "$@"\n'
     assert recognises("launch.sh", script)

@@ -111,7 +111,6 @@ def _check(plan_file: PlanFile, version: str) -> None:
         (plan.precision == "nvfp4" and model.moe is not None, "precision 'nvfp4' of experts: plan with mxfp8"),
         (old and plan.precision == "nvfp4", "precision 'nvfp4' in version 0.2: export for 0.3"),
         (old and plan.tp > 1 and not plan.sp, "tp without sp in version 0.2: plan with sp or export for 0.3"),
-        (old and plan.tp_overlap and training.fused_norm is False, "tp_overlap without compilation"),
         (plan.tp_overlap and training.fused_norm is False, "tp_overlap without compilation: leave fused_norm out"),
     )
     for refused, what in refusals:

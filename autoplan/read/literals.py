@@ -15,7 +15,8 @@ from autoplan.errors import InputError
 
 MOST_CHARACTERS = 2**20
 MOST_DEPTH = 50  # of functions that call one another, and of expressions
-MOST_DIGITS = 10**15  # of a number that is computed
+MOST_STEPS = 10**5  # of all functions together: each may call another twice
+MOST_NUMBER = 10**15  # that is computed with
 
 _COMPUTES: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -62,6 +63,7 @@ class Module:
         self.imports: dict[str, str] = {}  # the full name of what a name stands for
         self.names: dict[str, Any] = {}
         self.depth = 0
+        self.steps = 0
         for statement in tree.body:
             if isinstance(statement, ast.ImportFrom):
                 module = "." * statement.level + (statement.module or "")
@@ -102,6 +104,9 @@ class Module:
 
     def value(self, node: ast.expr, names: Mapping[str, Any]) -> Any:
         """The value of an expression."""
+        self.steps += 1
+        if self.steps > MOST_STEPS:
+            raise InputError(f"the file takes more than {MOST_STEPS:,} steps to follow")
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
@@ -124,7 +129,7 @@ class Module:
 
     def _computed(self, node: ast.BinOp, names: Mapping[str, Any]) -> Any:
         left, right = self.value(node.left, names), self.value(node.right, names)
-        numbers = all(isinstance(one, int | float) and abs(one) < MOST_DIGITS for one in (left, right))
+        numbers = all(isinstance(one, int | float) and abs(one) < MOST_NUMBER for one in (left, right))
         if not numbers or (isinstance(node.op, ast.FloorDiv) and not right):
             return Unknown(_source(node))
         return _COMPUTES[type(node.op)](left, right)

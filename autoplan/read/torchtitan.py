@@ -202,8 +202,8 @@ def _read_model(found: Found, spec: Any, function: str) -> None:
         family = next((one for one in families if f".{one}." in f".{spec.name}"), None)
         family = family or next((one for one in families if one.replace("_", "") in function.replace("_", "")), "")
         found.model = _of_flavor(family, flavor)
-        if found.model is not None and (count := spec.named.get("num_mtp_layers")):
-            found.model = replace(found.model, num_mtp_layers=count)
+        if found.model is not None:
+            found.model = replace(found.model, num_mtp_layers=_whole(spec, "num_mtp_layers", 0))
     for converter in converters:
         name = converter.name.split(".")[-2] if isinstance(converter, Built) and "." in converter.name else ""
         precision = next((word for prefix, word in _CONVERTERS.items() if name.startswith(prefix)), None)
@@ -211,6 +211,14 @@ def _read_model(found: Found, spec: Any, function: str) -> None:
             found.precision = precision
         else:
             found.unread.append(Unread(option="converters", value=name or _text(converter), why="not known"))
+
+
+def _whole(built: Built, key: str, default: int | None = None) -> int:
+    """A size that a call was given."""
+    value = built.named.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{key} of the model cannot be read: pass --model")
+    return value
 
 
 def model_of(config: Built, name: str) -> ModelSpec:
@@ -223,10 +231,7 @@ def model_of(config: Built, name: str) -> ModelSpec:
     base = rope.named.get("theta", 10000.0) if isinstance(rope, Built) else 10000.0
 
     def size(key: str, default: int | None = None) -> int:
-        value = values.get(key, config.named.get(key, default))
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InputError(f"{key} of the model cannot be read: pass --model")
-        return value
+        return _whole(layers if key in values else config, key, default)
 
     def experts(width: str = "moe_hidden_dim", top: str = "top_k", **others: Any) -> Experts:
         inside: dict[str, Any] = {
@@ -249,7 +254,7 @@ def model_of(config: Built, name: str) -> ModelSpec:
         fixed = load_model("gpt-oss-20b")
         return replace(fixed, **shape, aliases=(), sources=(), moe=experts("hidden_dim", router_bias=True))
     heads = size("n_heads")
-    kv_heads = values.get("n_kv_heads")
+    kv_heads = heads if values.get("n_kv_heads") is None else size("n_kv_heads")
     shape |= {"num_heads": heads, "num_kv_heads": kv_heads if kv_heads != heads else None}
     if builder == "_build_llama3_layers":
         return ModelSpec(**shape, ffn_size=size("hidden_dim"))
@@ -260,7 +265,7 @@ def model_of(config: Built, name: str) -> ModelSpec:
         return ModelSpec(**shape, ffn_size=size("hidden_dim")) if dense else ModelSpec(**shape, moe=experts())
     if builder == "_build_dsv3_layers":
         mtp = config.named.get("mtp_layers")
-        shape["num_mtp_layers"] = mtp.named.get("num_mtp_layers", 0) if isinstance(mtp, Built) else 0
+        shape["num_mtp_layers"] = _whole(mtp, "num_mtp_layers", 0) if isinstance(mtp, Built) else 0
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         latent = LatentAttention(**{one: size(one) for one in names}, q_lora_rank=size("q_lora_rank") or None)
         shared = size("num_shared_experts") * size("moe_hidden_dim")
