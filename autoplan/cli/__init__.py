@@ -16,6 +16,7 @@ from autoplan.cli.estimate import estimate
 from autoplan.cli.export import export
 from autoplan.cli.predict import predict
 from autoplan.cli.profile import profile
+from autoplan.cli.read import read
 from autoplan.cli.schema import schema
 from autoplan.cli.score import score
 from autoplan.cli.search import search
@@ -34,6 +35,7 @@ app.command(no_args_is_help=True)(search)
 app.command(no_args_is_help=True)(estimate)
 app.command(no_args_is_help=True)(compare)
 app.command(no_args_is_help=True)(export)
+app.command(no_args_is_help=True)(read)
 app.command(no_args_is_help=True)(predict)
 app.command(no_args_is_help=True)(score)
 app.command(no_args_is_help=True)(calibrate)

@@ -21,6 +21,7 @@ from autoplan.cli.inputs import (
     QuietOption,
     ReserveOption,
     TimingsOption,
+    is_typed,
     whole_number,
 )
 from autoplan.errors import InputError, NoPlanError
@@ -174,15 +175,10 @@ def estimate(
 
 def _check_alone(context: typer.Context) -> None:
     """Refuse flags beside a plan file that would change what the file says."""
-    given = [name for name in context.params if name not in BESIDE_A_PLAN_FILE and _is_typed(context, name)]
+    given = [name for name in context.params if name not in BESIDE_A_PLAN_FILE and is_typed(context, name)]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InputError(f"a plan file is priced as it is, without {flags}: leave them out, or give a model")
-
-
-def _is_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _rest(num_devices: int, degrees: dict[str, int]) -> int:
