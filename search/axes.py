@@ -29,7 +29,6 @@ NAMES = {
     "sp": "sequence parallelism",
     "cp_kind": "kind of context parallelism",
     "layers": "layers of the chunks",
-    "offload": "on the host",
     "rank_order": "order of the ranks",
     "nodes": "order of the nodes",
     "tp_overlap": "overlap of tensor-parallel traffic",
