@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -36,11 +37,11 @@ def setting_of(problem: Problem) -> Setting:
 def plans(draw: st.DrawFn, problem: Problem) -> ParallelPlan:
     """A legal plan on 16 devices."""
 
-    def one_of(*values: object) -> object:
+    def one_of(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
     tp, pp, cp = one_of(1, 2, 4, 8), one_of(1, 2, 4), one_of(1, 1, 2)
-    dp, rest = divmod(16, tp * pp * cp)  # type: ignore[operator]
+    dp, rest = divmod(16, tp * pp * cp)
     assume(not rest and dp)
     vp = one_of(1, 2, 3) if pp > 1 else 1
     replicate = one_of(*(size for size in (1, 2) if dp % size == 0))
