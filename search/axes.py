@@ -44,7 +44,7 @@ def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
     `sharding` is (kind, ranks it goes over; None: all), `schedule` (name, chunks of a rank), `layers` holds the layouts
     that may be meant: the first one with as many chunks as the plan has.
     """
-    has_copies = plan.dp * plan.cp > 1 or (model.moe is not None and plan.tp > plan.ep * plan.etp)
+    has_copies = _has_copies(model, plan.tp, plan.cp, plan.dp, plan.ep * plan.etp)
     axes: dict[str, Any] = {name: getattr(plan, name) for name in ("tp", "cp", "pp", "micro_batch")}
     axes["global_batch"] = plan.global_batch
     axes["recompute"] = (plan.recompute, plan.recompute_modules, plan.recompute_num_layers)
@@ -87,16 +87,19 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
     sharding, group = value.get("sharding", (book.usual_shardings[0], None))
     if group is not None and dp % group:
         raise InputError(f"dp {dp} is no multiple of the {group} ranks that states are sharded over")
+    etp = value.get("etp", WITH_TP) if model.moe else 1
+    etp = tp if etp == WITH_TP else etp
+    if value["offload"] == "none" and not _has_copies(model, tp, cp, dp, value.get("ep", 1) * etp):
+        sharding, group = book.usual_shardings[0], None  # means nothing: the plain one
     schedule, vp = value.get("schedule", ("1f1b", 1)) if pp > 1 else ("1f1b", 1)
     recompute, modules, repeated = value["recompute"]
-    etp = value.get("etp", WITH_TP) if model.moe else 1
     fits_sp = problem.framework.sequence_parallel and problem.training.seq_len // cp % tp == 0
     table = {
         **degrees,
         "micro_batch": value["micro_batch"],
         "global_batch": value["global_batch"],
         "ep": value.get("ep", 1),
-        "etp": tp if etp == WITH_TP else etp,
+        "etp": etp,
         "dp_shard": group or dp,
         "dp_replicate": dp // (group or dp),
         "sp": tp > 1 and bool(value.get("sp", fits_sp)),
@@ -121,6 +124,11 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
     check_priced(plan)
     chunk_layers(plan, model.num_layers)
     return plan
+
+
+def _has_copies(model: ModelSpec, tp: int, cp: int, dp: int, expert_ranks: int) -> bool:
+    """Whether some parameters are held by several ranks, which may share their states."""
+    return dp * cp > 1 or (model.moe is not None and tp > expert_ranks)
 
 
 def _layout(problem: Problem, layouts: tuple[tuple[int, ...], ...], chunks: int) -> tuple[int, ...] | None:

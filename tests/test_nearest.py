@@ -40,7 +40,7 @@ def test_the_nearest_plan_changes_just_what_is_refused_and_is_the_fastest_of_the
     assert accepts(near.plan)
     assert near.plan.verdict == "fits"
     assert not broken(RULES, SETTING, near.plan.plan)
-    assert {axis for axis, *_ in near.changes} == set(refused)
+    assert {axis for axis, *_ in near.changes} <= set(refused)  # sharding of one replica means nothing
     # Whatever else is accepted and differs in these axes alone is slower.
     faster = nearest(PROBLEM, PLAN, lambda one: accepts(one) and one.step_s < near.plan.step_s)
     assert faster is None or len(faster.changes) > len(near.changes)

@@ -63,11 +63,11 @@ def plans(draw: st.DrawFn, problem: Problem) -> ParallelPlan:
         "offload": one_of("none", "none", "optimizer"),
         "tp_overlap": tp != 1 and one_of(True, False),
         "grad_reduce_overlap": one_of(True, False),
-        **parse_recompute(one_of("none", "selective", "full", "full:2", "mlp")),  # type: ignore[arg-type]
+        **parse_recompute(one_of("none", "selective", "full", "full:2", "mlp")),
     }
     table["param_gather_overlap"] = table["sharding"] != "none" and table["grad_reduce_overlap"]
     try:
-        plan = ParallelPlan(**table)  # type: ignore[arg-type]
+        plan = ParallelPlan(**table)
         assume(not broken(RULES, setting_of(problem), plan))
     except AutoplanError:
         assume(False)

@@ -168,7 +168,9 @@ def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
         # Of several generations of a framework the file is of the one whose options it has.
         written = {version: _written(started, file, file.best, version) for version in TARGETS[today.target].versions}
         version = max(written, key=lambda one: len(written[one].keys() & mine.keys()))
-        options = _differing(mine, written[version])
+        # What was not understood is not written either: it is the person's to keep.
+        unread = {one.option for one in started.launch.unread}
+        options = tuple(one for one in _differing(mine, written[version]) if one.option not in unread)
     except InputError as error:
         return replace(today, no_options=str(error))
     if today.priced is None or today.broken:

@@ -8,12 +8,12 @@ from pathlib import Path
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
 from autoplan.files import read_text
-from autoplan.read import planfile
+from autoplan.read import megatron_lm, planfile
 from autoplan.read.launch import Given, Launch, Reader
 
 MOST_BYTES = 2**20  # a launch file is written by hand
 
-READERS: tuple[Reader, ...] = (planfile.READER,)
+READERS: tuple[Reader, ...] = (megatron_lm.READER, planfile.READER)
 
 
 def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:
@@ -38,7 +38,7 @@ def read_launch_on(path: Path, given: Given, cluster: ClusterSpec, target: str |
     if launch.plan.num_devices != cluster.num_devices:
         raise InputError(
             f"{path}: starts {launch.plan.num_devices} devices, cluster {cluster.name!r} has {cluster.num_devices}: "
-            f"name the cluster that it runs on, with its size"
+            "name the cluster that it runs on, or --set the variables that its script takes from the environment"
         )
     return launch
 

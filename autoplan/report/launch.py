@@ -38,11 +38,15 @@ def print_launch(
     grid.add_row("step", f"{plan.global_batch:,} sequences, {plan.num_microbatches:,} micro-batches a replica")
     grid.add_row("devices", f"{plan.num_devices:,}")
     print_part(console, grid)
-    for says, options in (("not read, may cost time or memory", matters), ("not read, costs nothing", rest)):
-        if options:
-            console.print(f"\n{says}")
-            rows = [(escape(option), escape(_cut(value)), escape(why)) for option, value, why in options]
-            print_table(console, (("option", False), ("value", False), ("why", False)), rows, keep=3)
+    if matters:
+        console.print("\nnot read, may cost time or memory")
+        rows = [(escape(option), escape(_cut(value)), escape(why)) for option, value, why in matters]
+        print_table(console, (("option", False), ("value", False), ("why", False)), rows, keep=3)
+    if rest:
+        console.print("\nnot read")
+        for reason in dict.fromkeys(why for *_, why in rest):
+            options = ", ".join(dict.fromkeys(option for option, _, why in rest if why == reason))
+            print_part(console, escape(f"{options}: {reason}"))
 
 
 def model_line(model: ModelSpec) -> str:
@@ -100,6 +104,8 @@ def gap_line(today: Today) -> str:
     gap = today.gap
     assert gap is not None
     behind, width = gap.ratio - 1.0, format_percent(gap.high / gap.ratio - 1.0)
+    if today.priced and today.priced.verdict == "oom" and behind < 0:
+        return f"it does not fit; the best plan that does is {format_percent(1.0 / gap.ratio - 1.0)} slower"
     if abs(behind) < LEAST_GAP:
         return "none: no plan of the space is faster"
     text = f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'} than the best plan"
@@ -148,12 +154,19 @@ def _alone(one: AxisChange, names: dict[str, str]) -> tuple[str, str, str]:
 
 
 def _print_options(console: Console, options: Sequence[OptionChange]) -> None:
-    rows = [(escape(one.option), *(escape(_shown(value)) for value in (one.before, one.after))) for one in options]
-    print_table(console, (("option", False), ("today", False), ("best plan", False)), rows, keep=3)
+    print_part(console, "options, from today's file to the one that is exported for the best plan")
+    grid = labelled()
+    for one in options:
+        grid.add_row(escape(one.option), escape(_option_change(one)))
+    print_part(console, grid)
 
 
-def _shown(value: str | None) -> str:
-    return "-" if value is None else _cut(value) or "set"
+def _option_change(one: OptionChange) -> str:
+    if one.before is None:
+        return f"add {_cut(one.after or '')}".rstrip()
+    if one.after is None:
+        return f"drop {_cut(one.before)}".rstrip()
+    return f"{_cut(one.before) or 'set'} -> {_cut(one.after) or 'set'}"
 
 
 def _cut(value: str) -> str:
