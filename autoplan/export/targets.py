@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import megatron_lm
+from autoplan.export import accelerate, megatron_lm, torchtitan
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import LAUNCHERS, launch_files
 from autoplan.result import PlanFile
 
-TARGETS: dict[str, Target] = {target.name: target for target in (megatron_lm.TARGET,)}
+TARGETS: dict[str, Target] = {
+    target.name: target for target in (accelerate.TARGET, megatron_lm.TARGET, torchtitan.TARGET)
+}
 
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
