@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import megatron_lm
+from autoplan.export import megatron_bridge, megatron_lm, primus
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import LAUNCHERS, launch_files
 from autoplan.result import PlanFile
 
-TARGETS: dict[str, Target] = {target.name: target for target in (megatron_lm.TARGET,)}
+TARGETS: dict[str, Target] = {
+    target.name: target for target in (megatron_lm.TARGET, megatron_bridge.TARGET, primus.TARGET)
+}
 
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
