@@ -54,6 +54,20 @@ def typed(value: Value) -> Value:
     return int(value) if re.fullmatch(r"-?\d+", value, re.ASCII) else float(value)
 
 
+def arguments_of(words: Sequence[str]) -> dict[str, Value]:
+    """The arguments of options that are written out, numbers as numbers."""
+    result: dict[str, Value] = {}
+    at = 0
+    while at < len(words):
+        option, start = words[at], at + 1
+        at = start
+        while at < len(words) and not words[at].startswith("--"):
+            at += 1
+        name, value = argument_of(option, words[start:at])
+        result[name] = typed(value)
+    return result
+
+
 # Arguments that Megatron-Bridge keeps elsewhere than in `model` under the same name.
 BRIDGE_FIELDS = {
     "micro_batch_size": "train.micro_batch_size",

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import accelerate, megatron_lm, torchtitan
+from autoplan.export import accelerate, megatron_bridge, megatron_lm, primus, torchtitan
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import LAUNCHERS, launch_files
 from autoplan.result import PlanFile
 
 TARGETS: dict[str, Target] = {
-    target.name: target for target in (accelerate.TARGET, megatron_lm.TARGET, torchtitan.TARGET)
+    target.name: target
+    for target in (
+        accelerate.TARGET,
+        megatron_bridge.TARGET,
+        megatron_lm.TARGET,
+        primus.TARGET,
+        torchtitan.TARGET,
+    )
 }
 
 

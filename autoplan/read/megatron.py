@@ -19,7 +19,6 @@ from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import RECOMPUTE_MODULES, ParallelPlan, Schedule, Sharding, even_chunks
 from autoplan.read.launch import Given, Launch, Unread
 from autoplan.read.model import load_model, preset_models
-from autoplan.read.runs import find_preset
 from autoplan.read.shell import is_open
 from autoplan.training import Attention, Precision, TrainingSpec
 
@@ -38,7 +37,7 @@ _HARMLESS = re.compile(
     r"|moe_(aux_loss|z_loss|router_(load|score|topk_scaling|dtype|num_groups|group_topk|pre_|enable|bias|force|fusion))"
     r"|moe_per_layer|mtp_loss|attention_softmax_in|enable_experimental|accumulate_allreduce|add_position_embedding|add_class"
     r"|fp8_(amax|margin|interval)|te_rng|use_te_rng|activation_func_clamp|glu_linear|quick_geglu|enable_gpt_oss"
-    r"|skip_train|comment|no_persist|stderr_sink|disable_(tensorboard|wandb|mlflow|last_saving)|debug|env_vars|dump"
+    r"|auto_continue|skip_train|comment|no_persist|stderr_sink|disable_(tensorboard|wandb|mlflow|last_saving)|debug|env_vars|dump"
 )
 
 # Sizes of the vocabularies that a tokenizer by this name has in the published models it comes from.
@@ -164,7 +163,7 @@ def launch_of(
             settings.note(name, "--model wins", matters=False)
         model = given.model
     else:
-        model = _model(settings, base)
+        model = _model(settings, base, seq_len)
     _dropout(settings)
     precision = _precision(settings)
     plan = _plan(settings, model, precision, given.num_devices or num_devices, schedule)
@@ -197,7 +196,7 @@ _NAMES = (
 _ARCHITECTURE = frozenset(_NAMES.split())
 
 
-def _model(settings: Settings, base: ModelSpec | None) -> ModelSpec:
+def _model(settings: Settings, base: ModelSpec | None, seq_len: int) -> ModelSpec:
     way = "pass --model"
     num_layers = settings.integer("num_layers", base.num_layers if base else None) or settings.needed("num_layers", way)
     hidden = settings.integer("hidden_size", base.hidden_size if base else None) or settings.needed("hidden_size", way)
@@ -212,6 +211,7 @@ def _model(settings: Settings, base: ModelSpec | None) -> ModelSpec:
     if ffn_size is None and (base is None or base.moe is None):
         ffn_size = 4 * hidden if not gated else int(4 * hidden * 2 / 3 / 64) * 64
     head_dim = settings.integer("kv_channels", base.head_dim if base else None)
+    positions = settings.integer("max_position_embeddings", base.max_positions or None if base else None) or seq_len
     mla = _latent(settings, base)
     moe = _experts(settings, base, num_layers, ffn_size or 0, bias)
     model = ModelSpec(
@@ -232,9 +232,7 @@ def _model(settings: Settings, base: ModelSpec | None) -> ModelSpec:
         norm="rmsnorm" if settings.word("normalization", _norm(base)) == "RMSNorm" else "layernorm",
         position_embedding=kind,  # type: ignore[arg-type]
         rope_base=float(settings.value("rotary_base", base.rope_base if base else 10000)),
-        max_positions=settings.count("max_position_embeddings", base.max_positions if base else 0)
-        if kind == "learned"
-        else 0,
+        max_positions=positions if kind == "learned" else 0,
         tied_embeddings=not settings.flag(
             "untie_embeddings_and_output_weights", not base.tied_embeddings if base else False
         ),
@@ -243,7 +241,6 @@ def _model(settings: Settings, base: ModelSpec | None) -> ModelSpec:
         mla=mla,
         moe=moe,
     )
-    settings.value("max_position_embeddings")
     if moe is not None and not any("mlp" in layer for layer in model.layers):
         model = replace(model, ffn_size=0)
     return _named(model, base)
@@ -262,13 +259,26 @@ def _presets() -> tuple[ModelSpec, ...]:
     return tuple(load_model(name) for name in preset_models())
 
 
+@lru_cache(maxsize=1)
+def _by_name() -> dict[str, ModelSpec]:
+    names: dict[str, ModelSpec] = {}
+    for model in _presets():
+        for name in (model.name, *model.aliases):
+            names.setdefault(_letters(name), model)
+            names.setdefault(_letters(name.rpartition("/")[2]), model)
+    return names
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
+
+
 def preset_of(*names: str) -> ModelSpec | None:
-    """The shipped model that one of these names means: an identifier with or without its organisation."""
+    """The shipped model that one of these names means, the first that does: dots and dashes count for nothing."""
     for name in names:
-        plain = re.sub(r"\.ya?ml$", "", name)
-        for one in (plain, plain.rpartition("/")[2], re.sub(r"[_-]?v0\.1$", "", plain)):
-            if found := find_preset(one):
-                return found
+        for one in (name, name.rpartition("/")[2], re.sub(r"[_-]?v0\.1$", "", name)):
+            if _letters(one) in _by_name():
+                return _by_name()[_letters(one)]
     return None
 
 
@@ -671,6 +681,8 @@ def _rest(settings: Settings) -> None:
 _USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "make_vocab_size_divisible_by": ((128,), "priced with a vocabulary padded to multiples of 128"),
     "moe_grouped_gemm": ((True,), "priced with grouped products of the experts"),
+    "moe_use_legacy_grouped_gemm": ((), ""),
+    "moe_shared_expert_overlap": ((False,), "the overlap of shared experts is not priced"),
     "moe_permute_fusion": ((True,), "priced with a fused permutation"),
     "moe_router_padding_for_quantization": ((), ""),
     "moe_token_dispatcher_type": (("alltoall", "flex"), "priced as all-to-all"),
