@@ -109,6 +109,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (replace(DENSE, ffn_size=4098), plan_of(tp=4), 4096, "ffn_size 4098 must be divisible by tp 4"),
             (DENSE, plan_of(sp=True), 4096, "sp needs tp > 1"),
             (DENSE, plan_of(tp=4, sp=True), 4098, "with sp, seq_len 4098 must be divisible by tp 4"),
+            (DENSE, plan_of(tp=4, tp_overlap=True), 4096, "tp_overlap needs sp"),
             (DENSE, plan_of(cp=2), 4096, "cp 2: a run does not start"),
             (MOE, plan_of(ep=2, dp_shard=2), 4096, "ep 2: a run does not start"),
             (MOE, plan_of(etp=2, dp_shard=2), 4096, "etp 2: experts are whole"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import accelerate, megatron_bridge, megatron_lm, primus, torchtitan
+from autoplan.export import accelerate, deepspeed, megatron_bridge, megatron_lm, nanotron, primus, torchtitan
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import LAUNCHERS, launch_files
 from autoplan.result import PlanFile
@@ -12,8 +12,10 @@ TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         accelerate.TARGET,
+        deepspeed.TARGET,
         megatron_bridge.TARGET,
         megatron_lm.TARGET,
+        nanotron.TARGET,
         primus.TARGET,
         torchtitan.TARGET,
     )

@@ -89,6 +89,10 @@ class Options:
         """Whether the option has a value; null is none."""
         return self._values.get(key) is not None
 
+    def names(self) -> tuple[str, ...]:
+        """Of the options that stand there."""
+        return tuple(self._values)
+
     def value(self, key: str) -> Any:
         """The value of an option as it stands there, None where it has none."""
         self._asked.add(key)
