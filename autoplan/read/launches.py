@@ -8,12 +8,21 @@ from pathlib import Path
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
 from autoplan.files import read_text
-from autoplan.read import megatron_lm, planfile
+from autoplan.read import accelerate, deepspeed, megatron_bridge, megatron_lm, nanotron, planfile, primus, torchtitan
 from autoplan.read.launch import Given, Launch, Reader
 
 MOST_BYTES = 2**20  # a launch file is written by hand
 
-READERS: tuple[Reader, ...] = (megatron_lm.READER, planfile.READER)
+READERS: tuple[Reader, ...] = (
+    accelerate.READER,
+    deepspeed.READER,
+    megatron_bridge.READER,
+    megatron_lm.READER,
+    nanotron.READER,
+    planfile.READER,
+    primus.READER,
+    torchtitan.READER,
+)
 
 
 def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:
