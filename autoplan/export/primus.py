@@ -12,8 +12,8 @@ import yaml
 
 from autoplan.export.header import comment, header
 from autoplan.export.job import File, Job, Setting, Target, Variable
-from autoplan.export.launcher import safe_name
 from autoplan.export.megatron_lm import environment, megatron_core_groups, optimisation, words_of
+from autoplan.export.start import safe_name
 from autoplan.megatron import arguments_of
 from autoplan.model import Block
 from autoplan.result import PlanFile
