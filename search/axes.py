@@ -171,7 +171,7 @@ def words(axis: str, value: Any) -> str:
         return "as listed" if value is None else " ".join(value)
     if axis == "sharding":
         kind, group = value
-        return f"{kind} over {group} of dp" if group else str(kind)
+        return f"{kind} over {group}" if group else str(kind)
     if axis == "schedule":
         name, chunks = value
         return f"{name} {chunks}" if name == "interleaved" else str(name)

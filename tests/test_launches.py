@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autoplan.errors import InputError
+from autoplan.export.targets import TARGETS, exported
 from autoplan.files import decode, read_table
+from autoplan.plan import ParallelPlan
+from autoplan.read.framework import load_framework
 from autoplan.read.launch import Given
 from autoplan.read.launches import MOST_BYTES, READERS, read_launch
 from autoplan.result import PlanFile
@@ -54,10 +58,26 @@ def test_a_launch_file_is_known_by_its_content(folder: Path, name: str, target: 
     assert (launch.target, launch.plan) == (target, plan_file(folder / "old.json").best.plan)
 
 
-def test_no_reader_takes_the_file_of_another(folder: Path) -> None:
-    for name in ("old.json", "launch/launch.sh"):
-        text = (folder / name).read_text()
-        assert sum(reader.recognises(Path(name).name, text) for reader in READERS) == 1
+PRICED_AS = {
+    "accelerate": "pytorch-fsdp",
+    "deepspeed": "deepspeed-zero",
+    "nanotron": "nanotron",
+    "torchtitan": "torchtitan",
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_reader_takes_the_files_of_another_target(folder: Path, target: str) -> None:
+    """Each is read without --as by what only its own reader knows, or by none."""
+    file = plan_file(folder / "old.json")
+    plan = ParallelPlan(
+        global_batch=16, dp_shard=8, sharding="zero2" if target in ("accelerate", "torchtitan") else "zero1"
+    )
+    framework = load_framework(PRICED_AS.get(target, "megatron-core"))
+    file = replace(file, framework=framework, best=replace(file.best, plan=plan))
+    files = exported(file, target, "torchrun")
+    known = {reader.target for one in files for reader in READERS if reader.recognises(one.name, one.text)}
+    assert known == {target}
 
 
 BAD: dict[str, tuple[bytes, str | None, str]] = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autoplan.cluster import ClusterSpec
     from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
-    from autoplan.read.launch import Launch
+    from autoplan.read.launch import Given, Launch
     from autoplan.result import AxisChange, OptionChange, PlanFile, RankedPlan, SearchResult, Today
     from autoplan.rules import Rule
     from search.space import Space
@@ -27,6 +27,7 @@ class Started:
     """What a launch file starts, with what was typed beside it: the flags of the search, and the plan to compare."""
 
     path: Path
+    given: Given
     launch: Launch
     flags: TrainingFlags
     global_batch: str
@@ -64,7 +65,7 @@ def start_from(
     batch = global_batch or str(launch.plan.global_batch)
     asked = int(batch) if batch.isascii() and batch.isdigit() and 0 < len(batch) < 10 else launch.plan.global_batch
     plan = replace(launch.plan, precision=flags.precision, global_batch=asked)  # type: ignore[arg-type]
-    return Started(path=path, launch=launch, flags=flags, global_batch=batch, plan=plan)
+    return Started(path=path, given=given, launch=launch, flags=flags, global_batch=batch, plan=plan)
 
 
 def allowed_for(problem: Problem, plan: ParallelPlan) -> list[str]:
@@ -196,22 +197,21 @@ def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
 def _written(started: Started, file: PlanFile, plan: RankedPlan, version: str) -> dict[str, str]:
     """The options of a plan in the file that is exported for the target of the launch file."""
     from autoplan.export.targets import exported
-    from autoplan.read.launch import Given
     from autoplan.read.launches import reader_of
 
     target, cluster = started.launch.target, file.cluster
     reader = reader_of(target)
-    files = exported(replace(file, best=plan), target, "torchrun", version)
-    text = next((one.text for one in files if reader.recognises(one.name, one.text)), None)
-    if text is None:
-        raise InputError(f"none of {', '.join(one.name for one in files)} can be read back")
-    given = Given(
-        model=file.model,
-        num_devices=cluster.num_devices,
-        devices_per_node=cluster.devices_per_node,
-        seq_len=file.training.seq_len,
+    given = replace(
+        started.given, num_devices=cluster.num_devices, devices_per_node=cluster.devices_per_node, variables=()
     )
-    return dict(reader.read(text, given).options)
+    refusal = InputError("none of its files can be read back")
+    for one in exported(replace(file, best=plan), target, "torchrun", version):
+        if reader.recognises(one.name, one.text):
+            try:
+                return dict(reader.read(one.text, given).options)
+            except InputError as error:  # such as a script that starts what another file describes
+                refusal = error
+    raise refusal
 
 
 def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
