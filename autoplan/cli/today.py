@@ -52,7 +52,10 @@ def start_from(
 
     model = str(flags.model) if "model" in typed else None
     given = make_given(model, None, None, flags.seq_len if "seq_len" in typed else None, variables)
-    launch = read_launch_on(path, given, cluster, target)
+    try:
+        launch = read_launch_on(path, given, cluster, target)
+    except InputError as error:
+        raise InputError(str(error).replace("--model", "MODEL")) from None  # which is an argument of a search
     training = launch.training
     found = {
         "seq_len": training.seq_len,
