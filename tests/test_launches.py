@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from autoplan.errors import InputError
+from autoplan.export.job import File
 from autoplan.export.targets import TARGETS, exported
 from autoplan.files import decode, read_table
-from autoplan.plan import ParallelPlan
+from autoplan.plan import ParallelPlan, Sharding
 from autoplan.read.framework import load_framework
 from autoplan.read.launch import Given
 from autoplan.read.launches import MOST_BYTES, READERS, read_launch
+from autoplan.read.model import load_model
 from autoplan.result import PlanFile
 from commands import run
 
@@ -58,6 +64,8 @@ def test_a_launch_file_is_known_by_its_content(folder: Path, name: str, target: 
     assert (launch.target, launch.plan) == (target, plan_file(folder / "old.json").best.plan)
 
 
+COMPLETE = Given(model=load_model("llama3-8b"), num_devices=8, devices_per_node=8, seq_len=64)
+# What plans for a target may be priced as, where that is not Megatron-Core.
 PRICED_AS = {
     "accelerate": "pytorch-fsdp",
     "deepspeed": "deepspeed-zero",
@@ -66,18 +74,40 @@ PRICED_AS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_reader_takes_the_files_of_another_target(folder: Path, target: str) -> None:
-    """Each is read without --as by what only its own reader knows, or by none."""
+@cache
+def files_of(folder: Path, target: str) -> tuple[File, ...]:
+    """A plan without tensor and pipeline parallelism, exported."""
     file = plan_file(folder / "old.json")
-    plan = ParallelPlan(
-        global_batch=16, dp_shard=8, sharding="zero2" if target in ("accelerate", "torchtitan") else "zero1"
-    )
+    sharding: Sharding = "zero2" if target in ("accelerate", "torchtitan") else "zero1"
+    plan = ParallelPlan(global_batch=16, dp_shard=8, sharding=sharding)
     framework = load_framework(PRICED_AS.get(target, "megatron-core"))
     file = replace(file, framework=framework, best=replace(file.best, plan=plan))
-    files = exported(file, target, "torchrun")
+    return exported(file, target, "torchrun")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_reader_takes_the_files_of_another_target(folder: Path, target: str) -> None:
+    files = files_of(folder, target)
     known = {reader.target for one in files for reader in READERS if reader.recognises(one.name, one.text)}
     assert known == {target}
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused_in_one_line(folder: Path, data: st.DataObject) -> None:
+    reader = data.draw(st.sampled_from([one for one in READERS if one.target in TARGETS]))
+    texts = [one.text for one in files_of(folder, reader.target) if reader.recognises(one.name, one.text)]
+    text = data.draw(st.sampled_from(texts))
+    start, end = sorted(data.draw(st.integers(0, len(text))) for _ in range(2))
+    damage = data.draw(
+        st.one_of(st.text(max_size=20), st.sampled_from(["$(rm -rf x)", "${A:-", "[" * 300, "1e999", "-1"]))
+    )
+    given_ = data.draw(st.sampled_from([Given(), COMPLETE]))
+    path = folder / "damaged"
+    path.write_text(text[:start] + damage + text[min(end, start + 40) :], encoding="utf-8", errors="replace")
+    for target in (None, reader.target):
+        with contextlib.suppress(InputError):
+            assert read_launch(path, given_, target).plan.num_devices >= 1
 
 
 BAD: dict[str, tuple[bytes, str | None, str]] = {
@@ -134,6 +164,17 @@ def test_what_was_read_is_printed_and_what_was_not(folder: Path) -> None:
     table = json.loads(run(folder, "read", "launch/launch.sh", "--json").stdout)
     assert (table["target"], table["plan"]["tp"], table["model"]["num_layers"]) == ("megatron-lm", 8, 32)
     assert {"--weight-decay"} <= {one["option"] for one in table["unread"]}
+
+
+def test_the_plan_of_a_launch_file_is_priced_as_it_is(folder: Path) -> None:
+    done = run(folder, "estimate", "--from", "launch/launch.sh", *PLACE, "--json", "-q")
+    table, old = json.loads(done.stdout), plan_file(folder / "old.json")
+    assert table["best"]["step_s"] == pytest.approx(old.best.step_s)
+    for arguments, says in (((*PLACE, "--tp", "2"), "without --tp"), ((), "estimate --from needs --cluster")):
+        done = run(folder, "estimate", "--from", "launch/launch.sh", *arguments)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert says in done.stderr
+    assert run(folder, "estimate", *PLACE).returncode == 2
 
 
 # -- how good is it ---------------------------------------------------------------------------------------------------

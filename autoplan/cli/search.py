@@ -326,7 +326,10 @@ def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:
     """What to type next, or why no file starts the plan."""
     from autoplan.export.targets import TARGETS, job_of
 
-    target = next((target for target in TARGETS.values() if file.framework.rules in target.rules), None)
+    # What runs today, else what bears the name of its rules, comes before others that take the plan.
+    first = (file.today.target if file.today else "", file.framework.rules)
+    known = sorted(TARGETS.values(), key=lambda one: first.index(one.name) if one.name in first else len(first))
+    target = next((one for one in known if file.framework.rules in one.rules), None)
     if target is None:
         return "no launch script", f"no launch files are written for {file.framework.name}"
     try:
