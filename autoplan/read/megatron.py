@@ -668,7 +668,7 @@ def _rest(settings: Settings) -> None:
     """Settings that are as the cost model takes them, or whose effect it does not know."""
     for name, (values, why) in _USUAL.items():
         said = settings.said.get(name)
-        if said is None:
+        if said is None or name in settings.taken:
             continue
         value = typed(said.value)
         if value is None or not values or value in values:
@@ -705,10 +705,13 @@ _USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "calculate_per_token_loss": ((), ""),
     "apply_layernorm_1p": ((), ""),
     "empty_unused_memory_level": ((0,), "giving cached memory back is not priced"),
-    "main_grads_dtype": (("fp32",), "states are priced in 32 bits"),
-    "main_params_dtype": (("fp32",), "states are priced in 32 bits"),
-    "exp_avg_dtype": (("fp32",), "states are priced in 32 bits"),
-    "exp_avg_sq_dtype": (("fp32",), "states are priced in 32 bits"),
+    "main_grads_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
+    "main_params_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
+    "exp_avg_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
+    "exp_avg_sq_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
+    "cuda_graph_impl": (("none",), "CUDA graphs are not priced"),
+    "cuda_graph_scope": ((), ""),
+    "cuda_graph_warmup_steps": ((), ""),
     "squared_relu": ((), ""),
     "openai_gelu": ((), ""),
     "nccl_ub": ((False,), "registered communication buffers are not priced"),

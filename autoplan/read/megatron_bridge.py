@@ -24,6 +24,7 @@ from autoplan.read.shell import read_script
 ENTRIES = ("run_recipe.py",)
 MOST_CHARACTERS = 2**20
 MOST_DEPTH = 20
+MOST_CALLS = 200
 
 # What `_pretrain_common` of its recipes sets (067f987) and Megatron-LM's defaults do not.
 _COMMON = {
@@ -193,12 +194,10 @@ def _python(text: str, given: Given, recipe: _Recipe) -> None:
     if len(chosen) > 1:
         raise InputError(f"which recipe?  pass --set RECIPE=NAME, one of {', '.join(chosen)[:300]}")
     scope = _Scope(functions, recipe)
-    body = functions[chosen[0]] if chosen else tree
-    if isinstance(body, ast.FunctionDef):
-        recipe.models.append(_stem(body.name))
-        scope.call(body, 0)
-    else:
-        scope.run(tree.body, {}, 0)
+    scope.run(tree.body, scope.constants, 0)
+    if chosen:
+        recipe.models.append(_stem(chosen[0]))
+        scope.call(functions[chosen[0]], {}, 0)
     if not recipe.values:
         raise InputError("no function of the file assigns attributes of a configuration")
 
@@ -226,11 +225,14 @@ class _Scope:
     def __init__(self, functions: dict[str, ast.FunctionDef], recipe: _Recipe) -> None:
         self.functions = functions
         self.recipe = recipe
+        self.constants: dict[str, Any] = {}
+        self.calls = 0
 
-    def call(self, function: ast.FunctionDef, depth: int) -> None:
-        if depth > MOST_DEPTH:
-            raise InputError(f"functions of the recipe call one another more than {MOST_DEPTH} deep")
-        names: dict[str, Any] = {}
+    def call(self, function: ast.FunctionDef, given: dict[str, Any], depth: int) -> None:
+        self.calls += 1
+        if depth > MOST_DEPTH or self.calls > MOST_CALLS:
+            raise InputError(f"functions of the recipe call one another more than {MOST_DEPTH} deep or too often")
+        names = dict(self.constants)
         places = [*function.args.posonlyargs, *function.args.args]
         defaults = list(zip(places[::-1], function.args.defaults[::-1], strict=False))
         defaults += [
@@ -242,7 +244,12 @@ class _Scope:
             try:
                 names[place.arg] = self.value(default, names, 0)
             except _Unknown:
-                continue
+                names.pop(place.arg, None)
+        for name, value in given.items():
+            if not name.isdigit():
+                names[name] = value
+            elif int(name) < len(places):
+                names[places[int(name)].arg] = value
         self.run(function.body, names, depth)
 
     def run(self, body: list[ast.stmt], names: dict[str, Any], depth: int) -> None:
@@ -253,16 +260,23 @@ class _Scope:
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 self.assign(node.target, node.value, names, depth)
             elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
-                self.enter(node.value, depth)
+                self.enter(node.value, names, depth)
             elif isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try)) and any(_targets(node)):
                 text = ast.unparse(node).splitlines()[0][:60]
                 self.recipe.unread.append(Unread(option=text, value="", why="only running the file decides it"))
 
-    def enter(self, node: ast.Call, depth: int) -> bool:
+    def enter(self, node: ast.Call, names: dict[str, Any], depth: int) -> bool:
         """Follows a function of the file; names the base of a recipe of another."""
         name = _dotted(node.func)
         if name in self.functions:
-            self.call(self.functions[name], depth + 1)
+            given = {}
+            said = [(str(at), one) for at, one in enumerate(node.args)]
+            for key, word in [*said, *((one.arg or "", one.value) for one in node.keywords)]:
+                try:
+                    given[key] = self.value(word, names, 0)
+                except _Unknown:
+                    continue
+            self.call(self.functions[name], given, depth + 1)
             return True
         if name.endswith("_config") and not name.endswith("_precision_config"):
             self.recipe.models.append(_stem(name))
@@ -273,7 +287,7 @@ class _Scope:
 
     def assign(self, target: ast.expr, node: ast.expr, names: dict[str, Any], depth: int) -> None:
         if isinstance(target, ast.Name):
-            if not (isinstance(node, ast.Call) and self.enter(node, depth)):
+            if not (isinstance(node, ast.Call) and self.enter(node, names, depth)):
                 try:
                     names[target.id] = self.value(node, names, 0)
                 except _Unknown:
@@ -288,8 +302,9 @@ class _Scope:
         try:
             self.store(path, self.value(node, names, 0))
         except _Unknown:
-            text = ast.unparse(node)[:60]
-            self.recipe.unread.append(Unread(option=path, value=text, why="only running the file would tell"))
+            matters = path.partition(".")[0] not in _HARMLESS or path == "dataset.seq_length"
+            why = "only running the file would tell"
+            self.recipe.unread.append(Unread(option=path, value=ast.unparse(node)[:60], why=why, matters=matters))
 
     def store(self, path: str, value: Any) -> None:
         """Keeps a value; the words of a call are fields of what it makes."""
@@ -390,7 +405,7 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     settings.notes += recipe.unread
     # As the framework's recipes have it, and as it is priced.
     settings.taken |= {"cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "activation_func", "should_pad_vocab"}
-    settings.taken |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "ddp.average_in_collective"}
+    settings.taken |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
     if settings.said.get("grad_reduce_in_fp32") and settings.flag("grad_reduce_in_fp32"):
         settings.note("grad_reduce_in_fp32", "priced as reducing gradients in 16 bits")
     for name, one in settings.said.items():
@@ -421,7 +436,7 @@ def _said(path: str, value: Any) -> Iterator[Said]:
         yield Said(path, text, "untie_embeddings_and_output_weights", not value)
     elif path in _ARGUMENTS:
         yield Said(path, text, _ARGUMENTS[path], value)
-    elif name and section in ("comm_overlap", "mixed_precision", "model", "optimizer", "train"):
+    elif name and section in ("comm_overlap", "mixed_precision", "model", "optimizer", "train", "ddp", "dist"):
         yield Said(path, text, name, value)
     else:
         yield Said(path, text, path, value)
