@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
-from test_export_megatron_lm import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 from autoplan.framework import RANK_ORDERS, Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
@@ -14,6 +13,7 @@ from autoplan.plan import RECOMPUTE_MODULES, ParallelPlan, even_chunks
 from autoplan.result import PlanFile
 from autoplan.rules import Setting, broken
 from autoplan.rules.primus import RULES as PRIMUS_RULES
+from test_export_megatron_lm import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 MIXTRAL = replace(
     LLAMA_8B,

@@ -69,6 +69,7 @@ COMPLETE = Given(model=load_model("llama3-8b"), num_devices=8, devices_per_node=
 PRICED_AS = {
     "accelerate": "pytorch-fsdp",
     "deepspeed": "deepspeed-zero",
+    "fsdp2": "pytorch-fsdp",
     "nanotron": "nanotron",
     "torchtitan": "torchtitan",
 }
@@ -78,7 +79,7 @@ PRICED_AS = {
 def files_of(folder: Path, target: str) -> tuple[File, ...]:
     """A plan without tensor and pipeline parallelism, exported."""
     file = plan_file(folder / "old.json")
-    sharding: Sharding = "zero2" if target in ("accelerate", "torchtitan") else "zero1"
+    sharding: Sharding = "zero2" if target in ("accelerate", "fsdp2", "torchtitan") else "zero1"
     plan = ParallelPlan(global_batch=16, dp_shard=8, sharding=sharding)
     framework = load_framework(PRICED_AS.get(target, "megatron-core"))
     file = replace(file, framework=framework, best=replace(file.best, plan=plan))

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from megatron_plans import DEFECTS, MATRIX, ZERO_BUBBLE, plan_files
 
 from autoplan.errors import InputError
 from autoplan.export import megatron_bridge, megatron_lm, primus
@@ -31,6 +30,7 @@ from autoplan.read import megatron_lm as lm_in
 from autoplan.read import primus as primus_in
 from autoplan.read.launch import Given, Reader
 from autoplan.result import PlanFile
+from megatron_plans import DEFECTS, MATRIX, ZERO_BUBBLE, plan_files
 
 PARSER = Path(__file__).parent / "megatron_parser.py"
 NEEDS = {

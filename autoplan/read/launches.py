@@ -8,7 +8,17 @@ from pathlib import Path
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
 from autoplan.files import read_text
-from autoplan.read import accelerate, deepspeed, megatron_bridge, megatron_lm, nanotron, planfile, primus, torchtitan
+from autoplan.read import (
+    accelerate,
+    deepspeed,
+    fsdp2,
+    megatron_bridge,
+    megatron_lm,
+    nanotron,
+    planfile,
+    primus,
+    torchtitan,
+)
 from autoplan.read.launch import Given, Launch, Reader
 
 MOST_BYTES = 2**20  # a launch file is written by hand
@@ -16,6 +26,7 @@ MOST_BYTES = 2**20  # a launch file is written by hand
 READERS: tuple[Reader, ...] = (
     accelerate.READER,
     deepspeed.READER,
+    fsdp2.READER,
     megatron_bridge.READER,
     megatron_lm.READER,
     nanotron.READER,
