@@ -336,4 +336,4 @@ def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:
         job_of(file, target.name)
     except AutoplanError as error:
         return "no launch script", str(error)
-    return "next", f"autoplan export {shlex.quote(str(out))} --to {target.name} --launcher torchrun"
+    return "next", f"autoplan export {shlex.quote(str(out))} --to {target.name} --launcher torchrun --out launch"
