@@ -263,3 +263,14 @@ def test_from_the_best_plan_there_is_nothing_to_change(folder: Path) -> None:
     found = search_from(folder, "alone.json")
     assert found["today"]["changes"] == found["today"]["walk"] == []
     assert found["today"]["gap"]["ratio"] == 1.0
+
+
+def test_of_a_range_of_batches_rates_are_compared(folder: Path) -> None:
+    arguments = ("search", "--from", "old.json", *PLACE, "--out", "range.json", "-q", "--global-batch", "16:64")
+    done = run(folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "global batch 16 -> " in done.stdout
+    assert "(tokens/s of a device)" in done.stdout
+    today = plan_file(folder / "range.json").today
+    assert today is not None
+    assert today.plan.global_batch == 16

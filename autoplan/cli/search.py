@@ -283,7 +283,7 @@ def search(
             from autoplan.report.launch import print_today
             from search.axes import NAMES
 
-            print_today(console, file, file.today, NAMES)
+            print_today(console, file.today, NAMES)
         print_next_step(console, *_next_step(file, out))
     if quiet:
         return

@@ -11,7 +11,7 @@ from autoplan.cost.arithmetic import count_parameters
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan
 from autoplan.report.terminal import labelled, print_part, print_table
-from autoplan.result import AxisChange, OptionChange, PlanFile, RankedPlan, Today
+from autoplan.result import AxisChange, OptionChange, RankedPlan, Today
 from autoplan.training import TrainingSpec
 from autoplan.units import format_bytes, format_percent, format_seconds, format_tokens
 
@@ -72,7 +72,7 @@ def model_line(model: ModelSpec) -> str:
     return ", ".join((*parts, f"vocabulary of {model.vocab_size:,}"))
 
 
-def print_today(console: Console, file: PlanFile, today: Today, names: dict[str, str]) -> None:
+def print_today(console: Console, today: Today, names: dict[str, str]) -> None:
     """How good the plan of a launch file is, what each change of it would bring, and which options change.
 
     `names` are those of axes that are not called on screen as they are inside.
@@ -91,7 +91,7 @@ def print_today(console: Console, file: PlanFile, today: Today, names: dict[str,
     print_part(console, grid)
     if today.changes:
         console.print()
-        _print_changes(console, file.best, today, names)
+        _print_changes(console, today, names)
     if today.options:
         console.print()
         _print_options(console, today.options)
@@ -125,32 +125,38 @@ def _priced(one: RankedPlan) -> str:
     )
 
 
-def _cells(one: RankedPlan) -> tuple[str, str]:
+def _cells(one: RankedPlan, is_rate: bool) -> tuple[str, str]:
     memory = format_bytes(one.memory_bytes)
-    return format_seconds(one.step_s), memory if one.verdict == "fits" else f"{memory} {one.verdict}"
+    says = f"{one.tokens_per_s_per_device:,.0f}" if is_rate else format_seconds(one.step_s)
+    return says, memory if one.verdict == "fits" else f"{memory} {one.verdict}"
 
 
-def _print_changes(console: Console, best: RankedPlan, today: Today, names: dict[str, str]) -> None:
-    """Every change in the order of the walk: what it brings alone, and where it stands after those before it."""
+def _print_changes(console: Console, today: Today, names: dict[str, str]) -> None:
+    """Every change in the order of the walk: what it brings alone, and where it stands after those before it.
+
+    Steps of unlike batches do not compare: their rates are told.
+    """
     told = {one.axis: one for one in today.changes}
+    is_rate = "global_batch" in told
     rows = []
     for step in today.walk:
         for axis in step.axes:
-            is_last = axis == step.axes[-1]
-            after = _cells(step.plan) if is_last else ("with the next", "")
-            rows.append((*_alone(told[axis], names), *after))
+            after = _cells(step.plan, is_rate) if axis == step.axes[-1] else ("with the next", "")
+            rows.append((*_alone(told[axis], names, is_rate), *after))
     if not today.walk:
-        rows = [(*_alone(one, names), "", "") for one in today.changes]
+        rows = [(*_alone(one, names, is_rate), "", "") for one in today.changes]
     columns = [("change", False), ("alone", True), ("memory", True), ("in this order", True), ("memory", True)]
     print_table(console, columns, rows, keep=5)
-    refused = [(one, one.why_not) for one in today.changes if one.why_not]
-    for one, why in refused:
-        print_part(console, escape(f"{names.get(one.axis, one.axis)} not alone: {why}"))
+    if is_rate:
+        console.print("(tokens/s of a device)")
+    for one in today.changes:
+        if one.why_not:
+            print_part(console, escape(f"{names.get(one.axis, one.axis)} not alone: {one.why_not}"))
 
 
-def _alone(one: AxisChange, names: dict[str, str]) -> tuple[str, str, str]:
+def _alone(one: AxisChange, names: dict[str, str], is_rate: bool) -> tuple[str, str, str]:
     says = escape(f"{names.get(one.axis, one.axis)} {one.before} -> {one.after}")
-    return (says, *(_cells(one.alone) if one.alone else ("not alone", "")))
+    return (says, *(_cells(one.alone, is_rate) if one.alone else ("not alone", "")))
 
 
 def _print_options(console: Console, options: Sequence[OptionChange]) -> None:
