@@ -20,6 +20,7 @@ from autoplan.plan import (
     RECOMPUTES,
     SCHEDULES,
     SHARDINGS,
+    SPLIT_SCHEDULES,
     ParallelPlan,
     PlanBatch,
     even_chunks,
@@ -170,7 +171,12 @@ class Space:
         distinct = np.flatnonzero((number == ALL_LAYERS) | (number < longest[layout]))
         like = like[distinct]
         plans = replace(kinds, layouts=tuple(table)).take(like)
-        return replace(plans, vp=vp[distinct], schedule=schedule[distinct], layout=layout[distinct]), like
+        plans = replace(plans, vp=vp[distinct], schedule=schedule[distinct], layout=layout[distinct])
+        if not self.limits.split_schedules_overlap:
+            overlaps = ~np.isin(plans.schedule, SPLIT_SCHEDULES)
+            reduces, gathers = plans.grad_reduce_overlap & overlaps, plans.param_gather_overlap & overlaps
+            plans = replace(plans, grad_reduce_overlap=reduces, param_gather_overlap=gathers)
+        return plans, like
 
     def leanest(self, groups: PlanBatch) -> PlanBatch:
         """`groups` with the states and the parts of layers that need least memory, whole layers aside."""

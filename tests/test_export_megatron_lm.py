@@ -302,7 +302,7 @@ def test_blackwell_needs_no_single_queue() -> None:
 
 
 REFUSED: dict[str, tuple[PlanFile, str]] = {
-    "gpipe": (plan_file_of(LLAMA_8B, pp=8, schedule="gpipe"), "schedule 'gpipe' does not exist"),
+    "gpipe": (plan_file_of(LLAMA_8B, pp=8, schedule="gpipe"), "no schedule 'gpipe': plan and export for torchtitan"),
     "a broken rule": (plan_file_of(LLAMA_8B, dp_shard=8, global_batch=63), "must be divisible by micro_batch"),
     "alibi": (plan_file_of(replace(LLAMA_8B, position_embedding="alibi"), dp_shard=8), "alibi"),
     "hybrid": (plan_file_of(replace(LLAMA_8B, layer_pattern="*-" * 16), dp_shard=8), "layer_pattern"),

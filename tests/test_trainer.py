@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import threading
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from autoplan.children import CrewError
 from autoplan.errors import InputError
 from autoplan.model import Experts, ModelSpec
 from autoplan.plan import ParallelPlan
-from autoplan.trainer import run as trainer_run
-from autoplan.trainer.run import check_task, run_task
-from autoplan.trainer.task import Advance, Check, Task
+from autoplan.trainer.run import check_task
+from autoplan.trainer.task import Check, Task
 from trained import checks
 
 DENSE = ModelSpec(
@@ -29,9 +22,7 @@ DENSE = ModelSpec(
 MOE = replace(
     DENSE,
     name="experts",
-    moe=Experts(
-        num_experts=4, experts_per_token=2, expert_ffn_size=32, num_dense_layers=1, shared_expert_ffn_size=16
-    ),
+    moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=32, num_dense_layers=1, shared_expert_ffn_size=16),
 )
 OLD = replace(
     DENSE,

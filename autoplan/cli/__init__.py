@@ -19,6 +19,7 @@ COMMANDS = (
     "estimate",
     "compare",
     "export",
+    "read",
     "predict",
     "score",
     "calibrate",

@@ -27,9 +27,16 @@ def export(
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the files into this folder instead of to stdout.")
     ] = None,
+    nearest: Annotated[
+        bool,
+        typer.Option(
+            "--nearest", help="Where the target cannot express the plan, write the nearest one that it can; says which."
+        ),
+    ] = False,
     force: ForceOption = False,
 ) -> None:
     """Write the files that start a plan."""
+    from autoplan.cli.nearest import startable
     from autoplan.export.targets import exported
     from autoplan.files import check_folder, decode, read_table, write_folder
     from autoplan.result import PlanFile
@@ -48,6 +55,7 @@ def export(
             f"{plan}: the plan needs {format_bytes(plan_file.best.memory_bytes)} and would run out of memory: "
             "search for one that fits"
         )
+    plan_file = startable(plan_file, to, target_version, or_nearest=nearest)
     files = exported(plan_file, to, launcher, target_version, image)
     if out is not None:
         write_folder(out, {file.name: (file.text, file.executable) for file in files}, force=force)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import deepspeed, megatron_lm, nanotron
+from autoplan.export import accelerate, deepspeed, fsdp2, megatron_bridge, megatron_lm, nanotron, primus, torchtitan
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import launch_files
 from autoplan.export.names import LAUNCHERS
 from autoplan.result import PlanFile
 
-TARGETS: dict[str, Target] = {target.name: target for target in (deepspeed.TARGET, megatron_lm.TARGET, nanotron.TARGET)}
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        accelerate.TARGET,
+        deepspeed.TARGET,
+        fsdp2.TARGET,
+        megatron_bridge.TARGET,
+        megatron_lm.TARGET,
+        nanotron.TARGET,
+        primus.TARGET,
+        torchtitan.TARGET,
+    )
+}
 
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
