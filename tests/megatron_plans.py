@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
-from test_export_megatron_lm import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 from autoplan.framework import RANK_ORDERS, Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
@@ -14,6 +13,7 @@ from autoplan.plan import RECOMPUTE_MODULES, ParallelPlan, even_chunks
 from autoplan.result import PlanFile
 from autoplan.rules import Setting, broken
 from autoplan.rules.primus import RULES as PRIMUS_RULES
+from test_export_megatron_lm import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 MIXTRAL = replace(
     LLAMA_8B,
@@ -87,6 +87,10 @@ MATRIX: dict[str, PlanFile] = {
     "gpt": plan_file_of(SMALL_GPT, seq_len=2048, tp=8, sp=True, pp=4, vp=3, schedule="interleaved", dp_shard=2),
     "gpt, unfused": plan_file_of(SMALL_GPT, seq_len=2048, attention="unfused", dp_shard=8, recompute="selective"),
     "experts": plan_file_of(MIXTRAL, ep=8, dp_shard=8),
+    "experts, dispatched once": replace(
+        plan_file_of(MIXTRAL, ep=8, dp_shard=8),
+        framework=Framework(name="nemo", dispatches_once=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
+    ),
     "experts, tensors": plan_file_of(MIXTRAL, tp=2, sp=True, ep=4, etp=2, dp_shard=8, pp=2),
     "experts, overlap": plan_file_of(
         MIXTRAL, pp=4, vp=2, schedule="interleaved", ep=8, dp_shard=16, ep_overlap=True, recompute="selective"
@@ -129,7 +133,7 @@ DEFECTS: dict[str, tuple[PlanFile, bool]] = {
         True,
     ),
     "sequence": (plan_file_of(LLAMA_8B, seq_len=4100, cp=4, dp_shard=2), True),
-    "experts": (plan_file_of(MIXTRAL, ep=3, dp_shard=3), True),
+    "number of experts": (plan_file_of(MIXTRAL, ep=3, dp_shard=3, global_batch=240), True),
     "expert grid": (plan_file_of(MIXTRAL, ep=8, etp=2, dp_shard=8), True),
     "copies of experts": (plan_file_of(MIXTRAL, ep=8, dp_replicate=2, dp_shard=4), True),
     "order of experts": (plan_file_of(MIXTRAL, pp=2, ep=4, dp_shard=4, rank_order=RANK_ORDERS[1]), True),

@@ -709,6 +709,7 @@ _USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "main_params_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
     "exp_avg_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
     "exp_avg_sq_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
+    "tp_comm_overlap_cfg": ((), ""),
     "cuda_graph_impl": (("none",), "CUDA graphs are not priced"),
     "cuda_graph_scope": ((), ""),
     "cuda_graph_warmup_steps": ((), ""),

@@ -396,8 +396,6 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")
     said = [one for path, value in recipe.values.items() for one in _said(path, value)]
-    if made == "MLAModelProvider":
-        said.append(Said("MLAModelProvider", "", "multi_latent_attention", True))
     defaults = _COMMON | ({} if own else {"hidden_dropout": 0.0, "attention_dropout": 0.0})
     settings = Settings(said, defaults)
     if settings.count("expert_model_parallel_size") > 1:
@@ -405,6 +403,7 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     settings.notes += recipe.unread
     # As the framework's recipes have it, and as it is priced.
     settings.taken |= {"cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "activation_func", "should_pad_vocab"}
+    settings.taken |= {"transformer_layer_spec", "transformer_layer_spec.use_transformer_engine"}
     settings.taken |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
     if settings.said.get("grad_reduce_in_fp32") and settings.flag("grad_reduce_in_fp32"):
         settings.note("grad_reduce_in_fp32", "priced as reducing gradients in 16 bits")

@@ -35,6 +35,11 @@ def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(setting, batch)
 
 
+def _filled(setting: Setting, batch: PlanBatch) -> Bools:
+    """The table of ZB-V always has passes for 2 pp - 1 micro-batches, those that do not exist among them."""
+    return (batch.schedule != ZB_V) | (batch.num_microbatches >= 2 * batch.pp - 1)
+
+
 def _split_overlap(setting: Setting, batch: PlanBatch) -> Bools:
     """Gradients are synchronised behind the last pass only, by when Megatron-LM takes overlapped buckets for reduced.
 
@@ -70,6 +75,14 @@ RULES: tuple[Rule, ...] = (
         source=INTERLEAVED_MICROBATCHES.source,
         holds=_interleaved_microbatches,
         says=INTERLEAVED_MICROBATCHES.says,
+    ),
+    Rule(
+        source="core/pipeline_parallel/scheduler/algorithms/zbv_formatted.py:28",
+        holds=_filled,
+        says=lambda s, p: (
+            f"zb-v needs 2 pp - 1 = {2 * p.pp - 1} micro-batches, there are {p.num_microbatches}: "
+            "use zb-h1, lower pp or micro_batch"
+        ),
     ),
     Rule(
         source=f"{_LAUNCHER}:279",
