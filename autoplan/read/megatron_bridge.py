@@ -76,6 +76,8 @@ _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
     "model.padded_vocab_size": "padded_vocab_size",
     "tokenizer.vocab_size": "vocab_size",
 }
+# What functions make, and is known by their names.
+_MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_spec")
 # Sections whose fields change neither time nor memory, but for those that have a name of their own above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
 
@@ -310,6 +312,10 @@ class _Scope:
         """Keeps a value; the words of a call are fields of what it makes."""
         if not isinstance(value, _Call):
             self.recipe.values[path] = value
+            return
+        if not value.name[:1].isupper() and path not in _MADE:
+            why = "only running the file would tell"
+            self.recipe.unread.append(Unread(option=path, value=f"{value.name}(...)", why=why))
             return
         if path == "model":  # a new model has no settings yet
             self.recipe.values = {one: held for one, held in self.recipe.values.items() if not one.startswith("model.")}

@@ -57,7 +57,7 @@ CHOICES = (
     Choice(
         axis="schedule",
         words=("1f1b", "interleaved", *ALGORITHMS),
-        source="configs/modules/megatron/primus_pipeline.yaml:3",
+        source=f"{_LAUNCHER}:52",
     ),
 )
 
@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
     *COMMON,
     *(choice.rule() for choice in CHOICES),
     Rule(
-        source=f"{_LAUNCHER}:62",
+        source=f"{_LAUNCHER}:63",
         holds=_chunks,
         says=lambda s, p: (
             f"schedule {p.schedule!r} with vp {p.vp}: 1f1b and zb-h1 have vp 1, zb-v has 2, interleaved more than 1"
@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
         says=INTERLEAVED_MICROBATCHES.says,
     ),
     Rule(
-        source="core/pipeline_parallel/scheduler/algorithms/zbv_formatted.py:28",
+        source="core/pipeline_parallel/scheduler/algorithms/zbv_formatted.py:27",
         holds=_filled,
         says=lambda s, p: (
             f"zb-v needs 2 pp - 1 = {2 * p.pp - 1} micro-batches, there are {p.num_microbatches}: "
@@ -85,14 +85,14 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        source=f"{_LAUNCHER}:279",
+        source=f"{_LAUNCHER}:269",
         holds=_split_overlap,
         says=lambda s, p: (
             f"schedule {p.schedule!r} overlaps neither reductions nor gathers: turn both overlap switches off"
         ),
     ),
     Rule(
-        source="core/projection/config_validation.py:122",
+        source="core/projection/config_validation.py:99",
         holds=_split_recompute,
         says=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
     ),
