@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from autoplan.errors import InputError
 from autoplan.export import megatron_bridge, megatron_lm, primus
 from autoplan.export.launcher import launch_script
+from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import chunk_layers
 from autoplan.read import megatron_bridge as bridge_in
@@ -138,6 +139,18 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
     }
     if model.moe:
         expected |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
+    if kind != "megatron-bridge":
+        expected |= {
+            "swiglu": model.gated_mlp,
+            "add_bias_linear": model.mlp_bias,
+            "untie_embeddings_and_output_weights": not model.tied_embeddings,
+            "vocab_size": model.vocab_size,
+            "num_distributed_optimizer_instances": 1 if plan.sharding == "none" else plan.dp_replicate,
+            "use_tp_pp_dp_mapping": plan.rank_order == RANK_ORDERS[1],
+            "multi_latent_attention": model.mla is not None,
+            "use_megatron_fsdp": plan.sharding in ("zero2", "zero3"),
+            "optimizer_cpu_offload": plan.offload == "optimizer",
+        }
     if plan.schedule in primus.ALGORITHMS:
         expected |= {"pp_algorithm": primus.ALGORITHMS[plan.schedule], "patch_primus_pipeline": True}
     assert {key: held.get(key) for key in expected} == expected
