@@ -87,6 +87,10 @@ MATRIX: dict[str, PlanFile] = {
     "gpt": plan_file_of(SMALL_GPT, seq_len=2048, tp=8, sp=True, pp=4, vp=3, schedule="interleaved", dp_shard=2),
     "gpt, unfused": plan_file_of(SMALL_GPT, seq_len=2048, attention="unfused", dp_shard=8, recompute="selective"),
     "experts": plan_file_of(MIXTRAL, ep=8, dp_shard=8),
+    "experts, dispatched once": replace(
+        plan_file_of(MIXTRAL, ep=8, dp_shard=8),
+        framework=Framework(name="nemo", dispatches_once=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
+    ),
     "experts, tensors": plan_file_of(MIXTRAL, tp=2, sp=True, ep=4, etp=2, dp_shard=8, pp=2),
     "experts, overlap": plan_file_of(
         MIXTRAL, pp=4, vp=2, schedule="interleaved", ep=8, dp_shard=16, ep_overlap=True, recompute="selective"
@@ -129,7 +133,7 @@ DEFECTS: dict[str, tuple[PlanFile, bool]] = {
         True,
     ),
     "sequence": (plan_file_of(LLAMA_8B, seq_len=4100, cp=4, dp_shard=2), True),
-    "experts": (plan_file_of(MIXTRAL, ep=3, dp_shard=3), True),
+    "number of experts": (plan_file_of(MIXTRAL, ep=3, dp_shard=3, global_batch=240), True),
     "expert grid": (plan_file_of(MIXTRAL, ep=8, etp=2, dp_shard=8), True),
     "copies of experts": (plan_file_of(MIXTRAL, ep=8, dp_replicate=2, dp_shard=4), True),
     "order of experts": (plan_file_of(MIXTRAL, pp=2, ep=4, dp_shard=4, rank_order=RANK_ORDERS[1]), True),

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from autoplan.errors import InputError
 from autoplan.export import megatron_bridge, megatron_lm, primus
 from autoplan.export.launcher import launch_script
+from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import chunk_layers
 from autoplan.read import megatron_bridge as bridge_in
@@ -137,6 +139,18 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
     }
     if model.moe:
         expected |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
+    if kind != "megatron-bridge":
+        expected |= {
+            "swiglu": model.gated_mlp,
+            "add_bias_linear": model.mlp_bias,
+            "untie_embeddings_and_output_weights": not model.tied_embeddings,
+            "vocab_size": model.vocab_size,
+            "num_distributed_optimizer_instances": 1 if plan.sharding == "none" else plan.dp_replicate,
+            "use_tp_pp_dp_mapping": plan.rank_order == RANK_ORDERS[1],
+            "multi_latent_attention": model.mla is not None,
+            "use_megatron_fsdp": plan.sharding in ("zero2", "zero3"),
+            "optimizer_cpu_offload": plan.offload == "optimizer",
+        }
     if plan.schedule in primus.ALGORITHMS:
         expected |= {"pp_algorithm": primus.ALGORITHMS[plan.schedule], "patch_primus_pipeline": True}
     assert {key: held.get(key) for key in expected} == expected
@@ -156,20 +170,36 @@ def test_one_defect_is_refused_before_the_framework_refuses_it(kind: str, name: 
     with pytest.raises(InputError, match="does not accept the plan") as error:
         QUESTIONS_WITH_RULES[kind](file)
     assert "\n" not in str(error.value)
-    if name == "overlap without sp" and kind == "megatron-bridge":
-        refuses_early = False  # it warns and turns the overlap off (training/comm_overlap.py)
+    if kind == "megatron-bridge":
+        # It warns and turns the overlap off (training/comm_overlap.py), and lets the gathers pass, of which only the
+        # arguments of Megatron-LM know that they wait for the reductions, and the experts until the layer is built
+        # (core/transformer/moe/moe_layer.py).
+        refuses_early &= name not in ("overlap without sp", "gather without reduce", "number of experts")
     assert ("refused" in answers_of(kind)[name]) is refuses_early, answers_of(kind)[name].get("refused")
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_primus_runs_every_pass_of_a_split_schedule(name: str) -> None:
     """Forward, input gradient and weight gradient of every micro-batch and chunk, on every rank."""
-    shapes = [(pp, m) for pp in (2, 4) for m in (pp, 2 * pp, 2 * pp + 1)]
+    shapes = [(pp, m) for pp in (2, 4) for m in (2 * pp - 1, 2 * pp, 2 * pp + 3)]
+    if name == "zb-h1":
+        shapes += [(2, 1), (4, 2)]
     chunks = 2 if name == "zb-v" else 1
     algorithm = primus.ALGORITHMS[name]
     asked = [{"algorithm": algorithm, "pp": pp, "vp": chunks, "num_microbatches": m} for pp, m in shapes]
     for (pp, m), answer in zip(shapes, ask("schedule", asked), strict=True):
         assert answer.get("passes") == [[m * chunks] * 3] * pp, (pp, m, answer)
+
+
+def test_primus_fills_the_table_of_zb_v_with_micro_batches_that_do_not_exist() -> None:
+    (answer,) = ask("schedule", [{"algorithm": "zbv-formatted", "pp": 4, "vp": 2, "num_microbatches": 4}])
+    assert answer["passes"] == [[14] * 3] * 4  # of 7, which is why fewer are refused
+    few = replace(ZERO_BUBBLE["zb-v"], best=replace(ZERO_BUBBLE["zb-v"].best, plan=FEW_MICRO_BATCHES))
+    with pytest.raises(InputError, match="zb-v needs 2 pp - 1 = 7 micro-batches, there are 4"):
+        primus.experiment(few)
+
+
+FEW_MICRO_BATCHES = replace(ZERO_BUBBLE["zb-v"].best.plan, global_batch=4)
 
 
 # -- there and back ---------------------------------------------------------------------------------------------------

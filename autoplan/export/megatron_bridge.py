@@ -31,15 +31,17 @@ _PRECISIONS = {
 _ELSEWHERE = frozenset(
     (
         *("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe", "vocab_size", "max_position_embeddings"),
-        *("group_query_attention", "multi_latent_attention", "attention_backend", "optimizer"),
+        *("group_query_attention", "attention_backend", "optimizer"),
     )
 )
 _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
 _LISTS = ("recompute_modules",)
 _IMPORTS = (
     "import sys",
+    "from functools import partial",
     "",
     "import torch.nn.functional as F",
+    "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec",
     "from megatron.core.transformer.enums import AttnBackend",
 )
 
@@ -139,6 +141,9 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
         lines.append("cfg.model.activation_func = F.silu")
     else:
         lines.append("cfg.model.activation_func = F.gelu")
+    if model.moe or model.mla:  # otherwise every layer is like the first, and its attention without latents
+        spec = "partial(get_gpt_decoder_block_spec, use_transformer_engine=True)"
+        lines.append(f"cfg.model.transformer_layer_spec = {spec}")
     if training.attention == "unfused":
         lines.append("cfg.model.attention_backend = AttnBackend.unfused")
     order = ("model", "train", "dataset", "tokenizer", "ddp", "dist", "optimizer", "checkpoint")

@@ -84,7 +84,7 @@ def overrides(plan_file: PlanFile) -> dict[str, Any]:
     if plan.schedule in ALGORITHMS:
         table |= {"patch_primus_pipeline": True, "pp_algorithm": ALGORITHMS[plan.schedule]}
         # Weight gradients are put off only where they are added up in the product, and no pass runs forward alone
-        # (backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py:206).
+        # (backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py:209).
         table |= {"gradient_accumulation_fusion": True, "create_attention_mask_in_dataloader": False}
         table |= {"no_persist_layer_norm": True}
     return table | {"mock_data": True, "tokenizer_type": "NullTokenizer", "finetune": False, "save": None, "load": None}

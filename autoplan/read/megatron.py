@@ -6,6 +6,7 @@ Settings go by the names of Megatron-LM's parsed arguments (d98e8a6); readers of
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.framework import RANK_ORDERS
-from autoplan.megatron import typed
+from autoplan.megatron import is_number, typed
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import RECOMPUTE_MODULES, ParallelPlan, Schedule, Sharding, even_chunks
 from autoplan.read.launch import Given, Launch, Unread
@@ -85,6 +86,15 @@ class Settings:
         if isinstance(value, float) and value.is_integer() and abs(value) < 10**12:
             return int(value)
         raise InputError(f"{self.name_of(name)} must be a whole number, got {str(value)[:60]!r}")
+
+    def number(self, name: str, default: float) -> float:
+        """A number of any size."""
+        value = self.value(name, default)
+        if isinstance(value, str) and is_number(value):
+            return float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        raise InputError(f"{self.name_of(name)} must be a number, got {str(value)[:60]!r}")
 
     def count(self, name: str, default: int = 1) -> int:
         """A whole number that is there."""
@@ -231,7 +241,7 @@ def _model(settings: Settings, base: ModelSpec | None, seq_len: int) -> ModelSpe
         qk_norm="head" if settings.flag("qk_layernorm", bool(base and base.qk_norm != "none")) and not mla else "none",
         norm="rmsnorm" if settings.word("normalization", _norm(base)) == "RMSNorm" else "layernorm",
         position_embedding=kind,  # type: ignore[arg-type]
-        rope_base=float(settings.value("rotary_base", base.rope_base if base else 10000)),
+        rope_base=settings.number("rotary_base", base.rope_base if base else 10000.0),
         max_positions=positions if kind == "learned" else 0,
         tied_embeddings=not settings.flag(
             "untie_embeddings_and_output_weights", not base.tied_embeddings if base else False
@@ -437,7 +447,7 @@ def _pattern(text: str) -> list[int]:
 
 def _dropout(settings: Settings) -> None:
     for name in ("hidden_dropout", "attention_dropout"):
-        if float(settings.value(name, 0.1)) > 0:
+        if settings.number(name, 0.1) > 0:
             settings.note(name, "dropout keeps masks, which are not priced here", default="0.1")
 
 
@@ -657,7 +667,7 @@ def _recompute(settings: Settings) -> dict[str, Any]:
 def _offload(settings: Settings) -> str:
     if not settings.flag("optimizer_cpu_offload"):
         return "none"
-    if float(settings.value("optimizer_offload_fraction", 1.0)) != 1.0:
+    if settings.number("optimizer_offload_fraction", 1.0) != 1.0:
         settings.note("optimizer_offload_fraction", "priced as the whole optimizer on the host")
     if not settings.flag("overlap_cpu_optimizer_d2h_h2d"):
         settings.note("overlap_cpu_optimizer_d2h_h2d", "copies to the host are priced as overlapped", default="off")
@@ -709,6 +719,7 @@ _USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "main_params_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
     "exp_avg_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
     "exp_avg_sq_dtype": (("fp32", "torch.float32"), "states are priced in 32 bits"),
+    "tp_comm_overlap_cfg": ((), ""),
     "cuda_graph_impl": (("none",), "CUDA graphs are not priced"),
     "cuda_graph_scope": ((), ""),
     "cuda_graph_warmup_steps": ((), ""),

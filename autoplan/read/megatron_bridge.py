@@ -76,6 +76,8 @@ _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
     "model.padded_vocab_size": "padded_vocab_size",
     "tokenizer.vocab_size": "vocab_size",
 }
+# What functions make, and is known by their names.
+_MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_spec")
 # Sections whose fields change neither time nor memory, but for those that have a name of their own above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
 
@@ -311,6 +313,10 @@ class _Scope:
         if not isinstance(value, _Call):
             self.recipe.values[path] = value
             return
+        if not value.name[:1].isupper() and path not in _MADE:
+            why = "only running the file would tell"
+            self.recipe.unread.append(Unread(option=path, value=f"{value.name}(...)", why=why))
+            return
         if path == "model":  # a new model has no settings yet
             self.recipe.values = {one: held for one, held in self.recipe.values.items() if not one.startswith("model.")}
         self.recipe.models += [str(word) for word in value.words if isinstance(word, str)] if path == "model" else []
@@ -396,8 +402,6 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")
     said = [one for path, value in recipe.values.items() for one in _said(path, value)]
-    if made == "MLAModelProvider":
-        said.append(Said("MLAModelProvider", "", "multi_latent_attention", True))
     defaults = _COMMON | ({} if own else {"hidden_dropout": 0.0, "attention_dropout": 0.0})
     settings = Settings(said, defaults)
     if settings.count("expert_model_parallel_size") > 1:
@@ -405,6 +409,7 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     settings.notes += recipe.unread
     # As the framework's recipes have it, and as it is priced.
     settings.taken |= {"cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "activation_func", "should_pad_vocab"}
+    settings.taken |= {"transformer_layer_spec", "transformer_layer_spec.use_transformer_engine"}
     settings.taken |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
     if settings.said.get("grad_reduce_in_fp32") and settings.flag("grad_reduce_in_fp32"):
         settings.note("grad_reduce_in_fp32", "priced as reducing gradients in 16 bits")

@@ -49,6 +49,10 @@ _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 Value = str | list[str]
 
 
+class _Words(list[str]):
+    """Words that an expansion became, whose blanks part nothing any more."""
+
+
 def is_open(text: str) -> bool:
     """Whether a word still holds what only a running shell knows."""
     return "$" in text or "`" in text
@@ -484,7 +488,8 @@ class _State:
                     stop = match.end()
                     yield self._variable(match[1], match[0], unset), True
                 else:
-                    yield self._expansion(text[at:stop], unset, depth), True
+                    value = self._expansion(text[at:stop], unset, depth)
+                    yield (" ".join(value) if isinstance(value, _Words) else value), True
                 at = stop
             else:
                 stop = min((found for sign in "$\\" if (found := text.find(sign, at)) >= 0), default=len(text))
@@ -518,7 +523,7 @@ class _State:
             if index not in ("@", "*"):
                 value = items[int(index)] if index.isdigit() and int(index) < len(items) else ""
             else:
-                value = items
+                value = items if index == "@" else " ".join(items)
         elif isinstance(value, list) and name not in ("@", "*"):
             value = value[0] if value else ""
         if count:
@@ -531,8 +536,8 @@ class _State:
                 return "" if missing else self._default(other, unset, depth)
             if missing and sign[0][-1] in "-=":
                 result = self._default(other, unset, depth)
-                if sign[0][-1] == "=" and isinstance(result, str):
-                    self._assign(name, result)
+                if sign[0][-1] == "=":
+                    self._assign(name, " ".join(result))
                 return result
         if value is None:
             return piece if unset is None else unset
@@ -541,7 +546,7 @@ class _State:
         return value if not rest or sign else piece
 
     def _default(self, text: str, unset: str | None, depth: int) -> Value:
-        return [part for part, _ in _joined(self._parts(text, unset, depth), split=False)] or ""
+        return _Words(part for part, _ in _joined(self._parts(text, unset, depth), split=True))
 
     def _arithmetic(self, text: str) -> int | None:
         plain = self.text(text)
@@ -596,7 +601,8 @@ def _joined(parts: Iterator[tuple[str | list[str], bool]], *, split: bool) -> li
     size = 0
     for value, quoted in parts:
         if isinstance(value, list):
-            pieces: list[str] = value if quoted or not split else [word for item in value for word in item.split()]
+            whole = quoted or not split or isinstance(value, _Words)
+            pieces: list[str] = value if whole else [word for item in value for word in item.split()]
             for place, item in enumerate(pieces):
                 going = _add(words, item, going and place == 0)
                 size += len(item)

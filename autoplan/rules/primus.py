@@ -35,6 +35,11 @@ def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(setting, batch)
 
 
+def _filled(setting: Setting, batch: PlanBatch) -> Bools:
+    """The table of ZB-V always has passes for 2 pp - 1 micro-batches, those that do not exist among them."""
+    return (batch.schedule != ZB_V) | (batch.num_microbatches >= 2 * batch.pp - 1)
+
+
 def _split_overlap(setting: Setting, batch: PlanBatch) -> Bools:
     """Gradients are synchronised behind the last pass only, by when Megatron-LM takes overlapped buckets for reduced.
 
@@ -52,7 +57,7 @@ CHOICES = (
     Choice(
         axis="schedule",
         words=("1f1b", "interleaved", *ALGORITHMS),
-        source="configs/modules/megatron/primus_pipeline.yaml:3",
+        source=f"{_LAUNCHER}:52",
     ),
 )
 
@@ -60,7 +65,7 @@ RULES: tuple[Rule, ...] = (
     *COMMON,
     *(choice.rule() for choice in CHOICES),
     Rule(
-        source=f"{_LAUNCHER}:62",
+        source=f"{_LAUNCHER}:63",
         holds=_chunks,
         says=lambda s, p: (
             f"schedule {p.schedule!r} with vp {p.vp}: 1f1b and zb-h1 have vp 1, zb-v has 2, interleaved more than 1"
@@ -72,14 +77,22 @@ RULES: tuple[Rule, ...] = (
         says=INTERLEAVED_MICROBATCHES.says,
     ),
     Rule(
-        source=f"{_LAUNCHER}:279",
+        source="core/pipeline_parallel/scheduler/algorithms/zbv_formatted.py:27",
+        holds=_filled,
+        says=lambda s, p: (
+            f"zb-v needs 2 pp - 1 = {2 * p.pp - 1} micro-batches, there are {p.num_microbatches}: "
+            "use zb-h1, lower pp or micro_batch"
+        ),
+    ),
+    Rule(
+        source=f"{_LAUNCHER}:269",
         holds=_split_overlap,
         says=lambda s, p: (
             f"schedule {p.schedule!r} overlaps neither reductions nor gathers: turn both overlap switches off"
         ),
     ),
     Rule(
-        source="core/projection/config_validation.py:122",
+        source="core/projection/config_validation.py:99",
         holds=_split_recompute,
         says=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
     ),
