@@ -17,12 +17,13 @@ from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import Certificate, CostEstimate, SearchResult
 from autoplan.rules import legal
-from search.bounds import group_bounds, kind_bounds, kind_costs, spread_of
+from search.bounds import KindCosts, group_bounds, kind_bounds, kind_costs, plan_bounds
 from search.findings import FITS, RISKY
 from search.objectives import Measure
+from search.pricing import limit_bytes
 from search.ranking import TIE, ordering, ranked, seconds_per_sequence
 from search.space import Space
-from search.study import SAFE_Z, Progress, search
+from search.study import Progress, search
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -113,7 +114,7 @@ class _Explorer:
         self.cells = space.cells()
         self.expanded = self.bounded = self.priced = 0
         self.found = {FITS: 0, RISKY: 0}
-        self._limit_bytes = problem.capacity_bytes * np.exp(SAFE_Z[wanted] * problem.calibration.memory_spread)
+        self._limit_bytes = limit_bytes(problem, wanted)
 
     def run(self, progress: Progress | None) -> None:
         """Look at all groups; progress counts them."""
@@ -165,33 +166,32 @@ class _Explorer:
         left = left[_taking_turns(bounds[left])]
         for part in _growing(left, MOST_PRICED):
             some = part[~self.front.rules_out(bounds[part])]
-            if not len(some):
-                continue
-            mine = costs.of(kinds.take(some), some)
-            plans, of_kind = self.space.layouts_of(mine.batch)
-            spread, mine = spread_of(self.problem.model, plans), mine.of(plans, of_kind)
-            time = mine.step_s(plans.vp, spread, overlaps=self.problem.framework.p2p_overlap)
-            self._price_plans(plans, time / plans.global_batch, mine.memory_bytes(spread))
+            if len(some):
+                self._price_kinds(costs.take(some))
 
-    def _price_plans(self, plans: PlanBatch, seconds: Floats, least_bytes: Floats) -> None:
-        bounds = self._bounds(seconds, least_bytes)
-        self.bounded += len(plans)
-        left = np.flatnonzero(least_bytes <= self._limit_bytes)
-        left = left[~self.front.rules_out(bounds[left])]
-        left = left[legal(self.space.rules, self.space.setting, plans.take(left))]
-        for part in _growing(left[_taking_turns(bounds[left])], MOST_PRICED):
-            some = part[~self.front.rules_out(bounds[part])]
-            if not len(some):
-                continue
-            batch = plans.take(some)
-            costs = estimate(self.problem, batch)
-            verdict = costs.verdict
-            self.priced += len(batch)
-            for kind in self.found:
-                self.found[kind] += int((verdict == kind).sum())
-            good = np.flatnonzero(verdict == self.wanted)
-            if len(good):
-                self.front.offer(self._measured(costs)[good], batch.take(good))
+    def _price_kinds(self, costs: KindCosts) -> None:
+        kinds = costs.batch
+        for found in plan_bounds(self.problem, self.space, costs):
+            self.bounded += found.step_s.size
+            kind, plan = np.nonzero(found.memory_bytes <= self._limit_bytes)
+            plans = self.space.plans_of(kinds, found.inside, found.kinds[kind], plan)
+            bounds = self._bounds(found.step_s[kind, plan] / plans.global_batch, found.memory_bytes[kind, plan])
+            left = np.flatnonzero(~self.front.rules_out(bounds))
+            left = left[legal(self.space.rules, self.space.setting, plans.take(left))]
+            for part in _growing(left[_taking_turns(bounds[left])], MOST_PRICED):
+                some = part[~self.front.rules_out(bounds[part])]
+                if len(some):
+                    self._price_plans(plans.take(some))
+
+    def _price_plans(self, batch: PlanBatch) -> None:
+        costs = estimate(self.problem, batch)
+        verdict = costs.verdict
+        self.priced += len(batch)
+        for kind in self.found:
+            self.found[kind] += int((verdict == kind).sum())
+        good = np.flatnonzero(verdict == self.wanted)
+        if len(good):
+            self.front.offer(self._measured(costs)[good], batch.take(good))
 
 
 def _taking_turns(bounds: Floats) -> Ints:

@@ -21,9 +21,10 @@ from search.findings import RISKY
 from search.front import search_front
 from search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
 from search.placement import place_best
+from search.pricing import limit_bytes
 from search.ranking import TIE
 from search.space import Space
-from search.study import SAFE_Z, Progress, search
+from search.study import Progress, search
 
 Costs = tuple[float, ...]
 Make = Callable[[int], tuple[Problem, Space]]
@@ -115,8 +116,8 @@ def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) 
     least, costs = None, (math.inf,) * len(objectives)
     if len(groups):
         time, least_bytes = group_bounds(problem, space, groups)
-        limit_bytes = problem.capacity_bytes * math.exp(SAFE_Z[RISKY] * problem.calibration.memory_spread)
-        usable = np.flatnonzero(least_bytes <= limit_bytes)
+        most_bytes = limit_bytes(problem, RISKY)
+        usable = np.flatnonzero(least_bytes <= most_bytes)
         if len(usable):
             least = least_figures(
                 problem,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,7 +27,7 @@ from autoplan.plan import (
     parse_recompute,
     repeated_layers,
 )
-from autoplan.rules import Rule, Setting, legal
+from autoplan.rules import Rule, Setting, legal, legal_so_far
 from search.limits import Limits, divisors
 
 Ints = NDArray[np.int64]
@@ -35,7 +35,19 @@ Ints = NDArray[np.int64]
 # What varies inside a cell, level by level; words are indices into the tuples of `autoplan.plan`.
 _GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap", "rank_order")
 _KIND = ("sharding", "recompute", "recompute_modules", "recompute_num_layers", "offload")
-_LAYOUT = ("vp", "schedule", "layout")
+_INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
+_DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")
+# What is known of the plans of a group, and of a kind, so that rules which look at nothing else can be asked.
+_KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
+_KNOWN_OF_KIND = _KNOWN_OF_GROUP | {
+    "sharding",
+    "recompute",
+    "recompute_modules",
+    "offload",
+    "grad_reduce_overlap",
+    "param_gather_overlap",
+    "ep_overlap",
+}
 
 # The schedules that exist with one chunk a rank, with two that form a V, and with any number.
 _ONE_CHUNK, _TWO_CHUNKS, _MANY_CHUNKS = ("1f1b", "gpipe", "zb-h1"), ("zb-v", "dualpipe-v"), ("interleaved",)
@@ -59,18 +71,37 @@ class Cell:
         return self.dp_replicate * self.dp_shard
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inside:
+    """The plans that a kind holds: every layout of the layers and, in kinds that repeat some of them, how many.
+
+    An element a plan.  All kinds on so many stages that repeat none, some or all layers hold the same.
+    """
+
+    layouts: tuple[tuple[int, ...], ...]
+    pp: int
+    vp: Ints
+    schedule: Ints
+    layout: Ints  # index into `layouts`
+    recompute_num_layers: Ints
+
+    def __len__(self) -> int:
+        return len(self.vp)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """The plans of one setting that obey the limits and the rules; every plan uses all devices.
 
     A cell holds *groups*, plans of one batch and micro-batch; a group holds *kinds*, plans of one sharding and
-    recomputation; a kind holds a plan for every layout of the layers.
+    recomputation; a kind holds a plan for every layout of the layers and every number of them that it may repeat.
     """
 
     setting: Setting
     limits: Limits
     rules: tuple[Rule, ...]
     placement: tuple[str, ...] | None = None  # of all plans
+    _insides: dict[tuple[int, int], Inside] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def describe(self) -> tuple[str, ...]:
         """What the space leaves out, in words, for the certificate: the limits and what is derived from them."""
@@ -107,14 +138,68 @@ class Space:
         return len(self._kind_rows(cell))
 
     def groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        """(the groups of `cells`, for each the index of its cell); what varies inside has its plain value."""
+        """(the groups of `cells` that may be legal, for each the index of its cell).
+
+        What varies inside a group has its plain value.
+        """
+        groups, owner = self._groups(cells)
+        lawful = legal_so_far(self.rules, self.setting, groups, _KNOWN_OF_GROUP)
+        return groups.take(lawful), owner[lawful]
+
+    def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
+        """(the kinds of `groups` that may be legal, for each the index of its group).
+
+        Those that repeat some layers stand with the least number of them.
+        """
+        kinds, of_group = self._kinds(cells, groups, owner)
+        lawful = legal_so_far(self.rules, self.setting, kinds, _KNOWN_OF_KIND)
+        return kinds.take(lawful), of_group[lawful]
+
+    def inside(self, pp: int, number: int) -> Inside:
+        """What kinds on so many stages hold whose `recompute_num_layers` is `number`."""
+        if (pp, number) not in self._insides:
+            found = self.layouts_on(pp)
+            layouts = tuple(dict.fromkeys(layers for *_, layers in found))
+            place = {layers: at for at, layers in enumerate(layouts)}
+            numbers = self.limits.repeat_numbers if 0 < number < ALL_LAYERS else (number,)
+            rows = [
+                (vp, schedule, place[layers], each)
+                for vp, schedule, layers in found
+                # A number of layers that is no less than those of a chunk is the same plan as all of them.
+                for each in numbers
+                if each == ALL_LAYERS or each < max(layers)
+            ]
+            columns = np.array(rows, dtype=np.int64).reshape(-1, len(_INSIDE)).T
+            self._insides[pp, number] = Inside(layouts=layouts, pp=pp, **dict(zip(_INSIDE, columns, strict=True)))
+        return self._insides[pp, number]
+
+    def plans_of(self, kinds: PlanBatch, inside: Inside, kind: Ints, plan: Ints) -> PlanBatch:
+        """The plans at the indices `plan` of what the kinds at the indices `kind` hold; the rules are not asked."""
+        columns = {name: getattr(inside, name)[plan] for name in _INSIDE}
+        return replace(replace(kinds, layouts=inside.layouts).take(kind), **columns)
+
+    def alike(self, kinds: PlanBatch) -> Iterator[tuple[Inside, Ints]]:
+        """(what some kinds hold, their indices): all kinds, those together that hold the same."""
+        first, like = kinds.distinct("pp", "recompute_num_layers")
+        for at, one in enumerate(first):
+            yield self.inside(int(kinds.pp[one]), int(kinds.recompute_num_layers[one])), np.flatnonzero(like == at)
+
+    def plans_in(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
+        """(all plans of all kinds, for each the index of its kind); the rules are not asked yet."""
+        parts, owners = [kinds.take(np.empty(0, dtype=np.int64))], [np.empty(0, dtype=np.int64)]
+        for inside, some in self.alike(kinds):
+            owner = np.repeat(some, len(inside))
+            parts.append(self.plans_of(kinds, inside, owner, np.tile(np.arange(len(inside)), len(some))))
+            owners.append(owner)
+        batch, owner = PlanBatch.concatenate(parts), np.concatenate(owners)
+        order = np.argsort(owner, kind="stable")
+        return batch.take(order), owner[order]
+
+    def _groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         rows = [self._group_rows(cell) for cell in cells]
         owner, values = _expanded(np.arange(len(cells)), rows, len(_GROUP))
         column = dict(zip(_GROUP, values.T, strict=True))
-        degrees = {
-            field.name: np.array([getattr(cell, field.name) for cell in cells], dtype=np.int64)[owner]
-            for field in fields(Cell)
-        }
+        degrees = {axis: np.array([getattr(cell, axis) for cell in cells], dtype=np.int64)[owner] for axis in _DEGREES}
         zeros = np.zeros(len(owner), dtype=np.int64)
         off = np.zeros(len(owner), dtype=np.bool_)
         batch = PlanBatch(
@@ -142,35 +227,13 @@ class Space:
         )
         return batch, owner
 
-    def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
-        """(the kinds of `groups`, for each the index of its group)."""
+    def _kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
         present, at = np.unique(owner, return_inverse=True)
         like, values = _expanded(at, [self._kind_rows(cells[cell]) for cell in present], len(_KIND))
         column = dict(zip(_KIND, values.T, strict=True))
         # Only sharded optimizers gather parameters.
         gathers = column["sharding"] > SHARDINGS.index("none")
         return replace(groups.take(like), **column, param_gather_overlap=gathers), like
-
-    def layouts_of(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
-        """(a plan for every layout of every kind, for each the index of its kind); the rules are not asked yet."""
-        stages, at = np.unique(kinds.pp, return_inverse=True)
-        table: dict[tuple[int, ...], int] = {}
-        rows = [
-            np.array(
-                [(vp, kind, table.setdefault(layout, len(table))) for vp, kind, layout in self.layouts_on(int(pp))],
-                dtype=np.int64,
-            )
-            for pp in stages
-        ]
-        like, values = _expanded(at, rows, len(_LAYOUT))
-        vp, schedule, layout = values.T
-        # A number of layers that is no less than those of a chunk is the same plan as all of them.
-        number = kinds.recompute_num_layers[like]
-        longest = np.array([max(layers) for layers in table], dtype=np.int64)
-        distinct = np.flatnonzero((number == ALL_LAYERS) | (number < longest[layout]))
-        like = like[distinct]
-        plans = replace(kinds, layouts=tuple(table)).take(like)
-        return replace(plans, vp=vp[distinct], schedule=schedule[distinct], layout=layout[distinct]), like
 
     def leanest(self, groups: PlanBatch) -> PlanBatch:
         """`groups` with the states and the parts of layers that need least memory, whole layers aside."""
@@ -290,11 +353,9 @@ class Space:
 
     def _size(self, cell: Cell) -> int:
         """Plans of a cell, those left out in which a number of layers means all of a chunk's."""
-        numbers = self._kind_rows(cell)[:, _KIND.index("recompute_num_layers")]
-        longest = np.array([max(layers) for *_, layers in self.layouts_on(cell.pp)])
-        is_all = numbers == ALL_LAYERS
-        kept = is_all.sum() * len(longest) + (numbers[~is_all, None] < longest).sum()
-        return len(self._group_rows(cell)) * int(kept)
+        numbers, counts = np.unique(self._kind_rows(cell)[:, _KIND.index("recompute_num_layers")], return_counts=True)
+        held = [len(self.inside(cell.pp, number)) for number in numbers.tolist()]
+        return len(self._group_rows(cell)) * int(counts @ np.array(held, dtype=np.int64))
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> NDArray[np.bool_]:
         """Where the tokens of a rank can be shared out over its tensor-parallel group; tp = 3 rarely divides them."""
@@ -302,9 +363,9 @@ class Space:
         return (tp > 1) & divides & self.limits.sequence_parallel
 
     def _candidates(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        groups, owner = self.groups(cells)
-        kinds, of_group = self.kinds(cells, groups, owner)
-        batch, of_kind = self.layouts_of(kinds)
+        groups, owner = self._groups(cells)
+        kinds, of_group = self._kinds(cells, groups, owner)
+        batch, of_kind = self.plans_in(kinds)
         return batch, owner[of_group][of_kind]
 
 
@@ -375,10 +436,18 @@ def _group_rows(
 
 @lru_cache(maxsize=4096)
 def _kind_rows(recomputes: tuple[str, ...], states: tuple[tuple[str, str], ...], longest: int) -> Ints:
-    """`longest` is how many layers a chunk has at most: so many are all of them."""
-    choices = [choice for choice in map(_recompute, recomputes) if choice[2] == ALL_LAYERS or choice[2] < longest]
+    """`longest` is how many layers a chunk has at most: so many are all of them.
+
+    Choices that differ in the number of layers only are one kind, which stands with the least.
+    """
+    choices: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
+    for choice in sorted(map(_recompute, recomputes), key=lambda each: each[2]):
+        if choice[2] == ALL_LAYERS or choice[2] < longest:
+            choices.setdefault((choice[0], choice[1], choice[2] == ALL_LAYERS), choice)
     rows = [
-        (SHARDINGS.index(sharding), *choice, OFFLOADS.index(place)) for sharding, place in states for choice in choices
+        (SHARDINGS.index(sharding), *choice, OFFLOADS.index(place))
+        for sharding, place in states
+        for choice in choices.values()
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, len(_KIND))
 
