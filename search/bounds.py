@@ -48,7 +48,9 @@ Bools = NDArray[np.bool_]
 
 ONE_FORWARD_ONE_BACKWARD = tuple(SCHEDULES.index(name) for name in ("1f1b", "interleaved"))
 FOLDED = tuple(SCHEDULES.index(name) for name in V_SHAPED)
-MOST_BOUNDS = 1 << 16  # of plans in one go, so that the arrays stay in the cache
+PARTS = 8  # of the plans of a kind, by what they recompute
+# Bounded in one go, so that the arrays stay in the cache.
+BLOCK_GROUPS, MOST_BOUNDS = 2048, 1 << 16
 
 
 # -- where the layers lie ----------------------------------------------------------------------------------------------
@@ -80,16 +82,24 @@ class Spread:
     has_path: Bools  # whether the schedule is 1F1B, plain or interleaved, whose closed form holds
     is_folded: Bools  # whether the first rank has the last chunk too, so that fewer passes than stages may be alive
 
-    def least(self) -> Spread:
-        """What is so of every plan: one row."""
-        figures = {name: getattr(self, name).min(axis=0, keepdims=True) for name in FIGURES}
+    def parted(self) -> Spread:
+        """What is so of all plans of a part: a row for each, of plans alike in chunks and in what they recompute."""
+        few = np.ceil(np.log2(self.vp)).astype(np.int64)
+        share = np.ceil(PARTS * self.repeated.sum(axis=1) / np.maximum(self.repeated.sum(axis=1).max(), 1))
+        _, part = distinct_rows(few, share.astype(np.int64))
+        order = np.argsort(part, kind="stable")
+        starts = np.flatnonzero(np.diff(part[order], prepend=-1))
+
+        def least(name: str) -> Any:
+            return np.minimum.reduceat(getattr(self, name)[order], starts)
+
         return Spread(
-            **figures,
-            rank=np.array([-1]),
-            vp=self.vp.max(keepdims=True),
-            fewest_vp=self.fewest_vp.min(keepdims=True),
-            has_path=np.array([self.has_path.all()]),
-            is_folded=np.array([self.is_folded.any()]),
+            **{name: least(name) for name in FIGURES},
+            rank=np.full(len(starts), -1),
+            vp=np.maximum.reduceat(self.vp[order], starts),
+            fewest_vp=least("vp"),
+            has_path=least("has_path"),
+            is_folded=np.maximum.reduceat(self.is_folded[order], starts),
         )
 
 
@@ -106,15 +116,14 @@ def sorts(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
 def spread_of(model: ModelSpec, inside: Inside) -> Spread:
     """The figures of all plans that some kinds hold."""
     is_folded = np.isin(inside.schedule, FOLDED)
-    total = _layers_before(model)
-    table = np.empty((len(FIGURES), len(inside), total.shape[1]))
+    table = np.empty((len(FIGURES), len(inside), len(sorts(model))))
     rank = np.empty(len(inside), dtype=np.int64)
     first, like = distinct_rows(inside.layout, is_folded)
     of_layout = np.argsort(like, kind="stable")
     for one, mine in zip(first, np.split(of_layout, np.cumsum(np.bincount(like))[:-1]), strict=True):
         layers = inside.layouts[inside.layout[one]]
-        numbers = inside.recompute_num_layers[mine]
-        table[:, mine], rank[mine] = _figures(total, layers, inside.pp, numbers, is_folded=bool(is_folded[one]))
+        figures, rank[mine] = _figures(model, layers, inside.pp, is_folded=bool(is_folded[one]))
+        table[:, mine] = figures[:, np.minimum(inside.recompute_num_layers[mine], max(layers))]
     return Spread(
         **dict(zip(FIGURES, table, strict=True)),
         rank=rank,
@@ -125,12 +134,10 @@ def spread_of(model: ModelSpec, inside: Inside) -> Spread:
     )
 
 
-def _figures(total: Ints, layout: tuple[int, ...], pp: int, numbers: Ints, *, is_folded: bool) -> tuple[Floats, int]:
-    """(`FIGURES` of a layout of which so many layers of every chunk are recomputed, its heaviest rank).
-
-    Shape (figures, numbers, sorts); `total` as of `_layers_before`.
-    """
-    layers = np.array(layout)
+@lru_cache(maxsize=16384)
+def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: bool) -> tuple[Floats, int]:
+    """(`FIGURES` of a layout, its heaviest rank): shape (figures, layers of a chunk that are recomputed, sorts)."""
+    layers, total, numbers = np.array(layout), _layers_before(model), np.arange(max(layout) + 1)
     starts = np.cumsum(layers) - layers
     held = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
     again = _by_rank(total[starts + np.minimum(layers, numbers[:, None])] - total[starts], pp, is_folded=is_folded)
@@ -211,10 +218,12 @@ class KindCosts:
         last = self.layer_s @ spread.last.T + self.repeat_s @ spread.repeated_last.T + _column(self.head_s)
         again = self.repeat_s @ spread.repeated_heaviest.T
         heavy = self.layer_s @ spread.heaviest.T + again
-        path = np.where(spread.rank < 0, 0.0, m * heavy + self._around(spread, heavy, again) / spread.vp)
-        path = np.maximum(m * last + (total - last) / spread.vp, path)
+        around = np.where(spread.rank < 0, 0.0, self._around(spread, heavy, again) / spread.vp)
+        path = np.maximum(m * last + (total - last) / spread.vp, m * heavy + around)
         work = np.maximum(m * total / pp, np.where(spread.has_path, path, m * np.maximum(last, heavy)))
-        return _column(self.factor) * (work + self._sends_s(spread, overlaps=overlaps) + _column(self.rest_s))
+        message = _column(self.message_s)
+        sends = send_exposed_s(message, pp, m, spread.fewest_vp[None, :], message, overlaps=overlaps)
+        return _column(self.factor) * (work + np.where(spread.has_path, sends, 0.0) + _column(self.rest_s))
 
     def _around(self, spread: Spread, heavy: Floats, again: Floats) -> Floats:
         """What the heaviest rank waits for: the work before it, and behind it as far as its own does not cover that.
@@ -230,16 +239,6 @@ class KindCosts:
         filling = np.maximum(behind - covering * forward, 0.0)
         draining = np.maximum(behind - covering * (heavy - forward), 0.0)
         return before + np.where(covering < warmup, np.maximum(filling, draining), filling + draining)
-
-    def _sends_s(self, spread: Spread, *, overlaps: bool) -> Floats:
-        """What messages add to a path.  They are fewest without interleaving, or with as few chunks as there are."""
-        pp, m, message = _column(self.batch.pp), _column(self.batch.num_microbatches), _column(self.message_s)
-        few = spread.fewest_vp[None, :]
-        fewest, next_fewest = (
-            send_exposed_s(message, pp, m, chunks, message, overlaps=overlaps) for chunks in (few, np.maximum(few, 2))
-        )
-        sends = np.where(spread.vp > 1, np.minimum(fewest, next_fewest), fewest)
-        return np.where(spread.has_path, sends, 0.0)
 
     def memory_bytes(self, spread: Spread) -> Floats:
         """Memory that no plan does without of each kind with each of the spreads: shape (kinds, spreads).
@@ -280,11 +279,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head = head + model.num_mtp_layers * (both[block] + repeat[block] * repeats_mtp(batch))
     layer_s = _per_layer(model, both)
-    held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
-    dense, expert = (_per_layer(model, {block: pair[part] for block, pair in held.items()}) for part in (0, 1))
-    per_dense, per_expert, per_end = (
-        _state_bytes(problem, batch, *one) for one in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
-    )
+    dense, expert = _parameters(model, batch)
     framework = problem.framework
     counts = np.array([model.layers.count(layer) for layer in sorts(model)])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
@@ -301,13 +296,31 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
         message_s=np.where(batch.pp > 1, message_s(problem, batch), 0.0),
         rest_s=rest_s,
         factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
-        state_bytes=per_dense[:, None] * dense + per_expert[:, None] * expert,
         kept_bytes=_kept_bytes(problem, batch),
         stored_bytes=framework.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
         boundary_bytes=framework.reserved_factor * boundary_bytes(problem, batch),
-        embedding_bytes=per_end * model.vocab_size * model.hidden_size / batch.tp,
-        fixed_bytes=_fixed_bytes(problem, batch),
+        **_held_bytes(problem, batch),
     )
+
+
+def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
+    """Those of `KindCosts` that do not depend on activations."""
+    dense, expert = _parameters(problem.model, batch)
+    per_dense, per_expert, per_end = (
+        _state_bytes(problem, batch, *one) for one in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
+    )
+    return {
+        "state_bytes": per_dense[:, None] * dense + per_expert[:, None] * expert,
+        "embedding_bytes": per_end * problem.model.vocab_size * problem.model.hidden_size / batch.tp,
+        "fixed_bytes": _fixed_bytes(problem, batch),
+    }
+
+
+def _parameters(model: ModelSpec, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(dense, expert) parameters of a layer that a rank holds: shape (kinds, sorts)."""
+    held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
+    dense, expert = (_per_layer(model, {block: pair[part] for block, pair in held.items()}) for part in (0, 1))
+    return dense, expert
 
 
 def _per_layer(model: ModelSpec, per_block: dict[Block, Floats]) -> Floats:
@@ -410,26 +423,38 @@ def plan_bounds(problem: Problem, space: Space, costs: KindCosts) -> Iterator[Pl
             )
 
 
-def kind_bounds(problem: Problem, space: Space, costs: KindCosts) -> tuple[Floats, Floats]:
-    """(a time that no plan of each kind beats, memory that none does without); infinite for kinds without plans."""
+def kind_bounds(problem: Problem, space: Space, costs: KindCosts, most_bytes: float = np.inf) -> tuple[Floats, Floats]:
+    """(a time that no plan of each kind beats that needs `most_bytes` or less, memory that none does without).
+
+    Plans that are alike are looked at together.  Both are infinite for kinds without plans.
+    """
     time, least_bytes = np.full(len(costs.batch), np.inf), np.full(len(costs.batch), np.inf)
     for inside, kinds in space.alike(costs.batch):
         if len(inside):
-            own, least = costs.take(kinds), _least(problem.model, inside)
-            time[kinds] = own.step_s(least, overlaps=problem.framework.p2p_overlap)[:, 0]
-            least_bytes[kinds] = own.memory_bytes(least)[:, 0]
+            own, parts = costs.take(kinds), _parts(problem.model, inside)
+            needed = own.memory_bytes(parts)
+            step_s = own.step_s(parts, overlaps=problem.framework.p2p_overlap)
+            time[kinds] = np.where(needed <= most_bytes, step_s, np.inf).min(axis=1)
+            least_bytes[kinds] = needed.min(axis=1)
     return time, least_bytes
 
 
-def group_bounds(problem: Problem, space: Space, groups: PlanBatch) -> tuple[Floats, Floats]:
-    """(a time that no plan of each group beats, memory that none does without)."""
-    costs = kind_costs(problem, groups)
-    overhead_s = np.full(len(groups), problem.framework.step_overhead_s)
-    time, _ = kind_bounds(problem, space, replace(costs, rest_s=overhead_s))
-    lean = kind_costs(problem, space.leanest(groups))
-    if space.limits.repeats_layers:
-        lean = replace(lean, kept_bytes=np.minimum(lean.kept_bytes, lean.stored_bytes[:, None]))
-    return time, kind_bounds(problem, space, lean)[1]
+def group_bounds(
+    problem: Problem, space: Space, groups: PlanBatch, most_bytes: float = np.inf
+) -> tuple[Floats, Floats]:
+    """(a time that no plan of each group beats that needs `most_bytes` or less, memory that none does without).
+
+    Of every choice of recomputation: the time is that of the plainest states, the memory that of the leanest.
+    """
+    time, least_bytes = np.full(len(groups), np.inf), np.full(len(groups), np.inf)
+    for start in range(0, len(groups), BLOCK_GROUPS):
+        plain, lean, like = space.extremes(groups.take(np.arange(start, min(start + BLOCK_GROUPS, len(groups)))))
+        overhead_s = np.full(len(plain), problem.framework.step_overhead_s)
+        costs = replace(kind_costs(problem, plain), rest_s=overhead_s, **_held_bytes(problem, lean))
+        step_s, needed = kind_bounds(problem, space, costs, most_bytes)
+        np.minimum.at(time, start + like, step_s)
+        np.minimum.at(least_bytes, start + like, needed)
+    return time, least_bytes
 
 
 def first_layers(problem: Problem, space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
@@ -443,5 +468,5 @@ def first_layers(problem: Problem, space: Space, kinds: PlanBatch) -> tuple[Ints
 
 
 @lru_cache(maxsize=4096)
-def _least(model: ModelSpec, inside: Inside) -> Spread:
-    return spread_of(model, inside).least()
+def _parts(model: ModelSpec, inside: Inside) -> Spread:
+    return spread_of(model, inside).parted()

@@ -27,8 +27,8 @@ Ints = NDArray[np.int64]
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
 # Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.
 BLOCK_KINDS = 8192
-FIRST_PRICED, MOST_PRICED = 32, 2048  # few plans until there is one to beat
-FIRST_DIVED = 32  # cells
+FIRST_PRICED, MOST_PRICED = 256, 2048  # few plans at first, which may rule out others
+DIVED_GROUPS, FIRST_DIVED = 1024, 64  # plans
 DIVED_PLANS = 64  # of a kind
 ROOM = 0.9  # of the memory, by its bound, for a plan that is priced to have something to beat
 
@@ -49,7 +49,7 @@ class Frontier:
         """Of all cells."""
         cells = space.cells()
         groups, owner = space.groups(cells)
-        time, least_bytes = group_bounds(problem, space, groups)
+        time, least_bytes = group_bounds(problem, space, groups, limit_bytes(problem, RISKY))
         return cls(
             cells=cells,
             groups=groups,
@@ -98,10 +98,10 @@ class Reach:
         for some in _blocks(below, frontier):
             kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(some), frontier.owner[some])
             costs = kind_costs(problem, kinds, first_layers(problem, space, kinds))
-            lowest, least_bytes = kind_bounds(problem, space, costs)
+            lowest, _ = kind_bounds(problem, space, costs, most_bytes)
             lowest = lowest / kinds.global_batch
-            left = min(left, float(lowest[(least_bytes <= most_bytes) & (lowest >= bar)].min(initial=np.inf)))
-            kept = np.flatnonzero((least_bytes <= most_bytes) & (lowest < bar))
+            left = min(left, float(lowest[lowest >= bar].min(initial=np.inf)))
+            kept = np.flatnonzero(lowest < bar)
             parts.append(kinds.take(kept))
             owners.append(frontier.owner[some][of_group[kept]])
             bounds.append(lowest[kept])
@@ -126,42 +126,48 @@ class Reach:
 def dive(problem: Problem, space: Space, frontier: Frontier, wanted: int, margin: float) -> Findings:
     """Price one plan of some cells, so that there is something to beat: the one that its bounds like best.
 
-    Those with the least bounds, and more of them until something is as safe as `wanted`.
+    Of the groups with the least bounds, and of more of them until something is as safe as `wanted`.
     """
     seen = Findings(wanted=wanted, margin=margin)
     groups = frontier.usable(problem, wanted)
-    _, first = np.unique(frontier.owner[groups], return_index=True)
-    groups = groups[np.sort(first)]
-    done, size = 0, FIRST_DIVED
+    done, size = 0, DIVED_GROUPS
     while done < len(groups) and not np.isfinite(seen.best):
         some = groups[done : done + size]
         plans = _promising(problem, space, frontier, some, ROOM * limit_bytes(problem, wanted))
-        for at in range(0, len(plans), MOST_PRICED):
-            priced = estimate(problem, plans.take(np.arange(at, min(at + MOST_PRICED, len(plans)))))
+        for at in range(0, len(plans), FIRST_DIVED):
+            priced = estimate(problem, plans.take(np.arange(at, min(at + FIRST_DIVED, len(plans)))))
             good = np.flatnonzero(priced.verdict == wanted)
-            objective = seconds_per_sequence(priced)[good]
-            seen.winners.offer(objective, priced.batch.take(good))
-            seen.best = min(seen.best, float(objective.min(initial=np.inf)))
+            if len(good):
+                objective = seconds_per_sequence(priced)[good]
+                seen.winners.offer(objective, priced.batch.take(good))
+                seen.best = float(objective.min())
+                break
         done, size = done + size, 4 * size
     return seen
 
 
 def _promising(problem: Problem, space: Space, frontier: Frontier, groups: Ints, room_bytes: float) -> PlanBatch:
-    """Of the best kind of every group the best plan, by their bounds, that leaves room and is legal."""
+    """Of the best kind of every cell the best plan, by their bounds, that leaves room and is legal.
+
+    The least bound comes first.
+    """
     kinds, of_group = space.kinds(frontier.cells, frontier.groups.take(groups), frontier.owner[groups])
     costs = kind_costs(problem, kinds)
-    lowest, least_bytes = kind_bounds(problem, space, costs)
-    some = np.flatnonzero(least_bytes <= room_bytes)
-    costs = costs.take(some[_first_of(of_group[some], lowest[some])])
-    parts = [costs.batch.take(np.empty(0, dtype=np.int64))]
+    lowest, _ = kind_bounds(problem, space, costs, room_bytes)
+    some = np.flatnonzero(np.isfinite(lowest))
+    cell = frontier.owner[groups][of_group[some]]
+    costs = costs.take(some[_first_of(cell, lowest[some] / kinds.global_batch[some])])
+    parts, bounds = [costs.batch.take(np.empty(0, dtype=np.int64))], [np.empty(0)]
     for found in plan_bounds(problem, space, costs):
         time = np.where(found.memory_bytes <= room_bytes, found.step_s, np.inf)
         best = np.argsort(time, axis=1, kind="stable")[:, :DIVED_PLANS]
         kind, rank = np.nonzero(np.isfinite(np.take_along_axis(time, best, axis=1)))
         plans = space.plans_of(costs.batch, found.inside, found.kinds[kind], best[kind, rank])
         lawful = np.flatnonzero(legal(space.rules, space.setting, plans))
-        parts.append(plans.take(lawful[_first_of(kind[lawful], rank[lawful])]))
-    return PlanBatch.concatenate(parts)
+        lawful = lawful[_first_of(kind[lawful], rank[lawful])]
+        parts.append(plans.take(lawful))
+        bounds.append(time[kind[lawful], best[kind[lawful], rank[lawful]]] / parts[-1].global_batch)
+    return PlanBatch.concatenate(parts).take(np.argsort(np.concatenate(bounds), kind="stable"))
 
 
 def _first_of(owner: Ints, value: Floats | Ints) -> Ints:

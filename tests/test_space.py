@@ -223,9 +223,16 @@ def test_layers_of_llama_405b_on_sixteen_ranks_are_those_that_meta_used() -> Non
     assert (7, *[8] * 14, 7) in ranks
 
 
+def test_uneven_stages_have_any_number_of_chunks() -> None:
+    """61 layers are a prime number: on 4 ranks 15 chunks of one layer each are as even as it gets."""
+    assert 15 not in chunk_counts(61, 4)
+    assert chunk_counts(61, 4, is_uneven=True) == tuple(range(1, 16))
+    assert chunk_counts(61, 1, is_uneven=True) == (1,)
+
+
 @given(st.integers(1, 130), st.integers(1, 24), st.integers(0, 2))
 def test_layouts_place_every_layer_and_leave_no_rank_empty(num_layers: int, pp: int, mtp: int) -> None:
-    for vp in chunk_counts(num_layers, pp):
+    for vp in chunk_counts(num_layers, pp, is_uneven=bool(num_layers % 2)):
         for layout in layouts(num_layers, pp, vp, mtp):
             assert len(layout) == pp * vp
             assert sum(layout) == num_layers
