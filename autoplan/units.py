@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from functools import lru_cache
 
 from autoplan.errors import InputError, OutOfRangeError
@@ -119,3 +120,11 @@ def format_tokens(value: float) -> str:
 def _three_figures(value: float) -> str:
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:,.{digits}f}"
+
+
+MOST_TEXT = 1_000  # characters of a name or a reason
+
+
+def cleaned(text: str) -> str:
+    """`text` without control characters, cut to `MOST_TEXT`: for what comes from outside."""
+    return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MOST_TEXT]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.read.cluster import load_device
+from autoplan.units import cleaned
 from profiler.devices import devices_named
-from profiler.record import cleaned
 
 SYS = Path("/sys")
 

@@ -1,117 +1,15 @@
-"""Who measures?  Finds this program's place in the job, starts its ranks as children, and outlives them.
-
-On one machine the program starts all ranks itself.  Under torchrun, Slurm's srun or MPI it is started once for each
-rank, reads its place from their variables, and starts that one rank.  Either way the one beside rank 0 says what is
-measured and stores it, so that a rank that crashes, hangs or is killed takes no result with it.
-"""
+"""Who measures?  Ranks that this program starts, each of them a `worker`."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
+import functools
 import os
-import re
-import shutil
-import signal
-import tempfile
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
-from pathlib import Path
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
-from autoplan.errors import AutoplanError, InputError
-from autoplan.hostlist import expand_hosts
-from profiler.protocol import Fault, Hello, Job
-from profiler.record import cleaned
-
-START_S = 180.0  # for importing torch from a busy file system and for meeting
-GRACE_S = 5.0  # that ranks have to say what went wrong before they are ended
-_HUNG_STATUS = 1  # with which faulthandler's watchdog ends a process
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_PORT = 29500  # torch's own default
-_LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One rank's place in the job, and where all meet (a URL as torch.distributed takes it)."""
-
-    rank: int = 0
-    num_ranks: int = 1
-    local_rank: int = 0
-    meeting_point: str = ""
-    launcher: str = ""  # blank: this program starts all ranks
-
-
-class CrewError(AutoplanError):
-    """Ranks are gone: they crashed, hung or could not meet."""
-
-
-def place_from(variables: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this program, None where there is no launcher.
-
-    torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.  Open MPI: OMPI_COMM_WORLD_*.  MPICH and Intel MPI
-    (hydra): PMI_RANK, PMI_SIZE, MPI_LOCALRANKID.  srun: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID; a batch
-    script has the first and last of these too, but no step.  MPI comes before Slurm, whose variables its daemons
-    inherit.
-    """
-    for launcher, rank, size, local in (
-        ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ):
-        if not all(name in variables for name in (rank, size, local)):
-            continue
-        try:
-            numbers = [int(variables[name]) for name in (rank, size, local)]
-        except ValueError:
-            raise InputError(f"{launcher}: {rank}, {size} and {local} must be whole numbers") from None
-        if not 0 <= numbers[0] < numbers[1]:
-            raise InputError(f"{launcher}: {rank} is {numbers[0]}, but {size} is {numbers[1]}")
-        return Place(
-            rank=numbers[0],
-            num_ranks=numbers[1],
-            local_rank=numbers[2],
-            meeting_point=_meeting_point(launcher, variables),
-            launcher=launcher,
-        )
-    return None
-
-
-def _meeting_point(launcher: str, variables: Mapping[str, str]) -> str:
-    if launcher == "torchrun":
-        return "env://"  # torchrun's agent may hold the meeting itself, which torch reads from its variables
-    port = variables.get("MASTER_PORT")
-    if address := variables.get("MASTER_ADDR"):
-        return f"tcp://{address}:{port or _PORT}"
-    if launcher == "srun":
-        job = int(re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "")) or 0)
-        return f"tcp://{_first_host(variables.get('SLURM_STEP_NODELIST', ''))}:{port or _PORT + job % _LOCAL_PORTS}"
-    if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", variables.get("MPI_LOCALNRANKS")) == variables.get(
-        "OMPI_COMM_WORLD_SIZE", variables.get("PMI_SIZE")
-    ):
-        return f"tcp://127.0.0.1:{port or _PORT}"
-    raise InputError("mpirun over several nodes: pass MASTER_ADDR=<host of rank 0> on, such as with -x MASTER_ADDR")
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of Slurm's 'gpu[003-010,012],login1'."""
-    try:
-        return expand_hosts(nodes)[0]
-    except InputError:
-        raise InputError(f"SLURM_STEP_NODELIST {nodes!r} names no host: pass MASTER_ADDR=<host of rank 0> on") from None
-
-
-def local_places(num_ranks: int, meeting_file: Path) -> list[Place]:
-    """The places of ranks that all run here and meet at a file."""
-    url = f"file://{meeting_file}"
-    return [Place(rank=rank, num_ranks=num_ranks, local_rank=rank, meeting_point=url) for rank in range(num_ranks)]
+from autoplan.children import Children, Place
+from profiler.protocol import Hello, Job
 
 
 def default_num_ranks() -> int:
@@ -121,166 +19,23 @@ def default_num_ranks() -> int:
     return torch.cuda.device_count() or min(len(os.sched_getaffinity(0)), 2)
 
 
-class Crew:
-    """The ranks that this program started.  Use it as a context: leaving it ends them."""
+class Crew(Children):
+    """The ranks that measure: asked for a `Task`, they answer with an `Outcome`."""
 
     def __init__(
         self, job: Job, place: Place | None, num_ranks: int, prepare: Callable[..., Any] | None = None
     ) -> None:
-        self._job, self._place, self._num_ranks, self._prepare = job, place, num_ranks, prepare
-        self._processes: list[BaseProcess] = []
-        self._lines: list[Connection] = []
-        self._folder = tempfile.mkdtemp(prefix="autoplan-profile-")
-        self._starts = 0
-
-    @property
-    def leads(self) -> bool:
-        """Whether rank 0 is among the ranks: then this program says what is measured."""
-        return self._place is None or self._place.rank == 0
-
-    @property
-    def can_restart(self) -> bool:
-        """Whether lost ranks can be started again: all of them must be children of this program."""
-        return self._place is None
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the ranks, by rank."""
-        return [process.pid or 0 for process in self._processes]
+        work = functools.partial(_measure, job=job, prepare=prepare)
+        super().__init__(work, place, num_ranks, limit_s=job.limit_s)
 
     def start(self) -> Hello | None:
         """Start the ranks; what they found on rank 0, None from another one."""
-        self._starts += 1
-        places = (
-            [self._place]
-            if self._place
-            else local_places(self._num_ranks, Path(self._folder) / f"meeting-{self._starts}")
-        )
-        context = _server()
-        for place in places:
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_be_rank, args=(place, self._job, theirs, self._prepare), name=f"rank {place.rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._lines.append(ours)
-        if not self.leads:
-            return None
-        hello = self._answer(START_S)
-        assert isinstance(hello, Hello)
+        hello = super().start()
+        assert hello is None or isinstance(hello, Hello)
         return hello
 
-    def ask(self, message: object) -> Any:
-        """Rank 0's answer to `message`, in which all ranks have taken part."""
-        try:
-            self._lines[0].send(message)
-        except OSError:
-            raise CrewError(self._last_words()) from None
-        return self._answer(self._job.limit_s + 2 * GRACE_S)
 
-    def follow(self) -> None:
-        """Stand by until the rank that was started here ends; an error if it does not end well."""
-        self._processes[0].join()
-        if self._processes[0].exitcode:
-            raise CrewError(self._last_words())
+def _measure(place: Place, line: Connection, *, job: Job, prepare: Callable[..., Any] | None) -> None:
+    from profiler.worker import serve
 
-    def _answer(self, limit_s: float) -> Any:
-        line = self._lines[0]
-        end = time.monotonic() + limit_s
-        while True:
-            ready = wait([line, *(process.sentinel for process in self._processes)], max(end - time.monotonic(), 0))
-            if line in ready:
-                with contextlib.suppress(EOFError, OSError):
-                    answer = line.recv()
-                    if not isinstance(answer, Fault):
-                        return answer
-                    raise CrewError(self._last_words({0: answer.text}))
-                raise CrewError(self._last_words())
-            if ready:
-                raise CrewError(self._last_words())
-            if time.monotonic() >= end:
-                raise CrewError(f"no answer within {limit_s:.0f} s")
-
-    def _last_words(self, said: Mapping[int, str] | None = None) -> str:
-        """Why ranks are gone: a rank that was killed explains what the others then missed."""
-        words = dict(said or {})
-        killed: dict[int, str] = {}
-        # Others may know better than the first that speaks.
-        end = time.monotonic() + (GRACE_S / 5 if words else GRACE_S)
-        while time.monotonic() < end:
-            for at, (process, line) in enumerate(zip(self._processes, self._lines, strict=True)):
-                with contextlib.suppress(EOFError, OSError):
-                    while at not in words and line.poll():
-                        if isinstance(message := line.recv(), Fault):
-                            words[at] = message.text
-                code = process.exitcode
-                if code is not None and code < 0:
-                    killed[at] = f"was ended by {signal.Signals(-code).name}"
-                elif code == _HUNG_STATUS and at not in words:
-                    killed[at] = f"did not end within {self._job.limit_s:.0f} s"
-                elif code is not None and at not in words:
-                    killed[at] = f"exited with status {code} without a word"
-            if killed:
-                break
-            time.sleep(0.05)
-        first = self._place.rank if self._place else 0
-        return cleaned("; ".join(f"rank {first + at} {text}" for at, text in sorted((killed or words).items())))
-
-    def stop(self) -> None:
-        """End the ranks, however busy."""
-        for line in self._lines:
-            line.close()  # a rank that waits for the next task ends by itself
-        for process in self._processes:
-            process.join(0.2)
-            if process.is_alive():
-                process.kill()  # also one that is stopped or caught inside a driver
-            process.join()
-            process.close()
-        self._processes, self._lines = [], []
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _server() -> ForkServerContext:
-    """What ranks are forked from: a process that has loaded torch once for all of them, and has touched no device.
-
-    A child of this program itself could not use CUDA if the program had.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    before = {name: os.environ.get(name) for name in _THREADS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is this program's affair
-    try:
-        # Ranks inherit it: one thread for each, said before torch is there (`closed-loop` 2.1).
-        os.environ.update(dict.fromkeys(_THREADS, "1"))
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return context
-
-
-def _be_rank(place: Place, job: Job, line: Connection, prepare: Callable[..., Any] | None) -> None:
-    """The whole life of a rank, in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the program decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(2, 1)  # results go to standard output, and libraries such as NCCL write there too
-    if not place.launcher:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
-    try:
-        from profiler.worker import serve
-    except ImportError as error:
-        line.send(Fault(text=f"cannot start: {error}"))
-        os._exit(2)
     serve(place, job, line, prepare)

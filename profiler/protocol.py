@@ -110,10 +110,3 @@ class Hello:
     def ranks_per_node(self) -> int:
         """Equally many on each."""
         return len(self.hosts) // self.num_nodes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A rank's last words."""
-
-    text: str

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 from autoplan.errors import InputError
 from autoplan.timing import Measurement, Operation, check_shape
+from autoplan.units import MOST_TEXT
 
 PROTOCOL = 1  # raised when the way of measuring changes so that older samples mean something else
 
@@ -27,7 +28,6 @@ Mode = Literal["burst", "sustained", "imported"]
 Status = Literal["ok", "unstable", "contaminated", "failed"]
 
 MOST_SAMPLES = 10_000
-MOST_TEXT = 1_000
 MOST_DTYPE = 40  # characters; the store keeps types in an index
 _NOT_CONTENT = ("measured_by", "host", "measured_at")
 
@@ -129,11 +129,6 @@ class Record:
             kernel=self.kernel,
             source=self.source or self.key[:12],
         )
-
-
-def cleaned(text: str) -> str:
-    """`text` without control characters, cut to what a record may hold: for what comes from outside."""
-    return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MOST_TEXT]
 
 
 def _check_text(where: str, text: str) -> None:

@@ -13,15 +13,17 @@ from typing import Protocol
 
 import numpy as np
 
+from autoplan.children import CrewError
 from autoplan.cluster import ClusterSpec
 from autoplan.timing import Operation
-from profiler.launch import Crew, CrewError
+from profiler.launch import Crew
 from profiler.protocol import Hello, Outcome, Task
 from profiler.record import Fingerprint, Record
 from profiler.wishes import Key, Planned
 
 MOST_RESTARTS = 3  # in a row
 WORTH_ANOTHER = ("contaminated", "unstable")  # what the machine was like is no trait of the operation
+MOST_AGAIN, LEAST_AGAIN_S = 0.3, 30.0  # time for second visits: a share of that of the first ones, at least so much
 SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # over the median, worth a word; 5 % between devices are usual (`modelling` C1)
 
 
@@ -114,17 +116,20 @@ def run(
     """Measure what is planned until `budget_s` is spent, and store each measurement as soon as it is there.
 
     What other load or a slow machine spoilt, or what did not settle, is visited again after all the rest, minutes
-    later, up to `num_visits` times in all.  Ranks that are lost are stored as what the task failed of, and started
+    later, up to `num_visits` times in all and within `MOST_AGAIN` of the time so far, as some machines are never quiet.
+    Ranks that are lost are stored as what the task failed of, and started
     again where that is possible.
     """
     began = time.monotonic()
-    expected_so_far, restarts = 0.0, 0
+    expected_so_far, restarts, has_seen_all = 0.0, 0, False
     visits: Counter[Task] = Counter()
     queue = deque(planned)
     while queue:
         one = queue.popleft()
         elapsed = time.monotonic() - began
         pace = elapsed / expected_so_far if expected_so_far else 1.0
+        if visits[one.task] == 1 and not has_seen_all:
+            budget_s, has_seen_all = min(budget_s, elapsed + max(MOST_AGAIN * elapsed, LEAST_AGAIN_S)), True
         if elapsed + one.expected_s * min(pace, 1.0) > budget_s:
             break
         lost: CrewError | None = None

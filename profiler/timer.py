@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autoplan.units import cleaned
 from profiler.protocol import Outcome, Rules
-from profiler.record import cleaned
 from profiler.sensors import Sensors, Window, foreign_load
 
 MOST_KEPT = 400  # samples of a record

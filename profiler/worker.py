@@ -24,14 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoplan.children import GRACE_S, START_S, Fault, Place
 from autoplan.errors import AutoplanError, InputError
 from autoplan.timing import Operation
+from autoplan.units import cleaned
 from profiler import collectives, kernels, units
 from profiler.environment import fingerprint
-from profiler.launch import GRACE_S, START_S, Place
 from profiler.maker import DTYPES, Maker, Run
-from profiler.protocol import BESIDE, COLLECTIVES, Fault, Hello, Job, Outcome, Task, rules_for
-from profiler.record import Fingerprint, cleaned
+from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task, rules_for
+from profiler.record import Fingerprint
 from profiler.sensors import Sensors
 from profiler.timer import measure, synchronise
 

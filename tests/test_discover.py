@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.children import Place
 from autoplan.cli import main
 from autoplan.cli.inputs import stored_timings
 from autoplan.cluster import Fault, MachineSpec, NodeGroup
@@ -35,7 +36,6 @@ from profiler.discover.scontrol import parse as parse_switches
 from profiler.discover.seen import NicKind, SeenDevice, SeenLink, SeenNic, SeenNode
 from profiler.discover.write import cluster_toml
 from profiler.hardware import Gpu, GpuLink
-from profiler.launch import Place
 from profiler.record import Fingerprint, Record
 from profiler.store import open_store
 

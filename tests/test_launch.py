@@ -18,9 +18,10 @@ from stores import held
 
 pytest.importorskip("torch")
 
+from autoplan.children import CrewError, Place, place_from
 from autoplan.errors import InputError
 from autoplan.timing import Operation
-from profiler.launch import Crew, CrewError, Place, place_from
+from profiler.launch import Crew
 from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task
 
 # As few samples as there can be: what is asked here is whether, not how long.
@@ -252,7 +253,8 @@ def test_a_place_that_cannot_be_is_refused(variables: dict[str, str], says: str)
 # What each rank's program does under a launcher: the same file as in `autoplan profile`, without the command line.
 PROGRAM = """
 import os, sys
-from profiler.launch import Crew, place_from
+from autoplan.children import place_from
+from profiler.launch import Crew
 from profiler.protocol import Job, Task
 from profiler.store import open_store
 from profiler.sweep import Progress, run

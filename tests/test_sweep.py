@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 import faulty_ranks
+from autoplan.children import CrewError
 from autoplan.read.cluster import load_cluster
 from profiler import sweep
-from profiler.launch import Crew, CrewError
+from profiler.launch import Crew
 from profiler.protocol import Hello, Job, Outcome, Task
 from profiler.record import Fingerprint, Status
 from profiler.store import open_store
@@ -119,6 +121,16 @@ def test_what_was_spoilt_is_visited_again_after_the_rest(tmp_path: Path) -> None
         }
     assert progress.num_left == 0
     assert progress.counts() == {"gemm": {"ok": 2, "failed": 1, "unstable": 1}}
+
+
+def test_second_visits_end_where_the_machine_is_never_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profiler.sweep.LEAST_AGAIN_S", 0.0)
+    monkeypatch.setattr("profiler.sweep.time.monotonic", count(step=10.0).__next__)
+    planned = products(*range(16, 176, 16))
+    crew = Told(*["contaminated"] * 20)
+    with crew, open_store(str(tmp_path / "times.db")) as store:
+        run(crew, LAB, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
+    assert len(planned) < len(crew.asked) <= 1.4 * len(planned)
 
 
 def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

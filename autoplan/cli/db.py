@@ -251,7 +251,7 @@ def unhide(
 def _change(context: typer.Context, keys: list[str], reason: str, url: str | None, *, hides: bool) -> int:
     import getpass
 
-    from profiler.record import cleaned
+    from autoplan.units import cleaned
 
     with _open(context, url) as store:
         whole = [store.find(key.lower())[0].key for key in keys]

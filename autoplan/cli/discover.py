@@ -50,12 +50,12 @@ def discover(
     Run it on one node, or as the program of torchrun --no-python, srun or mpirun: then every node says what it has.
     With --db the links that the timing database has measured count before those of data sheets.
     """
+    from autoplan.children import place_from
     from autoplan.cli.inputs import check_output
     from autoplan.files import write_text
     from profiler.discover.allocation import describe_all, found_in, job_hosts
     from profiler.discover.report import ReportFile, encode
     from profiler.discover.write import cluster_toml
-    from profiler.launch import place_from
 
     if nodes < 0:
         raise InputError(f"--nodes must be at least 1, got {nodes}")
@@ -112,10 +112,10 @@ def _read(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | No
 
 def _look() -> tuple[list[Report], SwitchTree | None] | None:
     """What this machine says, or all nodes of the job: on rank 0, None on others."""
+    from autoplan.children import place_from
     from profiler.discover.allocation import gather, switches_above
     from profiler.discover.local import host_name, see, switch_tree
     from profiler.discover.report import Report
-    from profiler.launch import place_from
 
     place, mine = place_from(os.environ), None
     if place is None or place.local_rank == 0:

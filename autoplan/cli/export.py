@@ -24,11 +24,13 @@ def export(
     force: ForceOption = False,
 ) -> None:
     """Write the files that start a plan."""
-    from autoplan.export.targets import exported
+    from autoplan.export.targets import TARGETS, exported
     from autoplan.files import check_folder, decode, read_table, write_folder
     from autoplan.result import PlanFile
     from autoplan.units import format_bytes
 
+    if to not in TARGETS:
+        raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
     if out is not None:
         check_folder(out, force=force)
     table = read_table(plan)

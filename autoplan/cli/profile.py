@@ -67,7 +67,8 @@ def profile(
     from autoplan.timing import SHAPES
 
     _check_torch()
-    from profiler.launch import Crew, default_num_ranks, place_from
+    from autoplan.children import place_from
+    from profiler.launch import Crew, default_num_ranks
     from profiler.protocol import Job
     from profiler.wishes import Wish
 

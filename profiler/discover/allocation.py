@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoplan.children import START_S, Place
 from autoplan.cluster import Fault, NodeGroup, SwitchTier
 from autoplan.errors import AutoplanError, InputError
 from autoplan.hostlist import expand_hosts
@@ -17,7 +18,6 @@ from profiler.discover.merge import merge
 from profiler.discover.report import Report, ReportFile, decode, encode
 from profiler.discover.seen import SeenNode
 from profiler.discover.slurm import SwitchTree
-from profiler.launch import START_S, Place
 
 
 def job_hosts(variables: Mapping[str, str]) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from autoplan.errors import InputError
 from autoplan.files import MOST_BYTES, read_text
+from autoplan.units import cleaned
 from profiler.discover import hwloc, nvidia_smi, rocm_smi, scontrol
 from profiler.discover.pci import Place, link_bytes_per_s, path_between
 from profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
 from profiler.discover.slurm import SwitchTree
 from profiler.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, nvidia_gpus, read
-from profiler.record import cleaned
 
 TOOL_S = 20.0  # a tool that talks to a device in trouble may never end
 

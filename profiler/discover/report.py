@@ -11,10 +11,10 @@ import msgspec
 
 from autoplan.errors import InputError
 from autoplan.files import MOST_BYTES, read_text
+from autoplan.units import cleaned
 from profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi, scontrol
 from profiler.discover.seen import SeenNode
 from profiler.discover.slurm import SwitchTree
-from profiler.record import cleaned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ from typing import Any
 from autoplan.cluster import ClusterSpec, DeviceSpec
 from autoplan.hostlist import compress_hosts
 from autoplan.read.cluster import load_device
-from autoplan.units import file_units
-from profiler.record import cleaned
+from autoplan.units import cleaned, file_units
 
 WIDTH = 120
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.timing import Measurement, Operation
-from profiler.record import Fingerprint, Record, cleaned
+from autoplan.units import cleaned
+from profiler.record import Fingerprint, Record
 
 INSTALL = "pip install 'autoplan[reference]'"
 

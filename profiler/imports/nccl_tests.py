@@ -21,8 +21,9 @@ from autoplan.errors import InputError
 from autoplan.files import read_text
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.timing import Operation
+from autoplan.units import cleaned
 from profiler.devices import device_named
-from profiler.record import MOST_SAMPLES, Fingerprint, Record, cleaned
+from profiler.record import MOST_SAMPLES, Fingerprint, Record
 
 MOST_BYTES = 64 * 2**20
 MOST_ROWS = 100_000

@@ -17,7 +17,8 @@ import msgspec
 from autoplan import __version__
 from autoplan.errors import InputError
 from autoplan.files import replacing
-from profiler.record import PROTOCOL, Record, cleaned
+from autoplan.units import cleaned
+from profiler.record import PROTOCOL, Record
 
 FORMAT, VERSION = "autoplan-timings", 1
 # Bounds on what comes from outside, unpacked: a line holds the most samples that a record may have.
