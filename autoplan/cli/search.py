@@ -229,12 +229,13 @@ def search(
     if json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.runs import print_run
         from autoplan.report.terminal import make_console, print_next_step, print_search
 
         console = make_console()
         print_search(console, file)
         if file.run:
+            from autoplan.report.runs import print_run
+
             print_run(console, file.run)
         print_next_step(console, *_next_step(file, out))
     if quiet:
