@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from search.objectives import Objective, Run, costs_of, figures, least_figures, 
 from search.placement import place_best
 from search.ranking import TIE
 from search.space import Space
-from search.study import SAFE_Z, Progress, search
+from search.study import SAFE_Z, Progress, Shared, search
 
 Costs = tuple[float, ...]
 Make = Callable[[int], tuple[Problem, Space]]
@@ -64,10 +64,13 @@ def search_sizes(
     objectives: Sequence[Objective],
     run: Run,
     progress: Progress | None = None,
+    *,
+    shared: Shared | None = None,
 ) -> Chosen:
     """The plans of all sizes that are best in the objectives and keep what the run asks for.
 
-    Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.
+    Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.  Workers
+    of a `shared` search take the sizes in the same order and share the search of each: a study a size.
     """
     measures = measures_of(objectives, run)
     waiting = sorted((_bounded(nodes, make, objectives, run) for nodes in sizes), key=lambda one: one.costs)
@@ -79,9 +82,9 @@ def search_sizes(
         else:
             alone = measures == ("time",)
             if alone:
-                result = place_best(size.problem, search(size.problem, size.space))
+                result = place_best(size.problem, search(size.problem, size.space, shared=_of_size(shared, size)))
             else:
-                result = search_front(size.problem, size.space, measures)
+                result = search_front(size.problem, size.space, measures, shared=_of_size(shared, size))
             results[size.num_nodes] = result
             plans = result.ranked[:1] if alone else result.ranked
             found = [
@@ -106,6 +109,13 @@ def search_sizes(
         certificate=result.certificate,
         report=report,
     )
+
+
+def _of_size(shared: Shared | None, size: _Size) -> Shared | None:
+    """Where one size is shared: names that a search gives itself differ by size already."""
+    if shared is None or shared.name is None:
+        return shared
+    return replace(shared, name=f"{shared.name}-{size.num_nodes}-nodes")
 
 
 def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) -> _Size:

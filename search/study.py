@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -114,15 +115,8 @@ def search(
     cells that a sampler proposed is told, and what the bounds leave open.
     """
     frontier = _Frontier.of(problem, space)
-    url = shared.url if shared else None
-    with opened(url) as storage:
-        about = (
-            identity(problem, space, margin=margin, sampler=sampling.name if sampling else "bound") if shared else {}
-        )
-        name = shared.name or f"{problem.model.name}-{about['problem']}" if shared else None
-        study, made_here = join_study(storage, name, about)
-        grace_s = shared.grace_s if shared else math.inf
-        ledger = Ledger(study, storage, frontier.cells, made_here=made_here, grace_s=grace_s)
+    about = {"margin": margin, "sampler": sampling.name if sampling else "bound"}
+    with joined(problem, space, frontier.cells, shared, about) as ledger:
         if sampling:
             seen = _sample(problem, space, frontier, ledger, sampling, margin)
             if not seen.found[FITS]:
@@ -133,6 +127,18 @@ def search(
         else:
             seen = _settle(problem, space, frontier, ledger, margin, progress)
     return _result(problem, space, frontier, seen)
+
+
+@contextmanager
+def joined(
+    problem: Problem, space: Space, cells: Sequence[Cell], shared: Shared | None, about: Mapping[str, object]
+) -> Iterator[Ledger]:
+    """A hand in the study of a problem, which only those join who ask for the same; in memory where not `shared`."""
+    with opened(shared.url if shared else None) as storage:
+        same = identity(problem, space, **about) if shared else {}
+        name = shared.name or f"{problem.model.name}-{same['problem']}" if shared else None
+        study, made_here = join_study(storage, name, same)
+        yield Ledger(study, storage, cells, made_here=made_here, grace_s=shared.grace_s if shared else math.inf)
 
 
 def _settle(
