@@ -228,7 +228,9 @@ def _problem(name: str) -> tuple[Problem, Space]:
         reserve_memory="0",
     )
     problem = make_problem(flags)
-    return problem, make_space(problem, table["global_batch"], fix=[], at_most=table.get("at_most", []), allow=table["allow"])
+    return problem, make_space(
+        problem, table["global_batch"], fix=[], at_most=table.get("at_most", []), allow=table["allow"]
+    )
 
 
 def _per_s(count: int, run: Callable[[], object]) -> float:

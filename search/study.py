@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,7 +19,7 @@ from search.ledger import AXES, GRACE_S, Block, BlockOutcome, Ledger, Told
 from search.pricing import BLOCK_KINDS, Frontier, Reach, closest, dive, price_block
 from search.ranking import Leaders, ranked
 from search.sampler import WARM_CELLS, Sampling
-from search.space import Space
+from search.space import Cell, Space
 from search.storage import identity, join_study, opened
 
 MARGIN = 0.05  # plans so much slower than the best are found too, all of them
@@ -54,15 +55,8 @@ def search(
     cells that a sampler proposed is told, and what the bounds leave open.
     """
     frontier = Frontier.of(problem, space)
-    url = shared.url if shared else None
-    with opened(url) as storage:
-        about = (
-            identity(problem, space, margin=margin, sampler=sampling.name if sampling else "bound") if shared else {}
-        )
-        name = shared.name or f"{problem.model.name}-{about['problem']}" if shared else None
-        study, made_here = join_study(storage, name, about)
-        grace_s = shared.grace_s if shared else math.inf
-        ledger = Ledger(study, storage, frontier.cells, made_here=made_here, grace_s=grace_s)
+    about = {"margin": margin, "sampler": sampling.name if sampling else "bound"}
+    with joined(problem, space, frontier.cells, shared, about) as ledger:
         if sampling:
             seen = _sample(problem, space, frontier, ledger, sampling, margin)
             if not seen.found[FITS]:
@@ -73,6 +67,18 @@ def search(
         else:
             seen = _settle(problem, space, frontier, ledger, margin, progress)
     return _result(problem, space, frontier, seen)
+
+
+@contextmanager
+def joined(
+    problem: Problem, space: Space, cells: Sequence[Cell], shared: Shared | None, about: Mapping[str, object]
+) -> Iterator[Ledger]:
+    """A hand in the study of a problem, which only those join who ask for the same; in memory where not `shared`."""
+    with opened(shared.url if shared else None) as storage:
+        same = identity(problem, space, **about) if shared else {}
+        name = shared.name or f"{problem.model.name}-{same['problem']}" if shared else None
+        study, made_here = join_study(storage, name, same)
+        yield Ledger(study, storage, cells, made_here=made_here, grace_s=shared.grace_s if shared else math.inf)
 
 
 def _settle(
