@@ -96,7 +96,7 @@ def test_eight_workers_of_whom_two_are_killed_come_to_one_certificate(
         results.put(searched(*asked, shared=shared))
 
     with monkeypatch.context() as patch:
-        patch.setattr("search.study._price_block", lambda *args: hang(args[4], claimed))
+        patch.setattr("search.study.price_block", lambda *args: hang(args[3], claimed))
         victims = [FORK.Process(target=work) for _ in range(2)]
         for victim in victims:
             victim.start()
@@ -130,14 +130,14 @@ def test_a_search_resumes_after_its_only_process_was_killed(
     asked: tuple[Problem, Space], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, shared = searched(*asked), Shared(url=url, name=NAME, grace_s=GRACE_S)
-    price_block, priced, claimed = study._price_block, [], FORK.Semaphore(0)
+    price_block, priced, claimed = study.price_block, [], FORK.Semaphore(0)
 
     def price_two(*args: Any) -> BlockOutcome:
-        priced.append(args[4])
-        return price_block(*args) if len(priced) <= 2 else hang(args[4], claimed)
+        priced.append(args[3])
+        return price_block(*args) if len(priced) <= 2 else hang(args[3], claimed)
 
     with monkeypatch.context() as patch:
-        patch.setattr("search.study._price_block", price_two)
+        patch.setattr("search.study.price_block", price_two)
         run_until(lambda: searched(*asked, shared=shared), claimed)
     left = [trial.state for trial in trials_of(url)]
     assert left.count(TrialState.RUNNING) == 1
@@ -189,15 +189,15 @@ def test_an_interrupted_search_resumes_and_prices_the_rest_only(
 ) -> None:
     """An interrupt while the third block is priced; then a second run, and a third that has nothing left to do."""
     expected, shared = searched(*asked), Shared(url=url, name=NAME)
-    price_block, priced, stop_at = study._price_block, [], 2
+    price_block, priced, stop_at = study.price_block, [], 2
 
     def counting(*args: Any) -> BlockOutcome:
         if len(priced) == stop_at:
             signal.raise_signal(signal.SIGINT)
-        priced.append(args[4])
+        priced.append(args[3])
         return price_block(*args)
 
-    monkeypatch.setattr(study, "_price_block", counting)
+    monkeypatch.setattr(study, "price_block", counting)
     with pytest.raises(KeyboardInterrupt):
         searched(*asked, shared=shared)
     assert all(trial.state != TrialState.RUNNING for trial in trials_of(url))
