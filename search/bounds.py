@@ -70,6 +70,7 @@ class Spread:
     last: Floats  # on the rank with the head
     heaviest: Floats  # on the rank with most layers but for the last one, the later of equal ones
     before: Floats  # on the ranks before that one
+    ahead: Floats  # on the ranks before the one with the head, which has the last of them; none where ranks are folded
     repeated: Floats  # of the whole model
     repeated_first: Floats
     repeated_second: Floats
@@ -152,6 +153,7 @@ def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: b
         "last": held[head],
         "heaviest": held[rank],
         "before": held[:rank].sum(axis=0),
+        "ahead": 0 * held[0] if is_folded else (total[starts + layers] - total[starts])[: pp - 1].sum(axis=0),
         "repeated": again.sum(axis=1),
         "repeated_first": again[:, 0],
         "repeated_second": again[:, behind],
@@ -220,7 +222,9 @@ class KindCosts:
         heavy = self.layer_s @ spread.heaviest.T + again
         around = np.where(spread.rank < 0, 0.0, self._around(spread, heavy, again) / spread.vp)
         path = np.maximum(m * last + (total - last) / spread.vp, m * heavy + around)
-        work = np.maximum(m * total / pp, np.where(spread.has_path, path, m * np.maximum(last, heavy)))
+        # Any schedule fills the pipeline before its last rank begins.
+        any_path = np.maximum(m * last + self.forward_s @ spread.ahead.T, m * heavy)
+        work = np.maximum(m * total / pp, np.where(spread.has_path, path, any_path))
         message = _column(self.message_s)
         sends = send_exposed_s(message, pp, m, spread.fewest_vp[None, :], message, overlaps=overlaps)
         return _column(self.factor) * (work + np.where(spread.has_path, sends, 0.0) + _column(self.rest_s))
