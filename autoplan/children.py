@@ -184,6 +184,10 @@ class Children:
             self._lines[0].send(message)
         except OSError:
             raise CrewError(self._last_words()) from None
+        return self.answer()
+
+    def answer(self) -> Any:
+        """What rank 0 says next."""
         return self._answer(self._limit_s + 2 * GRACE_S)
 
     def follow(self) -> None:

@@ -21,6 +21,7 @@ from autoplan.plan import (
     RECOMPUTES,
     SCHEDULES,
     SHARDINGS,
+    SPLIT_SCHEDULES,
     ParallelPlan,
     PlanBatch,
     even_chunks,
@@ -39,9 +40,10 @@ _REPEATS = ("recompute", "recompute_modules", "recompute_num_layers")
 _KIND = ("sharding", *_REPEATS, "offload")
 _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
 _DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")
-# What is known of the plans of a group, and of a kind, so that rules which look at nothing else can be asked.
+# What is known of the plans of a group, and of a kind, so that rules which look at nothing else can be asked.  Overlap
+# switches may depend on the schedule.
 _KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
-_STATES = frozenset(("sharding", "offload", "grad_reduce_overlap", "param_gather_overlap"))
+_STATES = frozenset(("sharding", "offload"))
 _KNOWN_OF_STATES = _STATES | {*_DEGREES, "sp", "precision"}
 _KNOWN_OF_KIND = _KNOWN_OF_GROUP | _STATES | {"recompute", "recompute_modules", "ep_overlap"}
 
@@ -173,7 +175,12 @@ class Space:
     def plans_of(self, kinds: PlanBatch, inside: Inside, kind: Ints, plan: Ints) -> PlanBatch:
         """The plans at the indices `plan` of what the kinds at the indices `kind` hold; the rules are not asked."""
         columns = {name: getattr(inside, name)[plan] for name in _INSIDE}
-        return replace(replace(kinds, layouts=inside.layouts).take(kind), **columns)
+        plans = replace(replace(kinds, layouts=inside.layouts).take(kind), **columns)
+        if self.limits.split_schedules_overlap:
+            return plans
+        overlaps = ~np.isin(plans.schedule, SPLIT_SCHEDULES)
+        reduces, gathers = plans.grad_reduce_overlap & overlaps, plans.param_gather_overlap & overlaps
+        return replace(plans, grad_reduce_overlap=reduces, param_gather_overlap=gathers)
 
     def alike(self, kinds: PlanBatch) -> Iterator[tuple[Inside, Ints]]:
         """(what some kinds hold, their indices): all kinds, those together that hold the same."""

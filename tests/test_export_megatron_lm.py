@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from autoplan.errors import InputError
-from autoplan.export.launcher import Launcher, comment, launch_script, node_shape, safe_name
+from autoplan.export.job import File
+from autoplan.export.launcher import launch_files
 from autoplan.export.megatron_lm import megatron_lm_arguments, pipeline_layout
+from autoplan.export.names import Launcher
 from autoplan.export.targets import job_of
 from autoplan.framework import Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
@@ -26,6 +26,7 @@ from autoplan.result import PLAN_FILE_VERSION, PlanFile, RankedPlan
 from autoplan.timing import Calibration
 from autoplan.training import Attention, TrainingSpec
 from autoplan.units import GIB
+from launched import launched
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron_lm"
 
@@ -195,8 +196,15 @@ EXPORTS: dict[str, tuple[PlanFile, Launcher]] = {
 }
 
 
+def files_of(name: str) -> tuple[File, ...]:
+    plan_file, launcher = EXPORTS[name]
+    return launch_files(plan_file, job_of(plan_file, "megatron-lm"), launcher)
+
+
 def export_megatron_lm(plan_file: PlanFile, launcher: Launcher) -> str:
-    return launch_script(plan_file, job_of(plan_file, "megatron-lm"), launcher)
+    """The script of the nodes."""
+    files = launch_files(plan_file, job_of(plan_file, "megatron-lm"), launcher)
+    return next(file.text for file in files if file.name == "launch.sh")
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -219,165 +227,35 @@ def test_a_script_is_bash(name: str) -> None:
 
 # -- what the launchers receive ---------------------------------------------------------------------------------------
 
-RECORD = '#!/bin/bash\nprintf "%s\\0" "${0##*/}" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@" >>"$RECORDED"\n'
-STANDINS = {
-    "torchrun": RECORD,
-    "srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n',
-    "scontrol": "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n",
-    "hostname": "#!/bin/bash\nprintf 'node7\\n'\n",
-}
-
-
-def launched(tmp_path: Path, script: str, *words: str, **variables: str) -> list[str]:
-    """The words with which the script starts torchrun, its CUDA_DEVICE_MAX_CONNECTIONS first."""
-    stand_ins = tmp_path / "stand-ins"
-    stand_ins.mkdir()
-    for name, text in STANDINS.items():
-        (stand_ins / name).write_text(text)
-        (stand_ins / name).chmod(0o755)
-    recorded = tmp_path / "recorded"
-    environment = {
-        "PATH": f"{stand_ins}:/usr/bin:/bin",
-        "RECORDED": str(recorded),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_NODEID": "1",
-        "SLURM_PROCID": "2",
-        **variables,
-    }
-    place = tmp_path / "script.sh"
-    place.write_text(script)
-    work = tmp_path / "work"
-    work.mkdir()
-    result = subprocess.run(
-        ["bash", str(place), *words], env=environment, cwd=work, capture_output=True, text=True, check=False
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert list(work.iterdir()) == []
-    program, *rest = recorded.read_text().split("\0")[:-1]
-    assert program == "torchrun"
-    return rest
-
 
 def test_torchrun_receives_exactly_the_words_of_the_plan(tmp_path: Path) -> None:
-    plan_file, launcher = EXPORTS["dense"]
-    words = launched(
-        tmp_path, export_megatron_lm(plan_file, launcher), "--lr", "a b", MEGATRON_LM_DIR="/opt/my megatron"
-    )
+    words = launched(tmp_path, files_of("dense"), "--lr", "a b", MEGATRON_LM_DIR="/opt/my megatron")
     one_queue, *command = words
     assert one_queue == "1"
     assert command[:8] == ["--nnodes", "1", "--nproc-per-node", "8", "--node-rank", "0", "--master-addr", "127.0.0.1"]
     assert command[8:11] == ["--master-port", "29500", "/opt/my megatron/pretrain_gpt.py"]
-    arguments = megatron_lm_arguments(plan_file)
+    arguments = megatron_lm_arguments(EXPORTS["dense"][0])
     assert command[11 : 11 + len(arguments)] == arguments
     rest = command[11 + len(arguments) :]
     assert rest[-4:] == ["--train-iters", "100", "--lr", "a b"]
     assert "--mock-data" in rest
 
 
-def test_slurm_gives_every_node_its_rank_and_the_first_node_as_master(tmp_path: Path) -> None:
-    plan_file, launcher = EXPORTS["slurm"]
-    words = launched(tmp_path, export_megatron_lm(plan_file, launcher))
-    expected = "1 --node-rank 1 --nnodes 32 --nproc-per-node 8 --master-addr node7 --master-port 29500"
-    assert words[:11] == expected.split()
-    assert words[12 : 12 + len(megatron_lm_arguments(plan_file))] == megatron_lm_arguments(plan_file)
-
-
-@pytest.mark.parametrize("name", ["placed", "placed_slurm"])
-def test_a_placed_plan_numbers_the_nodes_in_its_order(tmp_path: Path, name: str) -> None:
-    words = launched(tmp_path, export_megatron_lm(*EXPORTS[name]), TMPDIR=str(tmp_path))
-    at = words.index("--node-rank")
-    assert words[at : at + 2] == ["--node-rank", "2"]  # node7 is the third
-    assert "--master-addr node8 --master-port 29500" in " ".join(words)
-    assert "--use-tp-pp-dp-mapping" in words
-    if name == "placed_slurm":
-        (listed,) = tmp_path.glob("tmp.*")
-        assert listed.read_text() == "node8\nnode6\nnode7\nnode9\n"
-
-
-def test_a_node_that_is_not_of_the_plan_has_no_rank(tmp_path: Path) -> None:
-    script = export_megatron_lm(*EXPORTS["placed"]).replace("hostname -s", "echo node5")
-    result = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, env={"PATH": "/bin"})
-    assert result.returncode != 0
-    assert "NODE_RANK: this node is not in the list of hosts" in result.stderr
-
-
-def test_a_node_whose_name_is_no_host_name_is_refused() -> None:
-    hostile = replace(LISTED, nodes=(NodeGroup(names=("a;b", "c", "d", "e"), switches=("a",)),))
-    plan = replace(PLACED.best.plan, placement=None)
-    with pytest.raises(InputError, match="'a;b' is no host name"):
-        export_megatron_lm(replace(PLACED, cluster=hostile, best=replace(PLACED.best, plan=plan)), "slurm")
+def test_a_placed_plan_takes_its_ranks_in_its_order(tmp_path: Path) -> None:
+    assert "--use-tp-pp-dp-mapping" in launched(tmp_path, files_of("placed"))
 
 
 def test_data_of_the_environment_replaces_the_mock_data(tmp_path: Path) -> None:
     data = "--data-path corpus_text_document --tokenizer-type HuggingFaceTokenizer"
-    words = launched(tmp_path, export_megatron_lm(*EXPORTS["dense"]), DATA_ARGS=data)
+    words = launched(tmp_path, files_of("dense"), DATA_ARGS=data)
     assert "--mock-data" not in words
     assert words[-6:-2] == data.split()
 
 
 def test_fsdp_unsets_the_single_queue(tmp_path: Path) -> None:
-    script = export_megatron_lm(*EXPORTS["fsdp"])
-    words = launched(tmp_path, script, CUDA_DEVICE_MAX_CONNECTIONS="1", MASTER_ADDR="node7", NODE_RANK="1")
+    files = files_of("fsdp")
+    words = launched(tmp_path, files, CUDA_DEVICE_MAX_CONNECTIONS="1", MASTER_ADDR="node7", NODE_RANK="1")
     assert words[0] == ""
-    assert words[5:9] == ["--node-rank", "1", "--master-addr", "node7"]
-
-
-def test_several_nodes_need_the_address_of_the_first(tmp_path: Path) -> None:
-    script = export_megatron_lm(*EXPORTS["fsdp"])
-    result = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, env={"PATH": "/bin"})
-    assert result.returncode != 0
-    assert "MASTER_ADDR: must be set" in result.stderr
-
-
-HOSTILE = "x'\"; touch pwned $(touch pwned) `touch pwned` \\"
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_hostile_names_stay_inert(tmp_path: Path, launcher: Launcher) -> None:
-    tame = plan_file_of(LLAMA_8B, tp=2, sp=True, dp_shard=4)
-    line = f"{HOSTILE}\ntouch pwned\r\n#SBATCH --uid=0\u2028touch pwned"
-    device = replace(tame.cluster.device, name=HOSTILE)  # a name of several lines is refused
-    hostile = replace(
-        tame,
-        command=line,
-        versions={line: line},
-        model=replace(tame.model, name=HOSTILE),
-        cluster=replace(tame.cluster, name=HOSTILE, device=device),
-        framework=replace(tame.framework, name=line),
-        calibration=replace(tame.calibration, name=line),
-    )
-    script = export_megatron_lm(hostile, launcher)
-    (tmp_path / "tame").mkdir()
-    (tmp_path / "hostile").mkdir()
-    assert launched(tmp_path / "hostile", script) == launched(tmp_path / "tame", export_megatron_lm(tame, launcher))
-    assert len(script.splitlines()) == len(export_megatron_lm(tame, launcher).splitlines())
-    assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == (
-        ["#SBATCH --job-name=x-touch-pwned-touch-pwned-touch-pwned", *SBATCH] if launcher == "slurm" else []
-    )
-
-
-SBATCH = [
-    "#SBATCH --nodes=1",
-    "#SBATCH --ntasks-per-node=1",
-    "#SBATCH --gpus-per-node=8",
-    "#SBATCH --exclusive",
-    "#SBATCH --distribution=block",
-]
-
-
-@given(st.text())
-def test_no_text_leaves_its_comment(text: str) -> None:
-    assert len(comment(text).splitlines()) == 1
-    assert comment(text).startswith("# ")
-
-
-@given(st.text())
-def test_a_job_name_is_harmless(text: str) -> None:
-    name = safe_name(text)
-    assert 0 < len(name) <= 48
-    assert all(character.isascii() and (character.isalnum() or character in "._-") for character in name)
-    assert not name.startswith(("-", "."))
 
 
 # -- single decisions -------------------------------------------------------------------------------------------------
@@ -423,16 +301,8 @@ def test_blackwell_needs_no_single_queue() -> None:
         assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1" in script) is exported
 
 
-def test_a_plan_smaller_than_a_node_uses_part_of_it() -> None:
-    assert node_shape(cluster_of(4), 2) == (1, 2)
-    assert node_shape(cluster_of(4), 32) == (4, 8)
-    for num_devices in (12, 40):
-        with pytest.raises(InputError):
-            node_shape(cluster_of(4), num_devices)
-
-
 REFUSED: dict[str, tuple[PlanFile, str]] = {
-    "gpipe": (plan_file_of(LLAMA_8B, pp=8, schedule="gpipe"), "schedule 'gpipe' does not exist"),
+    "gpipe": (plan_file_of(LLAMA_8B, pp=8, schedule="gpipe"), "no schedule 'gpipe': plan and export for torchtitan"),
     "a broken rule": (plan_file_of(LLAMA_8B, dp_shard=8, global_batch=63), "must be divisible by micro_batch"),
     "alibi": (plan_file_of(replace(LLAMA_8B, position_embedding="alibi"), dp_shard=8), "alibi"),
     "hybrid": (plan_file_of(replace(LLAMA_8B, layer_pattern="*-" * 16), dp_shard=8), "layer_pattern"),

@@ -1,0 +1,169 @@
+"""`autoplan run`: does the plan train, and does the clock agree with the prediction?"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoplan.cli.inputs import ForceOption, QuietOption
+from autoplan.errors import AutoplanError, InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autoplan.plan import ParallelPlan
+    from autoplan.problem import Problem
+    from autoplan.trainer.task import Predicted, RunFile
+
+FRAMEWORK = "torch"  # what the trainer is priced as
+
+
+def run(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are timed.")] = 10,
+    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Steps before them.")] = 2,
+    data: Annotated[str, typer.Option(metavar="KIND", help="text (bytes of a small one) or synthetic.")] = "text",
+    check: Annotated[
+        bool, typer.Option("--check", help="First train some steps by one process too, and compare.")
+    ] = False,
+    limit: Annotated[str, typer.Option(metavar="TIME", help="Of a step, after which a rank is taken to hang.")] = "5m",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")] = None,
+    force: ForceOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Train by a plan with torch's own parallelism, and compare with the prediction.
+
+    Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank for each device.
+    """
+    import msgspec
+
+    from autoplan.children import place_from
+    from autoplan.cli.inputs import check_output, parse_duration
+    from autoplan.cli.planfile import read_plan
+    from autoplan.cli.profile import _check_torch, _on_terminate
+    from autoplan.cli.progress import progress_bar
+    from autoplan.files import write_text
+    from autoplan.report.terminal import make_console
+    from autoplan.trainer.run import run_task
+    from autoplan.trainer.task import Advance, RunFile, Task
+
+    _check_torch()
+    if data not in ("text", "synthetic"):
+        raise InputError(f"no data {data!r}: text or synthetic")
+    if out is not None:
+        check_output(out, force=force)
+    problem, wanted, _ = read_plan(plan)
+    task = Task(
+        model=problem.model,
+        plan=wanted,
+        seq_len=problem.training.seq_len,
+        dtype="bf16",
+        num_steps=steps,
+        num_warmup=warmup,
+        data="text" if data == "text" else "synthetic",
+        checks=check,
+        limit_s=parse_duration(limit),
+    )
+    predicted = _predicted(problem, wanted)
+    signal.signal(signal.SIGTERM, _on_terminate)
+    with progress_bar(quiet=quiet, doing="training", unit="steps") as show:
+
+        def advance(now: Advance) -> None:
+            if show:
+                show(now.step + 1, steps + warmup)
+
+        report = run_task(task, place_from(os.environ), advance=advance)
+    if report is None:
+        return
+    made = RunFile(task=task, predicted=predicted, measured=report)
+    text = msgspec.json.format(msgspec.json.encode(made), indent=2).decode() + "\n"
+    if out is not None:
+        write_text(out, text, force=force)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        _print_run(make_console(), made)
+    if report.check is not None and not report.check.holds:
+        raise AutoplanError(
+            f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "
+            f"gradients by {report.check.gradients:.2g}, weights by {report.check.weights:.2g} of their size"
+        )
+
+
+def _predicted(problem: Problem, plan: ParallelPlan) -> Predicted:
+    """What the plan should take, priced as the trainer whatever framework it was made for."""
+    from autoplan.cost.estimate import estimate
+    from autoplan.plan import PlanBatch
+    from autoplan.read.calibration import built_in_calibration
+    from autoplan.read.framework import load_framework
+    from autoplan.trainer.task import Predicted
+
+    if problem.framework.name != FRAMEWORK:
+        framework = load_framework(FRAMEWORK)
+        calibration = built_in_calibration(framework, problem.cluster.device.generation)
+        problem = replace(problem, framework=framework, calibration=calibration)
+    cost = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    return Predicted(
+        device=problem.cluster.device.name,
+        step_s=float(cost.step_s[0]),
+        low_s=float(cost.low_s[0]),
+        high_s=float(cost.high_s[0]),
+        terms_s={name: float(value[0]) for name, value in cost.terms_s.items()},
+        peak_bytes=float(cost.logged_memory_bytes[0]),
+    )
+
+
+def _print_run(console: Console, run: RunFile) -> None:
+    """The answer first: the step, then its parts, memory, and whether the plan computes what one process does."""
+    from statistics import median
+
+    from rich.table import Table
+
+    from autoplan.units import format_bytes, format_seconds
+
+    measured, predicted = run.measured, run.predicted
+    step_s = median(measured.step_s)
+    tokens = run.task.plan.global_batch * run.task.seq_len
+    console.print(
+        f"{run.task.plan.describe()}: {format_seconds(step_s)} a step on {measured.device}, "
+        f"{tokens / step_s:,.0f} tokens/s, loss {measured.losses[-1]:.3f}",
+        highlight=False,
+    )
+    optimizer_s = predicted.terms_s.get("optimizer", 0.0)
+    rows = [
+        ("step", predicted.step_s, step_s),
+        ("forward and backward", predicted.step_s - optimizer_s, median(measured.passes_s)),
+        ("optimizer", optimizer_s, median(measured.optimizer_s)),
+    ]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in ("predicted", "measured", "off by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, expected, found in rows:
+        table.add_row(name, format_seconds(expected), format_seconds(found), _off(expected, found))
+    if measured.peak_bytes:
+        peak = max(measured.peak_bytes)
+        expected = predicted.peak_bytes
+        table.add_row("memory, fullest rank", format_bytes(expected), format_bytes(peak), _off(expected, peak))
+    console.print(table)
+    console.print(
+        f"predicted for {predicted.device}, 90 % interval {format_seconds(predicted.low_s)} to "
+        f"{format_seconds(predicted.high_s)}; measured: median of {len(measured.step_s)} steps, fastest "
+        f"{format_seconds(min(measured.step_s))}, slowest {format_seconds(max(measured.step_s))}",
+        highlight=False,
+    )
+    if measured.check is not None and measured.check.holds:
+        console.print("losses, gradients and weights of the first steps are those of one process")
+
+
+def _off(expected: float, found: float) -> str:
+    from autoplan.units import format_percent
+
+    sign = "+" if expected >= found else "-"
+    return f"{sign}{format_percent(abs(expected / found - 1))}"

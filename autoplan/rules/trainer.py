@@ -1,0 +1,103 @@
+"""Which plans does the built-in trainer run?
+
+Those of plain PyTorch, but for what the trainer itself does not do.  ZeRO-1 is `fully_shard` whose gradients are
+reduced once a step, so that DistributedDataParallel, wrong under several of these plans, is never used.  Places are
+functions of this project.
+"""
+
+from __future__ import annotations
+
+from autoplan.plan import OFFLOADS, PRECISIONS, RECOMPUTE_MODULES, SHARDINGS, PlanBatch
+from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
+from autoplan.rules.fsdp2 import PIPELINE_RULES
+
+_PARALLEL = "autoplan/trainer/parallel.py"
+_TRANSFORMER = "autoplan/trainer/transformer.py"
+_KNOWN_PARTS = sum(1 << RECOMPUTE_MODULES.index(name) for name in ("core_attn", "mlp", "moe"))
+
+
+def _one_context(setting: Setting, batch: PlanBatch) -> Bools:
+    return batch.cp == 1
+
+
+def _whole_experts(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.ep == 1) & (batch.etp == 1)
+
+
+def _vocabulary(setting: Setting, batch: PlanBatch) -> Bools:
+    return setting.model.vocab_size % batch.tp == 0
+
+
+def _widths(setting: Setting, batch: PlanBatch) -> Bools:
+    return setting.model.ffn_size % batch.tp == 0
+
+
+def _gathered_once(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.pp == 1) | (batch.sharding != SHARDINGS.index("zero2"))
+
+
+def _no_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    return ~(batch.tp_overlap | batch.ep_overlap)
+
+
+def _parts(setting: Setting, batch: PlanBatch) -> Bools:
+    return (batch.recompute_modules & ~_KNOWN_PARTS) == 0
+
+
+CHOICES = (
+    Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_PARALLEL} _share"),
+    Choice(axis="precision", words=(PRECISIONS[0],), source=f"{_PARALLEL} DTYPES"),
+)
+
+RULES: tuple[Rule, ...] = (
+    *universal.RULES,
+    *(choice.rule() for choice in CHOICES),
+    *PIPELINE_RULES,
+    shared.tied_needs_one_stage(f"{_TRANSFORMER} Transformer.tie"),
+    shared.whole_kv_heads(f"{_PARALLEL} _cut"),
+    shared.sp_needs_tp(f"{_PARALLEL} _cut"),
+    shared.whole_sequence(f"{_PARALLEL} _cut"),
+    Rule(
+        source=f"{_PARALLEL} _cut",
+        holds=_vocabulary,
+        says=lambda s, p: f"vocab_size {s.model.vocab_size} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=f"{_PARALLEL} _cut",
+        holds=_widths,
+        says=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=f"{_TRANSFORMER} Attention",
+        holds=_one_context,
+        says=lambda s, p: f"cp {p.cp}: attention sees whole sequences, set cp 1",
+    ),
+    Rule(
+        source=f"{_TRANSFORMER} MoE",
+        holds=_whole_experts,
+        says=lambda s, p: f"ep {p.ep} and etp {p.etp}: every rank holds all experts, set both to 1",
+    ),
+    Rule(
+        source=f"{_PARALLEL} _share",
+        holds=_gathered_once,
+        says=lambda s, p: f"zero2 with pp {p.pp} is what zero1 is: a stage reduces once a step; use zero1",
+    ),
+    Rule(
+        source=f"{_PARALLEL} _cut",
+        holds=_no_overlap,
+        says=lambda s, p: "tp_overlap and ep_overlap need kernels of their own: leave them out",
+    ),
+    Rule(
+        source=f"{_PARALLEL} _recompute",
+        holds=_parts,
+        says=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)}: it repeats core_attn, mlp and moe alone",
+    ),
+)
+
+BOOK = Rulebook(
+    rules=RULES,
+    choices=CHOICES,
+    usual_shardings=("none", "zero1", "zero3"),
+    repeats_parts=True,
+    repeats_some_layers=True,
+)

@@ -1,0 +1,81 @@
+"""How many bytes do a rank's tensors hold at once?  Counted on the host, where no allocator tells.
+
+Storages that C++ code allocates for itself (staging buffers of gloo, scratch of products) are not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the storages that operations make while it is the context.
+
+    FSDP frees and takes memory by resizing storages, which no operation shows: that is watched as well.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_bytes, self.peak_bytes = 0, 0
+        self._held: dict[int, int] = {}  # bytes by the address of a storage's handle
+        self._resize = torch.UntypedStorage.resize_
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and see what it made; one on a DTensor is seen in the operations on its parts."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        results = func(*args, **(kwargs or {}))
+        for result in tree_iter(results):
+            if isinstance(result, Tensor):
+                self.see(result)
+        return results
+
+    def see(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor until it is gone."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        storage = tensor.untyped_storage()
+        handle = storage._cdata
+        if handle not in self._held:
+            self._held[handle] = 0
+            weakref.finalize(storage, self._gone, handle)
+        self._count(handle, storage.nbytes())
+
+    def _count(self, handle: int, num_bytes: int) -> None:
+        self.now_bytes += num_bytes - self._held[handle]
+        self._held[handle] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def _gone(self, handle: int) -> None:
+        self.now_bytes -= self._held.pop(handle)
+
+    def forget_peak(self) -> None:
+        """Begin anew with what is held now."""
+        self.peak_bytes = self.now_bytes
+
+    def __enter__(self) -> Self:
+        original, tracker = self._resize, self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            if storage._cdata in tracker._held:
+                tracker._count(storage._cdata, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -1,0 +1,208 @@
+"""What does one rank of a run do?  It joins the others, builds its part of the plan, trains, and says what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import logging
+import os
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autoplan.children import GRACE_S, START_S, Fault, Place
+from autoplan.errors import AutoplanError
+from autoplan.plan import ParallelPlan
+from autoplan.trainer.memory import StorageTracker
+from autoplan.trainer.step import Times, Training
+from autoplan.trainer.task import Advance, Check, Report, Task
+from autoplan.trainer.tokens import sequences
+from autoplan.units import cleaned
+
+CHECKED_STEPS = 3
+_SGD_LR = 0.5  # large, so that a wrong gradient shows (`closed-loop` 1)
+
+
+def serve(place: Place, line: Connection, *, task: Task) -> None:
+    """Be a rank of `task`: rank 0 sends an `Advance` after every step and a `Report` at the end."""
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process lives
+    # On failure it logs its whole table of actions, on every rank.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    try:
+        # A watchdog in a thread of its own ends this process even where a driver never comes back.
+        faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
+        device = join(place, task.limit_s)
+        report = _run(task, place.rank, device, line, nowhere)
+        if place.rank == 0:
+            line.send(report)
+        faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
+        dist.barrier()
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            line.send(Fault(text=describe(error)))
+        os._exit(2)  # the ordinary way out waits for groups that no longer answer
+    os._exit(0)
+
+
+def join(place: Place, limit_s: float) -> torch.device:
+    """Take a device and meet the others."""
+    torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=place.meeting_point,
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=datetime.timedelta(seconds=limit_s),
+    )
+    return device
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line; running out of memory is called that on every device."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        return cleaned(f"out of memory: {text}")
+    return cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}")
+
+
+def _run(task: Task, rank: int, device: torch.device, line: Connection, nowhere: Any) -> Report:
+    def watch() -> None:
+        if line.poll():  # nothing is ever sent: the program is gone
+            os._exit(0)
+        faulthandler.dump_traceback_later(task.limit_s + GRACE_S, exit=True, file=nowhere)
+
+    watch()
+    check = compared(task, rank, device) if task.checks else None
+    watch()
+    peaks = _tracked_bytes(task, device) if task.tracks_memory and device.type == "cpu" else []
+    training = _training(task, device)
+    rows: list[tuple[Times, float, float, float]] = []  # with processor times of the rank and of the node
+    for step in range(task.num_warmup + task.num_steps):
+        watch()
+        tokens = sequences(task, step)
+        own, busy = time.process_time(), _busy_s()
+        times, loss = training.step(tokens)
+        rows.append((times, loss, time.process_time() - own, _busy_s() - busy))
+        if rank == 0:
+            line.send(Advance(step=step, step_s=times.step_s, loss=loss))
+    if device.type == "cuda" and task.tracks_memory:
+        peaks = _gathered(float(torch.cuda.max_memory_allocated(device)))
+    by_rank = _gathered(rows[task.num_warmup :])
+    steps = [[ranks[at] for ranks in by_rank] for at in range(task.num_steps)]
+    return Report(
+        losses=tuple(rank_rows[0][1] for rank_rows in steps),
+        step_s=tuple(max(row[0].step_s for row in rank_rows) for rank_rows in steps),
+        passes_s=tuple(max(row[0].passes_s for row in rank_rows) for rank_rows in steps),
+        optimizer_s=tuple(max(row[0].optimizer_s for row in rank_rows) for rank_rows in steps),
+        cpu_s=tuple(sum(row[2] for row in rank_rows) for rank_rows in steps),
+        busy_s=tuple(max(row[3] for row in rank_rows) for rank_rows in steps),
+        peak_bytes=tuple(peaks),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        check=check,
+    )
+
+
+def _training(task: Task, device: torch.device) -> Training:
+    return Training(task.model, task.plan, seq_len=task.seq_len, device=device, dtype=task.dtype, seed=task.seed)
+
+
+def _gathered(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _busy_s() -> float:
+    """Processor time that this node has spent on anything, in seconds; 0 where the system does not tell."""
+    try:
+        user, nice, system, _, _, irq, soft, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + irq + soft) / float(os.sysconf("SC_CLK_TCK"))
+
+
+def _tracked_bytes(task: Task, device: torch.device) -> list[float]:
+    """The peak of every rank in the second step of a training of its own: the first one makes what is kept."""
+    with StorageTracker() as tracker:
+        training = _training(task, device)
+        training.step(sequences(task, 0))
+        gc.collect()
+        tracker.forget_peak()
+        training.step(sequences(task, 1))
+        peak = float(tracker.peak_bytes)
+        del training
+    gc.collect()
+    return _gathered(peak)
+
+
+# -- comparison with one process --------------------------------------------------------------------------------------
+
+
+def compared(task: Task, rank: int, device: torch.device) -> Check:
+    """Train some steps by the plan and, on rank 0, by one process: how far are they apart?"""
+    spread = _trained(task, device)
+    gathered = _collected(spread, rank)
+    if rank == 0:
+        alone = ParallelPlan(global_batch=task.plan.global_batch, micro_batch=task.plan.micro_batch, sharding="none")
+        found = _differences(gathered, _trained(replace(task, plan=alone), device))
+    box = [found if rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    assert isinstance(box[0], Check)
+    return box[0]
+
+
+_State = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
+
+
+def _trained(task: Task, device: torch.device) -> _State:
+    training = Training(
+        task.model,
+        task.plan,
+        seq_len=task.seq_len,
+        device=device,
+        dtype="fp32",
+        optimizer="sgd",
+        lr=_SGD_LR,
+        seed=task.seed,
+        is_alone=task.plan.num_devices == 1,
+    )
+    losses = [training.step(sequences(task, step))[1] for step in range(CHECKED_STEPS)]
+    return losses, training.whole_gradients(), training.whole_weights()
+
+
+def _collected(state: _State, rank: int) -> _State:
+    """The parts of all ranks on rank 0."""
+    brought: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(state, brought if rank == 0 else None)
+    gradients: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for _, some, others in (one for one in brought if one is not None):
+        gradients |= some
+        weights |= others
+    return state[0], gradients, weights
+
+
+def _differences(spread: _State, alone: _State) -> Check:
+    missing = alone[1].keys() ^ spread[1].keys()
+    if missing:
+        raise AutoplanError(f"the plan trains other weights than the model has: {', '.join(sorted(missing)[:3])}")
+    gradients, weights = (
+        [float((one[name] - whole).norm() / whole.norm().clamp_min(1e-12)) for name, whole in other.items()]
+        for one, other in ((spread[1], alone[1]), (spread[2], alone[2]))
+    )
+    losses = np.subtract(spread[0], alone[0])
+    # Not Python's max, which may pass over what is not a number.
+    return Check(loss=float(np.abs(losses).max()), gradients=float(np.max(gradients)), weights=float(np.max(weights)))

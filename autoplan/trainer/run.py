@@ -1,0 +1,56 @@
+"""Runs a plan: starts its ranks, follows them, and hands on what they measured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from autoplan.children import Children, CrewError, Place
+from autoplan.errors import InputError
+from autoplan.rules import Setting, broken
+from autoplan.rules.trainer import RULES
+from autoplan.trainer.task import Advance, Report, Task
+from autoplan.training import TrainingSpec
+
+PRELOAD = ("autoplan.trainer.rank",)
+
+
+def check_task(task: Task) -> None:
+    """Refuse what torch's own parallelism cannot run, or runs and trains wrongly."""
+    setting = Setting(model=task.model, training=TrainingSpec(seq_len=task.seq_len), num_devices=task.plan.num_devices)
+    if problems := broken(RULES, setting, task.plan):
+        raise InputError(f"the built-in trainer does not run the plan: {'; '.join(problems)}")
+
+
+def run_task(
+    task: Task, place: Place | None = None, *, advance: Callable[[Advance], None] = lambda advance: None
+) -> Report | None:
+    """Train by a plan: what rank 0 reports; None where this program has started another rank.
+
+    Without a `place` all ranks are started here.  A `CrewError` says which rank was lost and how.
+    """
+    check_task(task)
+    if place and place.num_ranks != task.plan.num_devices:
+        raise InputError(
+            f"the plan is for {task.plan.num_devices} devices, {place.launcher} has started {place.num_ranks} ranks"
+        )
+    work = functools.partial(_train, task=task)
+    with Children(work, place, task.plan.num_devices, limit_s=task.limit_s, preload=PRELOAD) as ranks:
+        if not ranks.leads:
+            ranks.start()
+            ranks.follow()
+            return None
+        answer = ranks.start()
+        while isinstance(answer, Advance):
+            advance(answer)
+            answer = ranks.answer()
+        if not isinstance(answer, Report):
+            raise CrewError(f"rank 0 answered {type(answer).__name__} instead of a report")
+        return answer
+
+
+def _train(place: Place, line: Connection, *, task: Task) -> None:
+    from autoplan.trainer.rank import serve
+
+    serve(place, line, task=task)

@@ -1,0 +1,131 @@
+"""One rank's training: a plan made into steps, each with what it took and the loss of the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its customary name
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from autoplan.model import ModelSpec
+from autoplan.plan import ParallelPlan
+from autoplan.trainer.parallel import ALONE, build, make_grid, passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Of one step on this rank, in seconds."""
+
+    step_s: float
+    passes_s: float  # forward and backward, with what they wait for
+    optimizer_s: float
+
+
+class Training:
+    """The part of a training run that one rank does.
+
+    Weights are fp32; `dtype` is what products are computed in.  `optimizer` is "adam", or "sgd" for comparisons: Adam
+    hides gradients that are wrong by a factor (`closed-loop` 1, trap 2).  With `is_alone` the plan is of one rank, whom
+    others do not wait for.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        plan: ParallelPlan,
+        *,
+        seq_len: int,
+        device: torch.device,
+        dtype: str,
+        optimizer: str = "adam",
+        lr: float = 1e-4,
+        seed: int = 0,
+        is_alone: bool = False,
+    ) -> None:
+        self.plan, self.device, self._is_alone = plan, device, is_alone
+        self.grid = ALONE if is_alone else make_grid(plan, device)
+        self.parts = build(model, plan, self.grid, seq_len=seq_len, dtype=dtype, device=device, seed=seed)
+        self._run = passes(self.parts, plan, self.grid, device, _loss)
+        weights = [weight for part in self.parts for weight in part.parameters()]
+        if optimizer == "adam":
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(weights, lr=lr, fused=True)
+        else:
+            self.optimizer = torch.optim.SGD(weights, lr=lr)
+
+    def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of this replica, from all sequences of a step, (global_batch, seq_len + 1)."""
+        size = self.plan.global_batch // self.plan.dp
+        mine = tokens[self.grid.dp_rank * size :][:size].to(self.device)
+        return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+    def backpropagate(self, tokens: Tensor) -> list[Tensor]:
+        """Both passes of a step over all its micro-batches; losses where the head is."""
+        inputs, targets = self.own(tokens)
+        with loss_parallel() if self.grid.tp is not None else contextlib.nullcontext():
+            return self._run(inputs, targets)
+
+    def step(self, tokens: Tensor) -> tuple[Times, float]:
+        """Train on the sequences of a step: (times, loss)."""
+        self.optimizer.zero_grad()
+        self._wait()
+        began = time.perf_counter()
+        losses = self.backpropagate(tokens)
+        self._synchronise()
+        middle = time.perf_counter()
+        self.optimizer.step()
+        self._synchronise()
+        end = time.perf_counter()
+        times = Times(step_s=end - began, passes_s=middle - began, optimizer_s=end - middle)
+        return times, self._mean(losses)
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        """Of the micro-batches of all replicas, on every rank."""
+        summed = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for loss in losses:
+            value = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            summed += torch.tensor([float(value), 1.0], dtype=torch.float64, device=self.device)
+        if not self._is_alone:
+            dist.all_reduce(summed)
+        return float(summed[0] / summed[1])
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _wait(self) -> None:
+        self._synchronise()
+        if not self._is_alone:
+            dist.barrier()
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The weights of this rank's chunks by name, put together from the ranks that share them; all ranks call it."""
+        return {name: _whole(weight) for part in self.parts for name, weight in _named(part)}
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """As `whole_weights`, of the gradients that the last backward passes left."""
+        found = {}
+        for part in self.parts:
+            for name, weight in _named(part):
+                assert weight.grad is not None, name
+                found[name] = _whole(weight.grad)
+        return found
+
+
+def _named(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters by the names of the whole model: wrappers for recomputation put their own between."""
+    return [(name.replace("_checkpoint_wrapped_module.", ""), weight) for name, weight in part.named_parameters()]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().float().cpu().clone()
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,90 @@
+"""What is a run of the trainer, and what comes of it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autoplan.model import ModelSpec
+from autoplan.plan import ParallelPlan
+
+Data = Literal["text", "synthetic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One run.  Weights are fp32; `dtype` is that of the products.
+
+    With `checks` the same steps are trained by one process too, in fp32 and with SGD, and compared.
+    """
+
+    model: ModelSpec
+    plan: ParallelPlan
+    seq_len: int
+    dtype: Literal["bf16", "fp32"]
+    num_steps: int = 10
+    num_warmup: int = 2
+    data: Data = "text"
+    checks: bool = False
+    tracks_memory: bool = True
+    limit_s: float = 300.0  # of one step, after which a rank is taken to hang
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """A step is done; the first ones warm up.  Times are those of the slowest rank."""
+
+    step: int
+    step_s: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """How far a plan is from one process: the largest difference of a loss, and of a tensor over its norm."""
+
+    loss: float
+    gradients: float
+    weights: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is rounding: the worst plans seen are at 3e-6, the mildest fault at 1e-2."""
+        return all(one <= 1e-4 for one in (self.loss, self.gradients, self.weights))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a run measured: by step after the warm-up, and by rank."""
+
+    losses: tuple[float, ...]
+    step_s: tuple[float, ...]  # of the slowest rank
+    passes_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]  # processor time that the ranks spent in the step, added up
+    busy_s: tuple[float, ...]  # processor time that everything on this node spent in it; 0 where that is not told
+    peak_bytes: tuple[float, ...]  # of every rank: what its tensors held at once; empty where it was not tracked
+    device: str  # such as cpu or the name of the GPU
+    check: Check | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a run should take, on the device of the plan's cluster; `terms_s` add up to `step_s`."""
+
+    device: str
+    step_s: float
+    low_s: float
+    high_s: float
+    terms_s: dict[str, float]
+    peak_bytes: float  # handed out by the allocator on the fullest rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """A run, what was predicted of it, and what it measured."""
+
+    task: Task
+    predicted: Predicted
+    measured: Report

@@ -1,0 +1,37 @@
+"""What is trained on: the bytes of a small text, or random numbers.
+
+The text is in the public domain: from the Declaration of Independence (1776), the Gettysburg Address (1863), and
+Shakespeare's Sonnet 18 (1609).
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from autoplan.errors import InputError
+from autoplan.trainer.task import Task
+
+NUM_BYTES = 256
+
+
+def check_data(task: Task) -> None:
+    """Refuse a text for a model that has fewer tokens than a byte has values."""
+    if task.data == "text" and task.model.vocab_size < NUM_BYTES:
+        raise InputError(
+            f"a text needs vocab_size {NUM_BYTES} or more, one token a byte; {task.model.name!r} has "
+            f"{task.model.vocab_size}: use --data synthetic"
+        )
+
+
+def sequences(task: Task, step: int) -> Tensor:
+    """The tokens of one step, (global_batch, seq_len + 1): the same on every rank."""
+    generator = torch.Generator().manual_seed(task.seed * 1_000_003 + step)
+    shape = (task.plan.global_batch, task.seq_len + 1)
+    if task.data == "synthetic":
+        return torch.randint(task.model.vocab_size, shape, generator=generator)
+    text = torch.frombuffer(bytearray(files("autoplan.trainer").joinpath("text.txt").read_bytes()), dtype=torch.uint8)
+    starts = torch.randint(len(text), (shape[0], 1), generator=generator)
+    return text[(starts + torch.arange(shape[1])) % len(text)].long()

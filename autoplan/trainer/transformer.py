@@ -1,0 +1,253 @@
+"""What is trained: a real transformer of torch's own modules, whole or one chunk of its layers.
+
+Names of parameters are those of the whole model, whatever chunk they are in, so that chunks can be compared with it.
+Tensor parallelism cuts `torch.nn.Linear` and `torch.nn.Embedding` from outside (`parallel`); what it does not cut is
+held by every rank and used through `_here`.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its customary name
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from autoplan.errors import InputError
+from autoplan.model import Block, Experts, ModelSpec
+
+
+def check_model(model: ModelSpec) -> None:
+    """Refuse what this transformer is not."""
+    refusals = (
+        (model.layer_pattern is not None, "a layer_pattern"),
+        (model.mla is not None, "latent attention"),
+        (model.num_mtp_layers > 0, "multi-token prediction"),
+        (model.position_embedding == "alibi", "position_embedding 'alibi'"),
+        (model.attention_sinks, "attention_sinks"),
+        (model.qk_norm == "full", "qk_norm 'full'"),
+        (model.norms_per_block != 1, "norms_per_block 2"),
+        (model.embedding_norm, "embedding_norm"),
+        (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
+    )
+    for refused, what in refusals:
+        if refused:
+            raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")
+
+
+def _here(weight: Tensor, *, sums: bool) -> Tensor:
+    """A weight that every rank of a tensor-parallel group holds whole.
+
+    With `sums` each rank sees tokens or heads of its own, so that the gradient is the sum over them.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.to_local(grad_placements=[Partial()] if sums else None)
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension; `sums` as in `_here`."""
+
+    def __init__(self, model: ModelSpec, size: int) -> None:
+        super().__init__()
+        self.is_rms, self.sums = model.norm == "rmsnorm", False
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if not self.is_rms and model.norm_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` of any shape."""
+        weight = _here(self.weight, sums=self.sums)
+        if self.is_rms:
+            return F.rms_norm(x, weight.shape, weight, eps=1e-5)
+        bias = None if self.bias is None else _here(self.bias, sums=self.sums)
+        return F.layer_norm(x, weight.shape, weight, bias)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over whole sequences; under tensor parallelism over some of the heads."""
+
+    def __init__(self, model: ModelSpec, window: int | None) -> None:
+        super().__init__()
+        self.head_dim, self.window = model.qk_head_dim, window
+        hidden, bias = model.hidden_size, model.qkv_bias
+        self.q = nn.Linear(hidden, model.num_heads * self.head_dim, bias=bias)
+        self.k = nn.Linear(hidden, model.kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(hidden, model.kv_heads * self.head_dim, bias=bias)
+        self.out = nn.Linear(model.num_heads * self.head_dim, hidden, bias=model.attention_output_bias)
+        has_norm = model.qk_norm == "head"
+        self.q_norm = Norm(model, self.head_dim) if has_norm else None
+        self.k_norm = Norm(model, self.head_dim) if has_norm else None
+        self.core = _Core()
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """`x` is (sequences, tokens, hidden_size)."""
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            cos, sin = (part.to(q.dtype) for part in angles)
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        mixed: Tensor = self.core(q, k, v, self.window)
+        projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class _Core(nn.Module):
+    """The part of attention without weights; a module, so that it can be recomputed alone."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        groups = q.shape[1] != k.shape[1]
+        if window is None or window >= q.shape[2]:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups)
+        far = torch.arange(q.shape[2], device=q.device)
+        distance = far[:, None] - far
+        mask = (distance >= 0) & (distance < window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=groups)
+
+
+class Mlp(nn.Module):
+    """SwiGLU where it is gated, GELU where not."""
+
+    def __init__(self, model: ModelSpec, size: int) -> None:
+        super().__init__()
+        hidden, bias = model.hidden_size, model.mlp_bias
+        self.gate = nn.Linear(hidden, size, bias=bias) if model.gated_mlp else None
+        self.up = nn.Linear(hidden, size, bias=bias)
+        self.down = nn.Linear(size, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` is (sequences, tokens, hidden_size)."""
+        wide = self.up(x)
+        wide = F.silu(self.gate(x)) * wide if self.gate is not None else F.gelu(wide)
+        result: Tensor = self.down(wide)
+        return result
+
+
+class MoE(nn.Module):
+    """Routed experts without dropped tokens, whole on every rank, and a shared one where the model has it."""
+
+    def __init__(self, model: ModelSpec, moe: Experts) -> None:
+        super().__init__()
+        self.num_chosen, self.sums = moe.experts_per_token, False
+        hidden, size = model.hidden_size, moe.expert_ffn_size
+        self.router = nn.Parameter(torch.empty(moe.num_experts, hidden))
+        self.router_bias = nn.Parameter(torch.zeros(moe.num_experts)) if moe.router_bias else None
+        self.into = nn.Parameter(torch.empty(moe.num_experts, size * (2 if model.gated_mlp else 1), hidden))
+        self.back = nn.Parameter(torch.empty(moe.num_experts, hidden, size))
+        self.is_gated = model.gated_mlp
+        shared = moe.shared_expert_ffn_size
+        self.shared_into = nn.Parameter(torch.empty(shared * (2 if model.gated_mlp else 1), hidden)) if shared else None
+        self.shared_back = nn.Parameter(torch.empty(hidden, shared)) if shared else None
+        self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if moe.shared_expert_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` is (sequences, tokens, hidden_size); the tokens of this rank alone."""
+        tokens = x.flatten(0, -2)
+        bias = None if self.router_bias is None else _here(self.router_bias, sums=self.sums)
+        scores = F.linear(tokens, _here(self.router, sums=self.sums), bias).float().softmax(-1)
+        weights, chosen = scores.topk(self.num_chosen, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype)
+        into, back = _here(self.into, sums=self.sums), _here(self.back, sums=self.sums)
+        order = chosen.flatten().argsort(stable=True)  # by expert
+        rows = order // self.num_chosen
+        counts = chosen.flatten().bincount(minlength=len(into)).tolist()
+        parts = torch.split(tokens[rows], counts)
+        # Every expert takes part, also without a token: its gradient is zero, not missing.
+        results = [self._run(part, into[at], back[at]) for at, part in enumerate(parts)]
+        mixed = torch.cat(results) * weights.flatten()[order, None]
+        total = torch.zeros_like(tokens).index_add(0, rows, mixed)
+        if self.shared_into is not None and self.shared_back is not None:
+            into, back = _here(self.shared_into, sums=self.sums), _here(self.shared_back, sums=self.sums)
+            shared = self._run(tokens, into, back)
+            if self.shared_gate is not None:
+                shared = F.linear(tokens, _here(self.shared_gate, sums=self.sums)).sigmoid() * shared
+            total = total + shared
+        return total.view_as(x)
+
+    def _run(self, x: Tensor, into: Tensor, back: Tensor) -> Tensor:
+        wide = F.linear(x, into)
+        if self.is_gated:
+            gate, up = wide.chunk(2, dim=-1)
+            return F.linear(F.silu(gate) * up, back)
+        return F.linear(F.gelu(wide), back)
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, model: ModelSpec, blocks: tuple[Block, ...]) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = Norm(model, model.hidden_size), Norm(model, model.hidden_size)
+        self.attention = Attention(model, model.window if Block.WINDOW_ATTENTION in blocks else None)
+        self.mlp = MoE(model, model.moe) if model.moe and Block.MOE in blocks else Mlp(model, model.ffn_size)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """`x` is (sequences, tokens, hidden_size), under sequence parallelism this rank's part of the tokens."""
+        x = x + self.attention(self.norm1(x), angles)
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Transformer(nn.Module):
+    """A chunk of the model: layers `first` to `first + num_layers`, with embedding and head where they belong."""
+
+    def __init__(self, model: ModelSpec, seq_len: int, first: int, num_layers: int, *, is_first: bool, is_last: bool):
+        super().__init__()
+        self.model, self.seq_len = model, seq_len
+        self.sums, self.start = False, 0  # under sequence parallelism: as in `_here`, and the rank's first position
+        hidden = model.hidden_size
+        self.embedding = nn.Embedding(model.vocab_size, hidden) if is_first else None
+        is_learned = model.position_embedding == "learned"
+        self.positions = nn.Parameter(torch.empty(seq_len, hidden)) if is_first and is_learned else None
+        layers = range(first, first + num_layers)
+        self.layers = nn.ModuleDict({str(at): Layer(model, model.layers[at]) for at in layers})
+        self.norm = Norm(model, hidden) if is_last else None
+        self.head = nn.Linear(hidden, model.vocab_size, bias=False) if is_last else None
+        self.tie()
+
+    def tie(self) -> None:
+        """One table for both ends where the model shares it."""
+        if self.model.tied_embeddings and self.head is not None and self.embedding is not None:
+            self.head.weight = self.embedding.weight
+
+    def _angles(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """(cosines, sines) of rotary positions, (tokens, head_dim)."""
+        if self.model.position_embedding != "rope":
+            return None
+        size = self.model.qk_head_dim
+        rates = self.model.rope_base ** (-torch.arange(0, size, 2, device=device) / size)
+        angles = torch.outer(torch.arange(self.seq_len, device=device), rates).repeat(1, 2)
+        return angles.cos(), angles.sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (sequences, tokens) or hidden states in; hidden states or logits (sequences, tokens, vocab) out."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+            if self.positions is not None:
+                table = _here(self.positions, sums=self.sums)
+                x = x + table[self.start : self.start + x.shape[1]].to(x.dtype)
+        angles = self._angles(x.device)
+        for layer in self.layers.values():
+            x = layer(x, angles)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
+    """Draw every weight from a stream of its own, named after the parameter: the same in every chunk and layout."""
+    with torch.no_grad():
+        for name, weight in module.named_parameters(prefix=prefix):
+            if weight.dim() == 1:  # norms are ones, biases zeros
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+            drawn = torch.empty(weight.shape).normal_(std=1 / math.sqrt(weight.shape[-1]), generator=generator)
+            weight.copy_(drawn)
