@@ -32,14 +32,16 @@ from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cost.estimate import estimate
 from autoplan.files import read_table, write_text
 from autoplan.problem import Problem
-from search.bounds import kind_bounds, kind_costs, spread_of
+from autoplan.rules import legal
+from search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds
 from search.space import Space
 
 SPACES = Path(__file__).parent / "spaces"
 GROWING = (1, 8, 64, 512, 4096, 16384)  # nodes of 8
-WIDENING = ("zero2", "zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding")
-MOST_PLANS = 100_000
+WIDENING = ("zero2", "zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding", "tp-overlap")
+MOST_PLANS, MOST_KINDS = 100_000, 20_000
 TURNS = 3
+FRAMEWORK = "megatron-core"  # of spaces that name none
 
 CALCULON = """
 import itertools, json, logging, sys, time
@@ -133,9 +135,11 @@ def start_up(num_runs: int) -> list[str]:
 
 
 def _arguments(space: dict[str, Any], out: Path) -> list[str]:
-    allow = [word for choice in space["allow"] for word in ("--allow", choice)]
+    wishes = [word for choice in space["allow"] for word in ("--allow", choice)]
+    wishes += [word for bound in space.get("at_most", ()) for word in ("--max", bound)]
     command = ["search", space["model"], "--cluster", space["cluster"], "--global-batch", space["global_batch"]]
-    return [*command, "--seq-len", str(space["seq_len"]), *allow, "--quiet", "--out", str(out)]
+    command += ["--seq-len", str(space["seq_len"]), "--framework", space.get("framework", FRAMEWORK)]
+    return [*command, *wishes, "--quiet", "--out", str(out)]
 
 
 def search_once(space: dict[str, Any]) -> Run:
@@ -195,7 +199,7 @@ def growth() -> list[str]:
     small, large = read_table(SPACES / "llama3-8b.toml"), read_table(SPACES / "llama3-405b.toml")
     devices = [8 * nodes for nodes in GROWING]
     spaces = [
-        {**small, "allow": large["allow"], "cluster": f"h100-sxm:{nodes}x8", "global_batch": str(max(8 * nodes, 128))}
+        {**large, "model": small["model"], "cluster": f"h100-sxm:{nodes}x8", "global_batch": str(max(8 * nodes, 128))}
         for nodes in GROWING
     ]
     grown = [search_once(space) for space in spaces]
@@ -220,11 +224,13 @@ def _problem(name: str) -> tuple[Problem, Space]:
         seq_len=table["seq_len"],
         precision="bf16",
         attention="flash",
-        framework="megatron-core",
+        framework=table.get("framework", FRAMEWORK),
         reserve_memory="0",
     )
     problem = make_problem(flags)
-    return problem, make_space(problem, table["global_batch"], fix=[], at_most=[], allow=table["allow"])
+    return problem, make_space(
+        problem, table["global_batch"], fix=[], at_most=table.get("at_most", []), allow=table["allow"]
+    )
 
 
 def _per_s(count: int, run: Callable[[], object]) -> float:
@@ -234,24 +240,28 @@ def _per_s(count: int, run: Callable[[], object]) -> float:
 
 
 def rates(name: str) -> tuple[float, float, float]:
-    """(bounds of kinds, bounds of plans, full estimates) per second of CPU time, on one core."""
+    """(bounds of kinds, bounds of plans, full estimates) per second of CPU time, on one core.
+
+    Kinds are those of random groups; their price is in the bounds of the plans that they hold.
+    """
     problem, space = _problem(name)
-    cells = [cell for cell in space.cells() if space.size([cell]) <= 10 * MOST_PLANS]
-    order = np.random.default_rng(0).permutation(len(cells))
-    batch, _ = space.plans(next(space.blocks((cells[at] for at in order), 3 * MOST_PLANS)))
-    batch = batch.take(np.random.default_rng(0).permutation(len(batch))[:MOST_PLANS])
-    costs, spread = kind_costs(problem, batch), spread_of(problem.model, batch)
-    overlaps = problem.framework.p2p_overlap
+    cells = space.cells()
+    groups, owner = space.groups(cells)
+    some = np.random.default_rng(0).permutation(len(groups))[: MOST_KINDS // 64]
+    kinds, _ = space.kinds(cells, groups.take(some), owner[some])
+    first = first_layers(problem, space, kinds)
+    plans, _ = space.plans_in(kinds.take(np.random.default_rng(1).permutation(len(kinds))[: MOST_PLANS // 64]))
+    plans = plans.take(legal(space.rules, space.setting, plans))
+    plans = plans.take(np.random.default_rng(2).permutation(len(plans))[:MOST_PLANS])
 
-    def bound_plans() -> None:
-        costs.step_s(batch.vp, spread, overlaps=overlaps)
-        costs.memory_bytes(spread)
+    def bound_plans() -> int:
+        return sum(found.step_s.size for found in plan_bounds(problem, space, kind_costs(problem, kinds, first)))
 
-    estimate(problem, batch.take(np.arange(min(len(batch), 64))))
+    estimate(problem, plans.take(np.arange(min(len(plans), 64))))
     return (
-        _per_s(len(batch), lambda: kind_bounds(problem, space, kind_costs(problem, batch))),
-        _per_s(len(batch), bound_plans),
-        _per_s(len(batch), lambda: estimate(problem, batch)),
+        _per_s(len(kinds), lambda: kind_bounds(problem, space, kind_costs(problem, kinds, first))),
+        _per_s(bound_plans(), bound_plans),
+        _per_s(len(plans), lambda: estimate(problem, plans)),
     )
 
 

@@ -100,6 +100,11 @@ class Limits:
         """Whether some plans recompute whole layers."""
         return any(recompute.startswith("full") for recompute in self.recomputes)
 
+    @property
+    def repeat_numbers(self) -> tuple[int, ...]:
+        """How many layers of a chunk plans may recompute where they say a number, ascending."""
+        return tuple(sorted(int(choice[5:]) for choice in self.recomputes if choice.startswith("full:")))
+
     def describe(self) -> tuple[str, ...]:
         """The limits in words, for the certificate."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]

@@ -236,10 +236,12 @@ def search(
     if run_flags.are_given:
         if robust is not None or why:
             raise InputError(f"{'--why' if why else '--robust'} is about step times: leave objectives and runs out")
-        if is_shared:
-            raise InputError("objectives and runs are searched by one process: leave --storage and the like out")
-        with progress_bar(quiet=quiet, unit="sizes") as advance:
-            chosen = search_run(problem, run_flags, space_of, advance)
+        if sampler != "bound":
+            raise InputError(f"--sampler {sampler} is for step times on one cluster: leave objectives and runs out")
+        with _shared(whole_url(context, storage), study, workers) as shared:
+            help_out = partial(search_run, problem, run_flags, space_of, shared=shared)
+            with helped(help_out, workers - 1), progress_bar(quiet=quiet, unit="sizes") as advance:
+                chosen = help_out(progress=advance)
         file = make_plan_file(
             chosen.problem, chosen.plans, chosen.certificate, timings=timings or "", run=chosen.report
         )
