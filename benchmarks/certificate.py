@@ -58,8 +58,8 @@ MOST_OBJECTIVES = 4_000  # plans of one whose objectives are compared, size by s
 SMALL_NODES, SMALL_DEVICES = (1, 2, 3, 4, 6, 8), (1, 2, 4, 6, 8, 16)
 LARGE_NODES = (32, 48, 64, 96, 128, 192, 256, 512, 768, 1024, 2048)
 LARGE_DEVICES = 16_384
-LEAST_REPRESENTED = 200_000  # plans of a large problem
-MOST_OF_RANGES = 10_000_000  # of one with a range of batches, each of which is a space of its own
+# Plans of a large problem; with a range of batches, each of which is a space of its own.
+LEAST_REPRESENTED, MOST_REPRESENTED, MOST_OF_RANGES = 500_000, 30_000_000, 3_000_000
 BLOCK_PLANS = 2048  # priced at once
 DRAWN_CELLS = 512  # at once
 MOST_DRAWS = 200  # until a space is taken to hold too few legal plans
@@ -429,8 +429,8 @@ def large(rng: Rng, count: int, num_plans: int) -> Iterator[Large]:
         if case is None:
             continue
         cells = case.space.cells()
-        size = case.space.size(cells)
-        if size < LEAST_REPRESENTED or (":" in case.batch and size > MOST_OF_RANGES):
+        most = MOST_OF_RANGES if ":" in case.batch else MOST_REPRESENTED
+        if not LEAST_REPRESENTED <= case.space.size(cells) <= most:
             continue
         start = time.perf_counter()
         result = search(case.problem, case.space)
@@ -444,6 +444,7 @@ def large(rng: Rng, count: int, num_plans: int) -> Iterator[Large]:
         priced = Priced.of(case.problem, batch)
         good = priced.pace[priced.verdict == VERDICTS.index(best.verdict)]
         count -= 1
+        print(f"{count} large ones left; {wall_s:.1f} s: {case.command}", file=sys.stderr)
         yield Large(
             command=case.command,
             wall_s=wall_s,
