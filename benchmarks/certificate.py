@@ -436,26 +436,32 @@ def large(rng: Rng, count: int, num_plans: int) -> Iterator[Large]:
         most = MOST_OF_RANGES if ":" in case.batch else MOST_REPRESENTED
         if not LEAST_REPRESENTED <= case.space.size(cells) <= most:
             continue
-        half = -(-num_plans // 2)
-        some = Priced.of(case.problem, draw_plans(case.space, cells, rng, half))
-        if not (some.verdict == 0).any():
-            continue
-        start = time.perf_counter()
-        result = search(case.problem, case.space)
-        wall_s = time.perf_counter() - start
-        best = result.ranked[0]
-        others = Priced.of(case.problem, draw_plans(case.space, [cell_of(best)], rng, half))
-        fitting = np.concatenate([one.pace[one.verdict == 0] for one in (some, others)])
-        count -= 1
-        yield Large(
-            command=case.command,
-            wall_s=wall_s,
-            result=result,
-            drawn=len(some.batch) + len(others.batch),
-            fitting=len(fitting),
-            nearest=float(fitting.min()) / _pace(best),
-            wrong=tuple(f"{case.command}: {text}" for one in (some, others) for text in wrong_with_plans(one, result)),
-        )
+        if one := beside_plans(case, rng, num_plans):
+            count -= 1
+            yield one
+
+
+def beside_plans(case: Case, rng: Rng, num_plans: int) -> Large | None:
+    """A search beside random plans, of which one at least has to fit."""
+    cells, half = case.space.cells(), -(-num_plans // 2)
+    some = Priced.of(case.problem, draw_plans(case.space, cells, rng, half))
+    if not (some.verdict == 0).any():
+        return None
+    start = time.perf_counter()
+    result = search(case.problem, case.space)
+    wall_s = time.perf_counter() - start
+    best = result.ranked[0]
+    others = Priced.of(case.problem, draw_plans(case.space, [cell_of(best)], rng, half))
+    fitting = np.concatenate([one.pace[one.verdict == 0] for one in (some, others)])
+    return Large(
+        command=case.command,
+        wall_s=wall_s,
+        result=result,
+        drawn=len(some.batch) + len(others.batch),
+        fitting=len(fitting),
+        nearest=float(fitting.min()) / _pace(best),
+        wrong=tuple(f"{case.command}: {text}" for one in (some, others) for text in wrong_with_plans(one, result)),
+    )
 
 
 def _row(one: Large) -> str:
