@@ -35,7 +35,7 @@ def case() -> Case:
 def test_certificates_are_those_of_full_enumeration() -> None:
     tally = small(np.random.default_rng(11), 3)
     assert tally.wrong == []
-    assert tally.enumerated > 300
+    assert tally.enumerated > 20
 
 
 def test_random_plans_do_not_beat_what_is_proven() -> None:
