@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from autoplan.plan import ParallelPlan
 from autoplan.read.accelerate import read, recognises
 from autoplan.read.launch import Given, Launch
 from autoplan.result import PlanFile
+from damage import damaged
 from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, plan_file_of
 
 FSDP = Framework(name="pytorch-fsdp", rules="fsdp2")
@@ -192,6 +194,13 @@ def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
         read(text, given)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(damaged([text_of(PLANS["all"]), text_of(PLANS["copies"])]))
+def test_a_damaged_file_is_read_or_refused(text: str) -> None:
+    with suppress(InputError):
+        assert read(text, given_of(PLANS["all"])).plan.num_devices >= 1
 
 
 # -- Accelerate itself ------------------------------------------------------------------------------------------------

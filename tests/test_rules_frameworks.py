@@ -68,6 +68,8 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (MOE, plan_of(tp=2, ep=2, etp=2, dp_shard=2), 4096, "set etp to 1"),
             (replace(DENSE, ffn_size=4104), plan_of(precision="fp8"), 4096, "fp8 needs the widths"),
             (DENSE, plan_of(precision="mxfp8"), 4104, "mxfp8 needs the 4104 tokens"),
+            (replace(DENSE, ffn_size=14400), plan_of(precision="nvfp4"), 4096, "divisible by 128, with tp 1"),
+            (replace(MOE, num_mtp_layers=1), plan_of(pp=2), 4096, "multi-token prediction with pp 2 and cp 1"),
         ),
     ),
     "pytorch-fsdp": (

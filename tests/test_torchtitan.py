@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from autoplan.cost.arithmetic import count_parameters
 from autoplan.errors import InputError
 from autoplan.export.job import Job
 from autoplan.export.targets import job_of
-from autoplan.export.torchtitan import module_text
+from autoplan.export.torchtitan import module_text, stages
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
@@ -30,6 +31,7 @@ from autoplan.read.torchtitan import _known, read, recognises, spread
 from autoplan.result import PlanFile
 from autoplan.rules import Setting, broken
 from autoplan.rules.torchtitan import RULES
+from damage import damaged
 from test_export_megatron_lm import DEEPSEEK, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 TITAN = Framework(name="torchtitan", rules="torchtitan")
@@ -52,6 +54,7 @@ def titan(model: ModelSpec = LLAMA, **plan: Any) -> PlanFile:
     return replace(plan_file, framework=TITAN)
 
 
+COMMAND = "torchrun --nproc_per_node=8 --nnodes 2 -m torchtitan.train --module llama3 --config llama3_8b"
 SEVEN = (1, 2, 2, 2, 1, 1, 0, 1)
 PLANS: dict[str, PlanFile] = {
     "one device": titan(sharding="none"),
@@ -81,6 +84,22 @@ def read_back(job: Job, **given: Any) -> Launch:
     (file,) = job.files
     assert recognises(file.name, file.text)
     return read(file.text, Given(**given))
+
+
+GOLDEN = {"module.py": ("latent", "0.3"), "main.py": ("uneven", "main"), "old.toml": ("old", "0.2")}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_file_is_the_golden_one(name: str) -> None:
+    plan, version = GOLDEN[name]
+    plan_file = PLANS[plan] if plan in PLANS else titan(load_model("llama3.1-8b"), tp=2, sp=True, pp=3, dp_shard=4)
+    text = job_of(plan_file, "torchtitan", version).files[0].text
+    golden = Path(__file__).parent / "golden" / "torchtitan" / f"{name}.txt"
+    if not golden.exists():
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(text)
+        pytest.fail(f"{golden.name} was missing and is written now: read it before it is kept")
+    assert text == golden.read_text()
 
 
 @pytest.mark.parametrize("version", ["0.3", "main"])
@@ -219,7 +238,6 @@ def test_a_toml_of_deepseek_is_its_plan() -> None:
     assert {one.option for one in launch.unread} == {"compile.enable"}
 
 
-COMMAND = "torchrun --nproc_per_node=8 --nnodes 2 -m torchtitan.train --module llama3 --config llama3_8b"
 WRONG: dict[str, tuple[str, str]] = {
     "devices": (f"{COMMAND} --parallelism.tensor_parallel_degree 3", "16 devices do not divide"),
     "a schedule": (
@@ -271,6 +289,28 @@ def test_a_command_line_changes_its_config() -> None:
     )
     options = {"loss", "training.local_batch_size", "training.enable_cpu_offload", "parallelism.wonder"}
     assert {one.option for one in launch.unread} == options
+
+
+WHOLE = [
+    job_of(PLANS["latent"], "torchtitan").files[0].text,
+    job_of(PLANS["sinks"], "torchtitan", "main").files[0].text,
+    job_of(titan(load_model("llama3.1-8b"), tp=2, sp=True, pp=2, dp_shard=2), "torchtitan", "0.2").files[0].text,
+    f"X=${{Y:-4}}\n{COMMAND} --parallelism.tensor_parallel_degree $X --compile.enable activation_checkpoint:full",
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(damaged(WHOLE))
+def test_a_damaged_file_is_read_or_refused(text: str) -> None:
+    with suppress(InputError):
+        assert read(text, Given(num_devices=16)).plan.num_devices == 16
+
+
+def test_a_script_that_was_exported_names_the_file_with_the_plan() -> None:
+    script = 'exec torchrun --nnodes 1 --nproc-per-node 8 "$HERE/plan_cfg.py" --module plan_cfg --config plan "$@"\n'
+    assert recognises("launch.sh", script)
+    with pytest.raises(InputError, match="read the Python file that has it"):
+        read(script, Given())
 
 
 # -- version 0.2 ------------------------------------------------------------------------------------------------------
@@ -474,7 +514,7 @@ def test_torchtitan_refuses_a_wrong_command_line(name: str, answered: dict[str, 
 
 
 def test_layers_are_spread_as_torchtitan_spreads_them(answered: dict[str, Any]) -> None:
-    assert [list(spread(*case)) for case in SPREADS] == answered["spread"]
+    assert [stages(spread(*case), "lm_head") for case in SPREADS] == answered["spread"]
 
 
 def test_known_configs_are_those_of_the_registry(answered: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """What does torchtitan itself make of a configuration?  A process of its own, as it takes long to import.
 
 Reads [{files: {name: text}, words: [...], world: N, build: bool}, ...] and writes for each either {error: ...} or
-{values: {section: {name: value}}, stages: [[...]], parameters: N}.  What TORCHTITAN_FIRST names, where it is set, comes before the
-installed torchtitan.  Of triton, grain and torchao, which are not needed to read a configuration, stand-ins are
-imported where they are missing; quantisation is configured, not applied.
+{values: {section: {name: value}}, stages: [[...]], parameters: N}.  What TORCHTITAN_FIRST names, where it is set,
+comes before the installed torchtitan.  Of triton, grain and torchao, which are not needed to read a configuration,
+stand-ins are imported where they are missing; quantisation is configured, not applied.
 """
 
 from __future__ import annotations
@@ -233,11 +233,10 @@ def flavors() -> dict[str, Any]:
     return counts
 
 
-def spread(*counts: int) -> list[int]:
+def spread(*counts: int) -> list[list[str]]:
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-    stages = _generate_llm_fqn_per_model_part(*counts)
-    return [sum(name.startswith("layers.") for name in stage) for stage in stages]
+    return _generate_llm_fqn_per_model_part(*counts)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import accelerate, deepspeed, megatron_bridge, megatron_lm, nanotron, primus, torchtitan
+from autoplan.export import accelerate, deepspeed, fsdp2, megatron_bridge, megatron_lm, nanotron, primus, torchtitan
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import launch_files
 from autoplan.export.names import LAUNCHERS
@@ -14,6 +14,7 @@ TARGETS: dict[str, Target] = {
     for target in (
         accelerate.TARGET,
         deepspeed.TARGET,
+        fsdp2.TARGET,
         megatron_bridge.TARGET,
         megatron_lm.TARGET,
         nanotron.TARGET,

@@ -50,12 +50,17 @@ def job(plan_file: PlanFile, version: str) -> Job:
     if version == "0.2":
         program, trailing = "-m torchtitan.train", (f'--job.config_file "$HERE/{TOML}"',)
         file = File(name=TOML, text=_toml(plan_file))
-        data = (["--training.dataset", "c4_test"], ["--model.hf_assets_path", "./tests/assets/tokenizer"])
+        data: tuple[list[str], ...] = (
+            ["--training.dataset", "c4_test"],
+            ["--model.hf_assets_path", "./tests/assets/tokenizer"],
+        )
     else:
         # Started by its path, the module is found by its name as well, whatever PYTHONPATH says.
         program, trailing = f'"$HERE/{MODULE}"', ("--module plan_cfg --config plan",)
         file = File(name=MODULE, text=module_text(plan_file, version))
-        data = (["--dataloader.dataset", "c4_test"], ["--hf_assets_path", "./tests/assets/tokenizer"])
+        data = (["--hf_assets_path", "./tests/assets/tokenizer"],)
+        if version == "0.3":
+            data = (["--dataloader.dataset", "c4_test"], *data)
     return Job(
         framework=f"torchtitan {version}",
         environment=(
@@ -68,7 +73,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
         groups=(),
         replaceable=Group(
             name="DATA",
-            says=f"Data of its tests; DATA_ARGS='{data[0][0]} c4 {data[1][0]} FOLDER' in the environment replaces it.",
+            says="Data of its tests, in a checkout; DATA_ARGS='OPTION VALUE ...' in the environment replaces these.",
             lines=data,
         ),
         trailing=(*trailing, '--training.steps "$STEPS"', "--metrics.log_freq 1"),
@@ -130,7 +135,7 @@ def module_text(plan_file: PlanFile, version: str) -> str:
             "",
             "from dataclasses import replace",
             "",
-            *_imports(family, plan, [name for name, _ in converters], mtp=model.num_mtp_layers > 0),
+            *_imports(family, plan_file, [name for name, _ in converters], version),
             "",
             "",
             "def model():",
@@ -150,17 +155,19 @@ def module_text(plan_file: PlanFile, version: str) -> str:
     )
 
 
-def _imports(family: str, plan: ParallelPlan, converters: list[str], *, mtp: bool) -> list[str]:
-    checkpointing = {"full": ["FullAC"], "selective": ["SelectiveAC"], "none": []}[plan.recompute]
+def _imports(family: str, plan_file: PlanFile, converters: list[str], version: str) -> list[str]:
+    policies = {"full": ["FullAC"], "selective": ["SelectiveAC"], "none": []}
+    is_main = version == "main"  # whose data loaders take more words than this file has for them
     rope = "CosSinRoPE" if family in ("qwen3", "gpt_oss") else "ComplexRoPE"
     modules: dict[str, list[str]] = {
-        "torchtitan.components.loss": [] if mtp else ["CrossEntropyLoss"],
+        "torchtitan.components.loss": [] if plan_file.model.num_mtp_layers else ["CrossEntropyLoss"],
         "torchtitan.components.optimizer": ["default_adamw"],
         "torchtitan.components.quantization": sorted(converters),
         "torchtitan.config": ["CompileConfig", "ParallelismConfig", "TrainingConfig"],
-        "torchtitan.distributed.activation_checkpoint": checkpointing,
-        "torchtitan.hf_datasets.text_datasets": ["HuggingFaceTextDataLoader"],
+        "torchtitan.distributed.activation_checkpoint": policies[plan_file.best.plan.recompute],
+        "torchtitan.hf_datasets.text_datasets": [] if is_main else ["HuggingFaceTextDataLoader"],
         "torchtitan.models": [family],
+        f"torchtitan.models.{family}.config_registry": [f"{family}_debugmodel"] if is_main else [],
         "torchtitan.models.common": [rope, "Embedding", "Linear", "RMSNorm"],
         "torchtitan.trainer": ["Trainer"],
     }
@@ -176,7 +183,9 @@ def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
         "model_spec": Code("model_spec"),
         "loss": Code(f"{loss}.Config(global_vocab_size={model.vocab_size})"),
         "optimizer": Code("default_adamw(lr=3e-4)"),
-        "dataloader": Code("HuggingFaceTextDataLoader.Config()"),
+        "dataloader": Code(
+            f"{family_of(model)}_debugmodel().dataloader" if version == "main" else "HuggingFaceTextDataLoader.Config()"
+        ),
         "training": Code(_call("TrainingConfig", _training(plan, training, version), 8)),
         "parallelism": Code(_call("ParallelismConfig", _parallelism(plan, model, version), 8)),
         "activation_checkpoint": policies[plan.recompute],

@@ -25,7 +25,7 @@ from autoplan.read.options import Options, show
 from autoplan.read.shell import Command, is_open, read_script
 from autoplan.training import TrainingSpec
 
-_TRAINS = ("torchtitan.train", "torchtitan/train.py")
+_TRAINS = ("torchtitan.train", "torchtitan/train.py", "plan_cfg.py")
 _ENTRIES = ("run_train.sh",)
 _CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 _POLICIES = {"FullAC.Config": "full", "SelectiveAC.Config": "selective", "MemoryBudgetAC.Config": "memory-budget"}
