@@ -6,6 +6,7 @@ Settings go by the names of Megatron-LM's parsed arguments (d98e8a6); readers of
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -71,7 +72,7 @@ class Settings:
             if isinstance(said.value, str) and is_open(said.value):
                 names = re.findall(r"\$\{?([A-Za-z0-9_]+)", said.value)
                 way = f"pass --set {names[0]}=VALUE" if names else "write its value"
-                raise InputError(f"{said.option} is {said.value[:60]}, which only a running shell knows: {way}")
+                raise InputError(f"{said.option} is {said.value[:60]!r}, which only a running shell knows: {way}")
             return said.value
         return self.defaults.get(name, default)
 
@@ -85,6 +86,17 @@ class Settings:
         if isinstance(value, float) and value.is_integer() and abs(value) < 10**12:
             return int(value)
         raise InputError(f"{self.name_of(name)} must be a whole number, got {str(value)[:60]!r}")
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number."""
+        value = self.value(name, default)
+        try:
+            number = math.nan if isinstance(value, (bool, list, dict)) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise InputError(f"{self.name_of(name)} must be a number, got {str(value)[:60]!r}")
+        return number
 
     def count(self, name: str, default: int = 1) -> int:
         """A whole number that is there."""
@@ -231,7 +243,7 @@ def _model(settings: Settings, base: ModelSpec | None, seq_len: int) -> ModelSpe
         qk_norm="head" if settings.flag("qk_layernorm", bool(base and base.qk_norm != "none")) and not mla else "none",
         norm="rmsnorm" if settings.word("normalization", _norm(base)) == "RMSNorm" else "layernorm",
         position_embedding=kind,  # type: ignore[arg-type]
-        rope_base=float(settings.value("rotary_base", base.rope_base if base else 10000)),
+        rope_base=settings.number("rotary_base", base.rope_base if base else 10000),
         max_positions=positions if kind == "learned" else 0,
         tied_embeddings=not settings.flag(
             "untie_embeddings_and_output_weights", not base.tied_embeddings if base else False
@@ -437,7 +449,7 @@ def _pattern(text: str) -> list[int]:
 
 def _dropout(settings: Settings) -> None:
     for name in ("hidden_dropout", "attention_dropout"):
-        if float(settings.value(name, 0.1)) > 0:
+        if settings.number(name, 0.1) > 0:
             settings.note(name, "dropout keeps masks, which are not priced here", default="0.1")
 
 
@@ -657,7 +669,7 @@ def _recompute(settings: Settings) -> dict[str, Any]:
 def _offload(settings: Settings) -> str:
     if not settings.flag("optimizer_cpu_offload"):
         return "none"
-    if float(settings.value("optimizer_offload_fraction", 1.0)) != 1.0:
+    if settings.number("optimizer_offload_fraction", 1.0) != 1.0:
         settings.note("optimizer_offload_fraction", "priced as the whole optimizer on the host")
     if not settings.flag("overlap_cpu_optimizer_d2h_h2d"):
         settings.note("overlap_cpu_optimizer_d2h_h2d", "copies to the host are priced as overlapped", default="off")
