@@ -13,6 +13,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 
+MOST_BITS = 256  # of a whole number
 MOST_CHARACTERS = 2**20
 MOST_DEPTH = 50  # of functions that call one another, and of expressions
 MOST_STEPS = 10**5  # of all functions together: each may call another twice
@@ -24,6 +25,15 @@ _COMPUTES: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
+
+
+def parse_python(text: str) -> ast.Module:
+    """The syntax tree of a program; a whole number too long to be printed is a ValueError."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
+            raise ValueError(f"a number of {node.value.bit_length()} bits (line {node.lineno})")
+    return tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Module:
         if len(text) > MOST_CHARACTERS:
             raise InputError(f"{what}: too large: {len(text):,} characters, at most {MOST_CHARACTERS:,} are read")
         try:
-            tree = ast.parse(text)
+            tree = parse_python(text)
         except SyntaxError as error:
             raise InputError(f"{what}: not valid Python: {error.msg} (line {error.lineno})") from None
         except (RecursionError, MemoryError, ValueError):

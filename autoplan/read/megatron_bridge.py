@@ -17,6 +17,7 @@ from autoplan.errors import InputError
 from autoplan.megatron import BRIDGE_FIELDS, typed
 from autoplan.model import ModelSpec
 from autoplan.read.launch import Given, Launch, Reader, Unread
+from autoplan.read.literals import parse_python
 from autoplan.read.megatron import Said, Settings, launch_of, preset_of
 from autoplan.read.megatron_lm import num_devices, started
 from autoplan.read.shell import read_script
@@ -178,7 +179,7 @@ class _Call:
 
 def _python(text: str, given: Given, recipe: _Recipe) -> None:
     try:
-        tree = ast.parse(text)
+        tree = parse_python(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"not Python: {' '.join(str(error).split())[:120]}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
