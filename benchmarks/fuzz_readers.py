@@ -30,11 +30,11 @@ from types import FrameType
 from typing import Any
 
 import autoplan.read
-from autoplan.cli.planfile import encode, make_plan_file
+from autoplan.cli.planfile import make_plan_file
 from autoplan.cost.estimate import estimate
 from autoplan.errors import InputError
 from autoplan.export.targets import TARGETS, exported
-from autoplan.files import write_text
+from autoplan.files import encode, write_text
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.cli import COMMANDS
-from autoplan.cli.planfile import encode
-from autoplan.files import decode, read_table
+from autoplan.files import decode, encode, read_table
 from autoplan.report.terminal import make_console, print_estimate, print_search, why_first
 from autoplan.result import PlanFile, RankedPlan
 from commands import run

@@ -18,15 +18,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cli.planfile import encode
 from autoplan.cluster import MachineSpec, NodeGroup
 from autoplan.errors import InputError
 from autoplan.export import names
+from autoplan.export.header import comment
 from autoplan.export.job import File, Group, Job, Setting, Variable
 from autoplan.export.launcher import launch_files
 from autoplan.export.names import LAUNCHERS, Launcher
-from autoplan.export.start import comment, dns_name, node_shape, safe_name
+from autoplan.export.start import dns_name, node_shape, safe_name
 from autoplan.export.targets import TARGETS
+from autoplan.files import encode
 from autoplan.result import PlanFile
 from autoplan.units import GIB
 from commands import run

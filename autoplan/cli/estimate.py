@@ -105,8 +105,8 @@ def estimate(
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, whole_url
     from autoplan.cli.mixed import estimate_saved, is_mixed
-    from autoplan.cli.planfile import encode, is_plan_file, make_plan_file, read_plan
-    from autoplan.files import decode, write_text
+    from autoplan.cli.planfile import is_plan_file, make_plan_file, read_plan
+    from autoplan.files import decode, encode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
     from autoplan.rules.books import book_of
 

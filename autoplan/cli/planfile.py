@@ -146,10 +146,3 @@ def _versions(*, searched: bool) -> dict[str, str]:
     libraries = ("msgspec", "numpy", *(("optuna",) if searched else ()))
     named = {name: version(name) for name in libraries}
     return {"autoplan": __version__, "python": platform.python_version(), **named}
-
-
-def encode(file: PlanFile | MixedPlanFile) -> str:
-    """The text of a plan file: JSON in SI units, the same for the same plan."""
-    import msgspec
-
-    return msgspec.json.format(msgspec.json.encode(file), indent=2).decode() + "\n"

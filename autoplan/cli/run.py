@@ -41,14 +41,12 @@ def run(
 
     Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank for each device.
     """
-    import msgspec
-
     from autoplan.children import place_from
     from autoplan.cli.inputs import check_output, parse_duration
     from autoplan.cli.planfile import read_plan
     from autoplan.cli.profile import _check_torch, _on_terminate
     from autoplan.cli.progress import progress_bar
-    from autoplan.files import write_text
+    from autoplan.files import encode, write_text
     from autoplan.report.terminal import make_console
     from autoplan.trainer.run import run_task
     from autoplan.trainer.task import Advance, RunFile, Task
@@ -82,7 +80,7 @@ def run(
     if report is None:
         return
     made = RunFile(task=task, predicted=predicted, measured=report)
-    text = msgspec.json.format(msgspec.json.encode(made), indent=2).decode() + "\n"
+    text = encode(made)
     if out is not None:
         write_text(out, text, force=force)
     if as_json:

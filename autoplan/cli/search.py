@@ -149,8 +149,8 @@ def search(
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_mixed_problem, make_problem, make_space, whole_url
     from autoplan.cli.objectives import search_run
-    from autoplan.cli.planfile import encode, make_plan_file
-    from autoplan.files import write_text
+    from autoplan.cli.planfile import make_plan_file
+    from autoplan.files import encode, write_text
     from autoplan.parts import MixedCluster
     from autoplan.read.mixed import load_parts
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoplan.errors import InputError
+from autoplan.export.header import comment
 from autoplan.export.job import File
 from autoplan.export.manifest import manifest
 from autoplan.export.node_script import NODE_SCRIPT, node_files
-from autoplan.export.start import Start, comment, dns_name, header
+from autoplan.export.start import Start, dns_name, header
 
 Table = dict[str, Any]
 

@@ -6,4 +6,14 @@ from typing import Literal, get_args
 
 Launcher = Literal["torchrun", "slurm", "mpirun", "trainjob", "jobset", "pytorchjob", "skypilot"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
-TARGETS = ("accelerate", "deepspeed", "fsdp2", "megatron-bridge", "megatron-lm", "nanotron", "primus", "torchtitan")
+TARGETS = (
+    "accelerate",
+    "autoplan",
+    "deepspeed",
+    "fsdp2",
+    "megatron-bridge",
+    "megatron-lm",
+    "nanotron",
+    "primus",
+    "torchtitan",
+)

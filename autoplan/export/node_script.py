@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from autoplan.export.header import comment
 from autoplan.export.job import File, Group, Setting, Variable
 from autoplan.export.names import Launcher
 from autoplan.export.preflight import preflight
-from autoplan.export.start import Start, comment, header, script
+from autoplan.export.start import Start, header, script
 
 NODE_SCRIPT = "launch.sh"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 
-from autoplan.export.start import Start, comment
+from autoplan.export.header import comment
+from autoplan.export.start import Start
 from autoplan.units import MIB
 
 _RDMA = ("infiniband", "roce", "efa")  # networks whose adapters programs reach through /dev/infiniband

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.errors import InputError
+from autoplan.export.header import comment
 from autoplan.export.job import File
 from autoplan.export.manifest import manifest
 from autoplan.export.node_script import NODE_SCRIPT, node_files
-from autoplan.export.start import Start, comment, dns_name, header, safe_name
+from autoplan.export.start import Start, dns_name, header, safe_name
 
 TASK_FILE = "task.yaml"
 # Where SkyPilot's names (0.14.1, utils/gpu_names.py) are not ours in capitals without the form of the board.

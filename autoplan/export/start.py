@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
+from autoplan.export.header import comment
+from autoplan.export.header import header as plan_header
 from autoplan.export.job import File, Job, Setting
 from autoplan.export.names import Launcher
 from autoplan.ranks import host_order
 from autoplan.result import PlanFile
-from autoplan.units import format_bytes, format_percent, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,28 +69,7 @@ def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
 
 def header(start: Start, how: str) -> list[str]:
     """The comment at the top of each file; `how` says what to do with it."""
-    plan_file = start.plan_file
-    best, cluster = plan_file.best, plan_file.cluster
-    made_by = " ".join(f"{name} {version}" for name, version in plan_file.versions.items())
-    lines = [
-        f"{plan_file.model.name} with {start.job.framework} on {best.plan.num_devices} x {cluster.device.name}"
-        f" (cluster {cluster.name}), sequences of {plan_file.training.seq_len} tokens, {best.plan.global_batch} a step",
-        f"Plan: {best.plan.describe()}",
-        f"Predicted: {format_seconds(best.step_s)} a step (90 % interval {format_seconds(best.low_s)} to"
-        f" {format_seconds(best.high_s)}), {best.tokens_per_s_per_device:,.0f} tokens/s per device,"
-        f" MFU {format_percent(best.mfu)}",
-        f"Memory: {format_bytes(best.memory_bytes)} on the fullest device, headroom"
-        f" {format_bytes(best.memory_headroom_bytes)}, risk of running out {format_percent(best.oom_probability)}",
-        f"Priced as {plan_file.framework.name}, calibration {plan_file.calibration.name}, by {made_by}",
-        f"Made from: {plan_file.command}",
-        f"Start: {how}",
-    ]
-    return [comment(line) for line in lines]
-
-
-def comment(text: str) -> str:
-    """`text` as one line that cannot leave its comment: anything that is not printable becomes a question mark."""
-    return "# " + "".join(character if character.isprintable() else "?" for character in text)
+    return [*plan_header(start.plan_file, start.job.framework), comment(f"Start: {how}")]
 
 
 def safe_name(text: str) -> str:

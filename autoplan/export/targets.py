@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import accelerate, deepspeed, fsdp2, megatron_bridge, megatron_lm, nanotron, primus, torchtitan
+from autoplan.export import (
+    accelerate,
+    deepspeed,
+    fsdp2,
+    megatron_bridge,
+    megatron_lm,
+    nanotron,
+    primus,
+    torchtitan,
+    trainer,
+)
 from autoplan.export.job import File, Job, Target
 from autoplan.export.launcher import launch_files
 from autoplan.export.names import LAUNCHERS
@@ -20,6 +30,7 @@ TARGETS: dict[str, Target] = {
         nanotron.TARGET,
         primus.TARGET,
         torchtitan.TARGET,
+        trainer.TARGET,
     )
 }
 

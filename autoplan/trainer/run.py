@@ -8,9 +8,8 @@ from multiprocessing.connection import Connection
 
 from autoplan.children import Children, CrewError, Place
 from autoplan.errors import InputError
-from autoplan.model import ModelSpec
 from autoplan.rules import Setting, broken
-from autoplan.rules.trainer import RULES
+from autoplan.rules.trainer import RULES, check_model
 from autoplan.trainer.task import Advance, Report, Task
 from autoplan.training import TrainingSpec
 
@@ -18,27 +17,9 @@ PRELOAD = ("autoplan.trainer.rank",)
 NUM_BYTES = 256  # tokens of a text
 
 
-def _check_model(model: ModelSpec) -> None:
-    """Refuse what the transformer of the trainer is not."""
-    refusals = (
-        (model.layer_pattern is not None, "a layer_pattern"),
-        (model.mla is not None, "latent attention"),
-        (model.num_mtp_layers > 0, "multi-token prediction"),
-        (model.position_embedding == "alibi", "position_embedding 'alibi'"),
-        (model.attention_sinks, "attention_sinks"),
-        (model.qk_norm == "full", "qk_norm 'full'"),
-        (model.norms_per_block != 1, "norms_per_block 2"),
-        (model.embedding_norm, "embedding_norm"),
-        (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
-    )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")
-
-
 def check_task(task: Task) -> None:
     """Refuse what torch's own parallelism cannot run, or runs and trains wrongly."""
-    _check_model(task.model)
+    check_model(task.model)
     if task.data == "text" and task.model.vocab_size < NUM_BYTES:
         raise InputError(
             f"a text needs vocab_size {NUM_BYTES} or more, one token a byte; {task.model.name!r} has "
