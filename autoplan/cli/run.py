@@ -123,7 +123,7 @@ def _print_run(console: Console, run: RunFile) -> None:
 
     from rich.table import Table
 
-    from autoplan.units import format_bytes, format_seconds
+    from autoplan.units import format_seconds, format_volume
 
     measured, predicted = run.measured, run.predicted
     step_s = median(measured.step_s)
@@ -148,7 +148,7 @@ def _print_run(console: Console, run: RunFile) -> None:
     if measured.peak_bytes:
         peak = max(measured.peak_bytes)
         expected = predicted.peak_bytes
-        table.add_row("memory, fullest rank", format_bytes(expected), format_bytes(peak), _off(expected, peak))
+        table.add_row("memory, fullest rank", format_volume(expected), format_volume(peak), _off(expected, peak))
     console.print(table)
     console.print(
         f"predicted for {predicted.device}, 90 % interval {format_seconds(predicted.low_s)} to "

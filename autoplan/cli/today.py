@@ -168,15 +168,20 @@ def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
     mine = dict(started.launch.options)
     if today.target not in TARGETS or not mine:
         return today
-    try:
-        # Of several generations of a framework the file is of the one whose options it has.
-        written = {version: _written(started, file, file.best, version) for version in TARGETS[today.target].versions}
-        version = max(written, key=lambda one: len(written[one].keys() & mine.keys()))
-        # What was not understood is not written either: it is the person's to keep.
-        unread = {one.option for one in started.launch.unread}
-        options = tuple(one for one in _differing(mine, written[version]) if one.option not in unread)
-    except InputError as error:
-        return replace(today, no_options=str(error))
+    written: dict[str, dict[str, str]] = {}
+    refusals: list[str] = []
+    for one in TARGETS[today.target].versions:
+        try:
+            written[one] = _written(started, file, file.best, one)
+        except InputError as error:
+            refusals.append(str(error))
+    if not written:
+        return replace(today, no_options=refusals[0])
+    # Of several generations of a framework the file is of the one whose options it has.
+    version = max(written, key=lambda one: len(written[one].keys() & mine.keys()))
+    # What was not understood is not written either: it is the person's to keep.
+    unread = {one.option for one in started.launch.unread}
+    options = tuple(one for one in _differing(mine, written[version]) if one.option not in unread)
     if today.priced is None or today.broken:
         return replace(today, options=options)
 

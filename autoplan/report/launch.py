@@ -35,7 +35,8 @@ def print_launch(
     grid.add_row("model", escape(f"{model.name}: {model_line(model)}"))
     grid.add_row("training", f"{training.seq_len:,} tokens, {training.precision}, {training.attention} attention")
     grid.add_row("plan", f"[bold]{escape(plan.describe())}[/]")
-    grid.add_row("step", f"{plan.global_batch:,} sequences, {plan.num_microbatches:,} micro-batches a replica")
+    count = plan.num_microbatches
+    grid.add_row("step", f"{plan.global_batch:,} sequences, {count:,} micro-batch{'es' * (count > 1)} a replica")
     grid.add_row("devices", f"{plan.num_devices:,}")
     print_part(console, grid)
     if matters:
