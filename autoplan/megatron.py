@@ -45,11 +45,14 @@ def is_number(word: str) -> bool:
     return re.fullmatch(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", word, re.ASCII) is not None
 
 
+MOST_DIGITS = 40
+
+
 def typed(value: Value) -> Value:
-    """Words that are numbers as numbers."""
+    """Words that are numbers as numbers, but for such as no option has."""
     if isinstance(value, list):
         return [typed(one) for one in value]
-    if not isinstance(value, str) or not is_number(value):
+    if not isinstance(value, str) or len(value) > MOST_DIGITS or not is_number(value):
         return value
     return int(value) if re.fullmatch(r"-?\d+", value, re.ASCII) else float(value)
 

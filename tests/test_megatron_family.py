@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, given, settings
 
 from autoplan.errors import InputError
 from autoplan.export import megatron_bridge, megatron_lm, primus
-from autoplan.export.launcher import launch_script
+from autoplan.export.launcher import launch_files
+from autoplan.export.names import Launcher
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import chunk_layers
@@ -232,8 +233,9 @@ FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_mu
 @FEW
 @given(plan_files())
 def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
-    for launcher in ("torchrun", "slurm"):
-        text = launch_script(file, megatron_lm.job(file), launcher)  # type: ignore[arg-type]
+    launchers: tuple[Launcher, ...] = ("torchrun", "slurm")
+    for launcher in launchers:
+        text = next(one.text for one in launch_files(file, megatron_lm.job(file), launcher) if one.name == "launch.sh")
         assert_comes_back(lm_in.READER, "launch.sh", text, file)
     words = shlex.join(megatron_lm.megatron_lm_arguments(file))
     launch = lm_in.READER.read(words, Given(num_devices=file.best.plan.num_devices))

@@ -22,6 +22,7 @@ from autoplan.read.launch import Given, Launch, Unread
 from autoplan.read.model import load_model, preset_models
 from autoplan.read.shell import is_open
 from autoplan.training import Attention, Precision, TrainingSpec
+from autoplan.units import cleaned
 
 MOST_LAYERS = 10**4
 
@@ -72,7 +73,8 @@ class Settings:
             if isinstance(said.value, str) and is_open(said.value):
                 names = re.findall(r"\$\{?([A-Za-z0-9_]+)", said.value)
                 way = f"pass --set {names[0]}=VALUE" if names else "write its value"
-                raise InputError(f"{said.option} is {said.value[:60]}, which only a running shell knows: {way}")
+                value = cleaned(said.value)[:60]
+                raise InputError(f"{said.option} is {value}, which only a running shell knows: {way}")
             return said.value
         return self.defaults.get(name, default)
 
@@ -231,7 +233,7 @@ def _model(settings: Settings, base: ModelSpec | None, seq_len: int) -> ModelSpe
         vocab_size=_vocabulary(settings, base),
         num_heads=heads,
         num_kv_heads=None if mla else _kv_heads(settings, base, heads),
-        head_dim=None if mla or head_dim == hidden / heads else head_dim,
+        head_dim=None if mla or (head_dim or 0) * heads == hidden else head_dim,
         ffn_size=ffn_size or 0,
         gated_mlp=gated,
         mlp_bias=bias,
