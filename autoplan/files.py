@@ -166,6 +166,11 @@ def _to_fields(kind: type, table: dict[str, Any], place: str, written: dict[str,
     return fields
 
 
+def encode(value: object) -> str:
+    """The text of a dataclass as `decode` reads it: JSON in SI units, the same for the same value."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
 def schema(kind: type, *, human_units: bool) -> dict[str, Any]:
     """JSON Schema of the file that `decode(kind, ...)` reads; with `human_units` keys may be those people write."""
     result: dict[str, Any] = msgspec.json.schema(kind)

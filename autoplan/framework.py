@@ -133,7 +133,9 @@ class Framework:
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
     # -- rules --------------------------------------------------------------------------------------------------
     # Which plans it admits.
-    rules: Literal["megatron-lm", "torchtitan", "nanotron", "deepspeed", "fsdp2", "trainer", "unknown"] = "megatron-lm"
+    rules: Literal["megatron-lm", "primus", "torchtitan", "nanotron", "deepspeed", "fsdp2", "trainer", "unknown"] = (
+        "megatron-lm"
+    )
     rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]  # that it can number its ranks in, its default first
     # -- where the run tables name it ---------------------------------------------------------------------------
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same

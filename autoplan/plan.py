@@ -280,7 +280,7 @@ class PlanBatch:
         layout = np.array(index, dtype=np.int64)
         return cls(**arrays, layout=layout, layouts=tuple(layouts), placement=placements.pop())  # type: ignore[arg-type]
 
-    def take(self, which: Ints | Bools) -> PlanBatch:
+    def take(self, which: Ints | Bools | slice) -> PlanBatch:
         """The plans at the given indices, or where the mask is true."""
         arrays = {name: getattr(self, name)[which] for name in _arrays()}
         return replace(self, **arrays)

@@ -287,6 +287,57 @@ class RunReport:
     sizes: tuple[SizeOutcome, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionChange:
+    """An option of a launch file as written there and as the best plan's is written; None: it does not stand there."""
+
+    option: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisChange:
+    """One axis in which the best plan differs from the one of a launch file, and what it brings without the others."""
+
+    axis: str
+    before: str
+    after: str
+    alone: RankedPlan | None  # the file's plan with this change
+    why_not: str  # the framework does not admit that plan; empty where it does
+    options: tuple[OptionChange, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalkStep:
+    """A plan between that of a launch file and the best one: the file's with the changes up to here."""
+
+    axes: tuple[str, ...]  # that change in this step
+    plan: RankedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Today:
+    """How good the plan of a launch file is beside the best one, and what leads from one to the other.
+
+    The first step of the walk changes the file's plan, the last one ends at the best; all of them are legal and as safe
+    as the best.  There is none where the file's plan cannot be priced.
+    """
+
+    path: str
+    target: str
+    plan: ParallelPlan
+    broken: tuple[str, ...]  # why the framework refuses it
+    priced: RankedPlan | None
+    gap: Contender | None  # of the file's plan to the best
+    num_faster: int  # cells of the space, at least, that hold a faster plan
+    changes: tuple[AxisChange, ...]
+    walk: tuple[WalkStep, ...]
+    options: tuple[OptionChange, ...]  # between the file and the one of the best plan
+    no_options: str  # why these are not known; empty where they are
+    unread: dict[str, str]  # options of the file that were not understood and may matter, with the reason
+
+
 def datasheet_peak(device: DeviceSpec, precision: Precision) -> tuple[str, float]:
     """(name, operations per second) of the datasheet figure that an MFU in `precision` refers to.
 
@@ -361,6 +412,7 @@ class PlanFile:
     listed_step_s: float | None = None  # of the best plan on the nodes as listed, where it has a placement
     choice: Choice | None = None  # where plans were searched
     run: RunReport | None = None  # where objectives, numbers of nodes or a run were given
+    today: Today | None = None  # where the search began with a launch file
 
     def __post_init__(self) -> None:
         if self.schema_version != PLAN_FILE_VERSION:

@@ -3,9 +3,9 @@
 usage: python benchmarks/speed.py [--runs N] [--calculon DIR] [--simumax DIR] [--peer-python PYTHON] [--report FILE]
 
 Every space of `benchmarks/spaces/` is searched by the command line in a process of its own; wall and CPU time are those
-of the whole process.  Calculon and SimuMax run where a checkout of them is named, by an interpreter that has what
-they import: plans priced in full per second of CPU time, in turns with ours, so that the ratio is of one machine at one
-time.
+of the whole process, with byte code cached as after a first run.  Calculon and SimuMax run where a checkout of them is
+named, by an interpreter that has what they import: plans priced in full per second of CPU time, in turns with ours, so
+that the ratio is of one machine at one time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cost.estimate import estimate
 from autoplan.files import read_table, write_text
 from autoplan.problem import Problem
-from search.bounds import kind_bounds, kind_costs, spread_of
+from autoplan.rules import legal
+from search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds
 from search.space import Space
 
 SPACES = Path(__file__).parent / "spaces"
 GROWING = (1, 8, 64, 512, 4096, 16384)  # nodes of 8
-MOST_PLANS = 100_000
+WIDENING = ("zero2", "zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding", "tp-overlap")
+MOST_PLANS, MOST_KINDS = 100_000, 20_000
 TURNS = 3
+FRAMEWORK = "megatron-core"  # of spaces that name none
 
 CALCULON = """
 import itertools, json, logging, sys, time
@@ -97,21 +100,55 @@ class Run:
     certificate: dict[str, Any]
 
 
+AUTOPLAN = str(Path(sys.executable).parent / "autoplan")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+MODULES = """
+import contextlib, io, sys
+from autoplan.cli import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    main()
+print(len(sys.modules))
+"""
+
+
+def modules_loaded(arguments: Sequence[str]) -> int:
+    """How many modules a command has imported when it ends."""
+    command = [sys.executable, "-c", MODULES, *arguments]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def start_up(num_runs: int) -> list[str]:
+    """What it takes to begin: the wall time of `--help`, and the modules that it and the smallest search load."""
+    walls = []
+    for _ in range(num_runs + 1):
+        start = time.perf_counter()
+        subprocess.run([AUTOPLAN, "--help"], env=ENVIRONMENT, stdout=subprocess.DEVNULL, check=True)
+        walls.append(time.perf_counter() - start)
+    with tempfile.TemporaryDirectory() as folder:
+        search = modules_loaded(_arguments(read_table(SPACES / "llama3-8b.toml"), Path(folder) / "plan.json"))
+    return [
+        f"`autoplan --help`: best {min(walls[1:]):.2f} s, median {statistics.median(walls[1:]):.2f} s, "
+        f"{modules_loaded(['--help'])} modules; the search of llama3-8b loads {search}."
+    ]
+
+
+def _arguments(space: dict[str, Any], out: Path) -> list[str]:
+    wishes = [word for choice in space["allow"] for word in ("--allow", choice)]
+    wishes += [word for bound in space.get("at_most", ()) for word in ("--max", bound)]
+    command = ["search", space["model"], "--cluster", space["cluster"], "--global-batch", space["global_batch"]]
+    command += ["--seq-len", str(space["seq_len"]), "--framework", space.get("framework", FRAMEWORK)]
+    return [*command, *wishes, "--quiet", "--out", str(out)]
+
+
 def search_once(space: dict[str, Any]) -> Run:
     """`autoplan search` in a process of its own."""
-    allow = [word for choice in space["allow"] for word in ("--allow", choice)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = [
-            str(Path(sys.executable).parent / "autoplan"),
-            "search",
-            space["model"],
-            "--cluster",
-            space["cluster"],
-        ]
-        command += ["--global-batch", space["global_batch"], "--seq-len", str(space["seq_len"]), *allow]
+        command = [AUTOPLAN, *_arguments(space, out)]
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        process = subprocess.Popen([*command, "--quiet", "--out", str(out)], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -150,14 +187,33 @@ def whole_processes(num_runs: int) -> list[str]:
     return [*_HEAD, *(_row(name, [search_once(space) for _ in range(num_runs)]) for name, space in spaces.items())]
 
 
-def growth(num_runs: int) -> list[str]:
-    """The space of Llama 3 405B with more and more devices, the batch with them."""
-    base = read_table(SPACES / "llama3-405b.toml")
-    rows = []
-    for nodes in GROWING[1:]:
-        space = {**base, "cluster": f"h100-sxm:{nodes}x8", "global_batch": str(max(nodes, 64))}
-        rows.append(_row(f"{8 * nodes:,} devices", [search_once(space) for _ in range(num_runs)]))
-    return [*_HEAD, *rows]
+def _exponent(what: str, sizes: Sequence[float], runs: Sequence[Run]) -> str:
+    """The slope of the logarithm of CPU time over that of a size."""
+    slope = np.polyfit(np.log(sizes), np.log([run.cpu_s for run in runs]), 1)[0]
+    memory = np.polyfit(np.log(sizes), np.log([run.peak_bytes for run in runs]), 1)[0]
+    return f"CPU time grows as {what} to the power of {slope:.2f}, peak memory to that of {memory:.2f}."
+
+
+def growth() -> list[str]:
+    """One space with more and more devices, the batch with them; another with more and more choices on every axis."""
+    small, large = read_table(SPACES / "llama3-8b.toml"), read_table(SPACES / "llama3-405b.toml")
+    devices = [8 * nodes for nodes in GROWING]
+    spaces = [
+        {**large, "model": small["model"], "cluster": f"h100-sxm:{nodes}x8", "global_batch": str(max(8 * nodes, 128))}
+        for nodes in GROWING
+    ]
+    grown = [search_once(space) for space in spaces]
+    wider = [{**large, "allow": list(WIDENING[:count])} for count in range(len(WIDENING) + 1)]
+    widened = [search_once(space) for space in wider]
+    plans = [run.certificate["plans"] for run in grown], [run.certificate["plans"] for run in widened]
+    return [
+        *("## Growth: Llama 3 8B on more devices", "", *_HEAD),
+        *(_row(f"{count:,} devices", [run]) for count, run in zip(devices, grown, strict=True)),
+        *("", _exponent("devices", devices, grown), _exponent("plans", plans[0], grown), ""),
+        *("## Growth: Llama 3.1 405B on 16,384 devices with more choices", "", *_HEAD),
+        *(_row(f"+ {name}", [run]) for name, run in zip(("none", *WIDENING), widened, strict=True)),
+        *("", _exponent("plans", plans[1], widened)),
+    ]
 
 
 def _problem(name: str) -> tuple[Problem, Space]:
@@ -168,11 +224,13 @@ def _problem(name: str) -> tuple[Problem, Space]:
         seq_len=table["seq_len"],
         precision="bf16",
         attention="flash",
-        framework="megatron-core",
+        framework=table.get("framework", FRAMEWORK),
         reserve_memory="0",
     )
     problem = make_problem(flags)
-    return problem, make_space(problem, table["global_batch"], fix=[], at_most=[], allow=table["allow"])
+    return problem, make_space(
+        problem, table["global_batch"], fix=[], at_most=table.get("at_most", []), allow=table["allow"]
+    )
 
 
 def _per_s(count: int, run: Callable[[], object]) -> float:
@@ -182,24 +240,28 @@ def _per_s(count: int, run: Callable[[], object]) -> float:
 
 
 def rates(name: str) -> tuple[float, float, float]:
-    """(bounds of kinds, bounds of plans, full estimates) per second of CPU time, on one core."""
+    """(bounds of kinds, bounds of plans, full estimates) per second of CPU time, on one core.
+
+    Kinds are those of random groups; their price is in the bounds of the plans that they hold.
+    """
     problem, space = _problem(name)
-    cells = [cell for cell in space.cells() if space.size([cell]) <= 10 * MOST_PLANS]
-    order = np.random.default_rng(0).permutation(len(cells))
-    batch, _ = space.plans(next(space.blocks((cells[at] for at in order), 3 * MOST_PLANS)))
-    batch = batch.take(np.random.default_rng(0).permutation(len(batch))[:MOST_PLANS])
-    costs, spread = kind_costs(problem, batch), spread_of(problem.model, batch)
-    overlaps = problem.framework.p2p_overlap
+    cells = space.cells()
+    groups, owner = space.groups(cells)
+    some = np.random.default_rng(0).permutation(len(groups))[: MOST_KINDS // 64]
+    kinds, _ = space.kinds(cells, groups.take(some), owner[some])
+    first = first_layers(problem, space, kinds)
+    plans, _ = space.plans_in(kinds.take(np.random.default_rng(1).permutation(len(kinds))[: MOST_PLANS // 64]))
+    plans = plans.take(legal(space.rules, space.setting, plans))
+    plans = plans.take(np.random.default_rng(2).permutation(len(plans))[:MOST_PLANS])
 
-    def bound_plans() -> None:
-        costs.step_s(batch.vp, spread, overlaps=overlaps)
-        costs.memory_bytes(spread)
+    def bound_plans() -> int:
+        return sum(found.step_s.size for found in plan_bounds(problem, space, kind_costs(problem, kinds, first)))
 
-    estimate(problem, batch.take(np.arange(min(len(batch), 64))))
+    estimate(problem, plans.take(np.arange(min(len(plans), 64))))
     return (
-        _per_s(len(batch), lambda: kind_bounds(problem, space, kind_costs(problem, batch))),
-        _per_s(len(batch), bound_plans),
-        _per_s(len(batch), lambda: estimate(problem, batch)),
+        _per_s(len(kinds), lambda: kind_bounds(problem, space, kind_costs(problem, kinds, first))),
+        _per_s(bound_plans(), bound_plans),
+        _per_s(len(plans), lambda: estimate(problem, plans)),
     )
 
 
@@ -237,6 +299,8 @@ def main() -> None:
         "",
         "## Whole processes",
         "",
+        *start_up(flags.runs),
+        "",
         *whole_processes(flags.runs),
         "",
         "## One core, per second of CPU time",
@@ -244,7 +308,7 @@ def main() -> None:
         "| space | bounds of kinds | bounds of plans | full estimates |",
         "|---|--:|--:|--:|",
     ]
-    for name in ("llama3-405b", "deepseek-v3", "gpt3-175b"):
+    for name in sorted(path.stem for path in SPACES.glob("*.toml")):
         lines.append(f"| {name} | " + " | ".join(f"{rate:,.0f}" for rate in rates(name)) + " |")
     peers = [("Calculon", CALCULON, flags.calculon, "gpt3-175b"), ("SimuMax", SIMUMAX, flags.simumax, "llama3-8b")]
     if any(folder for *_, folder, _ in peers):
@@ -255,7 +319,7 @@ def main() -> None:
             for name, code, folder, space in peers
             if folder
         ]
-    lines += ["", "## Growth: Llama 3.1 405B on more devices", "", *growth(flags.runs), ""]
+    lines += ["", *growth(), ""]
     text = "\n".join(lines)
     print(text)
     if flags.report:

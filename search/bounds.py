@@ -1,17 +1,19 @@
 """What can a plan not beat?  Lower bounds on step time and memory, made of the same prices as the estimate.
 
-A *kind* is a plan but for its layout: degrees, batch, micro-batch, states, recomputation.  What its layers, head and
-messages cost is priced once; the bound of any of its layouts, or of all together, is then a few operations.  No bound
-is ever above the estimate.
+A *kind* is a plan but for its layout and the number of layers that it recomputes: degrees, batch, micro-batch, states,
+recomputation.  What its layers, head and messages cost is priced once; how many layers lie where is counted once for
+all kinds on so many stages; the bounds of all plans of all these kinds are then products of the two.  No bound is ever
+above the estimate.
 
 Layers are told apart by their blocks; arrays of them have a last axis with an element for each sort of layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +38,9 @@ from autoplan.cost.recompute import activation_parts, kept_bytes
 from autoplan.cost.schedule import send_exposed_s
 from autoplan.cost.tail import optimizer_s, reduction_s
 from autoplan.model import Block, ModelSpec
-from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch, distinct_rows
 from autoplan.problem import Problem
-from search.space import Space
+from search.space import Inside, Space
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -46,38 +48,60 @@ Bools = NDArray[np.bool_]
 
 ONE_FORWARD_ONE_BACKWARD = tuple(SCHEDULES.index(name) for name in ("1f1b", "interleaved"))
 FOLDED = tuple(SCHEDULES.index(name) for name in V_SHAPED)
+PARTS = 8  # of the plans of a kind, by what they recompute
+# Bounded in one go, so that the arrays stay in the cache.
+BLOCK_GROUPS, MOST_BOUNDS = 2048, 1 << 16
 
 
 # -- where the layers lie ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
     """How many layers of each sort lie on the ranks that decide, and how many of them are recomputed as a whole.
 
-    Shape (layouts, sorts).  Of several layouts together each figure is the least.
+    Shape (plans of a kind, sorts).  Of several plans together each figure is the least.
     """
 
-    first: Ints  # on the first rank
-    kept_first: Ints  # of these, not recomputed as a whole
-    second: Ints  # on the rank behind it, which has no embedding and often more layers
-    kept_second: Ints
-    last: Ints  # on the rank with the head
-    heaviest: Ints  # on the rank with most layers but for the last one, the later of equal ones
-    before: Ints  # on the ranks before that one
-    repeated: Ints  # of the whole model
-    repeated_first: Ints
-    repeated_second: Ints
-    repeated_last: Ints
-    repeated_heaviest: Ints
-    # Shape (layouts):
+    first: Floats  # on the first rank
+    kept_first: Floats  # of these, not recomputed as a whole
+    second: Floats  # on the rank behind it, which has no embedding and often more layers
+    kept_second: Floats
+    last: Floats  # on the rank with the head
+    heaviest: Floats  # on the rank with most layers but for the last one, the later of equal ones
+    before: Floats  # on the ranks before that one
+    ahead: Floats  # on the ranks before the one with the head, which has the last of them; none where ranks are folded
+    repeated: Floats  # of the whole model
+    repeated_first: Floats
+    repeated_second: Floats
+    repeated_last: Floats
+    repeated_heaviest: Floats
+    # Shape (plans of a kind):
     rank: Ints  # which one is the heaviest, -1 where that is not known
+    vp: Ints  # most chunks of a rank
+    fewest_vp: Ints
     has_path: Bools  # whether the schedule is 1F1B, plain or interleaved, whose closed form holds
     is_folded: Bools  # whether the first rank has the last chunk too, so that fewer passes than stages may be alive
 
-    def take(self, which: Ints) -> Spread:
-        """Those of the layouts at the given indices."""
-        return Spread(**{name: getattr(self, name)[which] for name in self.__slots__})
+    def parted(self) -> Spread:
+        """What is so of all plans of a part: a row for each, of plans alike in chunks and in what they recompute."""
+        few = np.ceil(np.log2(self.vp)).astype(np.int64)
+        share = np.ceil(PARTS * self.repeated.sum(axis=1) / np.maximum(self.repeated.sum(axis=1).max(), 1))
+        _, part = distinct_rows(few, share.astype(np.int64))
+        order = np.argsort(part, kind="stable")
+        starts = np.flatnonzero(np.diff(part[order], prepend=-1))
+
+        def least(name: str) -> Any:
+            return np.minimum.reduceat(getattr(self, name)[order], starts)
+
+        return Spread(
+            **{name: least(name) for name in FIGURES},
+            rank=np.full(len(starts), -1),
+            vp=np.maximum.reduceat(self.vp[order], starts),
+            fewest_vp=least("vp"),
+            has_path=least("has_path"),
+            is_folded=np.maximum.reduceat(self.is_folded[order], starts),
+        )
 
 
 FIGURES = Spread.__slots__[: Spread.__slots__.index("rank")]
@@ -89,11 +113,33 @@ def sorts(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
     return tuple(dict.fromkeys(model.layers))
 
 
+@lru_cache(maxsize=4096)
+def spread_of(model: ModelSpec, inside: Inside) -> Spread:
+    """The figures of all plans that some kinds hold."""
+    is_folded = np.isin(inside.schedule, FOLDED)
+    table = np.empty((len(FIGURES), len(inside), len(sorts(model))))
+    rank = np.empty(len(inside), dtype=np.int64)
+    first, like = distinct_rows(inside.layout, is_folded)
+    of_layout = np.argsort(like, kind="stable")
+    for one, mine in zip(first, np.split(of_layout, np.cumsum(np.bincount(like))[:-1]), strict=True):
+        layers = inside.layouts[inside.layout[one]]
+        figures, rank[mine] = _figures(model, layers, inside.pp, is_folded=bool(is_folded[one]))
+        table[:, mine] = figures[:, np.minimum(inside.recompute_num_layers[mine], max(layers))]
+    return Spread(
+        **dict(zip(FIGURES, table, strict=True)),
+        rank=rank,
+        vp=inside.vp,
+        fewest_vp=inside.vp,
+        has_path=np.isin(inside.schedule, ONE_FORWARD_ONE_BACKWARD),
+        is_folded=is_folded,
+    )
+
+
 @lru_cache(maxsize=16384)
-def _spread(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: bool) -> tuple[Ints, int]:
-    """(`FIGURES` of one layout, heaviest rank): shape (layers of a chunk that are recomputed, figures, sorts)."""
-    layers, total = np.array(layout), _layers_before(model)
-    starts, numbers = np.cumsum(layers) - layers, np.arange(max(layout) + 1)
+def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: bool) -> tuple[Floats, int]:
+    """(`FIGURES` of a layout, its heaviest rank): shape (figures, layers of a chunk that are recomputed, sorts)."""
+    layers, total, numbers = np.array(layout), _layers_before(model), np.arange(max(layout) + 1)
+    starts = np.cumsum(layers) - layers
     held = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
     again = _by_rank(total[starts + np.minimum(layers, numbers[:, None])] - total[starts], pp, is_folded=is_folded)
     head, behind = 0 if is_folded else pp - 1, min(1, pp - 1)
@@ -107,15 +153,16 @@ def _spread(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: bo
         "last": held[head],
         "heaviest": held[rank],
         "before": held[:rank].sum(axis=0),
+        "ahead": 0 * held[0] if is_folded else (total[starts + layers] - total[starts])[: pp - 1].sum(axis=0),
         "repeated": again.sum(axis=1),
         "repeated_first": again[:, 0],
         "repeated_second": again[:, behind],
         "repeated_last": again[:, head],
         "repeated_heaviest": again[:, rank],
     }
-    table = np.empty((len(numbers), len(FIGURES), total.shape[1]), dtype=np.int64)
+    table = np.empty((len(FIGURES), len(numbers), total.shape[1]))
     for at, name in enumerate(FIGURES):
-        table[:, at] = figures[name]
+        table[at] = figures[name]
     return table, rank
 
 
@@ -132,31 +179,6 @@ def _by_rank(chunks: Ints, pp: int, *, is_folded: bool) -> Ints:
     """Sums over the chunks of every rank: chunk i is on rank i mod pp, or comes back from the last rank."""
     rounds = chunks.reshape(*chunks.shape[:-2], -1, pp, chunks.shape[-1])
     return rounds[..., 0, :, :] + rounds[..., 1, ::-1, :] if is_folded else rounds.sum(axis=-3)
-
-
-def spreads(model: ModelSpec, layouts: Sequence[tuple[tuple[int, ...], int, int, int]]) -> Spread:
-    """The figures of some (layers of each chunk, ranks, layers of a chunk that are recomputed, schedule)."""
-    schedule = np.array([one[-1] for one in layouts], dtype=np.int64)
-    is_folded = np.isin(schedule, FOLDED)
-    found = [
-        _spread(model, one[0], one[1], is_folded=bool(folds)) for one, folds in zip(layouts, is_folded, strict=True)
-    ]
-    chosen = [table[min(again, len(table) - 1)] for (table, _), (_, _, again, _) in zip(found, layouts, strict=True)]
-    table = np.array(chosen).reshape(len(found), len(FIGURES), len(sorts(model)))
-    return Spread(
-        **{name: table[:, at] for at, name in enumerate(FIGURES)},
-        rank=np.array([rank for _, rank in found], dtype=np.int64),
-        has_path=np.isin(schedule, ONE_FORWARD_ONE_BACKWARD),
-        is_folded=is_folded,
-    )
-
-
-def spread_of(model: ModelSpec, batch: PlanBatch) -> Spread:
-    """The figures of every plan of `batch`."""
-    some, like = batch.distinct("layout", "recompute_num_layers", "pp", "schedule")
-    columns = (column[some].tolist() for column in (batch.layout, batch.pp, batch.recompute_num_layers, batch.schedule))
-    keys = zip(*columns, strict=True)
-    return spreads(model, [(batch.layouts[at], *rest) for at, *rest in keys]).take(like)
 
 
 # -- what plans of a kind cost -----------------------------------------------------------------------------------------
@@ -182,59 +204,67 @@ class KindCosts:
     embedding_bytes: Floats  # its states
     fixed_bytes: Floats  # whatever the layout
 
-    def of(self, plans: PlanBatch, kind: Ints) -> KindCosts:
-        """Those of `plans`, each of the kind at an index."""
-        names = [name for name in self.__slots__ if name != "batch"]
-        return KindCosts(batch=plans, **{name: getattr(self, name)[kind] for name in names})
+    def take(self, which: Ints) -> KindCosts:
+        """Those of the kinds at the given indices."""
+        costs = {name: getattr(self, name)[which] for name in self.__slots__ if name != "batch"}
+        return KindCosts(batch=self.batch.take(which), **costs)
 
-    def step_s(self, vp: Ints, spread: Spread, *, overlaps: bool) -> Floats:
-        """A time that no plan of the kind with at most `vp` chunks a rank and such a spread of layers beats.
+    def step_s(self, spread: Spread, *, overlaps: bool) -> Floats:
+        """A time that no plan beats of each kind with each of the spreads: shape (kinds, spreads).
 
         The paths of the last and the heaviest rank through the closed form of 1F1B, and the work of each of them and
-        the mean of all ranks, which no schedule beats.
+        the mean of all ranks, which no schedule beats.  It grows with what is recomputed.
         """
-        pp, m = self.batch.pp, self.batch.num_microbatches
-        total = self.model_s + (spread.repeated * self.repeat_s).sum(axis=-1)
-        last = (spread.last * self.layer_s + spread.repeated_last * self.repeat_s).sum(axis=-1) + self.head_s
-        heavy = (spread.heaviest * self.layer_s + spread.repeated_heaviest * self.repeat_s).sum(axis=-1)
-        path = np.where(spread.rank < 0, 0.0, m * heavy + self._around(spread, total, heavy) / vp)
-        path = np.maximum(m * last + (total - last) / vp, path)
-        work = np.maximum(m * total / pp, np.where(spread.has_path, path, m * np.maximum(last, heavy)))
-        one, two = (
-            send_exposed_s(self.message_s, pp, m, np.full_like(pp, count), self.message_s, overlaps=overlaps)
-            for count in (1, 2)
-        )
-        sends = np.where(spread.has_path, np.where(vp > 1, np.minimum(one, two), one), 0.0)
-        return self.factor * (work + sends + self.rest_s)
+        pp, m = _column(self.batch.pp), _column(self.batch.num_microbatches)
+        total = _column(self.model_s) + self.repeat_s @ spread.repeated.T
+        last = self.layer_s @ spread.last.T + self.repeat_s @ spread.repeated_last.T + _column(self.head_s)
+        again = self.repeat_s @ spread.repeated_heaviest.T
+        heavy = self.layer_s @ spread.heaviest.T + again
+        around = np.where(spread.rank < 0, 0.0, self._around(spread, heavy, again) / spread.vp)
+        path = np.maximum(m * last + (total - last) / spread.vp, m * heavy + around)
+        # Any schedule fills the pipeline before its last rank begins.
+        any_path = np.maximum(m * last + self.forward_s @ spread.ahead.T, m * heavy)
+        work = np.maximum(m * total / pp, np.where(spread.has_path, path, any_path))
+        message = _column(self.message_s)
+        sends = send_exposed_s(message, pp, m, spread.fewest_vp[None, :], message, overlaps=overlaps)
+        return _column(self.factor) * (work + np.where(spread.has_path, sends, 0.0) + _column(self.rest_s))
 
-    def _around(self, spread: Spread, total: Floats, heavy: Floats) -> Floats:
-        """What the heaviest rank waits for: the work before it, and behind it as far as its own does not cover that."""
-        before = (spread.before * self.layer_s).sum(axis=-1)
-        behind = np.where(
-            self.batch.pp > 1,
-            np.maximum(total - before - (spread.repeated * self.repeat_s).sum(axis=-1) - heavy, 0.0),
-            0.0,
-        )
-        forward = (spread.heaviest * self.forward_s).sum(axis=-1)
-        warmup = self.batch.pp - 1 - spread.rank
-        covering = np.minimum(self.batch.num_microbatches - 1, warmup)
+    def _around(self, spread: Spread, heavy: Floats, again: Floats) -> Floats:
+        """What the heaviest rank waits for: the work before it, and behind it as far as its own does not cover that.
+
+        What is recomputed there does not count, so that the path grows with it.
+        """
+        pp, m = _column(self.batch.pp), _column(self.batch.num_microbatches)
+        before = self.layer_s @ spread.before.T
+        behind = np.where(pp > 1, np.maximum(_column(self.model_s) - before - (heavy - again), 0.0), 0.0)
+        forward = self.forward_s @ spread.heaviest.T
+        warmup = pp - 1 - spread.rank
+        covering = np.minimum(m - 1, warmup)
         filling = np.maximum(behind - covering * forward, 0.0)
         draining = np.maximum(behind - covering * (heavy - forward), 0.0)
         return before + np.where(covering < warmup, np.maximum(filling, draining), filling + draining)
 
     def memory_bytes(self, spread: Spread) -> Floats:
-        """Memory that no plan of the kind with such a spread of layers does without, on its first or second rank."""
-        m, pp = self.batch.num_microbatches, self.batch.pp
+        """Memory that no plan does without of each kind with each of the spreads: shape (kinds, spreads).
 
-        def rank_bytes(layers: Ints, kept: Ints, repeated: Ints, live: Ints) -> Floats:
-            passes = (kept * self.kept_bytes).sum(axis=-1) + repeated.sum(axis=-1) * self.stored_bytes
-            passes = passes + self.boundary_bytes
-            return (layers * self.state_bytes).sum(axis=-1) + np.where(spread.is_folded, 1, live) * passes
+        That of the first or the second rank; it falls with what is recomputed.
+        """
+        m, pp = _column(self.batch.num_microbatches), _column(self.batch.pp)
+        stored = np.minimum(_column(self.stored_bytes), self.kept_bytes)
+
+        def rank_bytes(layers: Floats, kept: Floats, repeated: Floats, live: Ints) -> Floats:
+            passes = self.kept_bytes @ kept.T + stored @ repeated.T + _column(self.boundary_bytes)
+            return self.state_bytes @ layers.T + np.where(spread.is_folded, 1, live) * passes
 
         first = rank_bytes(spread.first, spread.kept_first, spread.repeated_first, np.minimum(m, pp))
         ahead = np.minimum(m, np.maximum(pp - 1, 1))
         second = rank_bytes(spread.second, spread.kept_second, spread.repeated_second, ahead)
-        return self.fixed_bytes + np.maximum(first + self.embedding_bytes, second)
+        return _column(self.fixed_bytes) + np.maximum(first + _column(self.embedding_bytes), second)
+
+
+def _column(values: Floats | Ints) -> NDArray[Any]:
+    """Of kinds, beside the spreads."""
+    return values[:, None]
 
 
 def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None = None) -> KindCosts:
@@ -253,11 +283,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head = head + model.num_mtp_layers * (both[block] + repeat[block] * repeats_mtp(batch))
     layer_s = _per_layer(model, both)
-    held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
-    dense, expert = (_per_layer(model, {block: pair[part] for block, pair in held.items()}) for part in (0, 1))
-    per_dense, per_expert, per_end = (
-        _state_bytes(problem, batch, *one) for one in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
-    )
+    dense, expert = _parameters(model, batch)
     framework = problem.framework
     counts = np.array([model.layers.count(layer) for layer in sorts(model)])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
@@ -274,13 +300,31 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
         message_s=np.where(batch.pp > 1, message_s(problem, batch), 0.0),
         rest_s=rest_s,
         factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
-        state_bytes=per_dense[:, None] * dense + per_expert[:, None] * expert,
         kept_bytes=_kept_bytes(problem, batch),
         stored_bytes=framework.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
         boundary_bytes=framework.reserved_factor * boundary_bytes(problem, batch),
-        embedding_bytes=per_end * model.vocab_size * model.hidden_size / batch.tp,
-        fixed_bytes=_fixed_bytes(problem, batch),
+        **_held_bytes(problem, batch),
     )
+
+
+def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
+    """Those of `KindCosts` that do not depend on activations."""
+    dense, expert = _parameters(problem.model, batch)
+    per_dense, per_expert, per_end = (
+        _state_bytes(problem, batch, *one) for one in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
+    )
+    return {
+        "state_bytes": per_dense[:, None] * dense + per_expert[:, None] * expert,
+        "embedding_bytes": per_end * problem.model.vocab_size * problem.model.hidden_size / batch.tp,
+        "fixed_bytes": _fixed_bytes(problem, batch),
+    }
+
+
+def _parameters(model: ModelSpec, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(dense, expert) parameters of a layer that a rank holds: shape (kinds, sorts)."""
+    held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
+    dense, expert = (_per_layer(model, {block: pair[part] for block, pair in held.items()}) for part in (0, 1))
+    return dense, expert
 
 
 def _per_layer(model: ModelSpec, per_block: dict[Block, Floats]) -> Floats:
@@ -352,57 +396,81 @@ def _reductions_s(
     return np.where(may_hide, hidden, reduce) + gather * np.where(gathers_early, last_bucket, 1.0)
 
 
-# -- all layouts of a kind, and all kinds of a group ------------------------------------------------------------------
+# -- plans, kinds and groups ------------------------------------------------------------------------------------------
 
 
-def kind_bounds(problem: Problem, space: Space, costs: KindCosts) -> tuple[Floats, Floats]:
-    """(a time that no plan of each kind beats, memory that none does without)."""
-    batch = costs.batch
-    if not len(batch):
-        return np.zeros(0), np.zeros(0)
-    some, like = batch.distinct("pp", "recompute_num_layers")
-    least = [_fewest(space, int(batch.pp[at]), int(batch.recompute_num_layers[at])) for at in some]
-    vp = np.array([vp for vp, _ in least], dtype=np.int64)[like]
-    joined = Spread(**{name: np.stack([getattr(one, name) for _, one in least]) for name in Spread.__slots__})
-    spread = joined.take(like)
-    time = costs.step_s(vp, spread, overlaps=problem.framework.p2p_overlap)
-    return time, costs.memory_bytes(spread)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanBounds:
+    """The bounds of all plans of some kinds that hold the same: arrays of shape (kinds, plans of a kind)."""
+
+    inside: Inside
+    kinds: Ints  # indices of the kinds
+    step_s: Floats
+    memory_bytes: Floats
 
 
-def group_bounds(problem: Problem, space: Space, groups: PlanBatch) -> tuple[Floats, Floats]:
-    """(a time that no plan of each group beats, memory that none does without)."""
-    costs = kind_costs(problem, groups)
-    overhead_s = np.full(len(groups), problem.framework.step_overhead_s)
-    time, _ = kind_bounds(problem, space, replace(costs, rest_s=overhead_s))
-    lean = kind_costs(problem, space.leanest(groups))
-    if space.limits.repeats_layers:
-        lean = replace(lean, kept_bytes=np.minimum(lean.kept_bytes, lean.stored_bytes[:, None]))
-    return time, kind_bounds(problem, space, lean)[1]
+def plan_bounds(problem: Problem, space: Space, costs: KindCosts) -> Iterator[PlanBounds]:
+    """The bounds of all plans of all kinds, some kinds at a time."""
+    for inside, kinds in space.alike(costs.batch):
+        if not len(inside):
+            continue
+        spread = spread_of(problem.model, inside)
+        count = max(MOST_BOUNDS // len(inside), 1)
+        for at in range(0, len(kinds), count):
+            some = kinds[at : at + count]
+            own = costs.take(some)
+            yield PlanBounds(
+                inside=inside,
+                kinds=some,
+                step_s=own.step_s(spread, overlaps=problem.framework.p2p_overlap),
+                memory_bytes=own.memory_bytes(spread),
+            )
 
 
-def first_layers(space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
+def kind_bounds(problem: Problem, space: Space, costs: KindCosts, most_bytes: float = np.inf) -> tuple[Floats, Floats]:
+    """(a time that no plan of each kind beats that needs `most_bytes` or less, memory that none does without).
+
+    Plans that are alike are looked at together.  Both are infinite for kinds without plans.
+    """
+    time, least_bytes = np.full(len(costs.batch), np.inf), np.full(len(costs.batch), np.inf)
+    for inside, kinds in space.alike(costs.batch):
+        if len(inside):
+            own, parts = costs.take(kinds), _parts(problem.model, inside)
+            needed = own.memory_bytes(parts)
+            step_s = own.step_s(parts, overlaps=problem.framework.p2p_overlap)
+            time[kinds] = np.where(needed <= most_bytes, step_s, np.inf).min(axis=1)
+            least_bytes[kinds] = needed.min(axis=1)
+    return time, least_bytes
+
+
+def group_bounds(
+    problem: Problem, space: Space, groups: PlanBatch, most_bytes: float = np.inf
+) -> tuple[Floats, Floats]:
+    """(a time that no plan of each group beats that needs `most_bytes` or less, memory that none does without).
+
+    Of every choice of recomputation: the time is that of the plainest states, the memory that of the leanest.
+    """
+    time, least_bytes = np.full(len(groups), np.inf), np.full(len(groups), np.inf)
+    for start in range(0, len(groups), BLOCK_GROUPS):
+        plain, lean, like = space.extremes(groups.take(np.arange(start, min(start + BLOCK_GROUPS, len(groups)))))
+        overhead_s = np.full(len(plain), problem.framework.step_overhead_s)
+        costs = replace(kind_costs(problem, plain), rest_s=overhead_s, **_held_bytes(problem, lean))
+        step_s, needed = kind_bounds(problem, space, costs, most_bytes)
+        np.minimum.at(time, start + like, step_s)
+        np.minimum.at(least_bytes, start + like, needed)
+    return time, least_bytes
+
+
+def first_layers(problem: Problem, space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
     """(fewest, most) layers of the first rank in all layouts of each kind."""
-    stages, at = np.unique(kinds.pp, return_inverse=True)
-    ends = np.array([_first_layers(space, int(pp)) for pp in stages], dtype=np.int64).reshape(-1, 2)[at]
-    return ends[:, 0], ends[:, 1]
+    fewest, most = np.zeros(len(kinds), dtype=np.int64), np.zeros(len(kinds), dtype=np.int64)
+    for inside, some in space.alike(kinds):
+        if len(inside):
+            held = spread_of(problem.model, inside).first.sum(axis=1)
+            fewest[some], most[some] = held.min(), held.max()
+    return fewest, most
 
 
 @lru_cache(maxsize=4096)
-def _first_layers(space: Space, pp: int) -> tuple[int, int]:
-    held = [
-        int(_spread(space.setting.model, layers, pp, is_folded=schedule in FOLDED)[0][0, 0].sum())
-        for _, schedule, layers in space.layouts_on(pp)
-    ]
-    return min(held, default=0), max(held, default=0)
-
-
-@lru_cache(maxsize=4096)
-def _fewest(space: Space, pp: int, num_repeated: int) -> tuple[int, Spread]:
-    """(most chunks of a rank, least figures) of all layouts on so many stages."""
-    found = space.layouts_on(pp)
-    spread = spreads(space.setting.model, [(layout, pp, num_repeated, schedule) for _, schedule, layout in found])
-    none = np.zeros(len(sorts(space.setting.model)), dtype=np.int64)
-    least = {name: getattr(spread, name).min(axis=0) if found else none for name in FIGURES}
-    return max((vp for vp, _, _ in found), default=1), Spread(
-        **least, rank=np.array(-1), has_path=np.array(spread.has_path.all()), is_folded=np.array(spread.is_folded.any())
-    )
+def _parts(model: ModelSpec, inside: Inside) -> Spread:
+    return spread_of(model, inside).parted()

@@ -128,6 +128,16 @@ def choice_of(result: SearchResult) -> Choice:
     )
 
 
+def compared(one: RankedPlan, best: RankedPlan) -> Contender:
+    """How much slower a plan is than the best: it may be the faster one where 1 lies in the interval."""
+    terms = {name: np.array([one.terms_s[name], best.terms_s[name]]) for name in best.terms_s}
+    differing = apart(*shares(terms))
+    variances = np.asarray(spread_of(one) ** 2 + spread_of(best) ** 2)
+    width = float(np.exp(NORMAL_90 * ratio_spreads(differing, variances)))
+    ratio = pace(one) / pace(best)
+    return Contender(plan=one.plan, ratio=ratio, low=ratio / width, high=ratio * width)
+
+
 # -- the choice at a quantile -----------------------------------------------------------------------------------------
 
 

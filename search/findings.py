@@ -72,19 +72,19 @@ class Findings:
             "plans": _rows(self.plans, self.bar),
             "winners": _rows(self.winners, np.inf),
         }
-        return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()
+        return as_text(table)
 
     @classmethod
     def unpacked(cls, text: str, wanted: int, margin: float, placement: tuple[str, ...] | None) -> Findings:
         """What `packed` made; the plans get the placement that all plans of a space have."""
-        table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
+        table = from_text(text)
         seen = cls(wanted=wanted, margin=margin, best=_infinite(table["best"]), left=_infinite(table["left"]))
         for name, count in zip(COUNTS, table["counts"], strict=True):
             setattr(seen, name, count)
         seen.found = dict(zip((FITS, RISKY), table["found"], strict=True))
         for pool, rows in ((seen.plans, table["plans"]), (seen.winners, table["winners"])):
             if rows["objective"]:
-                pool.offer(np.array(rows["objective"], dtype=np.float64), _batch(rows, placement))
+                pool.offer(np.array(rows["objective"], dtype=np.float64), batch_of(rows, placement))
         return seen
 
 
@@ -94,6 +94,16 @@ def together(parts: Iterable[Findings], wanted: int, margin: float) -> Findings:
     for part in parts:
         seen.add(part)
     return seen
+
+
+def as_text(table: dict[str, Any]) -> str:
+    """Plain values as text, for an attribute of a trial."""
+    return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()
+
+
+def from_text(text: str) -> dict[str, Any]:
+    """What `as_text` made a text of."""
+    return msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
 
 
 def _finite(value: float) -> float | None:
@@ -113,14 +123,18 @@ def _rows(leaders: Leaders, bar: float) -> dict[str, Any]:
     if leaders.batch is None:
         return {"objective": []}
     keep = leaders.objective <= bar
-    batch = leaders.batch.take(keep)
+    return {**rows_of(leaders.batch.take(keep)), "objective": leaders.objective[keep].tolist()}
+
+
+def rows_of(batch: PlanBatch) -> dict[str, Any]:
+    """Plans as plain values, column by column."""
     used, layout = np.unique(batch.layout, return_inverse=True)
     columns: dict[str, Any] = {name: getattr(batch, name).tolist() for name in _columns()}
-    columns |= {"layout": layout.tolist(), "layouts": [batch.layouts[at] for at in used]}
-    return {**columns, "objective": leaders.objective[keep].tolist()}
+    return columns | {"layout": layout.tolist(), "layouts": [batch.layouts[at] for at in used]}
 
 
-def _batch(rows: dict[str, Any], placement: tuple[str, ...] | None) -> PlanBatch:
+def batch_of(rows: dict[str, Any], placement: tuple[str, ...] | None) -> PlanBatch:
+    """What `rows_of` was made of."""
     columns = {name: np.array(rows[name]) for name in _columns()}
     layouts = tuple(tuple(layers) for layers in rows["layouts"])
     return PlanBatch(**columns, layouts=layouts, placement=placement)

@@ -40,6 +40,7 @@ class Block:
     wanted: int  # the verdict of the plans looked for
     best: float  # seconds per sequence of the best plan so far
     cells: tuple[int, ...]
+    round: int = 0  # of those that are put up together, where what was known cannot be told by `best`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +119,16 @@ class Ledger:
             elif missing:
                 self._put_up_in_turn(missing, is_mine=False)
             else:
-                told = [Told(block=one.block, found=one.trial.user_attrs["found"]) for one in heads]
+                told = _told(heads)
                 blocks = tuple(next_round(told))
                 if not blocks:
                     return told
                 self._put_up_in_turn(blocks, is_mine=self._ended_round(heads))
+
+    def told(self) -> list[Told]:
+        """All that was told by now, by anyone."""
+        heads, _ = _live(self._study.get_trials(deepcopy=False))
+        return _told([one for one in heads if one.trial.state.is_finished()])
 
     def sample(self, sampling: Sampling, first: Sequence[int], price: Callable[[int], BlockOutcome]) -> dict[int, str]:
         """Price `first` and then the cells that a sampler proposes, to so many trials in all: what was found in each.
@@ -296,12 +302,16 @@ def _beat(trial: FrozenTrial) -> Hashable:
 
 def _encoded(block: Block) -> dict[str, Any]:
     best = block.best if math.isfinite(block.best) else None
-    return {"wanted": block.wanted, "best": best, "cells": list(block.cells)}
+    return {"wanted": block.wanted, "best": best, "cells": list(block.cells), "round": block.round}
 
 
 def _decoded(block: dict[str, Any]) -> Block:
     best = math.inf if block["best"] is None else block["best"]
-    return Block(wanted=block["wanted"], best=best, cells=tuple(block["cells"]))
+    return Block(wanted=block["wanted"], best=best, cells=tuple(block["cells"]), round=block["round"])
+
+
+def _told(heads: Iterable[_Head]) -> list[Told]:
+    return [Told(block=one.block, found=one.trial.user_attrs["found"]) for one in heads]
 
 
 def _live(trials: Iterable[FrozenTrial]) -> tuple[list[_Head], tuple[Block, ...]]:

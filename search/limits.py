@@ -83,6 +83,7 @@ class Limits:
     rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]
     # The one way in which the framework cuts the model into so many stages; None: several are tried.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
+    split_schedules_overlap: bool = True  # whether states are reduced beside a backward pass in two parts
 
     def admits(self, axis: str, value: int) -> bool:
         """Whether a count obeys what is fixed and bounded."""
@@ -98,6 +99,11 @@ class Limits:
     def repeats_layers(self) -> bool:
         """Whether some plans recompute whole layers."""
         return any(recompute.startswith("full") for recompute in self.recomputes)
+
+    @property
+    def repeat_numbers(self) -> tuple[int, ...]:
+        """How many layers of a chunk plans may recompute where they say a number, ascending."""
+        return tuple(sorted(int(choice[5:]) for choice in self.recomputes if choice.startswith("full:")))
 
     def describe(self) -> tuple[str, ...]:
         """The limits in words, for the certificate."""
@@ -156,6 +162,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         cp_kinds=book.words("cp_kind"),
         rank_orders=problem.framework.rank_orders if _order_matters(problem) else problem.framework.rank_orders[:1],
         split=book.split,
+        split_schedules_overlap=book.split_schedules_overlap,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from search.findings import RISKY
 from search.front import search_front
 from search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
 from search.placement import place_best
+from search.pricing import limit_bytes
 from search.ranking import TIE
 from search.space import Space
-from search.study import SAFE_Z, Progress, search
+from search.study import Progress, Shared, search
 
 Costs = tuple[float, ...]
 Make = Callable[[int], tuple[Problem, Space]]
@@ -64,10 +65,13 @@ def search_sizes(
     objectives: Sequence[Objective],
     run: Run,
     progress: Progress | None = None,
+    *,
+    shared: Shared | None = None,
 ) -> Chosen:
     """The plans of all sizes that are best in the objectives and keep what the run asks for.
 
-    Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.
+    Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.  Workers
+    of a `shared` search take the sizes in the same order and share the search of each: a study a size.
     """
     measures = measures_of(objectives, run)
     waiting = sorted((_bounded(nodes, make, objectives, run) for nodes in sizes), key=lambda one: one.costs)
@@ -79,9 +83,9 @@ def search_sizes(
         else:
             alone = measures == ("time",)
             if alone:
-                result = place_best(size.problem, search(size.problem, size.space))
+                result = place_best(size.problem, search(size.problem, size.space, shared=_of_size(shared, size)))
             else:
-                result = search_front(size.problem, size.space, measures)
+                result = search_front(size.problem, size.space, measures, shared=_of_size(shared, size))
             results[size.num_nodes] = result
             plans = result.ranked[:1] if alone else result.ranked
             found = [
@@ -108,6 +112,13 @@ def search_sizes(
     )
 
 
+def _of_size(shared: Shared | None, size: _Size) -> Shared | None:
+    """Where one size is shared: names that a search gives itself differ by size already."""
+    if shared is None or shared.name is None:
+        return shared
+    return replace(shared, name=f"{shared.name}-{size.num_nodes}-nodes")
+
+
 def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) -> _Size:
     """A size with figures that none of its plans beats."""
     problem, space = make(nodes)
@@ -115,8 +126,7 @@ def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) 
     least, costs = None, (math.inf,) * len(objectives)
     if len(groups):
         time, least_bytes = group_bounds(problem, space, groups)
-        limit_bytes = problem.capacity_bytes * math.exp(SAFE_Z[RISKY] * problem.calibration.memory_spread)
-        usable = np.flatnonzero(least_bytes <= limit_bytes)
+        usable = np.flatnonzero(least_bytes <= limit_bytes(problem, RISKY))
         if len(usable):
             least = least_figures(
                 problem,
@@ -201,18 +211,23 @@ def _why_slow(outcomes: Sequence[SizeOutcome], run: Run) -> str:
             f"{format_days(run.deadline_s or 0.0)}: give more nodes, or fewer hours"
         )
     fastest, leanest = min(takes), min(takes, key=lambda one: one[1] or math.inf)
-    asked = []
+    asked, ways = [], []
     if run.deadline_s is not None:
         asked.append(
             f"the deadline is {format_days(run.deadline_s)}, the fastest size ({_nodes(fastest[2])}) takes "
             f"{format_days(fastest[0])} or more"
         )
+        ways += ["more nodes", "a later deadline"]
     if run.device_hours is not None:
         asked.append(
             f"there are {run.device_hours:,.0f} device hours, the size that needs least ({_nodes(leanest[2])}) takes "
             f"{leanest[1]:,.0f} or more"
         )
-    return f"no size trains {format_tokens(run.tokens or 0.0)} tokens as asked: {'; '.join(asked)}"
+        ways.append("more device hours")
+    return (
+        f"no size trains {format_tokens(run.tokens or 0.0)} tokens as asked: {'; '.join(asked)}: "
+        f"give {', '.join(ways)} or fewer tokens"
+    )
 
 
 def _nodes(count: int) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from autoplan.plan import (
     RECOMPUTES,
     SCHEDULES,
     SHARDINGS,
+    SPLIT_SCHEDULES,
     ParallelPlan,
     PlanBatch,
     even_chunks,
@@ -27,15 +29,23 @@ from autoplan.plan import (
     parse_recompute,
     repeated_layers,
 )
-from autoplan.rules import Rule, Setting, legal
+from autoplan.rules import Rule, Setting, legal, legal_so_far
 from search.limits import Limits, divisors
 
 Ints = NDArray[np.int64]
 
 # What varies inside a cell, level by level; words are indices into the tuples of `autoplan.plan`.
 _GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap", "rank_order")
-_KIND = ("sharding", "recompute", "recompute_modules", "recompute_num_layers", "offload")
-_LAYOUT = ("vp", "schedule", "layout")
+_REPEATS = ("recompute", "recompute_modules", "recompute_num_layers")
+_KIND = ("sharding", *_REPEATS, "offload")
+_INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
+_DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")
+# What is known of the plans of a group, and of a kind, so that rules which look at nothing else can be asked.  Overlap
+# switches may depend on the schedule.
+_KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
+_STATES = frozenset(("sharding", "offload"))
+_KNOWN_OF_STATES = _STATES | {*_DEGREES, "sp", "precision"}
+_KNOWN_OF_KIND = _KNOWN_OF_GROUP | _STATES | {"recompute", "recompute_modules", "ep_overlap"}
 
 # The schedules that exist with one chunk a rank, with two that form a V, and with any number.
 _ONE_CHUNK, _TWO_CHUNKS, _MANY_CHUNKS = ("1f1b", "gpipe", "zb-h1"), ("zb-v", "dualpipe-v"), ("interleaved",)
@@ -59,18 +69,39 @@ class Cell:
         return self.dp_replicate * self.dp_shard
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inside:
+    """The plans that a kind holds: every layout of the layers and, in kinds that repeat some of them, how many.
+
+    An element a plan.  All kinds on so many stages that repeat none, some or all layers hold the same.
+    """
+
+    layouts: tuple[tuple[int, ...], ...]
+    pp: int
+    vp: Ints
+    schedule: Ints
+    layout: Ints  # index into `layouts`
+    recompute_num_layers: Ints
+
+    def __len__(self) -> int:
+        return len(self.vp)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """The plans of one setting that obey the limits and the rules; every plan uses all devices.
 
     A cell holds *groups*, plans of one batch and micro-batch; a group holds *kinds*, plans of one sharding and
-    recomputation; a kind holds a plan for every layout of the layers.
+    recomputation; a kind holds a plan for every layout of the layers and every number of them that it may repeat.
     """
 
     setting: Setting
     limits: Limits
     rules: tuple[Rule, ...]
     placement: tuple[str, ...] | None = None  # of all plans
+    # What was worked out already.
+    _insides: dict[tuple[int, int], Inside] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _choices: dict[int, Ints] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def describe(self) -> tuple[str, ...]:
         """What the space leaves out, in words, for the certificate: the limits and what is derived from them."""
@@ -88,7 +119,7 @@ class Space:
         if limits.split:
             parts.append("layers as the framework cuts the model")
         else:
-            if not limits.fixes("vp"):
+            if not limits.fixes("vp") and limits.fewer_at_ends == 1:
                 parts.append("vp a divisor of the layers of a rank")
             counted = "a layer" if limits.fewer_at_ends == 1 else f"1 to {limits.fewer_at_ends} layers"
             parts.append(f"layers spread evenly, or with the head, and the embedding too, counted as {counted}")
@@ -104,17 +135,75 @@ class Space:
 
     def kinds_of_group(self, cell: Cell) -> int:
         """How many kinds each group of a cell holds."""
-        return len(self._kind_rows(cell))
+        return len(self._states(cell)) * len(self._repeats(cell.pp))
 
     def groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        """(the groups of `cells`, for each the index of its cell); what varies inside has its plain value."""
+        """(the groups of `cells` that may be legal, for each the index of its cell).
+
+        What varies inside a group has its plain value.
+        """
+        groups, owner = self._groups(cells)
+        lawful = legal_so_far(self.rules, self.setting, groups, _KNOWN_OF_GROUP)
+        return groups.take(lawful), owner[lawful]
+
+    def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
+        """(the kinds of `groups` that may be legal, for each the index of its group).
+
+        Those that repeat some layers stand with the least number of them.
+        """
+        kinds, of_group = self._kinds(cells, groups, owner)
+        lawful = legal_so_far(self.rules, self.setting, kinds, _KNOWN_OF_KIND)
+        return kinds.take(lawful), of_group[lawful]
+
+    def inside(self, pp: int, number: int) -> Inside:
+        """What kinds on so many stages hold whose `recompute_num_layers` is `number`."""
+        if (pp, number) not in self._insides:
+            found = self.layouts_on(pp)
+            layouts = tuple(dict.fromkeys(layers for *_, layers in found))
+            place = {layers: at for at, layers in enumerate(layouts)}
+            columns = np.array([(vp, schedule, place[layers]) for vp, schedule, layers in found], dtype=np.int64)
+            longest = np.array([max(layers) for *_, layers in found], dtype=np.int64)
+            numbers = np.array(self.limits.repeat_numbers if 0 < number < ALL_LAYERS else (number,), dtype=np.int64)
+            # A number of layers that is no less than those of a chunk is the same plan as all of them.
+            like, which = np.nonzero((numbers == ALL_LAYERS) | (numbers < longest[:, None]))
+            vp, schedule, layout = columns.reshape(-1, 3)[like].T
+            self._insides[pp, number] = Inside(
+                layouts=layouts, pp=pp, vp=vp, schedule=schedule, layout=layout, recompute_num_layers=numbers[which]
+            )
+        return self._insides[pp, number]
+
+    def plans_of(self, kinds: PlanBatch, inside: Inside, kind: Ints, plan: Ints) -> PlanBatch:
+        """The plans at the indices `plan` of what the kinds at the indices `kind` hold; the rules are not asked."""
+        columns = {name: getattr(inside, name)[plan] for name in _INSIDE}
+        plans = replace(replace(kinds, layouts=inside.layouts).take(kind), **columns)
+        if self.limits.split_schedules_overlap:
+            return plans
+        overlaps = ~np.isin(plans.schedule, SPLIT_SCHEDULES)
+        reduces, gathers = plans.grad_reduce_overlap & overlaps, plans.param_gather_overlap & overlaps
+        return replace(plans, grad_reduce_overlap=reduces, param_gather_overlap=gathers)
+
+    def alike(self, kinds: PlanBatch) -> Iterator[tuple[Inside, Ints]]:
+        """(what some kinds hold, their indices): all kinds, those together that hold the same."""
+        first, like = kinds.distinct("pp", "recompute_num_layers")
+        for at, one in enumerate(first):
+            yield self.inside(int(kinds.pp[one]), int(kinds.recompute_num_layers[one])), np.flatnonzero(like == at)
+
+    def plans_in(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
+        """(all plans of all kinds, for each the index of its kind); the rules are not asked yet."""
+        parts, owners = [kinds.take(np.empty(0, dtype=np.int64))], [np.empty(0, dtype=np.int64)]
+        for inside, some in self.alike(kinds):
+            owner = np.repeat(some, len(inside))
+            parts.append(self.plans_of(kinds, inside, owner, np.tile(np.arange(len(inside)), len(some))))
+            owners.append(owner)
+        batch, owner = PlanBatch.concatenate(parts), np.concatenate(owners)
+        order = np.argsort(owner, kind="stable")
+        return batch.take(order), owner[order]
+
+    def _groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         rows = [self._group_rows(cell) for cell in cells]
         owner, values = _expanded(np.arange(len(cells)), rows, len(_GROUP))
         column = dict(zip(_GROUP, values.T, strict=True))
-        degrees = {
-            field.name: np.array([getattr(cell, field.name) for cell in cells], dtype=np.int64)[owner]
-            for field in fields(Cell)
-        }
+        degrees = {axis: np.array([getattr(cell, axis) for cell in cells], dtype=np.int64)[owner] for axis in _DEGREES}
         zeros = np.zeros(len(owner), dtype=np.int64)
         off = np.zeros(len(owner), dtype=np.bool_)
         batch = PlanBatch(
@@ -142,8 +231,7 @@ class Space:
         )
         return batch, owner
 
-    def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
-        """(the kinds of `groups`, for each the index of its group)."""
+    def _kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
         present, at = np.unique(owner, return_inverse=True)
         like, values = _expanded(at, [self._kind_rows(cells[cell]) for cell in present], len(_KIND))
         column = dict(zip(_KIND, values.T, strict=True))
@@ -151,40 +239,28 @@ class Space:
         gathers = column["sharding"] > SHARDINGS.index("none")
         return replace(groups.take(like), **column, param_gather_overlap=gathers), like
 
-    def layouts_of(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
-        """(a plan for every layout of every kind, for each the index of its kind); the rules are not asked yet."""
-        stages, at = np.unique(kinds.pp, return_inverse=True)
-        table: dict[tuple[int, ...], int] = {}
-        rows = [
-            np.array(
-                [(vp, kind, table.setdefault(layout, len(table))) for vp, kind, layout in self.layouts_on(int(pp))],
-                dtype=np.int64,
-            )
-            for pp in stages
-        ]
-        like, values = _expanded(at, rows, len(_LAYOUT))
-        vp, schedule, layout = values.T
-        # A number of layers that is no less than those of a chunk is the same plan as all of them.
-        number = kinds.recompute_num_layers[like]
-        longest = np.array([max(layers) for layers in table], dtype=np.int64)
-        distinct = np.flatnonzero((number == ALL_LAYERS) | (number < longest[layout]))
-        like = like[distinct]
-        plans = replace(kinds, layouts=tuple(table)).take(like)
-        return replace(plans, vp=vp[distinct], schedule=schedule[distinct], layout=layout[distinct]), like
+    def extremes(self, groups: PlanBatch) -> tuple[PlanBatch, PlanBatch, Ints]:
+        """(the plainest kinds, those of the leanest states, for each the index of its group).
 
-    def leanest(self, groups: PlanBatch) -> PlanBatch:
-        """`groups` with the states and the parts of layers that need least memory, whole layers aside."""
-        limits, size = self.limits, len(groups)
-        modules = 0
-        for recompute in limits.recomputes:
-            modules |= _recompute(recompute)[1]
-        return replace(
-            groups,
-            sharding=np.full(size, max(SHARDINGS.index(name) for name in limits.shardings)),
-            offload=np.full(size, max(OFFLOADS.index(name) for name in limits.offloads)),
-            recompute=np.full(size, RECOMPUTES.index("selective" if modules else "none")),
-            recompute_modules=np.full(size, modules),
-        )
+        Of every group one of both for every choice of recomputation.
+        """
+        stages, at = np.unique(groups.pp, return_inverse=True)
+        like, values = _expanded(at, [self._repeats(int(pp)) for pp in stages], len(_REPEATS))
+        plain = replace(groups.take(like), **dict(zip(_REPEATS, values.T, strict=True)))
+        sharding, offload = self._leanest_states(groups)
+        return plain, replace(plain, sharding=sharding[like], offload=offload[like]), like
+
+    def _leanest_states(self, groups: PlanBatch) -> tuple[Ints, Ints]:
+        """(the sharding, the offload) of each group that need least memory, of those that may be legal."""
+        first, like = groups.distinct(*_DEGREES)
+        some = groups.take(first)
+        sharding, offload = np.zeros_like(first), np.zeros_like(first)
+        for kind, place in product(self.limits.shardings, self.limits.offloads):
+            states = np.full_like(first, SHARDINGS.index(kind)), np.full_like(first, OFFLOADS.index(place))
+            one = replace(some, sharding=states[0], offload=states[1], param_gather_overlap=states[0] > 0)
+            lawful = legal_so_far(self.rules, self.setting, one, _KNOWN_OF_STATES)
+            sharding, offload = np.maximum(sharding, states[0] * lawful), np.maximum(offload, states[1] * lawful)
+        return sharding[like], offload[like]
 
     def plans(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         """(the legal plans of `cells`, for each the index of its cell); the plans of one cell stand together."""
@@ -267,22 +343,42 @@ class Space:
         orders = limits.rank_orders if cell.pp > 1 and cell.dp > 1 else limits.rank_orders[:1]
         return _group_rows(limits, cell.dp, cp_kinds, overlaps, orders)
 
-    def _kind_rows(self, cell: Cell) -> Ints:
+    def _states(self, cell: Cell) -> Ints:
+        """Every choice of sharding and offload: shape (choices, 2)."""
         limits, stage = self.limits, cell.tp * cell.cp * cell.dp
         has_experts = self.setting.model.moe is not None
         copies = cell.cp * cell.dp > 1 or (has_experts and stage > cell.ep * cell.etp)
+        replicates = cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard")
         # Without copies of a parameter sharding changes nothing, but that the host takes sharded optimizers only;
         # without sharding the split of dp changes nothing.
-        states = tuple(
-            (sharding, place)
+        rows = [
+            (SHARDINGS.index(sharding), OFFLOADS.index(place))
             for sharding in limits.shardings
             for place in limits.offloads
             if copies or sharding == limits.shardings[0] or (sharding == "zero1" and place == "optimizer")
-        )
-        if cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard"):
-            states = tuple((sharding, place) for sharding, place in states if sharding != "none")
-        longest = _longest_chunk(limits, self.setting.model, cell.pp)
-        return _kind_rows(limits.recomputes, states, longest)
+            if not (replicates and sharding == "none")
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+    def _repeats(self, pp: int) -> Ints:
+        """Every choice of recomputation but for the number of layers: shape (choices, 3).
+
+        Those of a number of layers stand with the least.
+        """
+        if pp not in self._choices:
+            longest = max((max(layers) for *_, layers in self.layouts_on(pp)), default=0)
+            kinds: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
+            for choice in sorted(map(_recompute, self.limits.recomputes), key=lambda each: each[2]):
+                # So many layers as the longest chunk has are all of them.
+                if choice[2] == ALL_LAYERS or choice[2] < longest:
+                    kinds.setdefault((choice[0], choice[1], choice[2] == ALL_LAYERS), choice)
+            self._choices[pp] = np.array(list(kinds.values()), dtype=np.int64).reshape(-1, 3)
+        return self._choices[pp]
+
+    def _kind_rows(self, cell: Cell) -> Ints:
+        states, repeats = self._states(cell), self._repeats(cell.pp)
+        rows = np.repeat(states, len(repeats), axis=0)
+        return np.column_stack([rows[:, 0], np.tile(repeats, (len(states), 1)), rows[:, 1]])
 
     def layouts_on(self, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """(chunks of a rank, schedule, layers of every chunk) of the layouts on so many stages."""
@@ -290,11 +386,8 @@ class Space:
 
     def _size(self, cell: Cell) -> int:
         """Plans of a cell, those left out in which a number of layers means all of a chunk's."""
-        numbers = self._kind_rows(cell)[:, _KIND.index("recompute_num_layers")]
-        longest = np.array([max(layers) for *_, layers in self.layouts_on(cell.pp)])
-        is_all = numbers == ALL_LAYERS
-        kept = is_all.sum() * len(longest) + (numbers[~is_all, None] < longest).sum()
-        return len(self._group_rows(cell)) * int(kept)
+        held = sum(len(self.inside(cell.pp, number)) for *_, number in self._repeats(cell.pp).tolist())
+        return len(self._group_rows(cell)) * len(self._states(cell)) * held
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> NDArray[np.bool_]:
         """Where the tokens of a rank can be shared out over its tensor-parallel group; tp = 3 rarely divides them."""
@@ -302,9 +395,9 @@ class Space:
         return (tp > 1) & divides & self.limits.sequence_parallel
 
     def _candidates(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        groups, owner = self.groups(cells)
-        kinds, of_group = self.kinds(cells, groups, owner)
-        batch, of_kind = self.layouts_of(kinds)
+        groups, owner = self._groups(cells)
+        kinds, of_group = self._kinds(cells, groups, owner)
+        batch, of_kind = self.plans_in(kinds)
         return batch, owner[of_group][of_kind]
 
 
@@ -320,14 +413,16 @@ def _expanded(which: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, In
 
 
 @lru_cache(maxsize=4096)
-def chunk_counts(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Interleaving degrees to consider: those that divide the layers of a rank.
+def chunk_counts(num_layers: int, pp: int, *, is_uneven: bool = False) -> tuple[int, ...]:
+    """Interleaving degrees to consider: those that divide the layers of a rank, or all where stages may be uneven.
 
     The layers of a rank are rounded up, and up once more with embedding and head counted as layers, as in Llama 3
     405B: 126 layers on 16 ranks are 8 a rank, and 8 chunks of which the first and the last have no layer.
     """
     if pp == 1:
         return (1,)
+    if is_uneven:
+        return tuple(range(1, (num_layers + 2) // pp + 1))
     per_rank = {-(-num_layers // pp), -(-(num_layers + 2) // pp)}
     return tuple(sorted({vp for layers in per_rank for vp in divisors(layers) if pp * vp <= num_layers + 2}))
 
@@ -350,8 +445,8 @@ def layouts(
                 found.append((whole[0] - before, *whole[1:-1], whole[-1] - behind))
 
     def usable(layout: tuple[int, ...]) -> bool:
-        ranks = (sum(layout[rank::pp]) for rank in range(pp))
-        return min(layout) >= 0 and all(layout[1:-1]) and all(ranks)
+        # Ranks of several chunks have one that is no end.
+        return min(layout) >= 0 and all(layout if vp == 1 else layout[1:-1])
 
     return tuple(dict.fromkeys(layout for layout in found if usable(layout)))
 
@@ -374,20 +469,10 @@ def _group_rows(
 
 
 @lru_cache(maxsize=4096)
-def _kind_rows(recomputes: tuple[str, ...], states: tuple[tuple[str, str], ...], longest: int) -> Ints:
-    """`longest` is how many layers a chunk has at most: so many are all of them."""
-    choices = [choice for choice in map(_recompute, recomputes) if choice[2] == ALL_LAYERS or choice[2] < longest]
-    rows = [
-        (SHARDINGS.index(sharding), *choice, OFFLOADS.index(place)) for sharding, place in states for choice in choices
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, len(_KIND))
-
-
-@lru_cache(maxsize=4096)
 def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     return tuple(
         (vp, SCHEDULES.index(schedule), layout)
-        for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp))
+        for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp, is_uneven=limits.fewer_at_ends > 1))
         if limits.admits("vp", vp)
         for layout in (
             (limits.split(model, pp),)
@@ -396,12 +481,6 @@ def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int,
         )
         for schedule in _schedules(limits, pp, vp)
     )
-
-
-@lru_cache(maxsize=4096)
-def _longest_chunk(limits: Limits, model: ModelSpec, pp: int) -> int:
-    """Most layers of a chunk, in all layouts on so many stages."""
-    return max((max(layers) for *_, layers in _layouts(limits, model, pp)), default=0)
 
 
 def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from autoplan.cli import app
+from autoplan.cli import make_app
 from autoplan.cli.objectives import parse_sizes, parse_tokens
 from autoplan.errors import AutoplanError, InputError
 from autoplan.files import decode
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> None:
-    app([arguments[0], "llama.json", *arguments[1:]], standalone_mode=False, obj={})
+    make_app()([arguments[0], "llama.json", *arguments[1:]], standalone_mode=False, obj={})
 
 
 def plan_file() -> PlanFile:
@@ -63,7 +63,7 @@ def test_the_cheapest_size_for_a_deadline(folder: Path, capsys: pytest.CaptureFi
     assert file.cluster.num_nodes == file.run.best.num_nodes
     figures = file.run.best.figures
     assert figures.cost == pytest.approx(2.5 * (figures.device_hours or 0))
-    app(["estimate", "plan.json", "--json"], standalone_mode=False, obj={})
+    make_app()(["estimate", "plan.json", "--json"], standalone_mode=False, obj={})
     assert json.loads(capsys.readouterr().out)["best"]["step_s"] == pytest.approx(file.best.step_s)
 
 

@@ -23,7 +23,7 @@ def answer(folder: Path, *arguments: str) -> dict[str, object]:
     done = run(folder, *SEARCH, *arguments, "--force")
     assert done.returncode == 0, done.stderr
     plan = json.loads((folder / "plan.json").read_text())
-    return {name: plan[name] for name in ("best", "alternatives", "certificate")}
+    return {name: plan[name] for name in ("best", "alternatives", "certificate", "run")}
 
 
 def test_workers_and_storages_change_nothing_but_the_time(folder: Path) -> None:
@@ -34,6 +34,19 @@ def test_workers_and_storages_change_nothing_but_the_time(folder: Path) -> None:
     assert other.returncode == 1
     assert other.stderr.startswith("autoplan: study mine is about something else (problem ")
     assert other.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--objective", "cost-per-token", "--price", "2", "--nodes", "1,2"),
+        ("--objective", "step-time", "--objective", "memory-headroom"),
+    ],
+)
+def test_objectives_are_shared_too(folder: Path, asked: tuple[str, ...]) -> None:
+    alone = answer(folder, *asked)
+    assert alone["run"]
+    assert answer(folder, *asked, "--workers", "2", "--storage", "journal", "--study", "mine") == alone
 
 
 def test_a_password_is_neither_printed_nor_written(folder: Path) -> None:
@@ -59,7 +72,7 @@ def test_a_sampler_says_what_it_leaves_open(folder: Path) -> None:
     [
         (("--study", "mine"), "--study mine needs --storage"),
         (("--workers", "0"), "--workers must be from 1 to 256, got 0"),
-        (("--workers", "2", "--objective", "cost-per-token"), "are searched by one process"),
+        (("--sampler", "tpe", "--objective", "step-time"), "--sampler tpe is for step times on one cluster"),
         (("--workers", "2", "--cluster", "h100-sxm:1x8+a100-sxm:1x8"), "mixed clusters are searched by one process"),
     ],
 )

@@ -1,23 +1,20 @@
-"""Are the scripts for Megatron-LM right word by word, inert whatever the names, and accepted by its own parser?"""
+"""Are the scripts for Megatron-LM right word by word, and inert whatever the names?"""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from autoplan.errors import InputError
-from autoplan.export.launcher import Launcher, comment, launch_script, node_shape, safe_name
+from autoplan.export.job import File
+from autoplan.export.launcher import launch_files
 from autoplan.export.megatron_lm import megatron_lm_arguments, pipeline_layout
+from autoplan.export.names import Launcher
 from autoplan.export.targets import job_of
 from autoplan.framework import Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
@@ -26,6 +23,7 @@ from autoplan.result import PLAN_FILE_VERSION, PlanFile, RankedPlan
 from autoplan.timing import Calibration
 from autoplan.training import Attention, TrainingSpec
 from autoplan.units import GIB
+from launched import launched
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron_lm"
 
@@ -195,8 +193,15 @@ EXPORTS: dict[str, tuple[PlanFile, Launcher]] = {
 }
 
 
+def files_of(name: str) -> tuple[File, ...]:
+    plan_file, launcher = EXPORTS[name]
+    return launch_files(plan_file, job_of(plan_file, "megatron-lm"), launcher)
+
+
 def export_megatron_lm(plan_file: PlanFile, launcher: Launcher) -> str:
-    return launch_script(plan_file, job_of(plan_file, "megatron-lm"), launcher)
+    """The script of the nodes."""
+    files = launch_files(plan_file, job_of(plan_file, "megatron-lm"), launcher)
+    return next(file.text for file in files if file.name == "launch.sh")
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -219,165 +224,35 @@ def test_a_script_is_bash(name: str) -> None:
 
 # -- what the launchers receive ---------------------------------------------------------------------------------------
 
-RECORD = '#!/bin/bash\nprintf "%s\\0" "${0##*/}" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@" >>"$RECORDED"\n'
-STANDINS = {
-    "torchrun": RECORD,
-    "srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n',
-    "scontrol": "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n",
-    "hostname": "#!/bin/bash\nprintf 'node7\\n'\n",
-}
-
-
-def launched(tmp_path: Path, script: str, *words: str, **variables: str) -> list[str]:
-    """The words with which the script starts torchrun, its CUDA_DEVICE_MAX_CONNECTIONS first."""
-    stand_ins = tmp_path / "stand-ins"
-    stand_ins.mkdir()
-    for name, text in STANDINS.items():
-        (stand_ins / name).write_text(text)
-        (stand_ins / name).chmod(0o755)
-    recorded = tmp_path / "recorded"
-    environment = {
-        "PATH": f"{stand_ins}:/usr/bin:/bin",
-        "RECORDED": str(recorded),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_NODEID": "1",
-        "SLURM_PROCID": "2",
-        **variables,
-    }
-    place = tmp_path / "script.sh"
-    place.write_text(script)
-    work = tmp_path / "work"
-    work.mkdir()
-    result = subprocess.run(
-        ["bash", str(place), *words], env=environment, cwd=work, capture_output=True, text=True, check=False
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert list(work.iterdir()) == []
-    program, *rest = recorded.read_text().split("\0")[:-1]
-    assert program == "torchrun"
-    return rest
-
 
 def test_torchrun_receives_exactly_the_words_of_the_plan(tmp_path: Path) -> None:
-    plan_file, launcher = EXPORTS["dense"]
-    words = launched(
-        tmp_path, export_megatron_lm(plan_file, launcher), "--lr", "a b", MEGATRON_LM_DIR="/opt/my megatron"
-    )
+    words = launched(tmp_path, files_of("dense"), "--lr", "a b", MEGATRON_LM_DIR="/opt/my megatron")
     one_queue, *command = words
     assert one_queue == "1"
     assert command[:8] == ["--nnodes", "1", "--nproc-per-node", "8", "--node-rank", "0", "--master-addr", "127.0.0.1"]
     assert command[8:11] == ["--master-port", "29500", "/opt/my megatron/pretrain_gpt.py"]
-    arguments = megatron_lm_arguments(plan_file)
+    arguments = megatron_lm_arguments(EXPORTS["dense"][0])
     assert command[11 : 11 + len(arguments)] == arguments
     rest = command[11 + len(arguments) :]
     assert rest[-4:] == ["--train-iters", "100", "--lr", "a b"]
     assert "--mock-data" in rest
 
 
-def test_slurm_gives_every_node_its_rank_and_the_first_node_as_master(tmp_path: Path) -> None:
-    plan_file, launcher = EXPORTS["slurm"]
-    words = launched(tmp_path, export_megatron_lm(plan_file, launcher))
-    expected = "1 --node-rank 1 --nnodes 32 --nproc-per-node 8 --master-addr node7 --master-port 29500"
-    assert words[:11] == expected.split()
-    assert words[12 : 12 + len(megatron_lm_arguments(plan_file))] == megatron_lm_arguments(plan_file)
-
-
-@pytest.mark.parametrize("name", ["placed", "placed_slurm"])
-def test_a_placed_plan_numbers_the_nodes_in_its_order(tmp_path: Path, name: str) -> None:
-    words = launched(tmp_path, export_megatron_lm(*EXPORTS[name]), TMPDIR=str(tmp_path))
-    at = words.index("--node-rank")
-    assert words[at : at + 2] == ["--node-rank", "2"]  # node7 is the third
-    assert "--master-addr node8 --master-port 29500" in " ".join(words)
-    assert "--use-tp-pp-dp-mapping" in words
-    if name == "placed_slurm":
-        (listed,) = tmp_path.glob("tmp.*")
-        assert listed.read_text() == "node8\nnode6\nnode7\nnode9\n"
-
-
-def test_a_node_that_is_not_of_the_plan_has_no_rank(tmp_path: Path) -> None:
-    script = export_megatron_lm(*EXPORTS["placed"]).replace("hostname -s", "echo node5")
-    result = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, env={"PATH": "/bin"})
-    assert result.returncode != 0
-    assert "NODE_RANK: this node is not in the list of hosts" in result.stderr
-
-
-def test_a_node_whose_name_is_no_host_name_is_refused() -> None:
-    hostile = replace(LISTED, nodes=(NodeGroup(names=("a;b", "c", "d", "e"), switches=("a",)),))
-    plan = replace(PLACED.best.plan, placement=None)
-    with pytest.raises(InputError, match="'a;b' is no host name"):
-        export_megatron_lm(replace(PLACED, cluster=hostile, best=replace(PLACED.best, plan=plan)), "slurm")
+def test_a_placed_plan_takes_its_ranks_in_its_order(tmp_path: Path) -> None:
+    assert "--use-tp-pp-dp-mapping" in launched(tmp_path, files_of("placed"))
 
 
 def test_data_of_the_environment_replaces_the_mock_data(tmp_path: Path) -> None:
     data = "--data-path corpus_text_document --tokenizer-type HuggingFaceTokenizer"
-    words = launched(tmp_path, export_megatron_lm(*EXPORTS["dense"]), DATA_ARGS=data)
+    words = launched(tmp_path, files_of("dense"), DATA_ARGS=data)
     assert "--mock-data" not in words
     assert words[-6:-2] == data.split()
 
 
 def test_fsdp_unsets_the_single_queue(tmp_path: Path) -> None:
-    script = export_megatron_lm(*EXPORTS["fsdp"])
-    words = launched(tmp_path, script, CUDA_DEVICE_MAX_CONNECTIONS="1", MASTER_ADDR="node7", NODE_RANK="1")
+    files = files_of("fsdp")
+    words = launched(tmp_path, files, CUDA_DEVICE_MAX_CONNECTIONS="1", MASTER_ADDR="node7", NODE_RANK="1")
     assert words[0] == ""
-    assert words[5:9] == ["--node-rank", "1", "--master-addr", "node7"]
-
-
-def test_several_nodes_need_the_address_of_the_first(tmp_path: Path) -> None:
-    script = export_megatron_lm(*EXPORTS["fsdp"])
-    result = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, env={"PATH": "/bin"})
-    assert result.returncode != 0
-    assert "MASTER_ADDR: must be set" in result.stderr
-
-
-HOSTILE = "x'\"; touch pwned $(touch pwned) `touch pwned` \\"
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_hostile_names_stay_inert(tmp_path: Path, launcher: Launcher) -> None:
-    tame = plan_file_of(LLAMA_8B, tp=2, sp=True, dp_shard=4)
-    line = f"{HOSTILE}\ntouch pwned\r\n#SBATCH --uid=0\u2028touch pwned"
-    device = replace(tame.cluster.device, name=HOSTILE)  # a name of several lines is refused
-    hostile = replace(
-        tame,
-        command=line,
-        versions={line: line},
-        model=replace(tame.model, name=HOSTILE),
-        cluster=replace(tame.cluster, name=HOSTILE, device=device),
-        framework=replace(tame.framework, name=line),
-        calibration=replace(tame.calibration, name=line),
-    )
-    script = export_megatron_lm(hostile, launcher)
-    (tmp_path / "tame").mkdir()
-    (tmp_path / "hostile").mkdir()
-    assert launched(tmp_path / "hostile", script) == launched(tmp_path / "tame", export_megatron_lm(tame, launcher))
-    assert len(script.splitlines()) == len(export_megatron_lm(tame, launcher).splitlines())
-    assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == (
-        ["#SBATCH --job-name=x-touch-pwned-touch-pwned-touch-pwned", *SBATCH] if launcher == "slurm" else []
-    )
-
-
-SBATCH = [
-    "#SBATCH --nodes=1",
-    "#SBATCH --ntasks-per-node=1",
-    "#SBATCH --gpus-per-node=8",
-    "#SBATCH --exclusive",
-    "#SBATCH --distribution=block",
-]
-
-
-@given(st.text())
-def test_no_text_leaves_its_comment(text: str) -> None:
-    assert len(comment(text).splitlines()) == 1
-    assert comment(text).startswith("# ")
-
-
-@given(st.text())
-def test_a_job_name_is_harmless(text: str) -> None:
-    name = safe_name(text)
-    assert 0 < len(name) <= 48
-    assert all(character.isascii() and (character.isalnum() or character in "._-") for character in name)
-    assert not name.startswith(("-", "."))
 
 
 # -- single decisions -------------------------------------------------------------------------------------------------
@@ -423,16 +298,8 @@ def test_blackwell_needs_no_single_queue() -> None:
         assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1" in script) is exported
 
 
-def test_a_plan_smaller_than_a_node_uses_part_of_it() -> None:
-    assert node_shape(cluster_of(4), 2) == (1, 2)
-    assert node_shape(cluster_of(4), 32) == (4, 8)
-    for num_devices in (12, 40):
-        with pytest.raises(InputError):
-            node_shape(cluster_of(4), num_devices)
-
-
 REFUSED: dict[str, tuple[PlanFile, str]] = {
-    "gpipe": (plan_file_of(LLAMA_8B, pp=8, schedule="gpipe"), "schedule 'gpipe' does not exist"),
+    "gpipe": (plan_file_of(LLAMA_8B, pp=8, schedule="gpipe"), "no schedule 'gpipe': plan and export for torchtitan"),
     "a broken rule": (plan_file_of(LLAMA_8B, dp_shard=8, global_batch=63), "must be divisible by micro_batch"),
     "alibi": (plan_file_of(replace(LLAMA_8B, position_embedding="alibi"), dp_shard=8), "alibi"),
     "hybrid": (plan_file_of(replace(LLAMA_8B, layer_pattern="*-" * 16), dp_shard=8), "layer_pattern"),
@@ -453,107 +320,3 @@ def test_what_cannot_be_expressed_is_refused_in_one_line(case: str) -> None:
         export_megatron_lm(plan_file, "torchrun")
     assert says in str(error.value)
     assert "\n" not in str(error.value)
-
-
-# -- Megatron-LM's own parser -----------------------------------------------------------------------------------------
-
-# Runs in its own process, with a stand-in for triton, which needs no GPU to be imported here, and a device of the
-# given architecture.  Reads [[world size, architecture, environment, words], ...], writes what the parser made of them.
-PARSER = """
-import importlib.abc, importlib.machinery, json, os, sys, types, typing
-import typing_extensions
-typing.override = getattr(typing, "override", typing_extensions.override)
-import torch, torch.utils.flop_counter
-from torch.utils import _triton
-_triton.has_triton_package(), getattr(_triton, "has_triton", bool)()
-
-class Names(type):
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-class Anything(types.ModuleType):
-    __path__, __version__ = [], "3.4.0"
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        inside = {"__init__": lambda *words, **named: None, "__class_getitem__": classmethod(lambda cls, key: cls)}
-        return Names(name, (), inside) if name[0].isupper() else Anything(name)
-    def __call__(self, *words, **named):
-        return words[0] if words and callable(words[0]) else lambda function: function
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
-    def create_module(self, spec):
-        return Anything(spec.name)
-    def exec_module(self, module):
-        pass
-
-sys.meta_path.append(Finder())
-sys.path.insert(0, os.environ["MEGATRON_LM_DIR"])
-import megatron.core.utils
-from packaging.version import Version
-megatron.core.utils._te_version = Version("2.14.0")
-import megatron.training.arguments as arguments
-out = sys.stdout
-sys.stdout = sys.stderr
-answers = []
-for world, architecture, environment, words in json.load(sys.stdin):
-    torch.cuda.get_device_capability = lambda *_: (architecture, 0)
-    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=architecture, minor=0)
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-    os.environ.update(environment, RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world))
-    sys.argv = ["pretrain_gpt.py", *words]
-    args = arguments.validate_args(arguments.parse_args())
-    kept = {key: value for key, value in vars(args).items() if isinstance(value, (bool, int, float, str, list))}
-    answers.append(json.loads(json.dumps(kept, default=str)))
-json.dump(answers, out)
-"""
-
-EXPECTED: dict[str, dict[str, Any]] = {
-    "dense": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_query_groups": 8, "bf16": True},
-    "gpt3_interleaved": {"virtual_pipeline_model_parallel_size": 6, "add_bias_linear": True, "swiglu": False},
-    "latent_experts": {"moe_layer_freq": [0] * 3 + [1] * 58, "expert_model_parallel_size": 32, "fp8": "hybrid"},
-    "uneven": {"pipeline_model_parallel_size": 16, "data_parallel_size": 4},
-    "slurm": {"num_distributed_optimizer_instances": 2, "data_parallel_size": 16},
-    "fsdp": {"data_parallel_sharding_strategy": "optim_grads_params", "use_megatron_fsdp": True},
-    "placed": {"use_tp_pp_dp_mapping": True},
-    "placed_slurm": {"use_tp_pp_dp_mapping": True},
-    "windows_and_sinks": {"window_attn_skip_freq": 2, "softmax_type": "learnable", "cp_comm_type": ["a2a"]},
-}
-
-
-def test_megatron_parses_and_validates_what_is_exported() -> None:
-    checkout = os.environ.get("MEGATRON_LM_DIR")
-    if not checkout or not (Path(checkout) / "megatron" / "training" / "arguments.py").is_file():
-        pytest.skip("MEGATRON_LM_DIR does not name a checkout of Megatron-LM")
-    pytest.importorskip("torch")
-    asked = []
-    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--train-iters", "100", "--lr", "1e-4"]
-    for plan_file, launcher in EXPORTS.values():
-        queue = "export CUDA_DEVICE_MAX_CONNECTIONS=1" in export_megatron_lm(plan_file, launcher)
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if queue else {}
-        asked.append([plan_file.best.plan.num_devices, 9, environment, megatron_lm_arguments(plan_file) + data])
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PARSER],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "MEGATRON_LM_DIR": checkout},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    for name, parsed in zip(EXPORTS, json.loads(result.stdout), strict=True):
-        plan, model = EXPORTS[name][0].best.plan, EXPORTS[name][0].model
-        expected = EXPECTED[name] | {
-            "num_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "vocab_size": model.vocab_size,
-            "global_batch_size": plan.global_batch,
-            "context_parallel_size": plan.cp,
-            "data_parallel_size": plan.dp,
-            "untie_embeddings_and_output_weights": not model.tied_embeddings,
-        }
-        assert {key: parsed.get(key) for key in expected} == expected, name

@@ -62,7 +62,7 @@ def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Pat
     assert done.returncode == 0, done.stderr
     assert "2.04 s a step on h100-sxm" in done.stdout
     assert "memory, fullest rank" in done.stdout
-    assert "2.0 GiB" in done.stdout
+    assert "2.15 GB" in done.stdout
     assert "in the log of Megatron-LM" in " ".join(done.stdout.split())
     assert_gone(pids)
     held = json.loads(out.read_text())

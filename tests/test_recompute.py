@@ -110,8 +110,8 @@ def test_a_number_of_layers_is_repeated_at_the_head_of_every_chunk() -> None:
 
 def test_repeated_layers_follow_the_kinds_of_layers_in_a_chunk() -> None:
     """Chunks of two layers of a model whose first layer is dense: of chunk 0 the dense one is repeated."""
-    blocks = chunk_blocks(LATENT, (2, 2), 1)
-    assert {kind: (list(all_), list(again)) for kind, (all_, again) in blocks.items()} == {
+    blocks = chunk_blocks(LATENT, np.array([[2, 2]]), np.array([1]))
+    assert {kind: (all_[0].tolist(), again[0].tolist()) for kind, (all_, again) in blocks.items()} == {
         Block.ATTENTION: ([2, 2], [1, 1]),
         Block.MLP: ([1, 0], [1, 0]),
         Block.MOE: ([1, 2], [0, 1]),

@@ -68,6 +68,8 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (MOE, plan_of(tp=2, ep=2, etp=2, dp_shard=2), 4096, "set etp to 1"),
             (replace(DENSE, ffn_size=4104), plan_of(precision="fp8"), 4096, "fp8 needs the widths"),
             (DENSE, plan_of(precision="mxfp8"), 4104, "mxfp8 needs the 4104 tokens"),
+            (replace(DENSE, ffn_size=14400), plan_of(precision="nvfp4"), 4096, "divisible by 128, with tp 1"),
+            (replace(MOE, num_mtp_layers=1), plan_of(pp=2), 4096, "multi-token prediction with pp 2 and cp 1"),
         ),
     ),
     "pytorch-fsdp": (
@@ -109,6 +111,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (replace(DENSE, ffn_size=4098), plan_of(tp=4), 4096, "ffn_size 4098 must be divisible by tp 4"),
             (DENSE, plan_of(sp=True), 4096, "sp needs tp > 1"),
             (DENSE, plan_of(tp=4, sp=True), 4098, "with sp, seq_len 4098 must be divisible by tp 4"),
+            (DENSE, plan_of(tp=4, tp_overlap=True), 4096, "tp_overlap needs sp"),
             (DENSE, plan_of(cp=2), 4096, "cp 2: a run does not start"),
             (MOE, plan_of(ep=2, dp_shard=2), 4096, "ep 2: a run does not start"),
             (MOE, plan_of(etp=2, dp_shard=2), 4096, "etp 2: experts are whole"),
@@ -242,7 +245,7 @@ def test_a_batch_holds_no_dualpipe_that_its_micro_batches_do_not_fill() -> None:
 def test_the_rules_name_their_places() -> None:
     for book in BOOKS.values():
         for rule in own_rules(book):
-            assert rule.source == universal.SOURCE or re.search(r"\.(py|md)\b|torchao", rule.source), rule.source
+            assert rule.source == universal.SOURCE or re.search(r"\.(py|md|yaml)\b|torchao", rule.source), rule.source
 
 
 def test_every_preset_has_rules_or_says_that_they_are_unknown() -> None:

@@ -122,7 +122,9 @@ def test_a_deadline_holds_for_objectives_that_are_not_of_time() -> None:
 
 
 def test_what_cannot_be_done_is_said_with_the_nearest() -> None:
-    with pytest.raises(NoPlanError, match=r"deadline is 1.00 d, the fastest size \(6 nodes\) takes .* d or more"):
+    with pytest.raises(
+        NoPlanError, match=r"deadline is 1.00 d, the fastest size \(6 nodes\) takes .* d or more: give more nodes"
+    ):
         chosen("devices", run=Run(tokens=1e12, deadline_s=86400.0))
     with pytest.raises(NoPlanError, match=r"10 device hours, the size that needs least .* takes .* or more"):
         chosen("step-time", run=Run(tokens=1e12, device_hours=10.0))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from autoplan.cluster import SwitchTier
 from autoplan.errors import InputError
@@ -18,8 +19,8 @@ from autoplan.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
-from autoplan.rules import Rulebook, Setting, legal, megatron_lm, nanotron, torchtitan
-from autoplan.rules.books import book_of
+from autoplan.rules import Rule, Rulebook, Setting, legal, legal_so_far, megatron_lm, nanotron, torchtitan
+from autoplan.rules.books import BOOKS, book_of
 from autoplan.rules.megatron_lm import RULES
 from autoplan.training import TrainingSpec
 from search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_wishes
@@ -143,6 +144,51 @@ def test_enumeration_equals_brute_force(
     assert len(expected) > 50
 
 
+@pytest.mark.parametrize("book", [BOOKS[name] for name in BOOKS if name != "unknown"])
+@pytest.mark.parametrize(("model", "devices"), [(DENSE, 12), (MOE, 8)])
+def test_what_is_turned_down_early_holds_no_legal_plan(book: Rulebook, model: ModelSpec, devices: int) -> None:
+    limits = Limits(
+        global_batches=(12,),
+        most=(("tp", 8), ("cp", 2), ("micro_batch", 2)),
+        shard_domains=(4,) if book.shards_over_part else (),
+        recomputes=("none", "full", *(("full:1", "full:2") if book.repeats_some_layers else ())),
+        shardings=book.words("sharding"),
+        schedules=book.words("schedule"),
+        offloads=("none", "optimizer"),
+        split=book.split,
+    )
+    space = replace(space_of(model, devices, limits), rules=book.rules)
+    cells = space.cells()
+    groups, owner = space.groups(cells)
+    kinds, _ = space.kinds(cells, groups, owner)
+    plans, _ = space.plans_in(kinds)
+    plans = plans.take(legal(book.rules, space.setting, plans))
+    expected = enumerated(space)
+    assert {plans.plan(at) for at in range(len(plans))} == set(expected)
+    assert len(plans) == len(expected) > 50
+    assert space.size(cells) == len(space.candidates(cells))
+    unasked = replace(space, rules=())
+    assert len(kinds) < len(unasked.kinds(cells, *unasked.groups(cells))[0])
+
+
+def test_a_rule_is_asked_early_if_all_that_it_looks_at_is_known() -> None:
+    plans = [ParallelPlan(global_batch=8, tp=tp, dp_shard=8 // tp) for tp in (1, 2, 4, 8)]
+    batch = PlanBatch.of(plans, DENSE.num_layers)
+
+    def rule(holds: Callable[[Setting, PlanBatch], NDArray[np.bool_]]) -> Rule:
+        return Rule(source="", holds=holds, says=lambda s, p: "")
+
+    few = rule(lambda s, b: b.num_microbatches <= 2)  # 1, 2, 4 and 8 of them
+    rules = (few, rule(lambda s, b: b.vp > 1), rule(lambda s, b: (b.tp < 2) | ~b.repeats("mlp") & (b.schedule > 0)))
+    setting = space_of(DENSE, 8, Limits(global_batches=(8,))).setting
+    of_counts = frozenset(("tp", "dp_replicate", "dp_shard", "global_batch", "micro_batch"))
+    assert legal_so_far(rules, setting, batch, of_counts).tolist() == [True, True, False, False]
+    assert legal_so_far(rules, setting, batch, of_counts - {"tp", "dp_shard"}).all()
+    of_all = of_counts | {"recompute_modules", "schedule"}
+    assert legal_so_far(rules, setting, batch, of_all).tolist() == [True, False, False, False]
+    assert not legal_so_far(rules, setting, batch, of_counts | {"vp"}).any()
+
+
 def test_every_plan_uses_all_devices_and_belongs_to_its_cell() -> None:
     space = space_of(DENSE, 24, Limits(global_batches=(48,), shard_domains=(8,)))
     cells = space.cells()
@@ -177,9 +223,16 @@ def test_layers_of_llama_405b_on_sixteen_ranks_are_those_that_meta_used() -> Non
     assert (7, *[8] * 14, 7) in ranks
 
 
+def test_uneven_stages_have_any_number_of_chunks() -> None:
+    """61 layers are a prime number: on 4 ranks 15 chunks of one layer each are as even as it gets."""
+    assert 15 not in chunk_counts(61, 4)
+    assert chunk_counts(61, 4, is_uneven=True) == tuple(range(1, 16))
+    assert chunk_counts(61, 1, is_uneven=True) == (1,)
+
+
 @given(st.integers(1, 130), st.integers(1, 24), st.integers(0, 2))
 def test_layouts_place_every_layer_and_leave_no_rank_empty(num_layers: int, pp: int, mtp: int) -> None:
-    for vp in chunk_counts(num_layers, pp):
+    for vp in chunk_counts(num_layers, pp, is_uneven=bool(num_layers % 2)):
         for layout in layouts(num_layers, pp, vp, mtp):
             assert len(layout) == pp * vp
             assert sum(layout) == num_layers

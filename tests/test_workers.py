@@ -25,6 +25,7 @@ from autoplan.problem import Problem
 from autoplan.result import SearchResult
 from search import study
 from search.findings import FITS, KEPT, Findings
+from search.front import Front, _Field, search_front
 from search.ledger import Block, BlockOutcome, CellOutcome, Ledger, Told
 from search.ranking import seconds_per_sequence
 from search.space import Space
@@ -95,7 +96,7 @@ def test_eight_workers_of_whom_two_are_killed_come_to_one_certificate(
         results.put(searched(*asked, shared=shared))
 
     with monkeypatch.context() as patch:
-        patch.setattr("search.study._price_block", lambda *args: hang(args[4], claimed))
+        patch.setattr("search.study.price_block", lambda *args: hang(args[3], claimed))
         victims = [FORK.Process(target=work) for _ in range(2)]
         for victim in victims:
             victim.start()
@@ -115,6 +116,64 @@ def test_eight_workers_of_whom_two_are_killed_come_to_one_certificate(
     assert sum(trial.state == TrialState.FAIL for trial in trials) >= len(victims)
 
 
+def run_until(target: Callable[[], object], claimed: multiprocessing.synchronize.Semaphore) -> None:
+    """`target` in a process of its own, which is killed once it has claimed a block that it does not finish."""
+    victim = FORK.Process(target=target)
+    victim.start()
+    assert claimed.acquire(timeout=20.0)
+    assert victim.pid
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+
+
+def test_a_search_resumes_after_its_only_process_was_killed(
+    asked: tuple[Problem, Space], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, shared = searched(*asked), Shared(url=url, name=NAME, grace_s=GRACE_S)
+    price_block, priced, claimed = study.price_block, [], FORK.Semaphore(0)
+
+    def price_two(*args: Any) -> BlockOutcome:
+        priced.append(args[3])
+        return price_block(*args) if len(priced) <= 2 else hang(args[3], claimed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("search.study.price_block", price_two)
+        run_until(lambda: searched(*asked, shared=shared), claimed)
+    left = [trial.state for trial in trials_of(url)]
+    assert left.count(TrialState.RUNNING) == 1
+    assert searched(*asked, shared=shared) == expected
+    trials = trials_of(url)
+    check_trials(trials, expected)
+    assert sum(trial.state == TrialState.FAIL for trial in trials) == 1
+    done_before = sum(state == TrialState.COMPLETE for state in left)
+    assert done_before > 0, "what the killed one had told is kept"
+
+
+def test_a_front_is_the_same_for_any_number_of_workers_of_whom_one_is_killed(
+    asked: tuple[Problem, Space], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("search.front.BLOCK_KINDS", 16)
+    monkeypatch.setattr("search.front.FIRST_KINDS", 32)
+    front = partial(search_front, measures=("time", "memory"))
+    expected = front(*asked)
+    shared = Shared(url=str(tmp_path / "journal"), name=NAME, grace_s=GRACE_S)
+    assert front(*asked, shared=replace(shared, name="alone")) == expected
+    price, claimed = _Field.price, FORK.Semaphore(0)
+
+    def price_first(field: _Field, block: Block, known: Front) -> BlockOutcome:
+        return price(field, block, known) if block.round == 1 else hang(block, claimed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("search.front._Field.price", price_first)
+        run_until(lambda: front(*asked, shared=shared), claimed)
+    with helped(lambda: front(*asked, shared=shared), 2):
+        assert front(*asked, shared=shared) == expected
+    trials = trials_of(shared.url)
+    check_trials(trials, expected)
+    assert sum(trial.state == TrialState.FAIL for trial in trials) == 1
+    assert len({trial.user_attrs["block"]["round"] for trial in trials if "block" in trial.user_attrs}) > 1
+
+
 def test_one_and_three_workers_come_to_the_same_answer(asked: tuple[Problem, Space], url: str) -> None:
     expected = searched(*asked)
     alone, many = Shared(url=url, name="alone"), Shared(url=url, name=NAME)
@@ -130,15 +189,15 @@ def test_an_interrupted_search_resumes_and_prices_the_rest_only(
 ) -> None:
     """An interrupt while the third block is priced; then a second run, and a third that has nothing left to do."""
     expected, shared = searched(*asked), Shared(url=url, name=NAME)
-    price_block, priced, stop_at = study._price_block, [], 2
+    price_block, priced, stop_at = study.price_block, [], 2
 
     def counting(*args: Any) -> BlockOutcome:
         if len(priced) == stop_at:
             signal.raise_signal(signal.SIGINT)
-        priced.append(args[4])
+        priced.append(args[3])
         return price_block(*args)
 
-    monkeypatch.setattr(study, "_price_block", counting)
+    monkeypatch.setattr(study, "price_block", counting)
     with pytest.raises(KeyboardInterrupt):
         searched(*asked, shared=shared)
     assert all(trial.state != TrialState.RUNNING for trial in trials_of(url))
@@ -271,8 +330,8 @@ def test_a_worker_that_was_lost_while_it_put_up_a_round_is_replaced(asked: tuple
             0,
             TrialState.WAITING,
             user_attrs={
-                "block": {"wanted": 0, "best": 1.0, "cells": [0, 1]},
-                "round": [{"wanted": 0, "best": 1.0, "cells": [0, 1]}, {"wanted": 0, "best": 1.0, "cells": [2]}],
+                "block": {"wanted": 0, "best": 1.0, "cells": [0, 1], "round": 0},
+                "round": [{"wanted": 0, "best": 1.0, "cells": cells, "round": 0} for cells in ([0, 1], [2])],
             },
         )
     )

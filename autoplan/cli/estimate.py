@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.inputs import (
+    AsOption,
     AttentionOption,
     CalibrationOption,
     DbOption,
@@ -20,7 +21,9 @@ from autoplan.cli.inputs import (
     PrecisionOption,
     QuietOption,
     ReserveOption,
+    SetOption,
     TimingsOption,
+    is_typed,
     whole_number,
 )
 from autoplan.errors import InputError, NoPlanError
@@ -34,13 +37,24 @@ RECOMPUTE_HELP = (
     "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
 )
 BESIDE_A_PLAN_FILE = ("model", "memory", "out", "force", "json", "quiet", "url")
+BESIDE_A_LAUNCH_FILE = (
+    *BESIDE_A_PLAN_FILE,
+    *("launch_file", "variables", "target", "cluster", "global_batch", "seq_len", "precision", "attention"),
+    *("framework", "calibration", "timings", "reserve_memory"),
+)
 
 
 def estimate(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|PLAN", help="As for search; or a plan.json, which is priced again as it is.")
-    ],
+        str | None,
+        typer.Argument(metavar="MODEL|PLAN", help="As for search; or a plan.json, which is priced again as it is."),
+    ] = None,
+    launch_file: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="A launch file, whose plan is priced as it is.")
+    ] = None,
+    variables: SetOption = None,
+    target: AsOption = None,
     cluster: Annotated[str | None, typer.Option(metavar="CLUSTER", help="As for search.")] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
@@ -91,35 +105,49 @@ def estimate(
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, whole_url
     from autoplan.cli.mixed import estimate_saved, is_mixed
-    from autoplan.cli.planfile import encode, is_plan_file, make_plan_file, read_plan
-    from autoplan.files import decode, write_text
+    from autoplan.cli.planfile import is_plan_file, make_plan_file, read_plan
+    from autoplan.files import decode, encode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
     from autoplan.rules.books import book_of
 
     if out is not None:
         check_output(out, force=force)
-    if is_mixed(Path(model)):
-        _check_alone(context)
+    if model is not None and is_mixed(Path(model)):
+        _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
         estimate_saved(Path(model), json=json)
         return
-    if is_plan_file(Path(model)):
-        _check_alone(context)
+    flags = TrainingFlags(
+        model=model or "",
+        cluster=cluster or "",
+        seq_len=seq_len or 0,
+        precision=precision,
+        attention=attention,
+        framework=framework,
+        reserve_memory=reserve_memory,
+        calibration=calibration,
+        timings=timings,
+        db=whole_url(context, url),
+    )
+    if launch_file is not None:
+        from autoplan.cli.today import start_from
+        from autoplan.read.cluster import load_cluster
+
+        _check_alone(context, BESIDE_A_LAUNCH_FILE, "the plan of a launch file is priced as it is")
+        if cluster is None:
+            raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
+        typed = {name for name in context.params if is_typed(context, name)}
+        batch = None if global_batch is None else str(global_batch)
+        place = load_cluster(cluster)
+        started = start_from(launch_file, flags, batch, place, typed=typed, variables=variables, target=target)
+        problem, plan = make_problem(started.flags), started.plan
+    elif model is None:
+        context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
+    elif is_plan_file(Path(model)):
+        _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
         problem, plan, timings = read_plan(Path(model), whole_url(context, url))
     else:
         if cluster is None or global_batch is None or seq_len is None:
             raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
-        flags = TrainingFlags(
-            model=model,
-            cluster=cluster,
-            seq_len=seq_len,
-            precision=precision,
-            attention=attention,
-            framework=framework,
-            reserve_memory=reserve_memory,
-            calibration=calibration,
-            timings=timings,
-            db=whole_url(context, url),
-        )
         problem = make_problem(flags)
         book = book_of(problem.framework)
         degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}
@@ -172,17 +200,12 @@ def estimate(
         print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
 
 
-def _check_alone(context: typer.Context) -> None:
-    """Refuse flags beside a plan file that would change what the file says."""
-    given = [name for name in context.params if name not in BESIDE_A_PLAN_FILE and _is_typed(context, name)]
+def _check_alone(context: typer.Context, beside: tuple[str, ...], says: str) -> None:
+    """Refuse flags that would change what a file says."""
+    given = [name for name in context.params if name not in beside and is_typed(context, name)]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise InputError(f"a plan file is priced as it is, without {flags}: leave them out, or give a model")
-
-
-def _is_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+        raise InputError(f"{says}, without {flags}: leave them out, or give a model")
 
 
 def _rest(num_devices: int, degrees: dict[str, int]) -> int:

@@ -9,22 +9,35 @@ import typer
 
 from autoplan.cli.inputs import ForceOption
 from autoplan.errors import InputError, NoPlanError
+from autoplan.export.names import LAUNCHERS, TARGETS
 
 
 def export(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    to: Annotated[str, typer.Option(metavar="TARGET", help="Framework, such as megatron-lm.")],
-    launcher: Annotated[str, typer.Option(metavar="LAUNCHER", help="Such as torchrun or slurm.")] = "torchrun",
+    to: Annotated[str, typer.Option(metavar="TARGET", help=f"Framework: {', '.join(TARGETS)}.")],
+    launcher: Annotated[
+        str, typer.Option(metavar="LAUNCHER", help=f"What starts it: {', '.join(LAUNCHERS)}.")
+    ] = "torchrun",
+    image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Of the containers, on Kubernetes or with skypilot.")
+    ] = None,
     target_version: Annotated[
         str | None, typer.Option(metavar="VERSION", help="Of the framework, where several are known.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the files into this folder instead of to stdout.")
     ] = None,
+    nearest: Annotated[
+        bool,
+        typer.Option(
+            "--nearest", help="Where the target cannot express the plan, write the nearest one that it can; says which."
+        ),
+    ] = False,
     force: ForceOption = False,
 ) -> None:
     """Write the files that start a plan."""
-    from autoplan.export.targets import TARGETS, exported
+    from autoplan.cli.nearest import startable
+    from autoplan.export.targets import exported
     from autoplan.files import check_folder, decode, read_table, write_folder
     from autoplan.result import PlanFile
     from autoplan.units import format_bytes
@@ -42,7 +55,8 @@ def export(
             f"{plan}: the plan needs {format_bytes(plan_file.best.memory_bytes)} and would run out of memory: "
             "search for one that fits"
         )
-    files = exported(plan_file, to, launcher, target_version)
+    plan_file = startable(plan_file, to, target_version, or_nearest=nearest)
+    files = exported(plan_file, to, launcher, target_version, image)
     if out is not None:
         write_folder(out, {file.name: (file.text, file.executable) for file in files}, force=force)
         typer.echo(f"wrote {', '.join(str(out / file.name) for file in files)}", err=True)

@@ -65,6 +65,13 @@ TimingsOption = Annotated[
         help="Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
     ),
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Variable of the shell for a launch file (repeatable)."),
+]
+AsOption = Annotated[
+    str | None, typer.Option("--as", metavar="TARGET", help="What a launch file is, where that is not clear.")
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
@@ -91,9 +98,9 @@ def whole_url(context: typer.Context, url: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFlags:
-    """The flags that describe a problem, as typed."""
+    """The flags that describe a problem, as typed, or as a launch file has it what was not typed."""
 
-    model: str
+    model: str | ModelSpec
     cluster: str
     seq_len: int
     precision: str
@@ -103,6 +110,13 @@ class TrainingFlags:
     calibration: Path | None = None
     timings: str | None = None
     db: str | None = None
+    training: TrainingSpec | None = None  # of a launch file, for what no flag says
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether a parameter stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def parse_size(text: str) -> float:
@@ -221,8 +235,9 @@ def _read_common(flags: TrainingFlags) -> _Common:
             raise InputError(f"{option} {value!r}: must be one of {', '.join(words)}")
     reserve_bytes = parse_size(flags.reserve_memory)
     table = {"seq_len": flags.seq_len, "precision": flags.precision, "attention": flags.attention}
+    table = {**(asdict(flags.training) if flags.training else {}), **table}
     return _Common(
-        model=load_model(flags.model),
+        model=load_model(flags.model) if isinstance(flags.model, str) else flags.model,
         training=decode(TrainingSpec, table, "training"),
         framework=load_framework(flags.framework),
         reserve_bytes=reserve_bytes,

@@ -31,8 +31,8 @@ def search_parts(
 ) -> None:
     """Find the fastest plan of a mixed cluster, print it and write it to `out`."""
     from autoplan.cli.inputs import parse_batches
-    from autoplan.cli.planfile import encode, make_mixed_file
-    from autoplan.files import write_text
+    from autoplan.cli.planfile import make_mixed_file
+    from autoplan.files import encode, write_text
     from search.mixed import search_mixed
 
     if narrowed:
@@ -106,9 +106,9 @@ def is_mixed(path: Path) -> bool:
 
 def estimate_saved(path: Path, *, json: bool) -> None:
     """Price the plan of a mixed cluster in a plan file again, and print it."""
-    from autoplan.cli.planfile import encode, make_mixed_file
+    from autoplan.cli.planfile import make_mixed_file
     from autoplan.cost.mixed import estimate_mixed
-    from autoplan.files import decode, read_table
+    from autoplan.files import decode, encode, read_table
     from autoplan.mixed import MixedProblem
     from autoplan.result import MixedPlanFile
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from search.objectives import Run
     from search.sizes import Chosen
     from search.space import Space
+    from search.study import Shared
 
 ObjectiveOption = Annotated[
     list[str] | None,
@@ -153,6 +154,8 @@ def search_run(
     flags: RunFlags,
     make: Callable[[Problem], Space],
     progress: Callable[[int, int | None], None] | None = None,
+    *,
+    shared: Shared | None = None,
 ) -> Chosen:
     """The best plans for a run, of all numbers of nodes that may be used.
 
@@ -182,4 +185,4 @@ def search_run(
         mine = resized(problem, num_nodes)
         return mine, make(mine)
 
-    return search_sizes(sizes, made, objectives, run, progress)
+    return search_sizes(sizes, made, objectives, run, progress, shared=shared)

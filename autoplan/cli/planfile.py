@@ -40,9 +40,7 @@ def is_plan_file(path: Path) -> bool:
 
 def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan, str]:
     """The problem, the best plan and the timings that a plan file names; these are read from the database at `url`."""
-    from autoplan.cli.inputs import with_timings
     from autoplan.files import decode, read_table
-    from autoplan.problem import Problem
     from autoplan.result import PlanFile
 
     table = read_table(path)
@@ -52,6 +50,14 @@ def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan
         )
         raise InputError(f"{path} is no plan file of a cluster of equal nodes: {what}")
     file = decode(PlanFile, table, str(path))
+    return problem_of(file, url), file.best.plan, file.timings
+
+
+def problem_of(file: PlanFile, url: str | None = None) -> Problem:
+    """The problem that a plan file answers, with the timings that it names."""
+    from autoplan.cli.inputs import with_timings
+    from autoplan.problem import Problem
+
     problem = Problem(
         model=file.model,
         training=file.training,
@@ -60,9 +66,7 @@ def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan
         calibration=file.calibration,
         reserve_bytes=file.reserve_bytes,
     )
-    if file.timings:
-        problem = with_timings(problem, file.timings, url)
-    return problem, file.best.plan, file.timings
+    return with_timings(problem, file.timings, url) if file.timings else problem
 
 
 def make_plan_file(
@@ -142,10 +146,3 @@ def _versions(*, searched: bool) -> dict[str, str]:
     libraries = ("msgspec", "numpy", *(("optuna",) if searched else ()))
     named = {name: version(name) for name in libraries}
     return {"autoplan": __version__, "python": platform.python_version(), **named}
-
-
-def encode(file: PlanFile | MixedPlanFile) -> str:
-    """The text of a plan file: JSON in SI units, the same for the same plan."""
-    import msgspec
-
-    return msgspec.json.format(msgspec.json.encode(file), indent=2).decode() + "\n"

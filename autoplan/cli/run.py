@@ -56,13 +56,11 @@ def run(
     --command -- PROGRAM ARG... it starts that, once; its log may be one of Megatron-LM, torchtitan, nanotron,
     DeepSpeed or HF Trainer, and it is ended after the steps.
     """
-    import msgspec
-
     from autoplan.cli.command import ProgramError, run_command
     from autoplan.cli.inputs import check_output, parse_duration, whole_url
     from autoplan.cli.planfile import read_plan
     from autoplan.cli.runs import RunKeeper
-    from autoplan.files import write_text
+    from autoplan.files import encode, write_text
     from autoplan.report.terminal import make_console
     from autoplan.trainer.task import RunFile, Task
 
@@ -117,7 +115,7 @@ def run(
     if report is None:
         return
     made = RunFile(task=task, predicted=predicted, measured=report)
-    text = msgspec.json.format(msgspec.json.encode(made), indent=2).decode() + "\n"
+    text = encode(made)
     if out is not None:
         write_text(out, text, force=force)
     if as_json:
@@ -186,7 +184,7 @@ def _print_run(console: Console, run: RunFile) -> None:
 
     from rich.table import Table
 
-    from autoplan.units import format_bytes, format_seconds
+    from autoplan.units import format_seconds, format_volume
 
     measured, predicted = run.measured, run.predicted
     step_s = median(measured.step_s)
@@ -212,7 +210,7 @@ def _print_run(console: Console, run: RunFile) -> None:
     if measured.peak_bytes:
         peak = max(measured.peak_bytes)
         expected = predicted.peak_bytes
-        table.add_row("memory, fullest rank", format_bytes(expected), format_bytes(peak), _off(expected, peak))
+        table.add_row("memory, fullest rank", format_volume(expected), format_volume(peak), _off(expected, peak))
     console.print(table)
     console.print(
         f"predicted for {predicted.device}, 90 % interval {format_seconds(predicted.low_s)} to "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.inputs import (
+    AsOption,
     AttentionOption,
     CalibrationOption,
     ClusterOption,
@@ -22,12 +23,12 @@ from autoplan.cli.inputs import (
     ForceOption,
     FrameworkOption,
     JsonOption,
-    ModelArgument,
     PrecisionOption,
     QuietOption,
     ReserveOption,
-    SeqLenOption,
+    SetOption,
     TimingsOption,
+    is_typed,
     whole_number,
 )
 from autoplan.cli.objectives import (
@@ -55,12 +56,26 @@ if TYPE_CHECKING:
 
 def search(
     context: typer.Context,
-    model: ModelArgument,
     cluster: ClusterOption,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file."),
+    ] = None,
+    launch_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="A launch file that runs today: says what is not typed, and is compared with the best plan.",
+        ),
+    ] = None,
+    variables: SetOption = None,
+    target: AsOption = None,
     global_batch: Annotated[
-        str, typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken.")
-    ],
-    seq_len: SeqLenOption,
+        str | None,
+        typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step; of a range, the best for the rate is taken."),
+    ] = None,
+    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
     precision: PrecisionOption = "bf16",
     attention: AttentionOption = "flash",
     framework: FrameworkOption = "megatron-core",
@@ -130,21 +145,24 @@ def search(
     Megatron-Core not at all or by ZeRO-1), pipelines run 1F1B, plain or interleaved, layers are recomputed as a whole
     or not at all, overlap of tensor-parallel traffic is off: --allow widens this.
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
+    With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_mixed_problem, make_problem, make_space, whole_url
     from autoplan.cli.objectives import search_run
-    from autoplan.cli.planfile import encode, make_plan_file
-    from autoplan.files import write_text
+    from autoplan.cli.planfile import make_plan_file
+    from autoplan.files import encode, write_text
     from autoplan.parts import MixedCluster
     from autoplan.read.mixed import load_parts
 
     check_output(out, force=force)
     if robust is not None and not 0.5 <= robust < 1:
         raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
+    if launch_file is None and (model is None or global_batch is None or seq_len is None):
+        context.fail("give MODEL, --global-batch and --seq-len, or a launch file that has them: --from FILE")
     flags = TrainingFlags(
-        model=model,
+        model=model or "",
         cluster=cluster,
-        seq_len=seq_len,
+        seq_len=seq_len or 0,
         precision=precision,
         attention=attention,
         framework=framework,
@@ -169,6 +187,18 @@ def search(
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
     is_shared = bool(storage or study or workers != 1 or sampler != "bound")
     parts = load_parts(cluster)
+    started = None
+    if launch_file is not None:
+        from autoplan.cli.today import start_from
+
+        if isinstance(parts, MixedCluster) or run_flags.are_given or robust is not None:
+            raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
+        typed = {name for name in context.params if is_typed(context, name)}
+        started = start_from(launch_file, flags, global_batch, parts, typed=typed, variables=variables, target=target)
+        flags, global_batch = started.flags, started.global_batch
+    elif variables or target:
+        raise InputError("--set and --as are about a launch file: give --from FILE")
+    assert global_batch is not None
     if isinstance(parts, MixedCluster):
         from autoplan.cli.mixed import search_parts
 
@@ -185,9 +215,14 @@ def search(
         )
         return
     problem = make_problem(flags)
+    wishes = allow or []
+    if started and not (fix or bounds):
+        from autoplan.cli.today import allowed_for
+
+        wishes = [*wishes, *allowed_for(problem, started.plan)]
 
     def space_of(one: Problem) -> Space:
-        return make_space(one, global_batch, fix=fix or [], at_most=bounds, allow=allow or [])
+        return make_space(one, global_batch, fix=fix or [], at_most=bounds, allow=wishes)
 
     from autoplan.cli.progress import progress_bar
     from search.advice import check_result
@@ -201,10 +236,12 @@ def search(
     if run_flags.are_given:
         if robust is not None or why:
             raise InputError(f"{'--why' if why else '--robust'} is about step times: leave objectives and runs out")
-        if is_shared:
-            raise InputError("objectives and runs are searched by one process: leave --storage and the like out")
-        with progress_bar(quiet=quiet, unit="sizes") as advance:
-            chosen = search_run(problem, run_flags, space_of, advance)
+        if sampler != "bound":
+            raise InputError(f"--sampler {sampler} is for step times on one cluster: leave objectives and runs out")
+        with _shared(whole_url(context, storage), study, workers) as shared:
+            help_out = partial(search_run, problem, run_flags, space_of, shared=shared)
+            with helped(help_out, workers - 1), progress_bar(quiet=quiet, unit="sizes") as advance:
+                chosen = help_out(progress=advance)
         file = make_plan_file(
             chosen.problem, chosen.plans, chosen.certificate, timings=timings or "", run=chosen.report
         )
@@ -218,24 +255,38 @@ def search(
                 result = join(progress=advance)
         check_result(problem, space, result)
         result = place_best(problem, result)
+        if started and not (fix or bounds):
+            from autoplan.cli.today import nearest_result
+
+            result = nearest_result(problem, space, result, started.plan)
         if robust is not None:
             result = robust_order(problem, result, robust)
         choice = choice_of(result)
         if why:
             choice = _explained(choice, problem, space, result, margin)
         file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "", choice=choice)
+        if started:
+            from autoplan.cli.today import today_of
+
+            file = replace(file, today=today_of(problem, started, file, result))
     text = encode(file)
     write_text(out, text, force=force)
     if json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.runs import print_run
         from autoplan.report.terminal import make_console, print_next_step, print_search
 
         console = make_console()
         print_search(console, file)
         if file.run:
+            from autoplan.report.runs import print_run
+
             print_run(console, file.run)
+        if file.today:
+            from autoplan.report.launch import print_today
+            from search.axes import NAMES
+
+            print_today(console, file.today, NAMES)
         print_next_step(console, *_next_step(file, out))
     if quiet:
         return
@@ -278,11 +329,14 @@ def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:
     """What to type next, or why no file starts the plan."""
     from autoplan.export.targets import TARGETS, job_of
 
-    target = next((target for target in TARGETS.values() if file.framework.rules in target.rules), None)
+    # What runs today, else what bears the name of its rules, comes before others that take the plan.
+    first = (file.today.target if file.today else "", file.framework.rules)
+    known = sorted(TARGETS.values(), key=lambda one: first.index(one.name) if one.name in first else len(first))
+    target = next((one for one in known if file.framework.rules in one.rules), None)
     if target is None:
         return "no launch script", f"no launch files are written for {file.framework.name}"
     try:
         job_of(file, target.name)
     except AutoplanError as error:
         return "no launch script", str(error)
-    return "next", f"autoplan export {shlex.quote(str(out))} --to {target.name} --launcher torchrun"
+    return "next", f"autoplan export {shlex.quote(str(out))} --to {target.name} --launcher torchrun --out launch"

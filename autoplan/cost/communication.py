@@ -3,12 +3,13 @@
 The functions are references; `Links` puts what was measured before them.
 Rates are those of one device: siblings on a node each use their own devices' links and NICs, so a group with one
 member per node sees one NIC (`modelling` D4).  Sizes are full buffers in bytes, times are seconds; every array
-argument has one element per plan.
+argument has one element per plan, or groups have the shape (plans, 1) and buffers (plans, stages).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ def _collective_s(
     has come over the NICs and goes on while more of it comes; for the hops of every level it waits in turn.
     """
     times: list[Floats] = []  # of the fabrics
-    wire = beyond = np.zeros(len(buffer_bytes))
+    wire = beyond = np.zeros(buffer_bytes.shape)
     for at, level in enumerate(topology.levels):
         domains = spans.here[at] / spans.inner[at]
         rate = level_rate(level, domains)
@@ -76,7 +77,7 @@ def _collective_s(
             wire, beyond = here_wire, here_beyond
         times.append(np.where(spans.reach[at] > spans.base[at], wire + beyond, 0.0))
     slowest = np.max(times, axis=0)
-    total = sum(times, np.zeros(len(buffer_bytes)))
+    total = sum(times, np.zeros(buffer_bytes.shape))
     moves = (spans.here[-1] > 1) & (buffer_bytes > 0)
     return np.where(moves, slowest + UNHIDDEN_SHARE * (total - slowest), 0.0)
 
@@ -89,7 +90,7 @@ def all_reduce_s(
     Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
     """
     if not buffer_bytes.any():  # as of the experts of a dense model
-        return np.zeros(len(size))
+        return np.zeros(buffer_bytes.shape)
     spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
     return _all_reduce(topology, spans, buffer_bytes)[0]
 
@@ -122,7 +123,7 @@ def all_gather_s(
 ) -> Floats:
     """Time of an all-gather that ends with `buffer_bytes` on every rank; a reduce-scatter from them costs the same."""
     if not buffer_bytes.any():
-        return np.zeros(len(size))
+        return np.zeros(buffer_bytes.shape)
     spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
     moved = hierarchical_bytes(spans, buffer_bytes, 1.0)
     return _collective_s(topology, spans, moved, spans.hops, buffer_bytes, 1.0)
@@ -258,6 +259,13 @@ class Links:
         """
         if not self.timings.holds(operation, *_DTYPES):
             return reference_s
+        shape = reference_s.shape
+
+        def flat(values: NDArray[Any]) -> NDArray[Any]:
+            return np.broadcast_to(values, shape).ravel()
+
+        reference_s, stride, size, buffer_bytes = flat(reference_s), flat(stride), flat(size), flat(buffer_bytes)
+        gaps = Gaps(flat(gaps.run), flat(gaps.step)) if gaps else None
         rows = np.flatnonzero((size > 1) & (buffer_bytes > 0))
         sizes, of_size = np.unique(buffer_bytes[rows], return_inverse=True)
         members, inside = size[rows], self._inside(stride, size, gaps=gaps)[rows]
@@ -271,4 +279,4 @@ class Links:
         found = both.take(half).before(both.take(half + len(first)))
         result = reference_s.copy()
         result[rows] = found.take(like).otherwise(reference_s[rows])
-        return result
+        return result.reshape(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
@@ -70,12 +71,49 @@ DEVICES_IN_RATES = 8
 NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in standard deviations
 
 
+# Plans x stages that are priced at once: their arrays stay in the cache.
+BLOCK_VALUES = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one micro-batch costs wherever in a pipeline it happens: worked out at once for any numbers of stages."""
+
+    links: Links
+    costs: dict[Block, BlockCost]
+    head: tuple[Floats, Floats, Floats]  # forward, backward, weight gradients in it
+    message_s: Floats
+
+    @classmethod
+    def of(cls, problem: Problem, batch: PlanBatch) -> Work:
+        """That of every plan."""
+        links = Links.of(problem)
+        some, like = batch.distinct(*KERNEL_AXES)
+        forward, backward, weight = (times[like] for times in head_s(problem, batch.take(some)))
+        return cls(
+            links=links,
+            costs=block_costs(problem, batch, links),
+            head=(forward, backward, weight),
+            message_s=message_s(problem, batch, links),
+        )
+
+    def take(self, which: Ints | slice) -> Work:
+        """That of some plans."""
+        forward, backward, weight = (times[which] for times in self.head)
+        return Work(
+            links=self.links,
+            costs={block: cost.take(which) for block, cost in self.costs.items()},
+            head=(forward, backward, weight),
+            message_s=self.message_s[which],
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """Plans that share one number of stages, laid out per pipeline rank: arrays of shape (plans, stages)."""
 
     batch: PlanBatch
-    costs: dict[Block, BlockCost]
+    work: Work
     blocks: StageBlocks
     head: tuple[Floats, Floats]  # forward, backward: shape (plans)
     head_weight_s: Floats  # weight gradients in it
@@ -90,15 +128,14 @@ class Stages:
 
 
 def _sharded_ends(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, ends: Floats
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, links: Links, ends: Floats
 ) -> tuple[tuple[Floats, Floats], ...]:
     """((forward, backward) of the embedding, (forward, backward) of the head): exposed traffic of their shards.
 
     `ends` are their parameters by stage.  The embedding is needed first and reduced last, so that nothing is left to
     hide behind; the head's travel beside the layers.
     """
-    links, places = Links.of(problem), groups(batch)
-    none = np.zeros(len(batch))
+    places, none = groups(batch), np.zeros(len(batch))
     share = np.where(blocks.is_last[:, 0], 0.5, 1.0)  # one stage may hold both
     embedding = fsdp_s(problem, batch, links, places, share * ends[:, 0], none)
     head = (ends * blocks.is_last).sum(axis=1)
@@ -122,10 +159,10 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     return framework.allocator_retry_s * layers * short
 
 
-def lay_out(problem: Problem, batch: PlanBatch, stages: int) -> Stages:
-    """Every pipeline rank of plans that share the number of `stages`."""
-    model = problem.model
-    costs = block_costs(problem, batch)
+def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None = None) -> Stages:
+    """Every pipeline rank of plans that share the number of `stages`; `work` is theirs, if it is known."""
+    model, work = problem.model, work or Work.of(problem, batch)
+    costs = work.costs
     blocks = stage_blocks(model, batch, stages)
     forward = np.zeros((len(batch), stages))
     backward = np.zeros((len(batch), stages))
@@ -133,8 +170,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int) -> Stages:
         forward += count * costs[block].total_forward_s[:, None]
         backward += count * costs[block].total_backward_s[:, None]
         backward += blocks.repeated[block] * costs[block].total_repeat_s[:, None]
-    some, like = batch.distinct(*KERNEL_AXES)
-    head_forward, head_backward, head_weight = (times[like] for times in head_s(problem, batch.take(some)))
+    head_forward, head_backward, head_weight = work.head
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head_forward = head_forward + model.num_mtp_layers * costs[block].total_forward_s
         repeated = costs[block].total_repeat_s * repeats_mtp(batch)
@@ -145,14 +181,14 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int) -> Stages:
     # As of launches, a third of them forward.
     forward += retries / 3
     backward += retries * 2 / 3
-    embedding, head_traffic = _sharded_ends(problem, batch, blocks, parameters.ends)
+    embedding, head_traffic = _sharded_ends(problem, batch, blocks, work.links, parameters.ends)
     forward[:, 0] += embedding[0]
     backward[:, 0] += embedding[1]
     forward += blocks.at_last(head_forward + head_traffic[0])
     backward += blocks.at_last(head_backward + head_traffic[1])
     return Stages(
         batch=batch,
-        costs=costs,
+        work=work,
         blocks=blocks,
         parameters=parameters,
         head=(head_forward, head_backward),
@@ -189,7 +225,7 @@ def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
         flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
         makespan = np.where(is_gpipe, flow, makespan)
         critical = np.where(is_gpipe, flow_critical, critical)
-    message = message_s(problem, batch)
+    message = laid.work.message_s
     shortest = laid.forward_s.min(axis=1) / batch.vp
     sends = send_exposed_s(message, batch.pp, m, batch.vp, shortest, overlaps=problem.framework.p2p_overlap)
     # All forwards first: messages pipeline behind one another, so that only the fill shows.
@@ -233,8 +269,9 @@ def _chunk_times(
 ) -> tuple[Floats, Floats, Floats]:
     """(forward, backward, weight gradients in it) of one micro-batch through every chunk: shape (plans, chunks)."""
     forward, backward, weight = (np.zeros((len(rows), len(layout))) for _ in range(3))
-    for block, (count, again) in chunk_blocks(problem.model, layout, num_repeated).items():
-        cost = laid.costs[block]
+    one = np.array([layout]), np.array([num_repeated])
+    for block, (count, again) in chunk_blocks(problem.model, *one).items():
+        cost = laid.work.costs[block]
         forward += count * cost.total_forward_s[rows, None]
         backward += count * cost.total_backward_s[rows, None] + again * cost.total_repeat_s[rows, None]
         weight += count * cost.weight_s[rows, None]
@@ -247,7 +284,7 @@ def _chunk_times(
 
 def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
-    batch, links = laid.batch, Links.of(problem)
+    batch, links = laid.batch, laid.work.links
     stages = laid.forward_s.shape[1]
     reduce, gather = reduction_s(problem, batch, laid.blocks, laid.parameters, links)
     layers = first_layers(laid.blocks)
@@ -284,7 +321,7 @@ def work_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
         per_microbatch = np.zeros(len(laid.batch))
         for block, count in laid.blocks.count.items():
             repeated = laid.blocks.repeated[block][rows, stage]
-            per_microbatch = per_microbatch + laid.costs[block].term_s(name, count[rows, stage], repeated)
+            per_microbatch = per_microbatch + laid.work.costs[block].term_s(name, count[rows, stage], repeated)
         terms[name] = m * per_microbatch
     on_last = laid.blocks.is_last[rows, stage]
     terms["fsdp_communication"] += m * (np.where(stage == 0, laid.ends[0], 0.0) + np.where(on_last, laid.ends[1], 0.0))
@@ -336,9 +373,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     memory = {name: np.zeros(len(batch)) for name in MEMORY_TERMS}
     worst = np.zeros(len(batch), dtype=np.int64)
     logged, host = np.zeros(len(batch)), np.zeros(len(batch))
-    for stages in np.unique(batch.pp):
-        where = np.flatnonzero(batch.pp == stages)
-        laid = lay_out(problem, batch.take(where), int(stages))
+    for where, laid in _laid_out(problem, batch):
         terms, stage_memory, worst_stage = _price(problem, laid)
         logged[where] = laid.memory.logged_bytes(problem)
         host[where] = host_bytes(problem, laid.batch, laid.parameters)
@@ -371,6 +406,19 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     )
 
 
+def _laid_out(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Ints, Stages]]:
+    """(plans, their stages) by the number of stages, in blocks of about `BLOCK_VALUES`."""
+    order = np.argsort(batch.pp, kind="stable")
+    upto = np.cumsum(batch.pp[order]) // BLOCK_VALUES
+    for block in np.split(order, np.flatnonzero(np.diff(upto)) + 1) if len(batch) else ():
+        some = batch.take(block)
+        work = Work.of(problem, some)
+        starts = np.flatnonzero(np.diff(some.pp, prepend=0)).tolist()
+        for start, stop in pairwise((*starts, len(block))):
+            rows = slice(start, stop)
+            yield block[rows], lay_out(problem, some.take(rows), int(some.pp[start]), work.take(rows))
+
+
 def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     """Time per micro-batch and memory of every pipeline rank of one plan."""
     problem = problem.placed(plan.placement)
@@ -383,7 +431,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     for stage in range(plan.pp):
         terms = {
             name: sum(
-                float(laid.costs[block].term_s(name, count[:, stage], laid.blocks.repeated[block][:, stage])[0])
+                float(laid.work.costs[block].term_s(name, count[:, stage], laid.blocks.repeated[block][:, stage])[0])
                 for block, count in laid.blocks.count.items()
             )
             for name in TERMS

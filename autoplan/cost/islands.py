@@ -32,7 +32,7 @@ class Islands:
     """Hierarchical collectives as one part sees them: inside the part first, then every member its slice across.
 
     Of a group of more than one rank `inside` members are in this part, and `islands` parts have members; both have one
-    element per group.
+    element per buffer.
     """
 
     own: Links

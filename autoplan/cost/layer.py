@@ -89,6 +89,12 @@ class BlockCost:
         """What recomputing the whole block adds to its backward pass."""
         return add_up(self.repeat_s.values())
 
+    def take(self, which: Ints | slice) -> BlockCost:
+        """That of the plans at the given indices."""
+        passes = (self.forward_s, self.backward_s, self.repeat_s)
+        forward, backward, repeat = ({name: value[which] for name, value in one.items()} for one in passes)
+        return BlockCost(forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=self.weight_s[which])
+
     def term_s(self, name: str, count: Ints, repeated: Ints) -> Floats:
         """One term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
         return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
@@ -118,9 +124,9 @@ class _Parts:
         )
 
 
-def block_costs(problem: Problem, batch: PlanBatch) -> dict[Block, BlockCost]:
-    """The cost of every kind of block that the model has."""
-    links, places = Links.of(problem), groups(batch)
+def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) -> dict[Block, BlockCost]:
+    """The cost of every kind of block that the model has; `links` are the problem's, if they are known."""
+    links, places = links or Links.of(problem), groups(batch)
     some, like = batch.distinct(*KERNEL_AXES, "tp_overlap")
     few = batch.take(some)
     kernels, has_launches = _block_kernels(problem, few)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from autoplan.cost.order import V_SHAPED, chunks_of_ranks
 from autoplan.model import Block, ModelSpec
-from autoplan.plan import ALL_LAYERS, SCHEDULES, PlanBatch
+from autoplan.plan import ALL_LAYERS, SCHEDULES, PlanBatch, distinct_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -53,45 +54,60 @@ def _cumulative_blocks(model: ModelSpec) -> dict[Block, Ints]:
     }
 
 
-def chunk_blocks(model: ModelSpec, layout: tuple[int, ...], num_repeated: int) -> dict[Block, tuple[Ints, Ints]]:
-    """(blocks, blocks recomputed as a whole) of each kind in every chunk in model order.
+def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Block, tuple[Ints, Ints]]:
+    """(blocks, blocks recomputed as a whole) of each kind in every chunk in model order: shape (layouts, chunks) both.
 
-    The first `num_repeated` layers of a chunk are recomputed (Megatron-LM core/recompute.py, method block).
+    Of `layers`, shape (layouts, chunks), the first `num_repeated`, shape (layouts), of a chunk are recomputed
+    (Megatron-LM core/recompute.py, method block).
     """
-    layers = np.array(layout, dtype=np.int64)
-    starts = np.cumsum(layers) - layers
-    repeated = starts + np.minimum(layers, num_repeated)
+    ends = np.cumsum(layers, axis=1)
+    starts = ends - layers
+    repeated = starts + np.minimum(layers, num_repeated[:, None])
     return {
-        kind: (total[starts + layers] - total[starts], total[repeated] - total[starts])
+        kind: (total[ends] - total[starts], total[repeated] - total[starts])
         for kind, total in _cumulative_blocks(model).items()
     }
+
+
+def chunk_layers_of(batch: PlanBatch, which: Ints) -> Ints:
+    """Layers of every chunk of some plans that have as many chunks: shape (plans, chunks)."""
+    used, at = np.unique(batch.layout[which], return_inverse=True)
+    return np.array([batch.layouts[layout] for layout in used], dtype=np.int64)[at]
+
+
+def by_chunks(batch: PlanBatch, which: Ints) -> Iterator[tuple[int, Ints]]:
+    """(chunks of the model, those of the plans that have as many)."""
+    used, at = np.unique(batch.layout[which], return_inverse=True)
+    lengths = np.array([len(batch.layouts[layout]) for layout in used], dtype=np.int64)[at]
+    for chunks in np.unique(lengths):
+        yield int(chunks), which[lengths == chunks]
 
 
 def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks:
     """The blocks of plans that share one number of stages, on the ranks where their schedule puts the chunks."""
     is_v = np.isin(batch.schedule, V_SCHEDULES)
-    keys = np.stack([batch.layout, batch.recompute_num_layers, is_v])
-    found, inverse = np.unique(keys, axis=1, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    kinds = _cumulative_blocks(model)
-    count = {kind: np.empty((found.shape[1], stages), dtype=np.int64) for kind in kinds}
-    repeated = {kind: np.empty((found.shape[1], stages), dtype=np.int64) for kind in kinds}
-    whole = np.empty((found.shape[1], stages), dtype=np.bool_)
-    alike = np.ones(found.shape[1], dtype=np.bool_)
-    for row, (at, num_repeated, has_v) in enumerate(found.T.tolist()):
-        layers = np.array(batch.layouts[at])
-        held = chunks_of_ranks("zb-v" if has_v else "interleaved", stages, len(layers) // stages)
-        whole[row] = ((layers <= num_repeated) & (layers > 0))[held].any(axis=1)
-        for kind, (blocks, again) in chunk_blocks(model, batch.layouts[at], num_repeated).items():
-            per_rank, again_per_rank = blocks[held], again[held]
-            count[kind][row], repeated[kind][row] = per_rank.sum(axis=1), again_per_rank.sum(axis=1)
-            alike[row] &= bool(((per_rank == per_rank[:, :1]) & (again_per_rank == again_per_rank[:, :1])).all())
+    first, like = distinct_rows(batch.layout, batch.recompute_num_layers, is_v)
+    shape, kinds = (len(first), stages), _cumulative_blocks(model)
+    count, repeated = ({kind: np.empty(shape, dtype=np.int64) for kind in kinds} for _ in range(2))
+    whole, alike = np.empty(shape, dtype=np.bool_), np.ones(len(first), dtype=np.bool_)
+    for chunks, plans in by_chunks(batch, first):
+        for has_v in np.unique(is_v[plans]):
+            some = plans[is_v[plans] == has_v]
+            rows = like[some]
+            held = chunks_of_ranks("zb-v" if has_v else "interleaved", stages, chunks // stages)
+            layers, num_repeated = chunk_layers_of(batch, some), batch.recompute_num_layers[some]
+            whole[rows] = ((layers <= num_repeated[:, None]) & (layers > 0))[:, held].any(axis=2)
+            for kind, tables in chunk_blocks(model, layers, num_repeated).items():
+                per_rank, again_per_rank = (table[:, held] for table in tables)
+                count[kind][rows], repeated[kind][rows] = per_rank.sum(axis=2), again_per_rank.sum(axis=2)
+                for each in (per_rank, again_per_rank):
+                    alike[rows] &= (each == each[:, :, :1]).all(axis=(1, 2))
     last = np.where(is_v, 0, stages - 1)
     return StageBlocks(
-        count={kind: table[inverse] for kind, table in count.items()},
-        repeated={kind: table[inverse] for kind, table in repeated.items()},
-        repeats_chunk=whole[inverse],
-        chunks_alike=alike[inverse],
+        count={kind: table[like] for kind, table in count.items()},
+        repeated={kind: table[like] for kind, table in repeated.items()},
+        repeats_chunk=whole[like],
+        chunks_alike=alike[like],
         is_last=np.arange(stages) == last[:, None],
     )
 

@@ -5,7 +5,6 @@ Formulas: `modelling` B1-B6.  Arrays of stages have the shape (plans, stages); s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,12 +16,12 @@ from autoplan.cost.cached import cached_bytes
 from autoplan.cost.communicators import GATHERED_BYTES, Groups, groups
 from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import local_parameters
-from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
+from autoplan.cost.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp, stage_blocks
 from autoplan.cost.order import chunks_of_ranks, live_chunks
 from autoplan.cost.recompute import NARROW_BYTES, activation_parts, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.model import Block
-from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, Schedule
+from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, distinct_rows
 from autoplan.problem import Problem
 
 Floats = NDArray[np.float64]
@@ -165,34 +164,35 @@ def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: 
     boundary = boundary_bytes(problem, batch)
     result = (one / batch.vp[:, None] + boundary[:, None]) * live
     # Where the chunks of a rank differ it matters which of them are alive together.
-    for rows, layout, num_repeated, schedule, microbatches in _unlike_chunks(batch, blocks, depths):
-        table = chunk_blocks(model, batch.layouts[layout], num_repeated)
-        size = np.repeat(boundary[rows, None], len(batch.layouts[layout]), axis=1)
-        for block, (count, again) in table.items():
+    split = np.isin(batch.schedule, SPLIT_SCHEDULES)
+    unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))))
+    for chunks, rows in by_chunks(batch, unlike):
+        layers = chunk_layers_of(batch, rows)
+        size = np.repeat(boundary[rows, None], chunks, axis=1)
+        for block, (count, again) in chunk_blocks(model, layers, batch.recompute_num_layers[rows]).items():
             size += (count - again) * kept[block][rows, None] + again * stored[rows, None]
         size[:, -1] += depths[rows]
-        vp = len(batch.layouts[layout]) // blocks.num_stages
-        alive = live_chunks(schedule, blocks.num_stages, vp, microbatches)
-        held = size[:, chunks_of_ranks(schedule, blocks.num_stages, vp)]  # (rows, ranks, chunks of a rank)
-        result[rows] = np.einsum("rpv,pkv->rpk", held, alive).max(axis=2)
+        result[rows] = _most_alive(batch.take(rows), blocks.num_stages, size)
     return result
 
 
-def _unlike_chunks(
-    batch: PlanBatch, blocks: StageBlocks, depths: Floats
-) -> Iterator[tuple[Ints, int, int, Schedule, int]]:
-    """(plans, their layout, repeated layers, schedule, micro-batches) where live counts alone do not tell the peak."""
-    split = np.isin(batch.schedule, SPLIT_SCHEDULES)
-    several = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))))
+def _most_alive(batch: PlanBatch, stages: int, chunk_bytes: Floats) -> Floats:
+    """The largest sum of `chunk_bytes` that is alive at once on every rank: shape (plans, stages).
+
+    The plans have as many chunks; `chunk_bytes` is what each of them keeps, shape (plans, chunks).
+    """
+    result = np.empty((len(batch), stages))
+    vp = chunk_bytes.shape[1] // stages
     # More micro-batches than fill the pipeline three times keep no more alive.
-    filled = _FILLED * blocks.num_stages
     count = batch.num_microbatches
-    count = np.where(count % blocks.num_stages == 0, np.minimum(count, filled), count)
-    keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, count])[:, several]
-    found, inverse = np.unique(keys, axis=1, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    for at, (layout, repeated, schedule, microbatches) in enumerate(found.T.tolist()):
-        yield several[inverse == at], layout, repeated, SCHEDULES[schedule], microbatches
+    count = np.where(count % stages == 0, np.minimum(count, _FILLED * stages), count)
+    first, like = distinct_rows(batch.schedule, count)
+    for at, one in enumerate(first):
+        rows, schedule = np.flatnonzero(like == at), SCHEDULES[batch.schedule[one]]
+        alive = live_chunks(schedule, stages, vp, int(count[one]))
+        held = chunk_bytes[rows][:, chunks_of_ranks(schedule, stages, vp)]  # (rows, ranks, chunks of a rank)
+        result[rows] = np.einsum("rpv,pkv->rpk", held, alive).max(axis=2)
+    return result
 
 
 def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:

@@ -161,7 +161,7 @@ def _layer_s(problem: Problem, laid: Stages) -> Floats:
     repeats = laid.batch.recompute_num_layers > 0
     one = {
         block: cost.total_forward_s + cost.total_backward_s + np.where(repeats, cost.total_repeat_s, 0.0)
-        for block, cost in laid.costs.items()
+        for block, cost in laid.work.costs.items()
     }
     return np.stack([add_up(one[block] for block in layer) for layer in layer_kinds(problem.model)], axis=1)
 

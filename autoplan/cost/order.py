@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.errors import InputError
-from autoplan.plan import Schedule
+from autoplan.plan import Schedule, distinct_rows
 
 Ints = NDArray[np.int64]
 
@@ -246,7 +246,7 @@ def _saturated(schedule: Schedule, stages: int, chunks: int, num_microbatches: i
 
 def _undominated(vectors: Ints) -> Ints:
     """The distinct rows that no other row reaches in every place."""
-    distinct = np.unique(vectors, axis=0)
+    distinct = vectors[distinct_rows(*vectors.T)[0]]
     reached = (distinct[None, :, :] >= distinct[:, None, :]).all(axis=2)
     return distinct[reached.sum(axis=1) == 1]
 

@@ -97,7 +97,7 @@ def lay_out_kinds(
 
 
 def _islands(problem: MixedProblem, used: frozenset[int], sheet: Sheet, members: Sequence[Member]) -> Islands:
-    """The replicas that reduce every stage of a sheet together, one group for every row and stage."""
+    """The replicas that reduce every stage of a sheet together: groups of shape (rows, stages)."""
     own, stages = sheet.problem, sheet.here.shape[1]
     is_apart = problem.is_apart(sheet.part, used)
     held = [
@@ -109,8 +109,8 @@ def _islands(problem: MixedProblem, used: frozenset[int], sheet: Sheet, members:
     return Islands(
         own=Links.of(own),
         between=links_between(level, own.calibration),
-        inside=np.array([inside for inside, _ in held]),
-        islands=np.array([islands for _, islands in held]),
+        inside=np.array([inside for inside, _ in held]).reshape(-1, stages),
+        islands=np.array([islands for _, islands in held]).reshape(-1, stages),
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.cached import GRAD_BYTES
 from autoplan.cost.communication import CONTENTION_SHARE
-from autoplan.cost.communicators import GATHERED_BYTES, groups
+from autoplan.cost.communicators import GATHERED_BYTES, Groups, groups
 from autoplan.cost.compute import add_up, memory_bound_s
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.measured import find
@@ -54,7 +54,10 @@ def _bucket_host_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 class Collectives(Protocol):
-    """Reduces gradients and gathers parameters over groups: (stride, size, buffer in bytes, gaps) to seconds."""
+    """Reduces gradients and gathers parameters over groups: (stride, size, buffer in bytes, gaps) to seconds.
+
+    Groups have the shape (plans, 1), buffers and times (plans, stages).
+    """
 
     def all_reduce_s(  # noqa: D102
         self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None, /
@@ -82,21 +85,23 @@ def reduction_s(
     return reduce, gather
 
 
-def _per_stage(pair: tuple[Ints, Ints], stages: int) -> tuple[Ints, Ints]:
-    return np.repeat(pair[0], stages), np.repeat(pair[1], stages)
+def _each(pair: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+    """The groups of plans, for the buffers of all their stages: shape (plans, 1)."""
+    return pair[0][:, None], pair[1][:, None]
+
+
+def _gaps(places: Groups) -> Gaps | None:
+    return Gaps(places.gaps.run[:, None], places.gaps.step[:, None]) if places.gaps else None
 
 
 def _unsharded_s(problem: Problem, batch: PlanBatch, parameters: StageParameters, links: Collectives) -> Floats:
     """Gradient reduction among all copies of the parameters."""
     framework, places = problem.framework, groups(batch)
-    shape, wire = parameters.dense.shape, framework.bytes_per_reduced_grad
-    dense, expert = parameters.dense.ravel(), parameters.expert.ravel()
-    gaps = places.gaps.repeat(shape[1]) if places.gaps else None
+    dense, wire = parameters.dense, framework.bytes_per_reduced_grad
     buckets = reduce_buckets(framework, dense)
-    time = buckets * links.all_reduce_s(*_per_stage(places.dense_copies, shape[1]), wire * dense / buckets, gaps)
-    time = time + buckets * np.repeat(_bucket_host_s(problem, batch), shape[1])
-    time = time + links.all_reduce_s(*_per_stage(places.expert_copies, shape[1]), wire * expert)
-    return time.reshape(shape)
+    time = buckets * links.all_reduce_s(*_each(places.dense_copies), wire * dense / buckets, _gaps(places))
+    time = time + buckets * _bucket_host_s(problem, batch)[:, None]
+    return time + links.all_reduce_s(*_each(places.expert_copies), wire * parameters.expert)
 
 
 def _sharded_s(
@@ -104,12 +109,9 @@ def _sharded_s(
 ) -> tuple[Floats, Floats]:
     """(reduction, gather) of plans that shard some of their states."""
     framework, places = problem.framework, groups(batch)
-    shape, wire, dearer = parameters.dense.shape, framework.bytes_per_reduced_grad, framework.sharded_wire_factor
-    dense, expert = parameters.dense.ravel(), parameters.expert.ravel()
-    gaps = places.gaps.repeat(shape[1]) if places.gaps else None
-    shard, expert_shard, replicate = (
-        _per_stage(pair, shape[1]) for pair in (places.shard, places.expert_shard, places.replicate)
-    )
+    wire, dearer = framework.bytes_per_reduced_grad, framework.sharded_wire_factor
+    dense, expert, gaps = parameters.dense, parameters.expert, _gaps(places)
+    shard, expert_shard, replicate = _each(places.shard), _each(places.expert_shard), _each(places.replicate)
     reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s
     first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
     # Copies of a shard group reduce the shard that each holds.
@@ -120,10 +122,10 @@ def _sharded_s(
     kind = batch.sharding[:, None]
     zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
     once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
-    reduce = np.where(once, (dearer * first + across).reshape(shape), across.reshape(shape))
+    reduce = np.where(once, dearer * first + across, across)
     pieces = _weight_tensors(problem, blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
     host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
-    return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather.reshape(shape) + host_s, 0.0)
+    return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather + host_s, 0.0)
 
 
 def shown_reduce_s(

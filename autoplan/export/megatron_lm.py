@@ -12,32 +12,45 @@ from autoplan.export.job import Group, Job, Line, Setting, Target, Variable
 from autoplan.model import Block, Experts, LatentAttention, ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.result import PlanFile
+from autoplan.rules import Rule, broken
 from autoplan.rules import Setting as RuleSetting
-from autoplan.rules import broken
 from autoplan.rules.megatron_lm import RULES
 
 _STRATEGY = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
+# Who has the schedules that Megatron-Core has not.
+_SCHEDULED_BY = {
+    "gpipe": "torchtitan",
+    "zb-h1": "primus",
+    "zb-v": "primus or torchtitan",
+    "dualpipe-v": "torchtitan",
+}
 _CP_KIND = {"ring": "p2p", "all_to_all": "a2a"}
-_BLOCK_SCALED = ("volta", "ampere", "ada", "hopper")  # generations without block-scaled matrix products
-_TOO_OLD = {"fp8": ("volta", "ampere"), "mxfp8": _BLOCK_SCALED, "nvfp4": _BLOCK_SCALED}
+# Generations without block-scaled matrix products.
+_BLOCK_SCALED = ("volta", "ampere", "ada", "hopper", "cdna2", "cdna3")
+_TOO_OLD = {"fp8": ("volta", "ampere", "cdna2"), "mxfp8": _BLOCK_SCALED, "nvfp4": _BLOCK_SCALED}
 
 
 def megatron_lm_arguments(plan_file: PlanFile) -> list[str]:
     """The options of model and plan; data, length and optimisation of the run are left to the person."""
-    return [word for group in _groups(plan_file) for line in group.lines for word in line]
+    return words_of(megatron_core_groups(plan_file))
+
+
+def words_of(groups: tuple[Group, ...]) -> list[str]:
+    """All words of some groups of options, in order."""
+    return [word for group in groups for line in group.lines for word in line]
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """What starts the plan in a checkout of Megatron-LM."""
     return Job(
         framework="Megatron-LM",
-        environment=_environment(plan_file),
+        environment=environment(plan_file),
         variables=(
             Variable(name="MEGATRON_LM_DIR", default=".", says="checkout of github.com/NVIDIA/Megatron-LM"),
             Variable(name="TRAIN_ITERS", default="100", says="steps"),
         ),
         program='"$MEGATRON_LM_DIR/pretrain_gpt.py"',
-        groups=(*_groups(plan_file), _optimisation(plan_file)),
+        groups=(*megatron_core_groups(plan_file), optimisation(plan_file)),
         replaceable=Group(
             name="DATA",
             says="Mock data; DATA_ARGS='--data-path ... --tokenizer-type ...' in the environment replaces it.",
@@ -47,13 +60,18 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     )
 
 
-def _groups(plan_file: PlanFile) -> tuple[Group, ...]:
+def megatron_core_groups(
+    plan_file: PlanFile, says: str = "Megatron-LM", rules: tuple[Rule, ...] = RULES
+) -> tuple[Group, ...]:
+    """The options of model and plan for a framework that `says` its name, runs Megatron-Core and has these rules."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    _check_model(model)
-    _check_training(plan_file)
+    _check_model(model, says)
+    _check_training(plan_file, says)
+    if rules is RULES and (others := _SCHEDULED_BY.get(plan.schedule)):
+        raise InputError(f"{says} has no schedule {plan.schedule!r}: plan and export for {others}, or plan with 1f1b")
     setting = RuleSetting(model=model, training=training, num_devices=plan.num_devices)
-    if problems := broken(RULES, setting, plan):
-        raise InputError(f"Megatron-LM does not accept the plan: {'; '.join(problems)}")
+    if problems := broken(rules, setting, plan):
+        raise InputError(f"{says} does not accept the plan: {'; '.join(problems)}")
     dropout = [] if plan_file.framework.dropout else [["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]]
     sizes = [*_sizes(plan_file), *_attention(model), *_window(model), *_form(model), *dropout]
     groups = [
@@ -64,7 +82,7 @@ def _groups(plan_file: PlanFile) -> tuple[Group, ...]:
         )
     ]
     if model.moe:
-        groups.append(Group(name="EXPERTS", says="Its experts.", lines=tuple(_experts(model, model.moe, plan))))
+        groups.append(Group(name="EXPERTS", says="Its experts.", lines=tuple(_experts(plan_file, model.moe))))
     lines = (*_parallelism(model, plan), *_sharding(plan), *_overlap(plan), *_memory(plan), *_precision(plan_file))
     return (*groups, Group(name="PLAN", says="The plan.", lines=lines))
 
@@ -72,7 +90,7 @@ def _groups(plan_file: PlanFile) -> tuple[Group, ...]:
 # -- what pretrain_gpt.py cannot be told ------------------------------------------------------------------------------
 
 
-def _check_model(model: ModelSpec) -> None:
+def _check_model(model: ModelSpec, says: str) -> None:
     """Refuse an architecture that would silently become another one."""
     refusals = (
         (model.layer_pattern is not None, "a layer_pattern (hybrid models have their own pretrain_hybrid.py)"),
@@ -93,7 +111,7 @@ def _check_model(model: ModelSpec) -> None:
     )
     for refused, what in refusals:
         if refused:
-            raise InputError(f"Megatron-LM's pretrain_gpt.py cannot express {what} of model {model.name!r}")
+            raise InputError(f"{says}'s pretraining of GPT models cannot express {what} of model {model.name!r}")
 
 
 def _has_bias(model: ModelSpec) -> bool | None:
@@ -103,12 +121,12 @@ def _has_bias(model: ModelSpec) -> bool | None:
     return None if model.mlp_bias or model.attention_output_bias else False
 
 
-def _check_training(plan_file: PlanFile) -> None:
+def _check_training(plan_file: PlanFile, says: str) -> None:
     training, device, precision = plan_file.training, plan_file.cluster.device, plan_file.best.plan.precision
     if training.attention == "megatron-fused":
-        raise InputError("Megatron-LM has no attention 'megatron-fused' any more: plan with flash or unfused")
+        raise InputError(f"{says} has no attention 'megatron-fused' any more: plan with flash or unfused")
     if training.fused_norm is False:
-        raise InputError("Megatron-LM always fuses norms (Transformer Engine): leave fused_norm out")
+        raise InputError(f"{says} always fuses norms (Transformer Engine): leave fused_norm out")
     if device.generation in _TOO_OLD.get(precision, ()):
         raise InputError(f"precision {precision!r} does not exist on {device.name}: plan with another one")
 
@@ -185,7 +203,8 @@ def _form(model: ModelSpec) -> list[Line]:
     return lines
 
 
-def _experts(model: ModelSpec, moe: Experts, plan: ParallelPlan) -> list[Line]:
+def _experts(plan_file: PlanFile, moe: Experts) -> list[Line]:
+    model, plan = plan_file.model, plan_file.best.plan
     lines: list[Line] = [
         ["--num-experts", str(moe.num_experts), "--moe-router-topk", str(moe.experts_per_token)],
         ["--moe-ffn-hidden-size", str(moe.expert_ffn_size)],
@@ -199,7 +218,7 @@ def _experts(model: ModelSpec, moe: Experts, plan: ParallelPlan) -> list[Line]:
         lines.append(["--moe-shared-expert-intermediate-size", str(moe.shared_expert_ffn_size), *gate])
     if moe.latent_size is not None:
         lines.append(["--moe-latent-size", str(moe.latent_size)])
-    lines.append(["--moe-grouped-gemm", "--moe-permute-fusion", "--moe-token-dispatcher-type", "alltoall"])
+    lines.append(["--moe-grouped-gemm", "--moe-permute-fusion", *_dispatcher(plan_file)])
     lines.append(["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"])
     lines.append(["--moe-router-dtype", "fp32"])
     if moe.experts_per_token == 1:
@@ -207,6 +226,13 @@ def _experts(model: ModelSpec, moe: Experts, plan: ParallelPlan) -> list[Line]:
     if plan.precision in ("fp8", "mxfp8", "nvfp4"):
         lines[-1].append("--moe-router-padding-for-quantization")  # experts see any number of tokens
     return lines
+
+
+def _dispatcher(plan_file: PlanFile) -> Line:
+    """How tokens reach their experts, as the framework was priced with."""
+    if not plan_file.framework.dispatches_once or plan_file.best.plan.ep == 1:
+        return ["--moe-token-dispatcher-type", "alltoall"]
+    return ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -303,7 +329,8 @@ def _precision(plan_file: PlanFile) -> list[Line]:
 # -- around it --------------------------------------------------------------------------------------------------------
 
 
-def _optimisation(plan_file: PlanFile) -> Group:
+def optimisation(plan_file: PlanFile) -> Group:
+    """What a person will replace."""
     return Group(
         name="TRAINING",
         says="Yours to choose; of these only evaluation costs time.",
@@ -316,7 +343,7 @@ def _optimisation(plan_file: PlanFile) -> Group:
     )
 
 
-def _environment(plan_file: PlanFile) -> tuple[Setting, ...]:
+def environment(plan_file: PlanFile) -> tuple[Setting, ...]:
     """How many queues the device reads: one orders collectives before Blackwell, FSDP needs several.
 
     Both are asserted: training/arguments.py:1166 and :1477.

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.export import megatron_lm
+from autoplan.export import (
+    accelerate,
+    deepspeed,
+    fsdp2,
+    megatron_bridge,
+    megatron_lm,
+    nanotron,
+    primus,
+    torchtitan,
+    trainer,
+)
 from autoplan.export.job import File, Job, Target
-from autoplan.export.launcher import LAUNCHERS, launch_files
+from autoplan.export.launcher import launch_files
+from autoplan.export.names import LAUNCHERS
 from autoplan.result import PlanFile
 
-TARGETS: dict[str, Target] = {target.name: target for target in (megatron_lm.TARGET,)}
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        accelerate.TARGET,
+        deepspeed.TARGET,
+        fsdp2.TARGET,
+        megatron_bridge.TARGET,
+        megatron_lm.TARGET,
+        nanotron.TARGET,
+        primus.TARGET,
+        torchtitan.TARGET,
+        trainer.TARGET,
+    )
+}
 
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
@@ -27,9 +51,11 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
     return target.job(plan_file, version)
 
 
-def exported(plan_file: PlanFile, to: str, launcher: str, version: str | None = None) -> tuple[File, ...]:
-    """The files that start a plan, the launch file first."""
+def exported(
+    plan_file: PlanFile, to: str, launcher: str, version: str | None = None, image: str | None = None
+) -> tuple[File, ...]:
+    """The files that start a plan, the launch file first; `image` is that of the containers that it runs in."""
     known = next((name for name in LAUNCHERS if name == launcher), None)
     if known is None:
         raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
-    return launch_files(plan_file, job_of(plan_file, to, version), known)
+    return launch_files(plan_file, job_of(plan_file, to, version), known, image)

@@ -14,43 +14,52 @@ from autoplan.framework import Framework
 
 
 @lru_cache(maxsize=1)
-def _tables() -> dict[str, dict[str, Any]]:
+def _paths() -> dict[str, Path]:
     folder = resources.files("autoplan.presets") / "frameworks"
     paths = sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return {path.stem: read_table(path) for path in paths}
+    return {path.stem: path for path in paths}
 
 
-@lru_cache(maxsize=1)
-def _presets() -> dict[str, Framework]:
-    return {name: _decoded(table, f"framework {name}") for name, table in _tables().items()}
+@lru_cache(maxsize=64)
+def _table(name: str) -> dict[str, Any]:
+    return read_table(_paths()[name])
+
+
+def _extendable() -> tuple[str, ...]:
+    return tuple(name for name in _paths() if "extends" not in _table(name))
+
+
+@lru_cache(maxsize=64)
+def _preset(name: str) -> Framework:
+    return _decoded(_table(name), f"framework {name}")
 
 
 def _decoded(table: dict[str, Any], where: str) -> Framework:
     """The framework in `table`; what it leaves out is as in the preset that it `extends`, calibrations too."""
     if "extends" in table:
-        whole = {name: preset for name, preset in _tables().items() if "extends" not in preset}
         table = dict(table)
         name = table.pop("extends")
-        if name not in tuple(whole):  # which may hold anything
-            raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(whole)}")
-        table = {"calibrated_as": name, **whole[name], "aliases": [], **table}
+        if name not in (known := _extendable()):  # it may be anything
+            raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(known)}")
+        table = {"calibrated_as": name, **_table(name), "aliases": [], **table}
     return decode(Framework, table, where)
 
 
 def preset_frameworks() -> tuple[str, ...]:
     """Ids of the shipped frameworks."""
-    return tuple(_presets())
+    return tuple(_paths())
 
 
 def load_framework(text: str) -> Framework:
     """The framework that `text` names: a preset's id or the path of a TOML file."""
-    if text in (presets := _presets()):
-        return presets[text]
+    known = preset_frameworks()
+    if text in known:
+        return _preset(text)
     path = Path(text)
     if path.suffix == ".toml":
         return _decoded(read_table(path), str(path))
-    close = difflib.get_close_matches(text, presets, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(presets)}, or give a TOML file"
+    close = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}, or give a TOML file"
     raise InputError(f"unknown framework {text!r}: {hint}")
 
 
@@ -60,7 +69,7 @@ def framework_called(name: str, year: str) -> Framework | None:
     An alias may end in "@2021": then it means the software of that year only.
     """
     best: tuple[int, Framework] | None = None
-    for framework in _presets().values():
+    for framework in map(_preset, _paths()):
         for alias in framework.aliases:
             beginning, _, era = alias.partition("@")
             if name.casefold().startswith(beginning.casefold()) and year.startswith(era):
@@ -73,6 +82,5 @@ def framework_called(name: str, year: str) -> Framework | None:
 def framework_schema() -> dict[str, Any]:
     """JSON Schema of a framework file: it may extend a shipped one."""
     described = schema(Framework, human_units=True)
-    whole = [name for name, table in _tables().items() if "extends" not in table]
-    described["$defs"]["Framework"]["properties"]["extends"] = {"enum": whole}
+    described["$defs"]["Framework"]["properties"]["extends"] = {"enum": list(_extendable())}
     return described

@@ -57,9 +57,13 @@ def print_compared(console: Console, found: Sequence[Compared]) -> None:
     print_runs(console, ("cluster", "nodes"), rows)
     console.print()
     grid = labelled()
+    planned = [one for one in found if one.outcome.best]
+    safe = [one for one in planned if one.outcome.best and one.outcome.best.plan.verdict == "fits"]
     for label, cost, shown in BEST:
         known = [
-            (value, one) for one in found if one.outcome.best and (value := cost(one.outcome.best.figures)) is not None
+            (value, one)
+            for one in safe or planned
+            if one.outcome.best and (value := cost(one.outcome.best.figures)) is not None
         ]
         if known:
             _, best = min(known, key=lambda pair: pair[0])

@@ -61,7 +61,10 @@ def print_run(console: Console, report: RunReport) -> None:
         if len(report.front) > SHOWN_FRONT:
             console.print(f"({len(report.front) - SHOWN_FRONT} more: --json has all)")
     if len(report.sizes) > 1:
-        console.print("\nnumbers of nodes; without a plan the figures are those that no plan beats")
+        console.print(
+            f"\nthe {len(report.sizes)} numbers of nodes that were tried; without a plan the figures are those that no "
+            "plan beats"
+        )
         print_runs(console, ("nodes",), [_size_row(one) for one in report.sizes])
 
 
@@ -119,4 +122,6 @@ def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> 
 def _plan(row: Row) -> str:
     if row.best is None:
         return row.why
-    return row.best.plan.plan.describe() + (f" ({row.why})" if row.why else "")
+    risk = "" if row.best.plan.verdict == "fits" else "may run out of memory"
+    remarks = "; ".join(remark for remark in (risk, row.why) if remark)
+    return row.best.plan.plan.describe() + (f" ({remarks})" if remarks else "")

@@ -313,16 +313,20 @@ def certificate_line(certificate: Certificate, choice: Choice | None = None) -> 
     sure = "proven best" if certificate.proven else "best found"
     if certificate.quantile is not None:
         sure += f" at the {certificate.quantile:g} quantile"
-        others += f" (for the quantile {format_percent(certificate.margin or 0.0)} beyond the fastest count)"
-    rival = f"{_runner_up(choice)}; " if choice and choice.runner_up else ""
+        if certificate.margin:
+            others += f" (plans up to {format_percent(certificate.margin)} slower may have the least quantile)"
+    rival = f"{_runner_up(choice, least)}; " if choice and choice.runner_up else ""
     return (
         f"{sure} of {certificate.plans:,} plans in {certificate.cells:,} cells; {rival}{certificate.bounded:,} bounds, "
         f"{certificate.priced:,} priced, {others}"
     )
 
 
-def _runner_up(choice: Choice) -> str:
-    """How far off the runner-up is, and whether the model can tell."""
+def _runner_up(choice: Choice, least_left: float | None) -> str:
+    """How far off the runner-up is, and whether the model can tell.
+
+    Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval.
+    """
     behind, width = (choice.ratio or 1.0) - 1.0, format_percent((choice.width or 1.0) - 1.0)
     gap = (
         "level" if abs(behind) < LEAST_GAP else f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
@@ -330,7 +334,8 @@ def _runner_up(choice: Choice) -> str:
     if not choice.is_close:
         return f"runner-up {gap}, outside the model's {width} interval"
     more = choice.num_contenders - 1
-    rest = f", as {'is' if more == 1 else 'are'} {more} more: measure them" if more else ": measure both"
+    least = "at least " if least_left is not None and (choice.width or 1.0) > least_left else ""
+    rest = f", as {'is' if more == 1 else 'are'} {least}{more} more: measure them" if more else ": measure both"
     return f"runner-up {gap}, inside the model's {width} interval{rest}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +94,7 @@ class Rulebook:
     shards_over_part: bool = True  # whether states may be sharded over a part of the replicas
     repeats_parts: bool = False  # whether recomputation may name parts of a layer
     repeats_some_layers: bool = False  # whether it may take some layers of a chunk
+    split_schedules_overlap: bool = True  # whether states are reduced beside a backward pass in two parts
     # The one way in which it cuts a model into so many stages; None: as the plan says.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
 
@@ -112,6 +114,40 @@ def legal(rules: tuple[Rule, ...], setting: Setting, batch: PlanBatch) -> Bools:
     for rule in rules:
         result &= rule.holds(setting, batch)
     return result
+
+
+def legal_so_far(rules: tuple[Rule, ...], setting: Setting, batch: PlanBatch, known: frozenset[str]) -> Bools:
+    """Which plans no rule turns down that looks at nothing but the columns `known`; the others are not asked.
+
+    What a rule looks at is watched while it answers, so that no rule has to say it.
+    """
+    result = all_true(batch)
+    for rule in rules:
+        watched = _Watched(batch)
+        holds = rule.holds(setting, watched)  # type: ignore[arg-type]
+        if watched.looked_at <= known:
+            result &= holds
+    return result
+
+
+class _Watched:
+    """A batch that remembers which of its columns were looked at."""
+
+    def __init__(self, batch: PlanBatch) -> None:
+        self._batch = batch
+        self.looked_at: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def __getattr__(self, name: str) -> object:
+        derived = getattr(PlanBatch, name)
+        if isinstance(derived, property):
+            return derived.__get__(self)
+        if isinstance(derived, FunctionType):
+            return MethodType(derived, self)
+        self.looked_at.add(name)
+        return getattr(self._batch, name)
 
 
 def broken(rules: tuple[Rule, ...], setting: Setting, plan: ParallelPlan) -> tuple[str, ...]:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from autoplan.framework import Framework
-from autoplan.rules import Rulebook, deepspeed, fsdp2, megatron_lm, nanotron, torchtitan, trainer, universal
+from autoplan.rules import (
+    Rulebook,
+    deepspeed,
+    fsdp2,
+    megatron_lm,
+    nanotron,
+    primus,
+    torchtitan,
+    trainer,
+    universal,
+)
 
 BOOKS = {
     "megatron-lm": megatron_lm.BOOK,
+    "primus": primus.BOOK,
     "torchtitan": torchtitan.BOOK,
     "nanotron": nanotron.BOOK,
     "deepspeed": deepspeed.BOOK,

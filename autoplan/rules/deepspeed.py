@@ -67,7 +67,7 @@ def _sharded_experts(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 def _shard_group(setting: Setting, batch: PlanBatch) -> Bools:
-    """mics_shard_size is a choice of stage 3."""
+    """mics_shard_size is a choice of stage 3, up to 0.19.6: 0.19.7 removed it (export asks for the version)."""
     return (batch.dp_replicate == 1) | (batch.sharding == NONE) | (batch.sharding == ZERO3)
 
 

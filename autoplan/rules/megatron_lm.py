@@ -225,7 +225,8 @@ def _experts_per_stage(setting: Setting, plan: ParallelPlan) -> str:
 
 CHOICES = (Choice(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),)
 
-RULES: tuple[Rule, ...] = (
+# Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
+COMMON: tuple[Rule, ...] = (
     *universal.RULES,
     _rule(
         f"{_STATE}:1448",
@@ -312,24 +313,10 @@ RULES: tuple[Rule, ...] = (
             f"{p.ep} pp {p.pp} vp {p.vp} recompute {p.recompute!r}: leave ep_overlap out"
         ),
     ),
-    *(choice.rule() for choice in CHOICES),
-    _rule(
-        f"{_ARGUMENTS}:978",
-        _chunks,
-        lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
-    ),
     _rule(
         f"{_ARGUMENTS}:1000",
         _interleaving_needs_pp,
         lambda s, p: f"vp {p.vp} needs pp > 1: set vp 1",
-    ),
-    _rule(
-        "core/pipeline_parallel/schedules.py:1160",
-        _interleaved_microbatches,
-        lambda s, p: (
-            f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
-            "change global_batch, micro_batch or vp"
-        ),
     ),
     _rule(
         "core/transformer/moe/moe_layer.py:636",
@@ -377,6 +364,26 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     *shared.aligned("core/fp8_utils.py:356"),
+)
+
+INTERLEAVED_MICROBATCHES = _rule(
+    "core/pipeline_parallel/schedules.py:1160",
+    _interleaved_microbatches,
+    lambda s, p: (
+        f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
+        "change global_batch, micro_batch or vp"
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    *COMMON,
+    *(choice.rule() for choice in CHOICES),
+    _rule(
+        f"{_ARGUMENTS}:978",
+        _chunks,
+        lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
+    ),
+    INTERLEAVED_MICROBATCHES,
 )
 
 BOOK = Rulebook(rules=RULES, choices=CHOICES, repeats_parts=True, repeats_some_layers=True)

@@ -72,6 +72,10 @@ def _sp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
     return ~batch.sp | (setting.training.seq_len % batch.tp == 0)
 
 
+def _async_needs_sp(setting: Setting, batch: PlanBatch) -> Bools:
+    return ~batch.tp_overlap | batch.sp | (batch.tp == 1)
+
+
 def _no_cp(setting: Setting, batch: PlanBatch) -> Bools:
     """The attention of one model knows it (models/qwen.py:777), but no run starts with it except from a checkpoint."""
     return batch.cp == 1
@@ -133,6 +137,11 @@ RULES: tuple[Rule, ...] = (
         source="parallel/tensor_parallel/distributed_differentiable_primitives.py:106",
         holds=_sp_sequence,
         says=lambda s, p: f"with sp, seq_len {s.training.seq_len} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=f"{_LINEAR}:145",
+        holds=_async_needs_sp,
+        says=lambda s, p: "tp_overlap needs sp: leave it out or take both",
     ),
     Rule(
         source="trainer.py:1053",

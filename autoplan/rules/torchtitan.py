@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoplan.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
+from autoplan.plan import CP_KINDS, OFFLOADS, PRECISIONS, SHARDINGS, PlanBatch
 from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.fsdp2 import PIPELINE_RULES
+from autoplan.rules.widths import gemm_widths
 
 _DECODER = "models/common/decoder.py"
 _DIMS = "distributed/parallel_dims.py"
@@ -34,6 +35,19 @@ def _resharding(setting: Setting, batch: PlanBatch) -> Bools:
 def _cp_is_sharded(setting: Setting, batch: PlanBatch) -> Bools:
     """The ranks of a context group are among those that FSDP shards over."""
     return (batch.cp == 1) | (batch.sharding != NONE)
+
+
+# -- multi-token prediction, four bits --------------------------------------------------------------------------------
+
+
+def _mtp(setting: Setting, batch: PlanBatch) -> Bools:
+    """Prediction layers read what only the last stage and the whole sequence have."""
+    return (batch.pp == 1) & (batch.cp == 1) if setting.model.num_mtp_layers else all_true(batch)
+
+
+def _nvfp4_widths(setting: Setting, batch: PlanBatch) -> Bools:
+    widths = [width % 128 == 0 for width in gemm_widths(setting.model, batch.tp, batch.etp)]
+    return (batch.precision != PRECISIONS.index("nvfp4")) | np.all(widths, axis=0)
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -94,6 +108,20 @@ RULES: tuple[Rule, ...] = (
         says=lambda s, p: f"etp {p.etp} with ep {p.ep} and tp {p.tp}: set etp to {1 if p.ep > 1 else p.tp}",
     ),
     *shared.aligned("components/quantization/utils.py:22"),
+    Rule(
+        source="components/quantization/nvfp4.py:39",
+        holds=_nvfp4_widths,
+        says=lambda s, p: (
+            f"nvfp4 needs the widths of a rank divisible by 128, with tp {p.tp} they are not: lower tp or use mxfp8"
+        ),
+    ),
+    Rule(
+        source="models/deepseek_v3/mtp.py:203",
+        holds=_mtp,
+        says=lambda s, p: (
+            f"multi-token prediction with pp {p.pp} and cp {p.cp}: set num_mtp_layers of the model to 0, or both to 1"
+        ),
+    ),
 )
 
 BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"))

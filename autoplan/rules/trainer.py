@@ -7,6 +7,8 @@ functions of this project.
 
 from __future__ import annotations
 
+from autoplan.errors import InputError
+from autoplan.model import ModelSpec
 from autoplan.plan import OFFLOADS, PRECISIONS, RECOMPUTE_MODULES, SHARDINGS, PlanBatch
 from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
 from autoplan.rules.fsdp2 import PIPELINE_RULES
@@ -101,3 +103,21 @@ BOOK = Rulebook(
     repeats_parts=True,
     repeats_some_layers=True,
 )
+
+
+def check_model(model: ModelSpec) -> None:
+    """Refuse what the transformer of the trainer is not."""
+    refusals = (
+        (model.layer_pattern is not None, "a layer_pattern"),
+        (model.mla is not None, "latent attention"),
+        (model.num_mtp_layers > 0, "multi-token prediction"),
+        (model.position_embedding == "alibi", "position_embedding 'alibi'"),
+        (model.attention_sinks, "attention_sinks"),
+        (model.qk_norm == "full", "qk_norm 'full'"),
+        (model.norms_per_block != 1, "norms_per_block 2"),
+        (model.embedding_norm, "embedding_norm"),
+        (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
+    )
+    for refused, what in refusals:
+        if refused:
+            raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")

@@ -69,12 +69,12 @@ class Topology:
     def members(
         self, stride: Ints, size: Ints, *, gaps: Gaps | None = None, pattern: Pattern = "ring"
     ) -> Ints | Floats:
-        """How many members of each group share one domain of each level: shape (levels, groups).
+        """How many members of each group share one domain of each level: shape (levels, *groups).
 
         A group whose span does not divide the domain straddles two domains for some of its siblings; the step waits
         for those, so they decide.  Where nodes fill switches unevenly the numbers are effective ones, of a pattern.
         """
-        shape = (len(self.levels), len(size))
+        shape = (len(self.levels), *size.shape)
         is_even = all(level.seats is None or level.seats.is_even for level in self.levels)
         result: Ints | Floats = np.empty(shape, dtype=np.int64) if is_even else np.empty(shape)
         for at, level in enumerate(self.levels[:-1]):
@@ -105,12 +105,12 @@ def _seated(seats: Seats, stride: Ints, size: Ints, gaps: Gaps | None, pattern: 
     """Effective members below one switch, worked out once for groups that are alike."""
     run = size if gaps is None else np.minimum(gaps.run, size)
     step = stride * size if gaps is None else np.where(run < size, gaps.step, stride * size)
-    rows = np.stack([stride, size, run, step], axis=1)
+    rows = np.stack([one.ravel() for one in np.broadcast_arrays(stride, size, run, step)], axis=1)
     like = np.zeros(len(rows), dtype=np.int64)
     for column in rows.T:
         _, first, like = np.unique(like * (column.max(initial=0) + 1) + column, return_index=True, return_inverse=True)
     found = [seats.members(Group(pattern, *row)) for row in rows[first].tolist()]
-    return np.array(found, dtype=np.float64)[like]
+    return np.array(found, dtype=np.float64)[like].reshape(size.shape)
 
 
 def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:

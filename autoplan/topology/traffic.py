@@ -76,7 +76,7 @@ class Spans:
     def of(cls, topology: Topology, members: NDArray[np.int64] | Floats) -> Spans:
         """Those of groups with so many `members` in one domain of each level."""
         here = members.astype(np.float64)
-        inner = np.concatenate([np.ones((1, here.shape[1])), here[:-1]])
+        inner = np.concatenate([np.ones((1, *here.shape[1:])), here[:-1]])
         base, reach = inner.copy(), here.copy()
         for at in topology.tiers:
             base[at] = base[at - 1]
@@ -232,7 +232,7 @@ def level_rate(level: Level, domains: Floats) -> Floats:
     """Bytes per second of one device on a level when so many of its parts talk to each other."""
     if level.is_mesh and level.num_devices > 1:
         return level.bytes_per_s * np.clip((domains - 1) / (level.num_devices - 1), 1 / (level.num_devices - 1), 1.0)
-    return np.full(len(domains), level.bytes_per_s)
+    return np.full(domains.shape, level.bytes_per_s)
 
 
 def num_nics(cluster: ClusterSpec, topology: Topology, groups: RankGroups) -> Ints:

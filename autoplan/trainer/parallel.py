@@ -174,9 +174,7 @@ def _recompute(part: Transformer, plan: ParallelPlan) -> None:
             assert isinstance(layer, Layer)
             if "core_attn" in plan.recompute_modules:
                 layer.attention.core = wrapped(layer.attention.core)  # type: ignore[assignment]
-            if {"mlp", "moe"} & set(plan.recompute_modules) and ("moe" in plan.recompute_modules) == isinstance(
-                layer.mlp, MoE
-            ):
+            if ("moe" if isinstance(layer.mlp, MoE) else "mlp") in plan.recompute_modules:
                 layer.mlp = wrapped(layer.mlp)  # type: ignore[assignment]
 
 
@@ -192,7 +190,7 @@ def _share(part: Transformer, plan: ParallelPlan, grid: Grid, dtype: str) -> Non
     mesh = grid.dp if grid.dp is not None else grid.whole["replicate"]
     units = [*part.layers.values(), part]
     for unit in units:
-        if plan.sharding == "none" or grid.dp is None:
+        if plan.sharding == "none" or plan.dp_shard == 1:
             replicate(unit, mesh=mesh, mp_policy=policy)
         else:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=_frees(plan) and unit is not part)

@@ -9,15 +9,22 @@ from multiprocessing.connection import Connection
 from autoplan.children import Children, CrewError, Place
 from autoplan.errors import InputError
 from autoplan.rules import Setting, broken
-from autoplan.rules.trainer import RULES
+from autoplan.rules.trainer import RULES, check_model
 from autoplan.trainer.task import Advance, Report, Task
 from autoplan.training import TrainingSpec
 
 PRELOAD = ("autoplan.trainer.rank",)
+NUM_BYTES = 256  # tokens of a text
 
 
 def check_task(task: Task) -> None:
     """Refuse what torch's own parallelism cannot run, or runs and trains wrongly."""
+    check_model(task.model)
+    if task.data == "text" and task.model.vocab_size < NUM_BYTES:
+        raise InputError(
+            f"a text needs vocab_size {NUM_BYTES} or more, one token a byte; {task.model.name!r} has "
+            f"{task.model.vocab_size}: use --data synthetic"
+        )
     setting = Setting(model=task.model, training=TrainingSpec(seq_len=task.seq_len), num_devices=task.plan.num_devices)
     if problems := broken(RULES, setting, task.plan):
         raise InputError(f"the built-in trainer does not run the plan: {'; '.join(problems)}")

@@ -88,7 +88,7 @@ class Training:
         """Of the micro-batches of all replicas, on every rank."""
         summed = torch.zeros(2, dtype=torch.float64, device=self.device)
         for loss in losses:
-            value = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
             summed += torch.tensor([float(value), 1.0], dtype=torch.float64, device=self.device)
         if not self._is_alone:
             dist.all_reduce(summed)

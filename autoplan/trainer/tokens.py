@@ -11,19 +11,7 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from autoplan.errors import InputError
 from autoplan.trainer.task import Task
-
-NUM_BYTES = 256
-
-
-def check_data(task: Task) -> None:
-    """Refuse a text for a model that has fewer tokens than a byte has values."""
-    if task.data == "text" and task.model.vocab_size < NUM_BYTES:
-        raise InputError(
-            f"a text needs vocab_size {NUM_BYTES} or more, one token a byte; {task.model.name!r} has "
-            f"{task.model.vocab_size}: use --data synthetic"
-        )
 
 
 def sequences(task: Task, step: int) -> Tensor:

@@ -15,26 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from autoplan.errors import InputError
 from autoplan.model import Block, Experts, ModelSpec
-
-
-def check_model(model: ModelSpec) -> None:
-    """Refuse what this transformer is not."""
-    refusals = (
-        (model.layer_pattern is not None, "a layer_pattern"),
-        (model.mla is not None, "latent attention"),
-        (model.num_mtp_layers > 0, "multi-token prediction"),
-        (model.position_embedding == "alibi", "position_embedding 'alibi'"),
-        (model.attention_sinks, "attention_sinks"),
-        (model.qk_norm == "full", "qk_norm 'full'"),
-        (model.norms_per_block != 1, "norms_per_block 2"),
-        (model.embedding_norm, "embedding_norm"),
-        (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
-    )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")
 
 
 def _here(weight: Tensor, *, sums: bool) -> Tensor:

@@ -12,8 +12,8 @@ set -euo pipefail
 MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}  # checkout of github.com/NVIDIA/Megatron-LM
 TRAIN_ITERS=${TRAIN_ITERS:-100}        # steps
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}  # this node
-MASTER_PORT=${MASTER_PORT:-29500}      # a free port there
 NODE_RANK=${NODE_RANK:-0}              # of this node
+MASTER_PORT=${MASTER_PORT:-29500}      # a free port on the node of rank 0
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # demanded under tensor or context parallelism
 
@@ -56,6 +56,28 @@ DATA=(
     --tokenizer-type NullTokenizer
 )
 if [[ -n ${DATA_ARGS:-} ]]; then read -ra DATA <<<"$DATA_ARGS"; fi
+
+# Is this what the plan was made for?  PREFLIGHT=0 does not ask.
+if [[ ${PREFLIGHT:-1} != 0 ]]; then
+    warn() { printf 'preflight on %s: %s\n' "${HOSTNAME:-this node}" "$1" >&2; }
+    stop() { warn "$1: PREFLIGHT=0 starts all the same" && exit 1; }
+    if command -v nvidia-smi >/dev/null; then
+        query=(nvidia-smi --query-gpu=memory.free --format="csv,noheader,nounits")
+        if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then query+=(--id="$CUDA_VISIBLE_DEVICES"); fi
+        said=$("${query[@]}") || stop "nvidia-smi fails: $said"
+        mapfile -t free <<<"$said"
+        if ((${#free[@]} < 8)); then
+            stop "8 devices are needed, nvidia-smi lists ${#free[@]}"
+        fi
+        for at in {0..7}; do
+            if [[ ${free[at]} =~ ^[0-9]+$ ]] && ((free[at] < 73012)); then
+                stop "device $at has ${free[at]} MiB free, the plan needs 73012 MiB"
+            fi
+        done
+    else
+        warn "there is no nvidia-smi: devices and their free memory are not checked"
+    fi
+fi
 
 exec torchrun --nnodes 1 --nproc-per-node 8 --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \

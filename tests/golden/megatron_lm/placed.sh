@@ -5,13 +5,13 @@
 # Memory: 71.3 GiB on the fullest device, headroom 7.7 GiB, risk of running out 1.2 %
 # Priced as megatron-core, calibration reference, by autoplan 0.1.0 numpy 2.0
 # Made from: autoplan search llama3-8b --cluster lab --global-batch 256
-# Start: bash THIS_FILE [OPTION ...]; options given there come last and win over those below
+# Start: bash THIS_FILE [OPTION ...] on every node; options given there come last and win over those below
 set -euo pipefail
 
-# Set in the environment what should differ.  Start this script on every node.
+# Set in the environment what should differ.
 MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}  # checkout of github.com/NVIDIA/Megatron-LM
 TRAIN_ITERS=${TRAIN_ITERS:-100}        # steps
-MASTER_PORT=${MASTER_PORT:-29500}      # a free port there
+MASTER_PORT=${MASTER_PORT:-29500}      # a free port on the node of rank 0
 
 # In the order of the ranks.
 hosts=(
@@ -22,8 +22,9 @@ hosts=(
 )
 MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
 if [[ -z ${NODE_RANK:-} ]]; then
+    this=${SLURMD_NODENAME:-$(hostname -s)}
     for rank in "${!hosts[@]}"; do
-        if [[ ${hosts[rank]%%.*} == "$(hostname -s)" ]]; then NODE_RANK=$rank; fi
+        if [[ ${hosts[rank]%%.*} == "${this%%.*}" ]]; then NODE_RANK=$rank; fi
     done
 fi
 : "${NODE_RANK:?this node is not in the list of hosts: set NODE_RANK}"
@@ -69,6 +70,31 @@ DATA=(
     --tokenizer-type NullTokenizer
 )
 if [[ -n ${DATA_ARGS:-} ]]; then read -ra DATA <<<"$DATA_ARGS"; fi
+
+# Is this what the plan was made for?  PREFLIGHT=0 does not ask.
+if [[ ${PREFLIGHT:-1} != 0 ]]; then
+    warn() { printf 'preflight on %s: %s\n' "${HOSTNAME:-this node}" "$1" >&2; }
+    stop() { warn "$1: PREFLIGHT=0 starts all the same" && exit 1; }
+    if command -v nvidia-smi >/dev/null; then
+        query=(nvidia-smi --query-gpu=memory.free --format="csv,noheader,nounits")
+        if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then query+=(--id="$CUDA_VISIBLE_DEVICES"); fi
+        said=$("${query[@]}") || stop "nvidia-smi fails: $said"
+        mapfile -t free <<<"$said"
+        if ((${#free[@]} < 8)); then
+            stop "8 devices are needed, nvidia-smi lists ${#free[@]}"
+        fi
+        for at in {0..7}; do
+            if [[ ${free[at]} =~ ^[0-9]+$ ]] && ((free[at] < 73012)); then
+                stop "device $at has ${free[at]} MiB free, the plan needs 73012 MiB"
+            fi
+        done
+    else
+        warn "there is no nvidia-smi: devices and their free memory are not checked"
+    fi
+    if [[ ! -d /dev/infiniband ]]; then
+        warn "the plan counts on infiniband, but there is no /dev/infiniband: collectives will be far slower"
+    fi
+fi
 
 exec torchrun --nnodes 4 --nproc-per-node 8 --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \

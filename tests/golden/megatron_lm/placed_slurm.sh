@@ -1,23 +1,17 @@
 #!/bin/bash
-#SBATCH --job-name=llama3-8b
-#SBATCH --nodes=4
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --exclusive
-#SBATCH --nodelist=node8,node6,node7,node9
 # llama3-8b with Megatron-LM on 32 x hopper-80g (cluster lab), sequences of 4096 tokens, 256 a step
 # Plan: tp 8 pp 2 dp 2, micro-batch 1, ranks tp-cp-ep-pp-dp, zero1
 # Predicted: 7.31 s a step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
 # Memory: 71.3 GiB on the fullest device, headroom 7.7 GiB, risk of running out 1.2 %
 # Priced as megatron-core, calibration reference, by autoplan 0.1.0 numpy 2.0
 # Made from: autoplan search llama3-8b --cluster lab --global-batch 256
-# Start: sbatch THIS_FILE [OPTION ...]; options given there come last and win over those below
+# Start: by launch.sbatch
 set -euo pipefail
 
-# Set in the environment what should differ.  Partition, account and time limit are options of sbatch.
+# Set in the environment what should differ.
 MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}  # checkout of github.com/NVIDIA/Megatron-LM
 TRAIN_ITERS=${TRAIN_ITERS:-100}        # steps
-MASTER_PORT=${MASTER_PORT:-29500}      # a free port there
+MASTER_PORT=${MASTER_PORT:-29500}      # a free port on the node of rank 0
 
 # In the order of the ranks.
 hosts=(
@@ -26,10 +20,14 @@ hosts=(
     node7
     node9
 )
-MASTER_ADDR=${hosts[0]}
-SLURM_HOSTFILE=$(mktemp)
-export SLURM_HOSTFILE
-printf '%s\n' "${hosts[@]}" >"$SLURM_HOSTFILE"
+MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
+if [[ -z ${NODE_RANK:-} ]]; then
+    this=${SLURMD_NODENAME:-$(hostname -s)}
+    for rank in "${!hosts[@]}"; do
+        if [[ ${hosts[rank]%%.*} == "${this%%.*}" ]]; then NODE_RANK=$rank; fi
+    done
+fi
+: "${NODE_RANK:?this node is not in the list of hosts: set NODE_RANK}"
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # demanded under tensor or context parallelism
 
@@ -73,8 +71,35 @@ DATA=(
 )
 if [[ -n ${DATA_ARGS:-} ]]; then read -ra DATA <<<"$DATA_ARGS"; fi
 
-exec srun --ntasks=4 --distribution=arbitrary --cpu-bind=none --kill-on-bad-exit=1 \
-    bash -c 'exec torchrun --node-rank "$SLURM_PROCID" "$@"' node --nnodes 4 --nproc-per-node 8 \
+# Is this what the plan was made for?  PREFLIGHT=0 does not ask.
+if [[ ${PREFLIGHT:-1} != 0 ]]; then
+    warn() { printf 'preflight on %s: %s\n' "${HOSTNAME:-this node}" "$1" >&2; }
+    stop() { warn "$1: PREFLIGHT=0 starts all the same" && exit 1; }
+    if [[ ${SLURM_NNODES:-4} != 4 ]]; then
+        stop "the plan is for 4 nodes of 8 devices, $SLURM_NNODES nodes were given"
+    fi
+    if command -v nvidia-smi >/dev/null; then
+        query=(nvidia-smi --query-gpu=memory.free --format="csv,noheader,nounits")
+        if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then query+=(--id="$CUDA_VISIBLE_DEVICES"); fi
+        said=$("${query[@]}") || stop "nvidia-smi fails: $said"
+        mapfile -t free <<<"$said"
+        if ((${#free[@]} < 8)); then
+            stop "8 devices are needed, nvidia-smi lists ${#free[@]}"
+        fi
+        for at in {0..7}; do
+            if [[ ${free[at]} =~ ^[0-9]+$ ]] && ((free[at] < 73012)); then
+                stop "device $at has ${free[at]} MiB free, the plan needs 73012 MiB"
+            fi
+        done
+    else
+        warn "there is no nvidia-smi: devices and their free memory are not checked"
+    fi
+    if [[ ! -d /dev/infiniband ]]; then
+        warn "the plan counts on infiniband, but there is no /dev/infiniband: collectives will be far slower"
+    fi
+fi
+
+exec torchrun --nnodes 4 --nproc-per-node 8 --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     "$MEGATRON_LM_DIR/pretrain_gpt.py" \
     "${MODEL[@]}" "${PLAN[@]}" "${TRAINING[@]}" "${DATA[@]}" \

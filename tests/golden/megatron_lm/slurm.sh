@@ -1,25 +1,19 @@
 #!/bin/bash
-#SBATCH --job-name=llama3-70b
-#SBATCH --nodes=32
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --exclusive
-#SBATCH --distribution=block
 # llama3-70b with Megatron-LM on 256 x hopper-80g (cluster lab), sequences of 8192 tokens, 512 a step
 # Plan: tp 4 pp 4 dp 16, micro-batch 1, zero1 over 8
 # Predicted: 7.31 s a step (90 % interval 6.60 s to 8.10 s), 1,120 tokens/s per device, MFU 43.1 %
 # Memory: 71.3 GiB on the fullest device, headroom 7.7 GiB, risk of running out 1.2 %
 # Priced as megatron-core, calibration reference, by autoplan 0.1.0 numpy 2.0
 # Made from: autoplan search llama3-70b --cluster lab --global-batch 512
-# Start: sbatch THIS_FILE [OPTION ...]; options given there come last and win over those below
+# Start: by launch.sbatch
 set -euo pipefail
 
-# Set in the environment what should differ.  Partition, account and time limit are options of sbatch.
-MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}  # checkout of github.com/NVIDIA/Megatron-LM
-TRAIN_ITERS=${TRAIN_ITERS:-100}        # steps
-MASTER_PORT=${MASTER_PORT:-29500}      # a free port there
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-MASTER_ADDR=${hosts%%$'\n'*}
+# Set in the environment what should differ.
+MEGATRON_LM_DIR=${MEGATRON_LM_DIR:-.}    # checkout of github.com/NVIDIA/Megatron-LM
+TRAIN_ITERS=${TRAIN_ITERS:-100}          # steps
+MASTER_ADDR=${MASTER_ADDR:?must be set}  # the node of rank 0
+MASTER_PORT=${MASTER_PORT:-29500}        # a free port on the node of rank 0
+NODE_RANK=$SLURM_NODEID  # of this node, 0 to 31
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # demanded under tensor or context parallelism
 
@@ -64,8 +58,35 @@ DATA=(
 )
 if [[ -n ${DATA_ARGS:-} ]]; then read -ra DATA <<<"$DATA_ARGS"; fi
 
-exec srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' node --nnodes 32 --nproc-per-node 8 \
+# Is this what the plan was made for?  PREFLIGHT=0 does not ask.
+if [[ ${PREFLIGHT:-1} != 0 ]]; then
+    warn() { printf 'preflight on %s: %s\n' "${HOSTNAME:-this node}" "$1" >&2; }
+    stop() { warn "$1: PREFLIGHT=0 starts all the same" && exit 1; }
+    if [[ ${SLURM_NNODES:-32} != 32 ]]; then
+        stop "the plan is for 32 nodes of 8 devices, $SLURM_NNODES nodes were given"
+    fi
+    if command -v nvidia-smi >/dev/null; then
+        query=(nvidia-smi --query-gpu=memory.free --format="csv,noheader,nounits")
+        if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then query+=(--id="$CUDA_VISIBLE_DEVICES"); fi
+        said=$("${query[@]}") || stop "nvidia-smi fails: $said"
+        mapfile -t free <<<"$said"
+        if ((${#free[@]} < 8)); then
+            stop "8 devices are needed, nvidia-smi lists ${#free[@]}"
+        fi
+        for at in {0..7}; do
+            if [[ ${free[at]} =~ ^[0-9]+$ ]] && ((free[at] < 73012)); then
+                stop "device $at has ${free[at]} MiB free, the plan needs 73012 MiB"
+            fi
+        done
+    else
+        warn "there is no nvidia-smi: devices and their free memory are not checked"
+    fi
+    if [[ ! -d /dev/infiniband ]]; then
+        warn "the plan counts on infiniband, but there is no /dev/infiniband: collectives will be far slower"
+    fi
+fi
+
+exec torchrun --nnodes 32 --nproc-per-node 8 --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     "$MEGATRON_LM_DIR/pretrain_gpt.py" \
     "${MODEL[@]}" "${PLAN[@]}" "${TRAINING[@]}" "${DATA[@]}" \

@@ -1,0 +1,233 @@
+"""How good is what runs today?  What `autoplan search --from FILE` adds to a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.cli.inputs import TrainingFlags, check_rank_order
+from autoplan.cli.read import make_given
+from autoplan.errors import AutoplanError, InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from autoplan.cluster import ClusterSpec
+    from autoplan.plan import ParallelPlan
+    from autoplan.problem import Problem
+    from autoplan.read.launch import Given, Launch
+    from autoplan.result import AxisChange, OptionChange, PlanFile, RankedPlan, SearchResult, Today
+    from autoplan.rules import Rule
+    from search.space import Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What a launch file starts, with what was typed beside it: the flags of the search, and the plan to compare."""
+
+    path: Path
+    given: Given
+    launch: Launch
+    flags: TrainingFlags
+    global_batch: str
+    plan: ParallelPlan
+
+
+def start_from(
+    path: Path,
+    flags: TrainingFlags,
+    global_batch: str | None,
+    cluster: ClusterSpec,
+    *,
+    typed: Collection[str],
+    variables: list[str] | None,
+    target: str | None,
+) -> Started:
+    """Read the launch file on `cluster`; what stands in `typed` wins over what the file says.
+
+    A range of batches leaves the file's plan at its own, one number changes it.
+    """
+    from autoplan.read.launches import read_launch_on
+
+    model = str(flags.model) if "model" in typed else None
+    given = make_given(model, None, None, flags.seq_len if "seq_len" in typed else None, variables)
+    try:
+        launch = read_launch_on(path, given, cluster, target)
+    except InputError as error:
+        raise InputError(str(error).replace("--model", "MODEL")) from None  # which is an argument of a search
+    training = launch.training
+    found = {
+        "seq_len": training.seq_len,
+        "precision": training.precision,
+        "attention": training.attention,
+        "framework": launch.framework,
+    }
+    found = {name: value for name, value in found.items() if name not in typed}
+    flags = replace(flags, model=launch.model, training=training, **found)  # type: ignore[arg-type]
+    batch = global_batch or str(launch.plan.global_batch)
+    asked = int(batch) if batch.isascii() and batch.isdigit() and 0 < len(batch) < 10 else launch.plan.global_batch
+    plan = replace(launch.plan, precision=flags.precision, global_batch=asked)  # type: ignore[arg-type]
+    return Started(path=path, given=given, launch=launch, flags=flags, global_batch=batch, plan=plan)
+
+
+def allowed_for(problem: Problem, plan: ParallelPlan) -> list[str]:
+    """What a search must be allowed to find the plan of a launch file, where the framework admits that."""
+    from search.limits import USUAL_SCHEDULES, default_limits
+
+    if _faults(problem, plan):
+        return []
+    usual = default_limits(problem, (plan.global_batch,))
+    wishes: list[str] = []
+    if plan.sharding in ("zero2", "zero3") and plan.sharding not in usual.shardings:
+        wishes.append(plan.sharding)
+    if plan.offload != "none":
+        wishes.append("offload")
+    if plan.schedule not in USUAL_SCHEDULES:
+        wishes.append(f"schedule={plan.schedule}")
+    if plan.tp_overlap and problem.framework.tp_overlap_share:
+        wishes.append("tp_overlap")
+    if plan.recompute_num_layers is not None and usual.partial_recomputes:
+        wishes.append("partial_recompute")
+    return wishes
+
+
+def nearest_result(problem: Problem, space: Space, result: SearchResult, plan: ParallelPlan) -> SearchResult:
+    """`result` with a best plan that keeps of `plan` whatever costs nothing, in front."""
+    from search.walk import nearest_equal
+
+    best = nearest_equal(problem, space.rules, plan, result.rivals[0])
+    if best == result.rivals[0]:
+        return result
+    certificate = replace(result.certificate, best_step_s=best.step_s)
+    return replace(result, rivals=(best, *result.rivals), ranked=(best, *result.ranked), certificate=certificate)
+
+
+def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchResult) -> Today:
+    """How the plan of the launch file compares with the best one, which `file` holds."""
+    from autoplan.result import Today
+    from autoplan.rules import universal
+    from autoplan.rules.books import book_of
+    from search.choice import compared, pace
+    from search.ranking import TIE
+    from search.walk import Way, changes, prices, walk
+
+    plan, launch = started.plan, started.launch
+    priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
+    way = Way(problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan)
+    try:
+        found, steps = changes(way), walk(way)
+    except AutoplanError:  # the plan does not even add up, as `broken` says
+        found, steps = (), ()
+    today = Today(
+        path=str(started.path),
+        target=launch.target,
+        plan=plan,
+        broken=_faults(problem, plan),
+        priced=priced,
+        gap=compared(priced, file.best) if priced else None,
+        num_faster=sum(pace(one) < pace(priced) * (1 - TIE) for one in result.rivals) if priced else 0,
+        changes=found,
+        walk=steps,
+        options=(),
+        no_options="",
+        unread={f"{one.option} {one.value}".strip(): one.why for one in launch.unread if one.matters},
+    )
+    return _with_options(started, file, today)
+
+
+def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:
+    """Why the framework refuses a plan; empty where it does not."""
+    from autoplan.rules.books import book_of
+
+    faults = _broken(problem, plan, book_of(problem.framework).rules)
+    try:
+        check_rank_order(problem.framework, plan.rank_order)
+    except InputError as error:
+        return (*faults, str(error))
+    return faults
+
+
+def _broken(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tuple[str, ...]:
+    from autoplan.rules import Setting, broken
+
+    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
+    try:
+        return broken(rules, setting, plan)
+    except AutoplanError as error:
+        return (str(error),)
+
+
+# -- the options of the file ------------------------------------------------------------------------------------------
+
+
+def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
+    """`today` with the options that change, as a whole and axis by axis, as its target writes them."""
+    from autoplan.export.targets import TARGETS
+
+    mine = dict(started.launch.options)
+    if today.target not in TARGETS or not mine:
+        return today
+    written: dict[str, dict[str, str]] = {}
+    refusals: list[str] = []
+    for one in TARGETS[today.target].versions:
+        try:
+            written[one] = _written(started, file, file.best, one)
+        except InputError as error:
+            refusals.append(str(error))
+    if not written:
+        return replace(today, no_options=refusals[0])
+    # Of several generations of a framework the file is of the one whose options it has.
+    version = max(written, key=lambda one: len(written[one].keys() & mine.keys()))
+    # What was not understood is not written either: it is the person's to keep.
+    unread = {one.option for one in started.launch.unread}
+    options = tuple(one for one in _differing(mine, written[version]) if one.option not in unread)
+    if today.priced is None or today.broken:
+        return replace(today, options=options)
+
+    def of_axis(change: AxisChange) -> AxisChange:
+        if change.alone is None:
+            return change
+        try:
+            changed = _differing(before, _written(started, file, change.alone, version))
+        except InputError:  # admitted by the framework, but not to be written for it
+            return change
+        as_written = (replace(one, before=mine.get(one.option, one.before)) for one in changed)
+        return replace(change, options=tuple(as_written))
+
+    try:
+        before = _written(started, file, today.priced, version)
+    except InputError:
+        return replace(today, options=options)
+    return replace(today, options=options, changes=tuple(map(of_axis, today.changes)))
+
+
+def _written(started: Started, file: PlanFile, plan: RankedPlan, version: str) -> dict[str, str]:
+    """The options of a plan in the file that is exported for the target of the launch file."""
+    from autoplan.export.targets import exported
+    from autoplan.read.launches import reader_of
+
+    target, cluster = started.launch.target, file.cluster
+    reader = reader_of(target)
+    given = replace(
+        started.given, num_devices=cluster.num_devices, devices_per_node=cluster.devices_per_node, variables=()
+    )
+    refusal = InputError("none of its files can be read back")
+    for one in exported(replace(file, best=plan), target, "torchrun", version):
+        if reader.recognises(one.name, one.text):
+            try:
+                return dict(reader.read(one.text, given).options)
+            except InputError as error:  # such as a script that starts what another file describes
+                refusal = error
+    raise refusal
+
+
+def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
+    from autoplan.result import OptionChange
+
+    names = dict.fromkeys((*before, *after))
+    return tuple(
+        OptionChange(option=name, before=before.get(name), after=after.get(name))
+        for name in names
+        if before.get(name) != after.get(name)
+    )

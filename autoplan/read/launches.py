@@ -1,0 +1,83 @@
+"""Which launch file is meant?  Known by its content, read by the reader of its target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autoplan.cluster import ClusterSpec
+from autoplan.errors import InputError
+from autoplan.files import read_text
+from autoplan.read import (
+    accelerate,
+    deepspeed,
+    fsdp2,
+    megatron_bridge,
+    megatron_lm,
+    nanotron,
+    planfile,
+    primus,
+    torchtitan,
+)
+from autoplan.read.launch import Given, Launch, Reader
+
+MOST_BYTES = 2**20  # a launch file is written by hand
+
+READERS: tuple[Reader, ...] = (
+    accelerate.READER,
+    deepspeed.READER,
+    fsdp2.READER,
+    megatron_bridge.READER,
+    megatron_lm.READER,
+    nanotron.READER,
+    planfile.READER,
+    primus.READER,
+    torchtitan.READER,
+)
+
+
+def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:
+    """What the file starts, read as one of `target`, or of the only target whose files look like it."""
+    text = read_text(path, most_bytes=MOST_BYTES)
+    reader = reader_of(target) if target is not None else _recognised(path, text)
+    try:
+        return reader.read(text, given)
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def read_launch_on(path: Path, given: Given, cluster: ClusterSpec, target: str | None = None) -> Launch:
+    """The same, on `cluster`: the devices that the file leaves open are those of the cluster."""
+    try:
+        launch = read_launch(path, given, target)
+    except InputError:
+        devices = {"num_devices": cluster.num_devices, "devices_per_node": cluster.devices_per_node}
+        launch = read_launch(path, replace(given, **devices), target)  # type: ignore[arg-type]
+    if launch.plan.num_devices != cluster.num_devices:
+        raise InputError(
+            f"{path}: starts {launch.plan.num_devices} devices, cluster {cluster.name!r} has {cluster.num_devices}: "
+            "name the cluster that it runs on, or --set the variables that its script takes from the environment"
+        )
+    return launch
+
+
+def reader_of(target: str) -> Reader:
+    """The reader of a target."""
+    known = {reader.target: reader for reader in READERS}
+    if target not in known:
+        raise InputError(f"no files of {target!r} are read: known are {', '.join(known)}")
+    return known[target]
+
+
+def _recognised(path: Path, text: str) -> Reader:
+    try:
+        found = [reader for reader in READERS if reader.recognises(path.name, text)]
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply") from None
+    if len(found) == 1:
+        return found[0]
+    targets = [reader.target for reader in found or READERS]
+    looks = f"looks like a file of {' and '.join(targets)}" if found else "looks like no launch file that is known"
+    raise InputError(f"{path}: {looks}: say with --as what it is ({', '.join(targets)})")

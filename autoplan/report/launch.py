@@ -1,0 +1,181 @@
+"""How does what a launch file starts read on a terminal, and how good that is beside the best plan?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.cost.arithmetic import count_parameters
+from autoplan.model import ModelSpec
+from autoplan.plan import ParallelPlan
+from autoplan.report.terminal import labelled, print_part, print_table
+from autoplan.result import AxisChange, OptionChange, RankedPlan, Today
+from autoplan.training import TrainingSpec
+from autoplan.units import format_bytes, format_percent, format_seconds, format_tokens
+
+SHOWN_VALUE = 60  # characters of an option's value
+LEAST_GAP = 1e-6  # of two steps that are not called level
+
+
+def print_launch(
+    console: Console,
+    headline: str,
+    spec: tuple[ModelSpec, TrainingSpec, ParallelPlan],
+    *,
+    matters: Sequence[tuple[str, str, str]],
+    rest: Sequence[tuple[str, str, str]],
+) -> None:
+    """What was read, then the options that were not: (option, value, why)."""
+    model, training, plan = spec
+    print_part(console, escape(headline))
+    console.print()
+    grid = labelled()
+    grid.add_row("model", escape(f"{model.name}: {model_line(model)}"))
+    grid.add_row("training", f"{training.seq_len:,} tokens, {training.precision}, {training.attention} attention")
+    grid.add_row("plan", f"[bold]{escape(plan.describe())}[/]")
+    count = plan.num_microbatches
+    grid.add_row("step", f"{plan.global_batch:,} sequences, {count:,} micro-batch{'es' * (count > 1)} a replica")
+    grid.add_row("devices", f"{plan.num_devices:,}")
+    print_part(console, grid)
+    if matters:
+        console.print("\nnot read, may cost time or memory")
+        rows = [(escape(option), escape(_cut(value)), escape(why)) for option, value, why in matters]
+        print_table(console, (("option", False), ("value", False), ("why", False)), rows, keep=3)
+    if rest:
+        console.print("\nnot read")
+        for reason in dict.fromkeys(why for *_, why in rest):
+            options = ", ".join(dict.fromkeys(option for option, _, why in rest if why == reason))
+            print_part(console, escape(f"{options}: {reason}"))
+
+
+def model_line(model: ModelSpec) -> str:
+    """A model in a few numbers."""
+    heads = f"{model.num_heads} heads"
+    if model.mla:
+        heads += f", latent attention of rank {model.mla.kv_lora_rank}"
+    elif model.kv_heads != model.num_heads:
+        heads += f" over {model.kv_heads} of keys and values"
+    parts = [
+        f"{format_tokens(count_parameters(model))} parameters",
+        f"{model.num_layers} layers of {model.hidden_size}",
+    ]
+    parts.append(heads)
+    if model.ffn_size:
+        parts.append(f"{'gated ' if model.gated_mlp else ''}MLP of {model.ffn_size}")
+    if model.moe:
+        parts.append(
+            f"{model.moe.num_experts} experts of {model.moe.expert_ffn_size}, {model.moe.experts_per_token} a token"
+        )
+    if model.num_mtp_layers:
+        parts.append(f"{model.num_mtp_layers} layers of multi-token prediction")
+    return ", ".join((*parts, f"vocabulary of {model.vocab_size:,}"))
+
+
+def print_today(console: Console, today: Today, names: dict[str, str]) -> None:
+    """How good the plan of a launch file is, what each change of it would bring, and which options change.
+
+    `names` are those of axes that are not called on screen as they are inside.
+    """
+    console.print()
+    grid = labelled()
+    grid.add_row("today", escape(f"{today.plan.describe()} ({today.path})"))
+    for at, fault in enumerate(today.broken):
+        grid.add_row("" if at else "refused", escape(fault))
+    if today.priced:
+        grid.add_row("", escape(_priced(today.priced)))
+    if today.gap and today.priced:
+        grid.add_row("gap", escape(gap_line(today)))
+    for at, (option, why) in enumerate(today.unread.items()):
+        grid.add_row("" if at else "not read", escape(f"{option}: {why}"))
+    print_part(console, grid)
+    if today.changes:
+        console.print()
+        _print_changes(console, today, names)
+    if today.options:
+        console.print()
+        _print_options(console, today.options)
+    elif today.no_options:
+        print_part(console, escape(f"\noptions are not compared: {today.no_options}"))
+
+
+def gap_line(today: Today) -> str:
+    """How much slower the file's plan is than the best, and whether the model can tell."""
+    gap = today.gap
+    assert gap is not None
+    behind, width = gap.ratio - 1.0, format_percent(gap.high / gap.ratio - 1.0)
+    if today.priced and today.priced.verdict == "oom" and behind < 0:
+        return f"it does not fit; the best plan that does is {format_percent(1.0 / gap.ratio - 1.0)} slower"
+    if abs(behind) < LEAST_GAP:
+        return "none: no plan of the space is faster"
+    text = f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'} than the best plan"
+    sure = "inside" if gap.low <= 1.0 <= gap.high else "outside"
+    text += f", {sure} the model's {width} interval"
+    if today.num_faster:
+        some = "" if today.num_faster == 1 else "s"
+        text += f"; at least {today.num_faster:,} other choice{some} of degrees {'is' if not some else 'are'} faster"
+    return text
+
+
+def _priced(one: RankedPlan) -> str:
+    risk = "" if one.verdict == "fits" else f", {format_percent(one.oom_probability)} risk of running out of memory"
+    return (
+        f"{format_seconds(one.step_s)} (90 %: {format_seconds(one.low_s)} to {format_seconds(one.high_s)}), "
+        f"MFU {format_percent(one.mfu)}, {format_bytes(one.memory_bytes)}{risk}"
+    )
+
+
+def _cells(one: RankedPlan, is_rate: bool) -> tuple[str, str]:
+    memory = format_bytes(one.memory_bytes)
+    says = f"{one.tokens_per_s_per_device:,.0f}" if is_rate else format_seconds(one.step_s)
+    return says, memory if one.verdict == "fits" else f"{memory} {one.verdict}"
+
+
+def _print_changes(console: Console, today: Today, names: dict[str, str]) -> None:
+    """Every change in the order of the walk: what it brings alone, and where it stands after those before it.
+
+    Steps of unlike batches do not compare: their rates are told.
+    """
+    told = {one.axis: one for one in today.changes}
+    is_rate = "global_batch" in told
+    rows = []
+    for step in today.walk:
+        for axis in step.axes:
+            after = _cells(step.plan, is_rate) if axis == step.axes[-1] else ("with the next", "")
+            rows.append((*_alone(told[axis], names, is_rate), *after))
+    if not today.walk:
+        rows = [(*_alone(one, names, is_rate), "", "") for one in today.changes]
+    columns = [("change", False), ("alone", True), ("memory", True), ("in this order", True), ("memory", True)]
+    print_table(console, columns, rows, keep=5)
+    if is_rate:
+        console.print("(tokens/s of a device)")
+    for one in today.changes:
+        if one.why_not:
+            print_part(console, escape(f"{names.get(one.axis, one.axis)} not alone: {one.why_not}"))
+
+
+def _alone(one: AxisChange, names: dict[str, str], is_rate: bool) -> tuple[str, str, str]:
+    says = escape(f"{names.get(one.axis, one.axis)} {one.before} -> {one.after}")
+    return (says, *(_cells(one.alone, is_rate) if one.alone else ("not alone", "")))
+
+
+def _print_options(console: Console, options: Sequence[OptionChange]) -> None:
+    print_part(console, "options, from today's file to the one that is exported for the best plan")
+    grid = labelled()
+    for one in options:
+        grid.add_row(escape(one.option), escape(_option_change(one)))
+    print_part(console, grid)
+
+
+def _option_change(one: OptionChange) -> str:
+    if one.before is None:
+        return f"add {_cut(one.after or '')}".rstrip()
+    if one.after is None:
+        return f"drop {_cut(one.before)}".rstrip()
+    return f"{_cut(one.before) or 'set'} -> {_cut(one.after) or 'set'}"
+
+
+def _cut(value: str) -> str:
+    shown = "".join(character if character.isprintable() else "?" for character in value)
+    return shown if len(shown) <= SHOWN_VALUE else f"{shown[: SHOWN_VALUE - 3]}..."

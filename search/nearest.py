@@ -1,0 +1,106 @@
+"""Which plan that a target can start is nearest to one that it cannot?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+
+from autoplan.cost.estimate import estimate
+from autoplan.errors import AutoplanError
+from autoplan.plan import DEFAULT_RECOMPUTE_MODULES, OFFLOADS, ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.result import VERDICTS, RankedPlan
+from autoplan.rules import Setting, legal
+from autoplan.rules.books import book_of
+from search.axes import FLAGS, WITH_TP, axes_of, differing, plan_of, words
+from search.limits import default_limits, divisors
+from search.ranking import ranked, seconds_per_sequence
+from search.space import chunk_counts
+
+MOST_ASKED = 400  # plans that a target is asked about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """A plan, and (axis, value, value of the one it stands for) of what differs."""
+
+    plan: RankedPlan
+    changes: tuple[tuple[str, str, str], ...]
+
+
+def nearest(
+    problem: Problem,
+    plan: ParallelPlan,
+    accepts: Callable[[RankedPlan], bool],
+    others: Sequence[ParallelPlan] = (),
+    *,
+    most_changes: int = 2,
+) -> Near | None:
+    """The plan with the fewest changed axes that `accepts` takes, of these the fastest; None where none was found.
+
+    Looked at are the legal plans that fit and differ in up to `most_changes` axes, and `others`.
+    """
+    axes = axes_of(problem.model, plan)
+    found = {one: len(differing(axes, axes_of(problem.model, one))) for one in others if one.placement is None}
+    for count in range(1, most_changes + 1):
+        for one in _neighbours(problem, plan, count):
+            found.setdefault(one, count)
+    found.pop(plan, None)
+    candidates = [one for one in found if one.global_batch == plan.global_batch]
+    if not candidates:
+        return None
+    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
+    batch = PlanBatch.of(candidates, problem.model.num_layers)
+    lawful = np.flatnonzero(legal(book_of(problem.framework).rules, setting, batch))
+    costs = estimate(problem, batch.take(lawful))
+    fitting = np.flatnonzero(costs.verdict == VERDICTS.index("fits"))
+    changed = np.array([found[candidates[at]] for at in lawful], dtype=np.int64)[fitting]
+    order = fitting[np.lexsort((seconds_per_sequence(costs)[fitting], changed))]
+    for near in ranked(problem, costs, order[:MOST_ASKED]):
+        if accepts(near):
+            mine = axes_of(problem.model, near.plan)
+            told = ((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(axes, mine))
+            return Near(plan=near, changes=tuple(told))
+    return None
+
+
+def _neighbours(problem: Problem, plan: ParallelPlan, count: int) -> Iterator[ParallelPlan]:
+    """The plans in which so many axes have another value; those on nodes in an order of their own aside."""
+    axes = axes_of(problem.model, plan) | {"nodes": None}
+    values = _values(problem, plan)
+    for names in combinations(values, count):
+        for choice in product(*(values[name] for name in names)):
+            try:
+                yield plan_of(problem, axes | dict(zip(names, choice, strict=True)))
+            except AutoplanError:
+                continue
+
+
+def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
+    """The other values of every axis that are worth a look."""
+    model, book, devices = problem.model, book_of(problem.framework), problem.cluster.num_devices
+    axes, limits = axes_of(model, plan), default_limits(problem, (plan.global_batch,))
+    values: dict[str, list[Any]] = {axis: [*divisors(devices)] for axis in ("tp", "cp", "pp")}
+    values["micro_batch"] = [*divisors(plan.global_batch)]
+    if model.moe:
+        values["ep"] = [*divisors(model.moe.num_experts)]
+    values = {axis: [one for one in some if limits.admits(axis, one)] for axis, some in values.items()}
+    if "etp" in axes:
+        values["etp"] = [1, WITH_TP]
+    if plan.pp > 1:
+        chunks = [vp for vp in chunk_counts(model.num_layers, plan.pp) if vp > 1]
+        values["schedule"] = [("1f1b", 1), *(("interleaved", vp) for vp in chunks), ("gpipe", 1), ("zb-h1", 1)]
+        values["schedule"] += [("zb-v", 2), ("dualpipe-v", 2)]
+        values["layers"] = [()]
+    if "sharding" in axes:
+        values["sharding"] = [(kind, None) for kind in book.words("sharding")]
+    values["recompute"] = [(kind, DEFAULT_RECOMPUTE_MODULES, None) for kind in book.words("recompute")]
+    values["offload"] = [one for one in OFFLOADS if one != "activations"]
+    values |= {axis: [not axes[axis]] for axis in FLAGS if axis in axes}
+    values["cp_kind"] = [*book.words("cp_kind")] if plan.cp > 1 else []
+    values["rank_order"] = [*problem.framework.rank_orders] if "rank_order" in axes else []
+    return {axis: [one for one in some if one != axes.get(axis)] for axis, some in values.items()}

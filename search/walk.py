@@ -1,0 +1,162 @@
+"""What does each change bring on the way from one plan to another, alone and after the others?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from autoplan.cost.estimate import estimate
+from autoplan.errors import AutoplanError
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.result import VERDICTS, AxisChange, RankedPlan, WalkStep
+from autoplan.rules import Rule, Setting, broken, legal
+from search.axes import axes_of, differing, mixed, plan_of, words
+from search.choice import pace
+from search.ranking import TIE, ranked
+
+MOST_AT_ONCE = 3  # changes of one step, unless it takes all that are left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Two plans of one problem, and all that mix the axes of both; `rules` say which of these are legal."""
+
+    problem: Problem
+    rules: tuple[Rule, ...]
+    before: ParallelPlan
+    after: ParallelPlan
+
+    @property
+    def setting(self) -> Setting:
+        """What the rules look at."""
+        problem = self.problem
+        return Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
+
+    def axes(self) -> tuple[str, ...]:
+        """The axes in which the plans differ."""
+        model = self.problem.model
+        return differing(axes_of(model, self.before), axes_of(model, self.after))
+
+    def mix(self, changed: Sequence[str]) -> ParallelPlan:
+        """The plan with the `changed` axes of `after`; an `InputError` says why there is none."""
+        if set(changed) == set(self.axes()):
+            return self.after
+        if not changed:
+            return self.before
+        model = self.problem.model
+        return plan_of(self.problem, mixed(axes_of(model, self.before), axes_of(model, self.after), tuple(changed)))
+
+    def legal(self, choices: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ParallelPlan]]:
+        """Those of `choices` of changed axes that make a legal plan, with it."""
+        found = []
+        for changed in choices:
+            try:
+                found.append((changed, self.mix(changed)))
+            except AutoplanError:
+                continue
+        keep: list[tuple[tuple[str, ...], ParallelPlan]] = []
+        for places, batch in _by_placement(self.problem, [plan for _, plan in found]):
+            lawful = legal(self.rules, self.setting, batch)
+            keep += [found[place] for place in np.asarray(places)[lawful]]
+        return keep
+
+
+def _by_placement(problem: Problem, plans: Sequence[ParallelPlan]) -> Iterator[tuple[list[int], PlanBatch]]:
+    """(the indices of plans of one placement, their batch)."""
+    for placement in dict.fromkeys(plan.placement for plan in plans):
+        places = [at for at, plan in enumerate(plans) if plan.placement == placement]
+        yield places, PlanBatch.of([plans[at] for at in places], problem.model.num_layers)
+
+
+def prices(problem: Problem, plans: Sequence[ParallelPlan]) -> list[RankedPlan]:
+    """What every plan costs, in the order given; their placements may differ."""
+    result: dict[int, RankedPlan] = {}
+    for places, batch in _by_placement(problem, plans):
+        result |= zip(places, ranked(problem, estimate(problem, batch), range(len(batch))), strict=True)
+    return [result[at] for at in range(len(plans))]
+
+
+def changes(way: Way) -> tuple[AxisChange, ...]:
+    """Every axis in which the plans differ, and the first plan with that change alone."""
+    model = way.problem.model
+    before, after = axes_of(model, way.before), axes_of(model, way.after)
+    result = []
+    for axis in way.axes():
+        alone, why_not = None, ""
+        try:
+            plan = way.mix((axis,))
+            if faults := broken(way.rules, way.setting, plan):
+                why_not = faults[0]
+            else:
+                alone = prices(way.problem, [plan])[0]
+        except AutoplanError as error:
+            why_not = str(error)
+        told = words(axis, before[axis]), words(axis, after[axis])
+        result.append(AxisChange(axis=axis, before=told[0], after=told[1], alone=alone, why_not=why_not))
+    return tuple(result)
+
+
+def walk(way: Way) -> tuple[WalkStep, ...]:
+    """A greedy way to `after`: every step takes the change that leaves the least time per sequence.
+
+    Every plan is legal and as safe as `after`.  Where no single change leads to such a plan, or none is faster than the
+    plan before, two are made at once, then three; at last all that are left.
+    """
+    axes, last = way.axes(), prices(way.problem, [way.after])[0]
+    before_s = min((pace(one) for one in _safe(way, [()], last).values()), default=math.inf)
+    done: tuple[str, ...] = ()
+    steps: list[WalkStep] = []
+    while len(done) < len(axes):
+        left = [axis for axis in axes if axis not in done]
+        taken, plan = _next(way, done, left, last, before_s)
+        steps.append(WalkStep(axes=taken, plan=plan))
+        done, before_s = (*done, *taken), pace(plan)
+    return tuple(steps)
+
+
+def _next(
+    way: Way, done: tuple[str, ...], left: Sequence[str], last: RankedPlan, before_s: float
+) -> tuple[tuple[str, ...], RankedPlan]:
+    """The changes to make next and the plan with them; `before_s` is the time per sequence so far."""
+    slower = None
+    for size in range(1, min(MOST_AT_ONCE, len(left)) + 1):
+        found = _safe(way, [(*done, *more) for more in combinations(left, size)], last)
+        if found:
+            best = min(found, key=lambda changed: pace(found[changed]))
+            step = best[len(done) :], found[best]
+            if pace(found[best]) < before_s:
+                return step
+            slower = slower or step
+    return slower or (tuple(left), last)
+
+
+def _safe(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -> dict[tuple[str, ...], RankedPlan]:
+    """By changed axes, the plans that are legal and as safe as `last`."""
+    found = way.legal(choices)
+    costs = prices(way.problem, [plan for _, plan in found])
+    return {changed: one for (changed, _), one in zip(found, costs, strict=True) if _is_as_safe(one, last)}
+
+
+def _is_as_safe(one: RankedPlan, other: RankedPlan) -> bool:
+    return VERDICTS.index(one.verdict) <= VERDICTS.index(other.verdict)
+
+
+def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPlan, best: RankedPlan) -> RankedPlan:
+    """`best` with those axes of `before` that make it no slower and no less safe: of equal plans the least change.
+
+    What a space leaves out may make it faster, too.
+    """
+    while True:
+        way = Way(problem=problem, rules=rules, before=before, after=best.plan)
+        axes = way.axes()
+        choices = [tuple(axis for axis in axes if axis != kept) for kept in axes]
+        found = _safe(way, [*choices, ()] if axes else [], best)
+        equal = [one for one in found.values() if pace(one) <= pace(best) * (1 + TIE)]
+        if not equal:
+            return best
+        best = min(equal, key=pace)

@@ -1,0 +1,290 @@
+"""Does Accelerate accept what is exported for it, refuse what the rules refuse, and is the plan read back?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError
+from autoplan.export.targets import job_of
+from autoplan.framework import Framework
+from autoplan.model import ModelSpec
+from autoplan.plan import ParallelPlan
+from autoplan.read.accelerate import read, recognises
+from autoplan.read.launch import Given, Launch
+from autoplan.result import PlanFile
+from damage import damaged
+from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, plan_file_of
+
+FSDP = Framework(name="pytorch-fsdp", rules="fsdp2")
+
+
+def fsdp(model: ModelSpec = LLAMA_8B, **plan: Any) -> PlanFile:
+    return replace(plan_file_of(model, **{"sharding": "zero3", **plan}), framework=FSDP)
+
+
+PLANS: dict[str, PlanFile] = {
+    "one device": fsdp(sharding="none"),
+    "copies": fsdp(dp_shard=8, sharding="none", micro_batch=2),
+    "sharded": fsdp(dp_shard=16, recompute="full"),
+    "kept whole": fsdp(dp_shard=8, sharding="zero2", precision="fp8"),
+    "in copies": fsdp(dp_shard=8, dp_replicate=3, global_batch=48),
+    "tensors": fsdp(tp=4, dp_shard=6, global_batch=24),
+    "context": fsdp(cp=8, dp_shard=2),
+    "all": fsdp(tp=2, cp=2, dp_shard=2, dp_replicate=2, precision="fp16"),
+    "experts": fsdp(replace(DEEPSEEK, num_mtp_layers=0), dp_shard=64),
+}
+
+
+def text_of(plan_file: PlanFile) -> str:
+    (file,) = job_of(plan_file, "accelerate").files
+    return file.text
+
+
+def given_of(plan_file: PlanFile) -> Given:
+    plan = plan_file.best.plan
+    batch = (("PER_DEVICE_TRAIN_BATCH_SIZE", str(plan.micro_batch)),)
+    steps = (("GRADIENT_ACCUMULATION_STEPS", str(plan.num_microbatches)),)
+    return Given(model=plan_file.model, seq_len=plan_file.training.seq_len, variables=batch + steps)
+
+
+def assert_read_back(plan_file: PlanFile) -> None:
+    text = text_of(plan_file)
+    assert recognises("accelerate.yaml", text)
+    launch = read(text, given_of(plan_file))
+    assert (launch.model, launch.training, launch.plan) == (plan_file.model, plan_file.training, plan_file.best.plan)
+    assert launch.unread == ()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_config_is_read_back_to_its_plan(name: str) -> None:
+    assert_read_back(PLANS[name])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from((1, 3)),
+    st.sampled_from(("none", "zero2", "zero3")),
+    st.sampled_from(("none", "full")),
+    st.sampled_from(("bf16", "fp16", "fp8")),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
+def test_whatever_it_runs_is_read_back(
+    tp: int, cp: int, shard: int, replicate: int, sharding: str, recompute: str, precision: str, micro: int, steps: int
+) -> None:
+    if sharding == "none" or shard * cp == 1:  # the split of data parallelism means nothing then
+        replicate, sharding = 1, "none"
+    try:
+        plan_file = fsdp(
+            tp=tp,
+            cp=cp,
+            dp_shard=shard,
+            dp_replicate=replicate,
+            sharding=sharding,
+            recompute=recompute,
+            precision=precision,
+            micro_batch=micro,
+            global_batch=micro * steps * shard * replicate,
+        )
+        text_of(plan_file)
+    except InputError:
+        assume(False)
+    assert_read_back(plan_file)
+
+
+REFUSED: dict[str, tuple[PlanFile, str]] = {
+    "stages": (fsdp(pp=2), "pp 2: it has no pipelines"),
+    "sequence": (fsdp(tp=2, sp=True, dp_shard=4), "no sequence parallelism"),
+    "selective": (fsdp(dp_shard=8, recompute="selective"), "selective recomputation"),
+    "some layers": (fsdp(dp_shard=8, recompute="full", recompute_num_layers=2), "recomputation of some layers"),
+    "unsharded tensors": (fsdp(tp=2, dp_shard=4, sharding="none"), "tp or cp of states that are not sharded"),
+    "context in copies": (fsdp(cp=2, dp_replicate=4), "in copies of dp_shard 1"),
+    "recomputed copies": (fsdp(dp_shard=8, sharding="none", recompute="full"), "recomputation without FSDP"),
+    "narrow": (fsdp(dp_shard=8, precision="mxfp8"), "precision 'mxfp8'"),
+    "a broken rule": (fsdp(dp_shard=8, sharding="zero1"), "use 'none' or 'zero2' or 'zero3'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_expressed_is_refused_in_one_line(case: str) -> None:
+    plan_file, says = REFUSED[case]
+    with pytest.raises(InputError) as error:
+        text_of(plan_file)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_hostile_names_stay_inert() -> None:
+    line = "x'\"\nnum_processes: 3\r\n$(touch x) \u2028 \\"
+    plan_file = fsdp(dp_shard=8)
+    assert yaml.safe_load(text_of(replace(plan_file, command=line, versions={line: line}))) == yaml.safe_load(
+        text_of(plan_file)
+    )
+
+
+# -- what people run --------------------------------------------------------------------------------------------------
+
+BATCH = (("PER_DEVICE_TRAIN_BATCH_SIZE", "2"), ("GRADIENT_ACCUMULATION_STEPS", "4"))
+EXAMPLES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "torch_native_parallelism/configs/cp.yaml": (
+        {"cp": 8, "sharding": "zero3", "recompute": "full", "global_batch": 8},
+        set(),
+    ),
+    "torch_native_parallelism/configs/tp_hsdp.yaml": (
+        {"tp": 2, "dp_shard": 2, "dp_replicate": 2, "sharding": "zero3", "global_batch": 32},
+        set(),
+    ),
+    "config_yaml_templates/fsdp.yaml": (
+        {"dp_shard": 2, "sharding": "zero3", "global_batch": 16},
+        {"fsdp_config.fsdp_version"},
+    ),
+    "config_yaml_templates/multi_gpu.yaml": ({"dp_shard": 2, "sharding": "none", "global_batch": 16}, set()),
+}
+
+
+def example(path: str, **given: Any) -> Launch:
+    place = os.environ.get("ACCELERATE_DIR")
+    if not place or not (Path(place) / "examples").is_dir():
+        pytest.skip("ACCELERATE_DIR does not name a checkout of accelerate")
+    text = (Path(place) / "examples" / path).read_text()
+    assert recognises(Path(path).name, text)
+    return read(text, Given(model=LLAMA_8B, seq_len=4096, variables=BATCH, **given))
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_an_example_of_accelerate_is_its_plan(path: str) -> None:
+    plan, unread = EXAMPLES[path]
+    launch = example(path)
+    assert launch.plan == ParallelPlan(**{"micro_batch": 2, "precision": "bf16", **plan})
+    assert {one.option for one in launch.unread} == unread
+
+
+COMMAND = """accelerate launch --use_fsdp --fsdp_version=2 --num_processes 16 --mixed-precision bf16 \\
+    --fsdp_reshard_after_forward false --fsdp_activation_checkpointing true --parallelism_config_dp_replicate_size 2 \\
+    --parallelism_config_dp_shard_size 8 ${EXTRA:-} \\
+    train.py --per_device_train_batch_size 2 --gradient_accumulation_steps=4 --learning_rate 1e-4
+"""
+
+
+def test_a_command_line_is_read_like_a_config() -> None:
+    assert recognises("run.sh", COMMAND)
+    launch = read(COMMAND, Given(model=LLAMA_8B, seq_len=4096))
+    assert launch.plan == ParallelPlan(
+        dp_replicate=2, dp_shard=8, sharding="zero2", recompute="full", micro_batch=2, global_batch=128
+    )
+    assert {one.option for one in launch.unread} == {"learning_rate"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("--use_fsdp", "--config_file my.yaml"), "read that file"),
+        (("--use_fsdp", ""), "neither --use_fsdp nor --multi_gpu"),
+        (("16", "$N"), "give it with --set NAME=VALUE"),
+    ],
+)
+def test_a_command_line_that_says_too_little_is_refused(change: tuple[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        read(COMMAND.replace(*change), Given(model=LLAMA_8B, seq_len=4096))
+
+
+WRONG: dict[str, tuple[dict[str, Any], Given, str]] = {
+    "no model": ({}, Given(seq_len=4096), "pass --model"),
+    "no sequence": ({}, Given(model=LLAMA_8B), "pass --seq-len"),
+    "no batch": ({}, Given(model=LLAMA_8B, seq_len=4096), "pass --set PER_DEVICE_TRAIN_BATCH_SIZE=N"),
+    "a kind": ({"distributed_type": "DEEPSPEED"}, given_of(PLANS["sharded"]), "'DEEPSPEED' is not read"),
+    "a precision": ({"mixed_precision": "no"}, given_of(PLANS["sharded"]), "mixed_precision 'no' is not priced"),
+    "devices": ({"num_processes": 24}, given_of(PLANS["sharded"]), "needs 16 devices, there are 24"),
+    "open devices": ({"num_processes": -1}, given_of(PLANS["sharded"]), "pass --devices"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
+    change, given, says = WRONG[case]
+    text = yaml.safe_dump(yaml.safe_load(text_of(PLANS["sharded"])) | change)
+    with pytest.raises(InputError) as error:
+        read(text, given)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(damaged([text_of(PLANS["all"]), text_of(PLANS["copies"]), COMMAND]))
+def test_a_damaged_file_is_read_or_refused(text: str) -> None:
+    with suppress(InputError):
+        assert read(text, given_of(PLANS["all"])).plan.num_devices >= 1
+
+
+# -- Accelerate itself ------------------------------------------------------------------------------------------------
+
+# One defect each of the config of the plan in copies: the section, the key, its value.
+MUTATIONS: dict[str, tuple[str, str, Any]] = {
+    "a key": ("", "num_procs", 8),
+    "a key of FSDP": ("fsdp_config", "fsdp_reshard", True),
+    "a word": ("", "mixed_precision", "bf17"),
+    "devices": ("", "num_processes", 16),
+    "degrees": ("parallelism_config", "parallelism_config_tp_size", 3),
+    "nothing to shard": ("parallelism_config", "parallelism_config_dp_shard_size", 1),
+    "an old version": ("fsdp_config", "fsdp_version", 3),
+}
+
+
+def mutated(name: str) -> str:
+    section, key, value = MUTATIONS[name]
+    table = yaml.safe_load(text_of(PLANS["in copies"]))
+    (table[section] if section else table)[key] = value
+    return yaml.safe_dump(table)
+
+
+@pytest.fixture(scope="module")
+def answered() -> dict[str, Any]:
+    """What the installed Accelerate answers, by question."""
+    if find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    questions = {f"plan {name}": text_of(plan_file) for name, plan_file in PLANS.items()}
+    questions |= {f"bad {name}": mutated(name) for name in MUTATIONS}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "accelerate_parser.py")],
+        input=json.dumps(list(questions.values())),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return dict(zip(questions, json.loads(result.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_accelerate_accepts_the_plan_and_sets_the_same_environment(name: str, answered: dict[str, Any]) -> None:
+    answer, plan = answered[f"plan {name}"], PLANS[name].best.plan
+    assert "error" not in answer, answer["error"]
+    assert answer["processes"] == plan.num_devices
+    if plan.sharding != "none":
+        sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "tp": plan.tp, "cp": plan.cp, "sp": 1}
+        assert answer["sizes"] == sizes
+        assert (answer["reshards"], answer["checkpoints"]) == (plan.sharding == "zero3", plan.recompute == "full")
+    ours = {one.name: one.value for one in job_of(PLANS[name], "accelerate").environment}
+    assert ours.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == str(plan.num_microbatches)
+    assert {key: answer["environment"].get(key) for key in ours} == ours
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_accelerate_refuses_what_is_wrong(name: str, answered: dict[str, Any]) -> None:
+    assert "error" in answered[f"bad {name}"]

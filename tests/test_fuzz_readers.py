@@ -1,0 +1,65 @@
+"""Does nothing but an InputError come out of the readers?  A short run of the benchmark, and what it must notice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FUZZ = ROOT / "benchmarks" / "fuzz_readers.py"
+
+
+def test_two_seconds_of_broken_files_raise_input_errors_alone(tmp_path: Path) -> None:
+    words = [sys.executable, str(FUZZ), "--seconds", "2", "--out", str(tmp_path / "out")]
+    result = subprocess.run(
+        words, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "nanotron: " in result.stdout
+    assert [path.name for path in tmp_path.rglob("*")] == ["out"]
+
+
+# Each line is what a reader must not do; the guard of the benchmark has to see it.
+SINS = """
+import importlib.util, sys, os, pathlib
+spec = importlib.util.spec_from_file_location("fuzz_readers", sys.argv[1])
+fuzz = importlib.util.module_from_spec(spec)
+sys.modules["fuzz_readers"] = fuzz
+spec.loader.exec_module(fuzz)
+guard = fuzz.Guard()
+sins = {
+    "a file": lambda: open("pwned", "w"),
+    "a file that is read": lambda: open("/etc/hostname"),
+    "a process": lambda: os.system("true"),
+    "a program": lambda: eval("1 + 1"),
+    "a folder": lambda: os.mkdir("pwned"),
+    "a connection": lambda: __import__("socket").socket(),
+}
+for name, sin in sins.items():
+    try:
+        with guard.watching():
+            sin()
+    except fuzz.Forbidden:
+        continue
+    sys.exit(f"{name} was not seen")
+for given in ("read", "refused"):
+    def read(text, given, kind=given):
+        if kind == "refused":
+            raise fuzz.InputError("no")
+        raise KeyError(text)
+    reader = fuzz.Reader(target="x", recognises=lambda name, text: True, read=read)
+    try:
+        assert fuzz.answer(guard, reader, "x", "y", fuzz.Given()) == "refused"
+    except KeyError:
+        assert given == "read"
+"""
+
+
+def test_the_benchmark_sees_what_a_reader_must_not_do(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", SINS, str(FUZZ)]
+    result = subprocess.run(
+        words, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,277 @@
+"""Are launch files known by their content, and is what runs today compared with the best plan, change by change?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError
+from autoplan.export.job import File
+from autoplan.export.targets import TARGETS, exported
+from autoplan.files import decode, read_table
+from autoplan.plan import ParallelPlan, Sharding
+from autoplan.read.framework import load_framework
+from autoplan.read.launch import Given
+from autoplan.read.launches import MOST_BYTES, READERS, read_launch
+from autoplan.read.model import load_model
+from autoplan.result import PlanFile
+from commands import run
+
+PLACE = ("--cluster", "h100-sxm:1x8")
+PROBLEM = ("llama3-8b", *PLACE, "--global-batch", "16", "--seq-len", "2048")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan that is not the best, as a plan file and as a script of Megatron-LM, and what a search from it found."""
+    folder = tmp_path_factory.mktemp("launches")
+    slow = ("--fix", "tp=8", "--fix", "recompute=full", "--fix", "micro_batch=1", "--out", "old.json", "-q")
+    for arguments in (
+        ("search", *PROBLEM, *slow),
+        ("export", "old.json", "--to", "megatron-lm", "--out", "launch"),
+        ("search", "--from", "launch/launch.sh", *PLACE, "-q"),
+    ):
+        done = run(folder, *arguments)
+        assert done.returncode == 0, done.stderr
+        (folder / "printed.txt").write_text(done.stdout)
+    return folder
+
+
+def plan_file(path: Path) -> PlanFile:
+    return decode(PlanFile, read_table(path), str(path))
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> PlanFile:
+    return plan_file(folder / "plan.json")
+
+
+# -- files in ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "target"), [("old.json", "plan.json"), ("launch/launch.sh", "megatron-lm")])
+def test_a_launch_file_is_known_by_its_content(folder: Path, name: str, target: str) -> None:
+    launch = read_launch(folder / name, Given())
+    assert launch == read_launch(folder / name, Given(), target)
+    assert (launch.target, launch.plan) == (target, plan_file(folder / "old.json").best.plan)
+
+
+COMPLETE = Given(model=load_model("llama3-8b"), num_devices=8, devices_per_node=8, seq_len=64)
+# What plans for a target may be priced as, where that is not Megatron-Core.
+PRICED_AS = {
+    "autoplan": "torch",
+    "accelerate": "pytorch-fsdp",
+    "deepspeed": "deepspeed-zero",
+    "fsdp2": "pytorch-fsdp",
+    "nanotron": "nanotron",
+    "torchtitan": "torchtitan",
+}
+
+
+@cache
+def files_of(folder: Path, target: str) -> tuple[File, ...]:
+    """A plan without tensor and pipeline parallelism, exported."""
+    file = plan_file(folder / "old.json")
+    sharding: Sharding = "zero2" if target in ("accelerate", "fsdp2", "torchtitan") else "zero1"
+    plan = ParallelPlan(global_batch=16, dp_shard=8, sharding=sharding)
+    framework = load_framework(PRICED_AS.get(target, "megatron-core"))
+    file = replace(file, framework=framework, best=replace(file.best, plan=plan))
+    return exported(file, target, "torchrun")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_reader_takes_the_files_of_another_target(folder: Path, target: str) -> None:
+    files = files_of(folder, target)
+    known = {reader.target for one in files for reader in READERS if reader.recognises(one.name, one.text)}
+    assert known == {"plan.json" if target == "autoplan" else target}  # the trainer reads the plan itself
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused_in_one_line(folder: Path, data: st.DataObject) -> None:
+    reader = data.draw(st.sampled_from([one for one in READERS if one.target in TARGETS]))
+    texts = [one.text for one in files_of(folder, reader.target) if reader.recognises(one.name, one.text)]
+    text = data.draw(st.sampled_from(texts))
+    start, end = sorted(data.draw(st.integers(0, len(text))) for _ in range(2))
+    damage = data.draw(
+        st.one_of(st.text(max_size=20), st.sampled_from(["$(rm -rf x)", "${A:-", "[" * 300, "1e999", "-1"]))
+    )
+    given_ = data.draw(st.sampled_from([Given(), COMPLETE]))
+    path = folder / "damaged"
+    path.write_text(text[:start] + damage + text[min(end, start + 40) :], encoding="utf-8", errors="replace")
+    for target in (None, reader.target):
+        with contextlib.suppress(InputError):
+            assert read_launch(path, given_, target).plan.num_devices >= 1
+
+
+BAD: dict[str, tuple[bytes, str | None, str]] = {
+    "nothing known": (b"pip install torch\n", None, "looks like no launch file that is known: say with --as"),
+    "nothing": (b"", None, "looks like no launch file"),
+    "another target": (b"pip install torch\n", "fortran", "no files of 'fortran' are read: known are "),
+    "no text": (b"\xff\xfe\x00", None, "not UTF-8 text"),
+    "too large": (b"#" * (MOST_BYTES + 1), None, "too large"),
+    "no plan file": (b'{"schema_version": 2}', None, "missing required field"),
+    "half a file": (b'{"schema_version": 2', None, "not valid JSON"),
+    "deep": (b'{"schema_version": ' + b"[" * 10**5, None, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path, case: str) -> None:
+    content, target, says = BAD[case]
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=says):
+        read_launch(path, Given(), target)
+    done = run(tmp_path, "read", "file", *(("--as", target) if target else ()))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("read", "absent.sh"), "absent.sh: cannot be read"),
+        (("read", "old.json", "--devices", "64"), "its plan is for 8 devices, not for 64"),
+        (("read", "old.json", "--devices", "0"), "--devices must be between 1"),
+        (("read", "old.json", "--set", "1X=2"), "write NAME=VALUE"),
+        (("read", "old.json", "--model", "no-such"), "unknown model"),
+        (("search", *PROBLEM, "--set", "X=2"), "give --from FILE"),
+        (("search", "--from", "old.json", *PLACE, "--robust", "0.9"), "leave objectives, runs and --robust out"),
+        (("search", "--from", "old.json", *PLACE, "--tokens", "1T"), "leave objectives, runs and --robust out"),
+        (("search", "--from", "old.json", "--cluster", "h100-sxm:2x8"), "starts 8 devices, cluster 'h100-sxm' has 16"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = run(folder, *arguments, *(("--out", "never.json") if arguments[0] == "search" else ()))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (folder / "never.json").exists()
+
+
+def test_what_was_read_is_printed_and_what_was_not(folder: Path) -> None:
+    done = run(folder, "read", "launch/launch.sh")
+    assert "plan      tp 8, micro-batch 1, full recompute" in done.stdout
+    assert "8.03B parameters" in done.stdout
+    assert done.stdout.index("devices") < done.stdout.index("not read") < done.stdout.index("--weight-decay")
+    table = json.loads(run(folder, "read", "launch/launch.sh", "--json").stdout)
+    assert (table["target"], table["plan"]["tp"], table["model"]["num_layers"]) == ("megatron-lm", 8, 32)
+    assert {"--weight-decay"} <= {one["option"] for one in table["unread"]}
+
+
+def test_the_plan_of_a_launch_file_is_priced_as_it_is(folder: Path) -> None:
+    done = run(folder, "estimate", "--from", "launch/launch.sh", *PLACE, "--json", "-q")
+    table, old = json.loads(done.stdout), plan_file(folder / "old.json")
+    assert table["best"]["step_s"] == pytest.approx(old.best.step_s)
+    for arguments, says in (((*PLACE, "--tp", "2"), "without --tp"), ((), "estimate --from needs --cluster")):
+        done = run(folder, "estimate", "--from", "launch/launch.sh", *arguments)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert says in done.stderr
+    assert run(folder, "estimate", *PLACE).returncode == 2
+
+
+# -- how good is it ---------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_the_file_is_priced_beside_the_best(folder: Path, found: PlanFile) -> None:
+    today, old = found.today, plan_file(folder / "old.json")
+    assert today is not None
+    assert today.priced is not None
+    assert today.gap is not None
+    assert (today.path, today.target, today.broken) == ("launch/launch.sh", "megatron-lm", ())
+    assert today.priced.step_s == pytest.approx(old.best.step_s)
+    assert today.gap.ratio == pytest.approx(old.best.step_s / found.best.step_s)
+    assert today.num_faster > 0
+    assert found.best.plan == plan_file_of_search(folder).best.plan
+
+
+def plan_file_of_search(folder: Path) -> PlanFile:
+    """What a search finds that knows nothing of the launch file."""
+    if not (folder / "alone.json").exists():
+        assert run(folder, "search", *PROBLEM, "--out", "alone.json", "-q").returncode == 0
+    return plan_file(folder / "alone.json")
+
+
+def test_the_walk_ends_at_the_best_plan_and_options_are_the_targets_own(folder: Path, found: PlanFile) -> None:
+    today = found.today
+    assert today is not None
+    assert today.walk[-1].plan == found.best
+    changes = {one.axis: one for one in today.changes}
+    assert (changes["recompute"].before, changes["recompute"].after) == ("full", "none")
+    dropped = {one.option: (one.before, one.after) for one in changes["recompute"].options}
+    assert dropped["--recompute-granularity"] == ("full", None)
+    assert set(dropped) == {"--recompute-granularity", "--recompute-method", "--recompute-num-layers"}
+    options = {one.option: (one.before, one.after) for one in today.options}
+    assert options["--tensor-model-parallel-size"] == ("8", str(found.best.plan.tp))
+    assert "--weight-decay" not in options
+    assert "--num-layers" not in options
+
+
+def test_the_terminal_says_gap_changes_and_options(folder: Path, found: PlanFile) -> None:
+    printed = (folder / "printed.txt").read_text()
+    assert found.today is not None
+    assert "% slower than the best plan, outside the model's" in " ".join(printed.split())
+    assert "recompute full -> none" in printed
+    assert "--recompute-granularity" in printed
+    assert printed.index("today ") < printed.index("gap ") < printed.index("change ") < printed.index("options, from")
+
+
+def search_from(folder: Path, name: str, *arguments: str) -> dict[str, Any]:
+    done = run(folder, "search", "--from", name, *PLACE, "--out", "other.json", "--force", "--json", "-q", *arguments)
+    assert done.returncode == 0, done.stderr
+    table: dict[str, Any] = json.loads(done.stdout)
+    return table
+
+
+def test_flags_win_over_the_file(folder: Path) -> None:
+    table = search_from(folder, "old.json", "--seq-len", "1024", "--global-batch", "32", "--framework", "nemo")
+    assert (table["training"]["seq_len"], table["framework"]["name"]) == (1024, "nemo")
+    assert table["today"]["plan"]["global_batch"] == table["best"]["plan"]["global_batch"] == 32
+
+
+def test_a_plan_that_the_framework_refuses_is_told_with_the_rule(folder: Path) -> None:
+    """Seven sequences on one replica are no whole number of micro-batches of two."""
+    script = (folder / "launch" / "launch.sh").read_text()
+    (folder / "odd.sh").write_text(script.replace("--micro-batch-size 1 ", "--micro-batch-size 5 "))
+    today = search_from(folder, "odd.sh")["today"]
+    assert "must be divisible by micro_batch 5" in today["broken"][0]
+    assert today["priced"] is None
+    assert today["gap"] is None
+    assert today["walk"][-1]["plan"]["verdict"] == "fits"
+
+
+def test_a_plan_that_uses_what_a_search_leaves_out_is_no_worse_than_the_answer(folder: Path) -> None:
+    table = json.loads((folder / "old.json").read_text())
+    table["best"]["plan"] |= {"tp_overlap": True, "sharding": "zero1", "rank_order": "tp-cp-ep-dp-pp"}
+    table["framework"]["name"] = "nemo"
+    (folder / "overlap.json").write_text(json.dumps(table))
+    found = search_from(folder, "overlap.json")
+    assert found["best"]["plan"]["tp"] == 1 or found["best"]["plan"]["tp_overlap"]
+    assert found["today"]["gap"]["ratio"] >= 1.0
+
+
+def test_from_the_best_plan_there_is_nothing_to_change(folder: Path) -> None:
+    plan_file_of_search(folder)
+    found = search_from(folder, "alone.json")
+    assert found["today"]["changes"] == found["today"]["walk"] == []
+    assert found["today"]["gap"]["ratio"] == 1.0
+
+
+def test_of_a_range_of_batches_rates_are_compared(folder: Path) -> None:
+    arguments = ("search", "--from", "old.json", *PLACE, "--out", "range.json", "-q", "--global-batch", "16:64")
+    done = run(folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "global batch 16 -> " in done.stdout
+    assert "(tokens/s of a device)" in done.stdout
+    today = plan_file(folder / "range.json").today
+    assert today is not None
+    assert today.plan.global_batch == 16

@@ -1,0 +1,254 @@
+"""Do Megatron-LM, Megatron-Bridge and Primus take the plans that are written for them, and no others?
+
+Their own parsers run from checkouts that MEGATRON_LM_DIR, MEGATRON_BRIDGE_DIR and PRIMUS_DIR name; without one of them
+its tests are skipped.  Each is started once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from autoplan.errors import InputError
+from autoplan.export import megatron_bridge, megatron_lm, primus
+from autoplan.export.launcher import launch_files
+from autoplan.export.names import Launcher
+from autoplan.framework import RANK_ORDERS
+from autoplan.model import ModelSpec
+from autoplan.plan import chunk_layers
+from autoplan.read import megatron_bridge as bridge_in
+from autoplan.read import megatron_lm as lm_in
+from autoplan.read import primus as primus_in
+from autoplan.read.launch import Given, Reader
+from autoplan.result import PlanFile
+from megatron_plans import DEFECTS, MATRIX, ZERO_BUBBLE, plan_files
+
+PARSER = Path(__file__).parent / "megatron_parser.py"
+NEEDS = {
+    "megatron-lm": {"MEGATRON_LM_DIR": "megatron/training/arguments.py"},
+    "megatron-bridge": {
+        "MEGATRON_LM_DIR": "megatron/training/arguments.py",
+        "MEGATRON_BRIDGE_DIR": "src/megatron/bridge/training/config.py",
+    },
+    "primus": {
+        "MEGATRON_LM_DIR": "megatron/training/arguments.py",
+        "PRIMUS_DIR": "primus/core/launcher/parser.py",
+    },
+    "schedule": {"PRIMUS_DIR": "primus/core/launcher/parser.py"},
+}
+PACKAGES = {"megatron-bridge": ("torch", "transformers", "hydra", "omegaconf", "einops")}
+DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--train-iters", "100", "--lr", "1e-4"]
+
+
+def ask(kind: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a framework answers; skipped where it is not here."""
+    for variable, place in NEEDS[kind].items():
+        if not (Path(os.environ.get(variable, "/nowhere")) / place).is_file():
+            pytest.skip(f"{variable} names no checkout")
+    for package in PACKAGES.get(kind, ("torch",)):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(PARSER), kind],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    answers = json.loads(result.stdout)
+    assert len(answers) == len(asked)
+    return answers
+
+
+def question(plan_file: PlanFile, **said: Any) -> dict[str, Any]:
+    environment = {one.name: one.value for one in megatron_lm.environment(plan_file) if one.value is not None}
+    return {"world": plan_file.best.plan.num_devices, "environment": environment, **said}
+
+
+def lm_question(plan_file: PlanFile) -> dict[str, Any]:
+    groups = megatron_lm.megatron_core_groups(plan_file, rules=())
+    return question(plan_file, words=megatron_lm.words_of(groups) + DATA)
+
+
+def bridge_question(plan_file: PlanFile) -> dict[str, Any]:
+    return question(plan_file, text=megatron_bridge.recipe(plan_file))
+
+
+def primus_question(plan_file: PlanFile) -> dict[str, Any]:
+    return question(plan_file, text=primus.experiment(plan_file))
+
+
+QUESTIONS: dict[str, Callable[[PlanFile], dict[str, Any]]] = {
+    "megatron-lm": lm_question,
+    "megatron-bridge": bridge_question,
+    "primus": primus_question,
+}
+
+
+@cache
+def answers_of(kind: str) -> dict[str, dict[str, Any]]:
+    """What a framework makes of the whole matrix and of every defect, its rules left out."""
+    files = MATRIX | (ZERO_BUBBLE if kind == "primus" else {}) | {name: file for name, (file, _) in DEFECTS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_bridge, "RULES", ())
+        patch.setattr(primus, "RULES", ())
+        asked = [QUESTIONS[kind](file) for file in files.values()]
+    return dict(zip(files, ask(kind, asked), strict=True))
+
+
+@pytest.mark.parametrize("name", MATRIX | ZERO_BUBBLE)
+@pytest.mark.parametrize("kind", QUESTIONS)
+def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> None:
+    if name in ZERO_BUBBLE and kind != "primus":
+        with pytest.raises(InputError, match="plan and export for primus"):
+            QUESTIONS_WITH_RULES[kind](ZERO_BUBBLE[name])
+        return
+    file = (MATRIX | ZERO_BUBBLE)[name]
+    QUESTIONS_WITH_RULES[kind](file)
+    answer = answers_of(kind)[name]
+    assert "refused" not in answer, answer["refused"]
+    plan, model = file.best.plan, file.model
+    assert tuple(answer["stages"]) == chunk_layers(plan, model.num_layers)
+    held = {key.rpartition(".")[2]: value for key, value in answer.items()}
+    expected: dict[str, Any] = {
+        "tensor_model_parallel_size": plan.tp,
+        "pipeline_model_parallel_size": plan.pp,
+        "context_parallel_size": plan.cp,
+        "virtual_pipeline_model_parallel_size": plan.vp if plan.vp > 1 else None,
+        "sequence_parallel": plan.sp,
+        "data_parallel_size": plan.dp,
+        "global_batch_size": plan.global_batch,
+        "micro_batch_size": plan.micro_batch,
+        "use_distributed_optimizer": plan.sharding != "none",
+        "overlap_grad_reduce": plan.grad_reduce_overlap,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "recompute_granularity": None if plan.recompute == "none" else plan.recompute,
+    }
+    if model.moe:
+        expected |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
+    if kind != "megatron-bridge":
+        expected |= {
+            "swiglu": model.gated_mlp,
+            "add_bias_linear": model.mlp_bias,
+            "untie_embeddings_and_output_weights": not model.tied_embeddings,
+            "vocab_size": model.vocab_size,
+            "num_distributed_optimizer_instances": 1 if plan.sharding == "none" else plan.dp_replicate,
+            "use_tp_pp_dp_mapping": plan.rank_order == RANK_ORDERS[1],
+            "multi_latent_attention": model.mla is not None,
+            "use_megatron_fsdp": plan.sharding in ("zero2", "zero3"),
+            "optimizer_cpu_offload": plan.offload == "optimizer",
+        }
+    if plan.schedule in primus.ALGORITHMS:
+        expected |= {"pp_algorithm": primus.ALGORITHMS[plan.schedule], "patch_primus_pipeline": True}
+    assert {key: held.get(key) for key in expected} == expected
+
+
+QUESTIONS_WITH_RULES: dict[str, Callable[[PlanFile], Any]] = {
+    "megatron-lm": megatron_lm.megatron_lm_arguments,
+    "megatron-bridge": megatron_bridge.recipe,
+    "primus": primus.experiment,
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("kind", QUESTIONS)
+def test_one_defect_is_refused_before_the_framework_refuses_it(kind: str, name: str) -> None:
+    file, refuses_early = DEFECTS[name]
+    with pytest.raises(InputError, match="does not accept the plan") as error:
+        QUESTIONS_WITH_RULES[kind](file)
+    assert "\n" not in str(error.value)
+    if kind == "megatron-bridge":
+        # It warns and turns the overlap off (training/comm_overlap.py), and lets the gathers pass, of which only the
+        # arguments of Megatron-LM know that they wait for the reductions, and the experts until the layer is built
+        # (core/transformer/moe/moe_layer.py).
+        refuses_early &= name not in ("overlap without sp", "gather without reduce", "number of experts")
+    assert ("refused" in answers_of(kind)[name]) is refuses_early, answers_of(kind)[name].get("refused")
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_primus_runs_every_pass_of_a_split_schedule(name: str) -> None:
+    """Forward, input gradient and weight gradient of every micro-batch and chunk, on every rank."""
+    shapes = [(pp, m) for pp in (2, 4) for m in (2 * pp - 1, 2 * pp, 2 * pp + 3)]
+    if name == "zb-h1":
+        shapes += [(2, 1), (4, 2)]
+    chunks = 2 if name == "zb-v" else 1
+    algorithm = primus.ALGORITHMS[name]
+    asked = [{"algorithm": algorithm, "pp": pp, "vp": chunks, "num_microbatches": m} for pp, m in shapes]
+    for (pp, m), answer in zip(shapes, ask("schedule", asked), strict=True):
+        assert answer.get("passes") == [[m * chunks] * 3] * pp, (pp, m, answer)
+
+
+def test_primus_fills_the_table_of_zb_v_with_micro_batches_that_do_not_exist() -> None:
+    (answer,) = ask("schedule", [{"algorithm": "zbv-formatted", "pp": 4, "vp": 2, "num_microbatches": 4}])
+    assert answer["passes"] == [[14] * 3] * 4  # of 7, which is why fewer are refused
+    few = replace(ZERO_BUBBLE["zb-v"], best=replace(ZERO_BUBBLE["zb-v"].best, plan=FEW_MICRO_BATCHES))
+    with pytest.raises(InputError, match="zb-v needs 2 pp - 1 = 7 micro-batches, there are 4"):
+        primus.experiment(few)
+
+
+FEW_MICRO_BATCHES = replace(ZERO_BUBBLE["zb-v"].best.plan, global_batch=4)
+
+
+# -- there and back ---------------------------------------------------------------------------------------------------
+
+
+def without_name(model: ModelSpec) -> ModelSpec:
+    return ModelSpec(**{**{name: getattr(model, name) for name in model.__dataclass_fields__}, **UNNAMED})
+
+
+UNNAMED: dict[str, Any] = {"name": "any", "aliases": (), "sources": ()}
+
+
+def assert_comes_back(reader: Reader, name: str, text: str, file: PlanFile) -> None:
+    assert [one.target for one in (lm_in.READER, bridge_in.READER, primus_in.READER) if one.recognises(name, text)] == [
+        reader.target
+    ]
+    devices = file.best.plan.num_devices
+    launch = reader.read(text, Given(num_devices=None if reader is lm_in.READER else devices))
+    assert launch.plan == file.best.plan
+    assert without_name(launch.model) == without_name(file.model)
+    assert launch.training == file.training
+    # Of what is priced, all is read.
+    known = {"mixed_precision.grad_reduce_in_fp32"}  # its preset reduces 16 bits, the plan was priced with 32
+    assert [one for one in launch.unread if one.matters and one.option not in known] == []
+
+
+FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+
+
+@FEW
+@given(plan_files())
+def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
+    launchers: tuple[Launcher, ...] = ("torchrun", "slurm")
+    for launcher in launchers:
+        text = next(one.text for one in launch_files(file, megatron_lm.job(file), launcher) if one.name == "launch.sh")
+        assert_comes_back(lm_in.READER, "launch.sh", text, file)
+    words = shlex.join(megatron_lm.megatron_lm_arguments(file))
+    launch = lm_in.READER.read(words, Given(num_devices=file.best.plan.num_devices))
+    assert launch.plan == file.best.plan
+
+
+@FEW
+@given(plan_files())
+def test_what_is_written_for_megatron_bridge_is_read_back(file: PlanFile) -> None:
+    assert_comes_back(bridge_in.READER, "recipe.py", megatron_bridge.recipe(file), file)
+
+
+@FEW
+@given(plan_files(zero_bubble=True))
+def test_what_is_written_for_primus_is_read_back(file: PlanFile) -> None:
+    assert_comes_back(primus_in.READER, "primus.yaml", primus.experiment(file), file)

@@ -1,0 +1,227 @@
+"""Do the readers of what starts Megatron-Core say what is missing or wrong, and list what they do not understand?"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError
+from autoplan.read import megatron_bridge, megatron_lm, primus
+from autoplan.read.launch import Given, Launch
+from autoplan.read.megatron import layout_counts, moe_places
+from autoplan.read.model import load_model
+
+OPTIONS = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention"
+    " --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope"
+    " --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear --vocab-size 128256"
+    " --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1"
+    " --global-batch-size 64 --bf16"
+)
+SCRIPT = "OPTIONS=({options})\ntorchrun --nproc_per_node=8 --nnodes $NNODES pretrain_gpt.py ${{OPTIONS[@]}} $EXTRA\n"
+
+
+def read(options: str = "", **given: Any) -> Launch:
+    return megatron_lm.READER.read(f"{OPTIONS} {options}", Given(**{"num_devices": 16, **given}))
+
+
+def matters(launch: Launch) -> set[str]:
+    return {one.option for one in launch.unread if one.matters}
+
+
+def test_a_model_of_a_shipped_architecture_is_that_model() -> None:
+    assert read().model == load_model("llama3-8b")
+    assert read("--num-query-groups 4").model.num_kv_heads == 4
+    assert read("--num-layers 16", model=load_model("llama3-70b")).model == load_model("llama3-70b")
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", {"tp": 2, "sp": True, "dp_replicate": 8}),
+        ("--sequence-parallel", {"sp": False}),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 2", {"dp_replicate": 2, "dp_shard": 8}),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2", {"pp": 4, "vp": 4}),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 7"
+            " --decoder-last-pipeline-num-layers 5",
+            {"layers_per_chunk": (7, 10, 10, 5)},
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers 31 --account-for-embedding-in-pipeline-split",
+            {"layers_per_chunk": (15, 16)},
+        ),
+        ("--recompute-activations", {"recompute": "selective"}),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", {"recompute_num_layers": 3}),
+        ("--context-parallel-size 4 --cp-comm-type a2a", {"cp": 4, "cp_kind": "all_to_all"}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"sharding": "zero2"}),
+        ("--no-overlap-p2p-communication --tensor-model-parallel-size=4", {"tp": 4}),
+    ],
+)
+def test_options_mean_what_megatron_makes_of_them(options: str, changes: dict[str, Any]) -> None:
+    plan = read(options).plan
+    assert {name: getattr(plan, name) for name in changes} == changes
+
+
+@pytest.mark.parametrize(
+    ("options", "unread"),
+    [
+        ("--lr 1e-4 --save here --train-iters 7", set()),
+        ("--a-new-option 3 --another", {"--a-new-option", "--another"}),
+        ("--hidden-dropout 0.1", {"--hidden-dropout"}),
+        ("--cp-comm-type allgather --context-parallel-size 2", {"--cp-comm-type"}),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+            {"--recompute-num-layers"},
+        ),
+        ("--optimizer sgd", {"--optimizer"}),
+        ("--bf16 $MORE --swiglu ${MORE}", {"$MORE", "${MORE}"}),
+        ("--make-vocab-size-divisible-by 64", {"--make-vocab-size-divisible-by"}),
+    ],
+)
+def test_what_is_not_in_the_plan_is_listed(options: str, unread: set[str]) -> None:
+    launch = read(options)
+    assert matters(launch) == unread
+    known = {option for option, _ in launch.options} | {one.option for one in launch.unread}
+    assert {word for word in options.split() if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize(
+    ("text", "given_", "says"),
+    [
+        (OPTIONS, {}, "pass --devices"),
+        (OPTIONS.replace("--vocab-size 128256", ""), {"num_devices": 8}, "pass --model"),
+        (OPTIONS.replace("--seq-length 4096", ""), {"num_devices": 8}, "pass --seq-len"),
+        (OPTIONS.replace("--bf16", ""), {"num_devices": 8}, "neither bf16 nor fp16"),
+        (OPTIONS + " --tensor-model-parallel-size 3", {"num_devices": 8}, "does not divide the 8 devices"),
+        (OPTIONS + " --micro-batch-size $MBS", {"num_devices": 8}, "pass --set MBS=VALUE"),
+        (OPTIONS + " --micro-batch-size many", {"num_devices": 8}, "must be a whole number"),
+        (OPTIONS + " --pipeline-model-parallel-size 5", {"num_devices": 5}, "do not spread evenly"),
+        (SCRIPT.format(options=OPTIONS), {}, "pass --devices"),
+        ("torchrun train.py # pretrain_gpt.py", {}, "no command of the script starts"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(text: str, given_: dict[str, Any], says: str) -> None:
+    assert megatron_lm.recognises("launch.sh", text)
+    with pytest.raises(InputError) as error:
+        megatron_lm.READER.read(text, Given(**given_))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_variables_of_the_shell_are_given_by_name() -> None:
+    variables = (("NNODES", "2"), ("EXTRA", "--tensor-model-parallel-size 4"))
+    launch = megatron_lm.READER.read(SCRIPT.format(options=OPTIONS), Given(variables=variables))
+    assert (launch.plan.num_devices, launch.plan.tp) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [
+        ("Et*3|(t*4|)*2t*2L", [3, 4, 4, 2]),
+        ("E||t*2,|tmL", [0, 0, 2, 1]),
+        ([["embedding", "decoder"], ["decoder", "decoder", "loss"]], [1, 2]),
+    ],
+)
+def test_layouts_are_counted(layout: Any, counts: list[int]) -> None:
+    assert layout_counts(layout) == counts
+
+
+@pytest.mark.parametrize("layout", ["", "Et*x", "(t*9999)*9999", "((t", "hello"])
+def test_other_layouts_are_refused(layout: str) -> None:
+    with pytest.raises(InputError, match="pipeline layout"):
+        layout_counts(layout)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_layers", "places"),
+    [("1", 4, (0, 1)), ("([0]*3+[1]*58)", 61, (3, 1)), ([0, 1] * 3, 6, (0, 2)), ("[0,0,1]*2", 6, (0, 3))],
+)
+def test_patterns_of_experts_are_told(pattern: Any, num_layers: int, places: tuple[int, int]) -> None:
+    assert moe_places(pattern, num_layers) == places
+
+
+@pytest.mark.parametrize("pattern", ["([1]*9**9)", "[1]*3", "__import__('os')", "[1,0,0,1]", 2])
+def test_other_patterns_are_refused(pattern: Any) -> None:
+    with pytest.raises(InputError, match="moe_layer_freq"):
+        moe_places(pattern, 4)
+
+
+# -- Megatron-Bridge and Primus ---------------------------------------------------------------------------------------
+
+RECIPE = """
+from megatron.bridge.recipes.common import _pretrain_common
+TOKENS: int = 8 * 1024
+def base(tp=1):
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").to_megatron_provider()
+    cfg.model.tensor_model_parallel_size = tp
+    cfg.dataset.seq_length = TOKENS
+    return cfg
+def mine():
+    cfg = base(tp=2)
+    cfg.model.sequence_parallel = True
+    cfg.train.global_batch_size = 4 * 16
+    cfg.model.recompute_granularity = pick()
+    if late:
+        cfg.model.context_parallel_size = 2
+    return cfg
+"""
+
+
+def test_a_recipe_is_followed_through_its_functions() -> None:
+    launch = megatron_bridge.READER.read(RECIPE, Given(num_devices=8))
+    assert launch.model == load_model("llama3-8b")
+    plan = launch.plan
+    assert (plan.tp, plan.sp, plan.dp_shard, plan.global_batch, plan.micro_batch) == (2, True, 4, 64, 2)
+    assert launch.training.seq_len == 8192
+    assert matters(launch) == {"model.recompute_granularity", "if late:"}
+
+
+def test_overrides_of_a_command_line_win_over_its_short_options() -> None:
+    text = "torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b_pretrain_config -tp 2 "
+    text += "model.tensor_model_parallel_size=4 model.transformer.sequence_parallel=true dataset.seq_length=8192"
+    launch = megatron_bridge.READER.read(text, Given())
+    assert (launch.plan.tp, launch.plan.sp, launch.model.name) == (4, True, "llama3-8b")
+    assert matters(launch) == {"--recipe"}
+
+
+EXPERIMENT = """
+modules:
+  pre_trainer:
+    framework: megatron
+    config: pre_trainer.yaml
+    model: ${MODEL:llama3_8B}.yaml
+    overrides:
+      micro_batch_size: ${MBS:4}
+      global_batch_size: 64
+      seq_length: ${LENGTH}
+      tensor_model_parallel_size: 2
+"""
+
+
+def test_an_experiment_takes_its_variables_and_the_defaults_of_its_presets() -> None:
+    launch = primus.READER.read(EXPERIMENT, Given(num_devices=8, variables=(("LENGTH", "2048"),)))
+    assert launch.model == load_model("llama3-8b")
+    plan = launch.plan
+    assert (plan.tp, plan.sp, plan.sharding, plan.micro_batch) == (2, True, "zero1", 4)
+    with pytest.raises(InputError, match="pass --set LENGTH=VALUE"):
+        primus.READER.read(EXPERIMENT, Given(num_devices=8))
+    with pytest.raises(InputError, match="no model that is known here: pass --model"):
+        primus.READER.read(EXPERIMENT, Given(num_devices=8, variables=(("LENGTH", "1"), ("MODEL", "mine"))))
+
+
+@given(st.sampled_from(["lm", "bridge", "primus"]), st.integers(0, 10**6), st.text(max_size=6))
+def test_a_damaged_file_is_read_or_refused_by_our_own_error(kind: str, at: int, text: str) -> None:
+    whole, reader = {
+        "lm": (SCRIPT.format(options=OPTIONS).replace("$NNODES", "2"), megatron_lm.READER),
+        "bridge": (RECIPE, megatron_bridge.READER),
+        "primus": (EXPERIMENT.replace("${LENGTH}", "2048"), primus.READER),
+    }[kind]
+    at %= len(whole)
+    with contextlib.suppress(InputError):
+        reader.read(whole[:at] + text + whole[at + len(text) :], Given(num_devices=16))

@@ -1,0 +1,143 @@
+"""Are the commands of a bash script read as bash would start them?  Bash itself says what it would start."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError
+from autoplan.read.shell import read_script
+
+SAME = {
+    "words": "start a 'b c' \"d e\" f\\ g",
+    "continuation": "start a \\\n  b\\\n c",
+    "comments": "# no\nstart a # b\n#start c",
+    "variables": 'A=1\nB="$A 2"\nstart $A $B "$B" ${A}x',
+    "defaults": 'A=${A:-7}\nB=${B:="8 9"}\nC=\nstart $A $B ${C:-c} ${C-d} ${A:+set} "${NONE:+no}"',
+    "nested defaults": 'P=${P:-${Q:-${R:-5}}}\nstart "$P" ${S:-"a b"} ${S:-a b}',
+    "arrays": 'A=(a "b c"\n # no\n d)\nA+=(e)\nstart ${A[@]} "${A[@]}" "${#A[@]}" ${A[1]} "x${A[*]}y"',
+    "arrays of options": 'A=("--fp8-format hybrid" --bf16)\nstart ${A[@]}',
+    "appended text": 'A="--a 1"\nA+=" --b 2"\nstart $A',
+    "arithmetic": "N=4 G=8\nstart $((N * G)) $(($N*$G/3)) $((-7 / 2)) $((-7 % 3)) $(( (N + 1) * 2 ))",
+    "quotes": "A='$B'\nstart \"$A\" '$A' \"\\$A\" \"a'b\" 'a\"b'",
+    "if": 'A=x\nif [[ "$A" == "x" ]]; then start yes; else start no; fi\nif [ $A = y ]; then start no; fi',
+    "elif": "A=2\nif [ $A -eq 1 ]; then start one\nelif [ $A -eq 2 ]; then start two\nelse start more; fi",
+    "patterns": "A=llama3-8b\nif [[ $A == llama* && -n $A ]]; then start yes; fi\n[[ -z $B || $A == b ]] && start also",
+    "chains": "[ 1 = 2 ] && start no\n[ 1 = 2 ] || start yes\n[ 1 = 1 ] && A=3\nstart $A",
+    "case": "A=b\ncase $A in a) start a;; b|c) start bc;; *) start rest;; esac",
+    "functions and groups": "f() { start inside; }\nf\n{ start group; }",
+    "redirections": "start a >/dev/null 2>&1 </dev/null\nstart b | cat",
+    "case of letters": "A=Bf16\nstart ${A,,} ${A^^}",
+    "eval": 'A="start a"\neval "$A b"',
+    "exported": "export A=1 B='2 3'\nstart $A $B",
+    "nothing": 'A=\nstart $A "$A" x',
+}
+
+
+def started_by_bash(text: str) -> list[list[str]]:
+    """The words of every `start`, in order, from a shell that has nothing else."""
+    stand_in = 'start() { printf "%s\\0" "$#" "$@" >&3; }\n'
+    result = subprocess.run(
+        ["bash", "-c", f"exec 3>&1 >/dev/null\n{stand_in}{text}"],
+        capture_output=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    words = result.stdout.decode().split("\0")[:-1]
+    found = []
+    while words:
+        count = int(words[0])
+        found.append(words[1 : count + 1])
+        words = words[count + 1 :]
+    return found
+
+
+def started(text: str, *given_: tuple[str, str]) -> list[list[str]]:
+    return [
+        list(command.words[1:]) for command in read_script(text, given_).commands if command.words[:1] == ("start",)
+    ]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_script_starts_what_bash_starts(name: str) -> None:
+    expected = started_by_bash(SAME[name])
+    if name == "functions and groups":
+        expected = [["inside"], ["group"]]  # a function is read where it stands
+    if name == "nothing":
+        expected = [["", "x"]]
+    assert expected
+    assert started(SAME[name]) == expected
+
+
+plain = st.text(st.sampled_from("ab \"'\\$*;&|<>(){}#~!-=/\t"), max_size=12)
+
+
+@given(st.lists(plain, min_size=1, max_size=4))
+def test_quoted_words_are_read_as_they_are(words: list[str]) -> None:
+    assert started(f"start {shlex.join(words)}") == [words]
+
+
+def test_what_only_a_running_shell_knows_stays_as_it_is_written() -> None:
+    script = read_script('start $NONE "${1}" $(nproc) `hostname` $((UNKNOWN * 2)) ${A:?must be set}')
+    (command,) = script.commands
+    assert command.words[1:] == ("$NONE", "${1}", "$(nproc)", "`hostname`", "$((UNKNOWN * 2))", "${A:?must be set}")
+
+
+def test_what_a_person_gives_wins() -> None:
+    assert started("N=1\nstart $N ${M:-2}", ("N", "4"), ("M", "5")) == [["4", "5"]]
+
+
+def test_what_cannot_be_decided_is_listed_and_neither_branch_is_read() -> None:
+    script = read_script("if [ -f data ]; then start a; else start b; fi\nfor x in 1 2; do start $x; done")
+    assert [command.words for command in script.commands] == [("start", "1")]
+    assert script.open == ["if [ -f data ]", "for x (the first round is read)"]
+
+
+def test_here_documents_belong_to_their_command() -> None:
+    text = "A=7\nsbatch <<EOF\n#SBATCH --nodes=2\nstart $A\nEOF\ncat <<'E'\n$A\nE\nstart b"
+    script = read_script(text)
+    assert script.commands[0].words == ("sbatch",)
+    assert script.commands[0].text == "#SBATCH --nodes=2\nstart 7\n"
+    assert script.commands[1].text == "$A\n"
+    assert script.commands[2].words == ("start", "b")
+
+
+def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    read_script("touch a; $(touch b) `touch c`; eval 'touch d'; x=$(touch e); : ${Y:=$(touch f)}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" + "".join(f"\nA{n}=$A{n - 1}$A{n - 1}$A{n - 1}$A{n - 1}" for n in range(1, 40)).replace("$A0", "xxxx"),
+        "${" * 2000,
+        "$(" * 2000,
+        '"' * 3001,
+        "if " * 2000,
+        "(" * 5000,
+        "A=(" * 500,
+        "for x in " * 500,
+        "case a in " * 500,
+        "cat <<A\n" * 500,
+        "start $((" + "(" * 500 + "1" + ")" * 500 + "))",
+        "start $((9 ** 9 ** 9))",
+        "eval " * 50 + "start",
+    ],
+)
+def test_hostile_scripts_end(text: str) -> None:
+    with contextlib.suppress(InputError):
+        assert read_script(text).commands is not None
+
+
+@given(st.text(st.sampled_from("ab1 \n\"'\\$(){}[]<>;&|=#`+-*:?@EOF"), max_size=60))
+def test_any_text_is_read_or_refused_by_our_own_error(text: str) -> None:
+    with contextlib.suppress(InputError):
+        read_script(text)
