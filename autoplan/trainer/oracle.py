@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F  # noqa: N812 - its customary name
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -120,6 +121,24 @@ class _Watch:
         return self._peaks
 
 
+class _FusedNorm(torch.autograd.Function):
+    """The bytes of aten::_fused_rms_norm, that the `cpu` device has not: input, weight and fp32 reciprocals stay."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, _, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _fused_norm(x: Tensor, shape: object, weight: Tensor, eps: float) -> Any:
+    return _FusedNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def _grounded(question: Question) -> Iterator[None]:
     """Keep out of the modes what is no part of the training, and give pipeline stages their neighbours' shapes.
@@ -161,6 +180,8 @@ def _grounded(question: Question) -> Iterator[None]:
             stack.enter_context(_replaced(DeviceMesh, name, real(getattr(DeviceMesh, name))))
         shapes = "_propagate_tensor_meta_non_cached"
         stack.enter_context(_replaced(ShardingPropagator, shapes, real(getattr(ShardingPropagator, shapes))))
+        if question.fused_norm:
+            stack.enter_context(_replaced(F, "rms_norm", _fused_norm))
         stack.enter_context(_replaced(step, "make_grid", real(parallel.make_grid)))
         stack.enter_context(_replaced(parallel, "PipelineStage", Stage))
         stack.enter_context(_replaced(schedules._PipelineSchedule, "_warmup_p2p", vote))

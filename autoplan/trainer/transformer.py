@@ -160,7 +160,8 @@ class MoE(nn.Module):
         rows = order // self.num_chosen
         parts = torch.split(tokens[rows], self._counts(chosen))
         # Every expert takes part, also without a token: its gradient is zero, not missing.
-        results = [self._run(part, into[at], back[at]) for at, part in enumerate(parts)]
+        # Taken apart at once: the gradient of one expert alone would be as large as that of all.
+        results = [self._run(*one) for one in zip(parts, into.unbind(), back.unbind(), strict=True)]
         mixed = torch.cat(results) * weights.flatten()[order, None]
         total = torch.zeros_like(tokens).index_add(0, rows, mixed)
         if self.shared_into is not None and self.shared_back is not None:

@@ -38,6 +38,7 @@ class Question:
     seq_len: int
     stage: int = 0
     dtype: Literal["bf16", "fp32"] = "bf16"
+    fused_norm: bool = True  # as accelerators have it; the host's operations keep fp32 copies
 
 
 def ask(question: Question, *, budget_s: float = BUDGET_S) -> dict[int, float]:
@@ -72,22 +73,33 @@ def peak_bytes(question: Question) -> float:
     own = counts[question.stage :: plan.pp]
     if plan.schedule in ("zb-v", "dualpipe-v"):
         own = (counts[question.stage], counts[-1 - question.stage])
+    count = plan.num_microbatches
+    filled = _filled(plan)
+    base = _with_microbatches(question, filled)
     if max(counts) <= _MORE or len(set(model.layers)) > 1 or plan.recompute_num_layers is not None:
-        return float(max(_answer([_filled(question)])[0].values()))
-    few, more = _answer([_with_layers(_filled(question), num_layers) for num_layers in (_FEW, _MORE)])
-    # Chunks that differ count as their mean.
-    times = (sum(own) / len(own) - _FEW) / (_MORE - _FEW)
-    return max(few[moment] + times * (more[moment] - few[moment]) for moment in few)
+        questions, layers = [base], 0.0
+    else:
+        questions = [_with_layers(base, _FEW), _with_layers(base, _MORE)]
+        layers = (sum(own) / len(own) - _FEW) / (_MORE - _FEW)  # chunks that differ count as their mean
+    if plan.pp > 1 and filled < count:
+        questions.append(_with_microbatches(questions[0], filled + plan.pp))
+    found = _answer(questions)
+    more, longer = found[min(1, len(questions) - 1)] if layers else found[0], found[-1]
+    # A pipeline stage has a buffer for every micro-batch, however few of them are alive.
+    times = (count - filled) / plan.pp if plan.pp > 1 and filled < count else 0.0
+    return max(few + layers * (more[moment] - few) + times * (longer[moment] - few) for moment, few in found[0].items())
 
 
-def _filled(question: Question) -> Question:
-    """With no more micro-batches than keep as much alive."""
-    plan = question.plan
+def _filled(plan: ParallelPlan) -> int:
+    """The fewest micro-batches that keep as many alive at once."""
     count = plan.num_microbatches
     if plan.pp == 1:
-        count = min(count, 2)
-    elif plan.schedule != "gpipe" and count % plan.pp == 0:
-        count = min(count, _FILLED * plan.pp)
+        return min(count, 2)
+    return min(count, _FILLED * plan.pp) if count % plan.pp == 0 else count
+
+
+def _with_microbatches(question: Question, count: int) -> Question:
+    plan = question.plan
     return replace(question, plan=replace(plan, global_batch=count * plan.micro_batch * plan.dp))
 
 
