@@ -40,7 +40,7 @@ class Held:
 
 
 def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
-    """Terms of every moment: the loss, the backward passes of the last and of the first layer, the update."""
+    """Terms of every moment: the last layer's forward pass, the loss, the last and the first backward, the update."""
     none = np.zeros_like(held.parameters)
     copies = COPY_BYTES * np.where(held.frees_weights, held.ends, held.parameters)
     in_turn = COPY_BYTES * np.where(held.frees_weights, 2 * held.unit, 0.0)
@@ -49,6 +49,14 @@ def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
     head_gradient = COPY_BYTES * held.head
     # What the last reduction read stays until the next one (FSDPParamGroup.post_backward).
     read = WIDE_BYTES * held.ends * held.reduces_every
+    # What was gathered for the last layer is copied into its weights.
+    forward = {
+        "gradients": held.accumulated,
+        "activations": held.live,
+        "logits": none,
+        "transients": none,
+        "gathered": copies + in_turn + read,
+    }
     loss = {
         "gradients": held.accumulated,
         "activations": held.live,
@@ -77,7 +85,7 @@ def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
         "transients": none,
         "gathered": none,
     }
-    return loss, last, first, update
+    return forward, loss, last, first, update
 
 
 def at_peak(moments: tuple[dict[str, Floats], ...]) -> dict[str, Floats]:
