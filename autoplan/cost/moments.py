@@ -40,7 +40,7 @@ class Held:
 
 
 def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
-    """Terms of every moment: the last layer's forward pass, the loss, the last and the first backward, the update."""
+    """Terms of every moment: forward through the last layer, loss, backward through it, the first, the ends; update."""
     none = np.zeros_like(held.parameters)
     copies = COPY_BYTES * np.where(held.frees_weights, held.ends, held.parameters)
     in_turn = COPY_BYTES * np.where(held.frees_weights, 2 * held.unit, 0.0)
@@ -71,8 +71,16 @@ def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
         "transients": held.transients,
         "gathered": copies + in_turn + np.maximum(reduced, read),
     }
+    earlier = np.maximum(held.accumulated, WIDE_BYTES * (held.own - held.own_ends))
     first = {
-        "gradients": np.maximum(held.accumulated, WIDE_BYTES * (held.own - held.own_ends)),
+        "gradients": earlier + head_gradient,
+        "activations": held.left,
+        "logits": none,
+        "transients": held.transients,
+        "gathered": COPY_BYTES * (held.ends + held.unit) + reduced,
+    }
+    root = {
+        "gradients": earlier,
         "activations": held.left,
         "logits": none,
         "transients": none,
@@ -85,7 +93,7 @@ def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
         "transients": none,
         "gathered": none,
     }
-    return forward, loss, last, first, update
+    return forward, loss, last, first, root, update
 
 
 def at_peak(moments: tuple[dict[str, Floats], ...]) -> dict[str, Floats]:
