@@ -42,8 +42,13 @@ class Framework:
     shards_logits: bool = True  # vocabulary-parallel cross entropy
     pads_vocab_to: int = 128  # multiple of this times tp
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
+    # What an eager norm keeps beyond its input and output; 6 where its fp32 copies stand in for the input.
+    bytes_per_eager_norm: float = 8.0
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
+    # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
+    # copies, and gradients that live from their backward pass to the optimizer's step: a step has several peaks.
+    fsdp2_states: bool = False
     in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
     bytes_per_fused_score: float = 2.0  # kept of an attention score by that kernel: its output
@@ -167,6 +172,7 @@ class Framework:
             "bytes_per_bf16_grad_accumulator",
             "bytes_per_fp16_unscaled_grad",
             "bytes_per_update_copy",
+            "bytes_per_eager_norm",
             "bytes_per_bf16_gathered_weight",
             "bucket_bytes",
             "bytes_per_gathered_logit",

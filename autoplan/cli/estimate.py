@@ -31,12 +31,13 @@ from autoplan.errors import InputError, NoPlanError
 if TYPE_CHECKING:
     from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
+    from autoplan.result import PlanFile
     from autoplan.rules import Rule
 
 RECOMPUTE_HELP = (
     "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
 )
-BESIDE_A_PLAN_FILE = ("model", "memory", "out", "force", "json", "quiet", "url")
+BESIDE_A_PLAN_FILE = ("model", "memory", "verify_memory", "out", "force", "json", "quiet", "url")
 BESIDE_A_LAUNCH_FILE = (
     *BESIDE_A_PLAN_FILE,
     *("launch_file", "variables", "target", "cluster", "global_batch", "seq_len", "precision", "attention"),
@@ -94,6 +95,10 @@ def estimate(
         bool,
         typer.Option("--memory", help="Show memory by term and stage, and what would free how much."),
     ] = False,
+    verify_memory: Annotated[
+        bool,
+        typer.Option("--verify-memory", help="Compare with what torch's tensors would hold; needs torch, no device."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plan file here.")] = None,
     force: ForceOption = False,
     json: JsonOption = False,
@@ -110,6 +115,8 @@ def estimate(
     from autoplan.plan import ParallelPlan, parse_recompute
     from autoplan.rules.books import book_of
 
+    if verify_memory and json:
+        raise InputError("--verify-memory prints a table: leave out --json")
     if out is not None:
         check_output(out, force=force)
     if model is not None and is_mixed(Path(model)):
@@ -174,6 +181,8 @@ def estimate(
         }
         plan = decode(ParallelPlan, table, "plan")
     rules = _check_legal(problem, plan)
+    if verify_memory:
+        _check_oracle(problem, plan)
 
     import autoplan.cost.estimate as cost
     from autoplan.plan import PlanBatch
@@ -195,9 +204,34 @@ def estimate(
 
         show = print_memory if memory else print_estimate
         show(make_console(), file)
+        if verify_memory:
+            _verify_memory(problem, file, quiet=quiet)
     if not quiet and file.best.verdict != "fits":
         what = "does not fit" if file.best.verdict == "oom" else "may not fit"
         print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
+
+
+def _check_oracle(problem: Problem, plan: ParallelPlan) -> None:
+    """Refuse what the memory oracle cannot tell."""
+    from autoplan.trainer.verify import check
+
+    if problem.framework.rules != "trainer":
+        raise InputError(
+            f"the memory oracle is plain torch, the plan is for {problem.framework.name}, which keeps other tensors: "
+            "leave out --verify-memory, or price the plan with --framework torch"
+        )
+    check(problem.model, plan, problem.training.seq_len)
+
+
+def _verify_memory(problem: Problem, file: PlanFile, *, quiet: bool) -> None:
+    from autoplan.report.terminal import make_console
+    from autoplan.report.verified import print_verified
+    from autoplan.trainer.verify import Question, ask
+
+    if not quiet:
+        print("autoplan: asking the memory oracle, in a minute at most", file=sys.stderr)
+    found = ask(Question(model=problem.model, plan=file.best.plan, seq_len=problem.training.seq_len))
+    print_verified(make_console(), file, found)
 
 
 def _check_alone(context: typer.Context, beside: tuple[str, ...], says: str) -> None:

@@ -5,7 +5,7 @@ Formulas: `modelling` B1-B6.  Arrays of stages have the shape (plans, stages); s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,8 +17,9 @@ from autoplan.cost.communicators import GATHERED_BYTES, Groups, groups
 from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import local_parameters
 from autoplan.cost.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp, stage_blocks
+from autoplan.cost.moments import COPY_BYTES, WIDE_BYTES, Held, at_peak, pass_terms
 from autoplan.cost.order import chunks_of_ranks, live_chunks
-from autoplan.cost.recompute import NARROW_BYTES, activation_parts, kept_bytes, whole_bytes
+from autoplan.cost.recompute import NARROW_BYTES, activation_parts, eager_norm_bytes, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, distinct_rows
@@ -248,7 +249,9 @@ def states(
     zero3 = sharding >= SHARDINGS.index("zero3")
     spread = partial(_spread_bytes, parameters, places)
     fp16 = batch.precision == PRECISIONS.index("fp16")
-    weights = spread(framework.bytes_per_weight, zero3) + _narrow_weight_bytes(problem, batch, parameters)
+    weights = spread(framework.bytes_per_weight, zero1 if framework.fsdp2_states else zero3) + _narrow_weight_bytes(
+        problem, batch, parameters
+    )
     gradients = spread(framework.bytes_per_grad, zero2)
     gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
     buckets = (sharding == SHARDINGS.index("none")) & (batch.dp > 1)
@@ -291,6 +294,88 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     return copies + buckets * (batch.sharding == SHARDINGS.index("zero1"))[:, None]
 
 
+def _dealt(places: Groups, num_experts: int) -> Groups:
+    """As FSDP2 shards experts: over the ranks of the dense states, to the first of which it deals whole ones.
+
+    Where they do not come out even that is what fewer ranks would have, rounded down.
+    """
+    rank, size = places.shard
+    return replace(places, expert_shard=(rank, num_experts // -(-num_experts // size)))
+
+
+def _held(
+    problem: Problem,
+    batch: PlanBatch,
+    blocks: StageBlocks,
+    parameters: StageParameters,
+    places: Groups,
+    kept: dict[Block, Floats],
+    repeat: Floats,
+) -> Held:
+    """What the moments of an FSDP2 step are made of."""
+    model, framework = problem.model, problem.framework
+    shapes = block_shapes(model)
+    every = (batch.sharding >= SHARDINGS.index("zero2")) & (batch.pp == 1)
+    sharded = batch.sharding >= SHARDINGS.index("zero1")
+    has_before = batch.num_microbatches > 1
+    unit, stored = np.zeros(len(batch)), stored_bytes(problem, batch)
+    for blocks_of in set(model.layers):
+        unit = np.maximum(unit, add_up(add_up(local_parameters(batch, shapes[block])) for block in blocks_of))
+    tokens, sliced = rank_tokens(problem, batch), norm_tokens(problem, batch)
+    per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
+    per_logit = per_logit + np.where(batch.pp > 1, COPY_BYTES, 0.0)  # a stage keeps its output in 16 bits
+    vocabulary = padded_vocab(problem, batch) / np.where(framework.shards_logits, batch.tp, 1)
+    norm = (2.0 + eager_norm_bytes(problem)) * sliced + 2.0 * tokens
+    live = _activations(problem, batch, blocks, kept)
+    whole = parameters.dense + parameters.expert
+    one = add_up(
+        (count - blocks.repeated[block]) * kept[block][:, None] + blocks.repeated[block] * stored[:, None]
+        for block, count in blocks.count.items()
+    )
+    table = padded_vocab(problem, batch) * model.hidden_size
+    summed = np.zeros_like(whole)
+    summed[:, 0] = table * (1.0 - 1.0 / batch.tp)
+    gate = 2 if model.gated_mlp else 1
+    transients = 2.0 * tokens * (gate + 1) * _width(problem) / batch.tp + 2.0 * tokens * model.hidden_size
+    return Held(
+        parameters=whole,
+        ends=parameters.ends,
+        head=blocks.at_last(table / batch.tp),
+        unit=np.repeat(unit[:, None], blocks.num_stages, axis=1),
+        own=_spread_bytes(parameters, places, 1.0, sharded),
+        own_ends=parameters.ends / np.where(sharded, places.shard[1], 1)[:, None],
+        summed=summed,
+        accumulated=(_spread_bytes(parameters, places, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
+        * has_before[:, None],
+        reduces_every=(every & has_before & (places.shard[1] > 1))[:, None] & (whole > 0),
+        frees_weights=((batch.sharding == SHARDINGS.index("zero3")) & (batch.pp == 1))[:, None] & (whole > 0),
+        live=live + _pipeline_buffers(problem, batch, blocks),
+        left=np.maximum(live - one / batch.vp[:, None], 0.0),
+        logits=blocks.at_last(per_logit * tokens * vocabulary + norm * model.hidden_size),
+        transients=transients[:, None] + np.where(blocks.repeats_chunk, repeat[:, None], 0.0),
+    )
+
+
+def _pipeline_buffers(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
+    """What torch's PipelineStage holds for every micro-batch, alive or not: shape (plans, stages).
+
+    A buffer that it receives into from either side, and the gradient that it has sent (stage.py _RecvInfo).
+    """
+    hidden = COPY_BYTES * norm_tokens(problem, batch) * problem.model.hidden_size
+    chunks = np.repeat(batch.vp[:, None], blocks.num_stages, axis=1).astype(np.float64)
+    inputs = chunks.copy()
+    inputs[:, 0] -= 1
+    outputs = chunks - blocks.is_last
+    return (hidden * batch.num_microbatches * (batch.pp > 1))[:, None] * (2 * inputs + outputs)
+
+
+def _width(problem: Problem) -> float:
+    """The widest that a token becomes in an MLP or in all its experts."""
+    model = problem.model
+    moe = model.moe
+    return max(model.ffn_size, moe.shared_expert_ffn_size + moe.experts_per_token * moe.expert_ffn_size if moe else 0)
+
+
 def communicator_bytes(problem: Problem, places: Groups) -> Floats:
     """Buffers of the communicators that a rank takes part in: shape (plans)."""
     sizes = (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp)
@@ -301,6 +386,8 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     """What every pipeline rank needs at its peak: states, and what the passes or the optimizer's step need beside."""
     model, framework = problem.model, problem.framework
     places = groups(batch)
+    if framework.fsdp2_states and model.moe:
+        places = _dealt(places, model.moe.num_experts)
     stages = blocks.num_stages
     weights, gradients, optimizer = states(problem, batch, parameters, places)
 
@@ -328,6 +415,8 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
     # Gradients that are reduced during backward passes have their bucket beside the activations.
     terms["gathered"] += (framework.bucket_bytes * (batch.sharding >= SHARDINGS.index("zero2")))[:, None]
+    if framework.fsdp2_states:
+        terms |= at_peak(pass_terms(_held(problem, batch, blocks, parameters, places, kept, repeat)))
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, places)
     terms["update"] = np.maximum(update - passes, 0.0)

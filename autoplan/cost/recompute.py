@@ -31,7 +31,6 @@ Floats = NDArray[np.float64]
 UNFUSED_SCORE_BYTES = 6.0
 SCORE_KERNELS = ("unfused", "megatron-fused")
 SCORE_DROPOUT_BYTES = 3.0
-EAGER_NORM_BYTES = 8.0  # fp32 copies kept by a hand-written norm, per token and hidden element (`modelling` B2)
 
 # Bytes of an element as quantised: 8 bits, or with the scales of blocks of 32 (MXFP8) or 16 (NVFP4) elements.
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
@@ -77,10 +76,9 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
 
     None stands for what no part gives back.
     """
-    model, framework, training = problem.model, problem.framework, problem.training
+    model, framework = problem.model, problem.framework
     sliced = norm_tokens(problem, batch) * model.hidden_size
-    fused_norm = framework.fused_norm if training.fused_norm is None else training.fused_norm
-    norm = model.norms_per_block * (4.0 + (0.0 if fused_norm else EAGER_NORM_BYTES))
+    norm = model.norms_per_block * (4.0 + eager_norm_bytes(problem))
     norm += 1.0 if framework.dropout else 0.0
     if block in ATTENTION_BLOCKS:
         parts = _attention_parts(problem, batch)
@@ -99,9 +97,23 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     else:
         rest = rest + output
     if not framework.regathers_norm_output:
-        rest = rest + 2.0 * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
+        gathered = 2.0 * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
+        if not framework.fsdp2_states:
+            rest = rest + gathered
+        elif block is Block.MLP:  # gathered inside of what is repeated, which begins with the norm's output
+            parts["mlp"] = parts["mlp"] + gathered
+        elif block is not Block.MOE:  # whose ranks take their own tokens
+            rest = rest + gathered
     parts[None] = parts.get(None, 0.0) + rest
     return parts
+
+
+def eager_norm_bytes(problem: Problem) -> float:
+    """What a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it."""
+    framework, told = problem.framework, problem.training.fused_norm
+    # Torch has no fused kernel for its norms on the host.
+    fused = framework.fused_norm and not (framework.fsdp2_states and problem.cluster.device.vendor == "cpu")
+    return 0.0 if (fused if told is None else told) else framework.bytes_per_eager_norm
 
 
 def _has_norm_module(problem: Problem, block: Block) -> bool:
@@ -126,6 +138,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
         kept = tokens * model.qk_head_dim * (2.0 * heads + 4.0 * kv_heads + _output_bytes(problem, batch) * heads)
         if framework.keeps_packed_qkv and model.kv_heads == model.num_heads:
             kept = kept + tokens * 2.0 * model.qk_head_dim * 2 * kv_heads
+        if framework.fsdp2_states and model.qk_norm == "head":
+            kept = kept + (2.0 + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (heads + kv_heads)
     if stores_scores(problem):
         is_fused = framework.fuses_softmax or training.attention == "megatron-fused"
         score = framework.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES
@@ -157,6 +171,8 @@ def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
     routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs = narrow * routed * (moe.latent_size or model.hidden_size)
+    if problem.framework.fsdp2_states:  # outputs for the gradients of the scores, and once more weighted by them
+        inputs = 3.0 * inputs
     return {
         "moe": 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + (width - narrow) * per_width,
         "moe_act": narrow * per_width,

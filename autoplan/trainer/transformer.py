@@ -13,6 +13,7 @@ import zlib
 import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial
 
 from autoplan.model import Block, Experts, ModelSpec
@@ -138,10 +139,10 @@ class MoE(nn.Module):
         into, back = _here(self.into, sums=self.sums), _here(self.back, sums=self.sums)
         order = chosen.flatten().argsort(stable=True)  # by expert
         rows = order // self.num_chosen
-        counts = chosen.flatten().bincount(minlength=len(into)).tolist()
-        parts = torch.split(tokens[rows], counts)
+        parts = torch.split(tokens[rows], self._counts(chosen))
         # Every expert takes part, also without a token: its gradient is zero, not missing.
-        results = [self._run(part, into[at], back[at]) for at, part in enumerate(parts)]
+        # Taken apart at once: the gradient of one expert alone would be as large as that of all.
+        results = [self._run(*one) for one in zip(parts, into.unbind(), back.unbind(), strict=True)]
         mixed = torch.cat(results) * weights.flatten()[order, None]
         total = torch.zeros_like(tokens).index_add(0, rows, mixed)
         if self.shared_into is not None and self.shared_back is not None:
@@ -151,6 +152,15 @@ class MoE(nn.Module):
                 shared = F.linear(tokens, _here(self.shared_gate, sums=self.sums)).sigmoid() * shared
             total = total + shared
         return total.view_as(x)
+
+    def _counts(self, chosen: Tensor) -> list[int]:
+        """How many tokens every expert gets; where tensors have no data, as many as the others."""
+        num_experts = len(self.router)
+        if isinstance(chosen, FakeTensor):
+            share, rest = divmod(chosen.numel(), num_experts)
+            return [share + (at < rest) for at in range(num_experts)]
+        counts: list[int] = chosen.flatten().bincount(minlength=num_experts).tolist()
+        return counts
 
     def _run(self, x: Tensor, into: Tensor, back: Tensor) -> Tensor:
         wide = F.linear(x, into)

@@ -1,0 +1,105 @@
+"""When in its step does a rank of FSDP2 hold most, and what does it hold then?
+
+Gradients live from their backward pass to the optimizer's step, and copies of the weights only while passes run, so
+that a step has several moments that may be its peak (torch/distributed/fsdp/_fully_shard).  Arrays have the shape
+(plans, stages); sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+COPY_BYTES = 2.0  # of a weight or gradient in 16 bits
+WIDE_BYTES = 4.0  # in fp32, in which gradients are added up and reduced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What the moments are made of; parameters are elements of the rank before data-parallel sharding."""
+
+    parameters: Floats
+    ends: Floats  # embedding, head and last norm, one unit with the whole
+    head: Floats  # of them, the head's matrix
+    summed: Floats  # what tensor-parallel ranks add up: the gradient of the whole embedding but for the own part
+    unit: Floats  # the largest layer
+    own: Floats  # of the parameters, what the rank keeps of them
+    own_ends: Floats  # the same of the ends
+    accumulated: Floats  # bytes of gradients that earlier micro-batches left; 0 where there are none
+    reduces_every: Bools  # micro-batch's gradients, and has done so before
+    frees_weights: Bools  # zero3 without a pipeline: a layer's copies go after each of its passes
+    live: Floats  # activations of all micro-batches in flight
+    left: Floats  # of them, those of other micro-batches when the backward pass of one comes to its end
+    logits: Floats  # at the peak of head and loss
+    transients: Floats  # of one layer's backward pass, with what it computes again
+
+
+def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
+    """Terms of every moment: forward through the last layer, loss, backward through it, the first, the ends; update."""
+    none = np.zeros_like(held.parameters)
+    copies = COPY_BYTES * np.where(held.frees_weights, held.ends, held.parameters)
+    in_turn = COPY_BYTES * np.where(held.frees_weights, 2 * held.unit, 0.0)
+    # A layer's gradients in 16 bits, put together in fp32 to be reduced.
+    reduced = (COPY_BYTES + WIDE_BYTES) * held.unit
+    head_gradient = COPY_BYTES * held.head
+    # What the last reduction read stays until the next one (FSDPParamGroup.post_backward).
+    read = WIDE_BYTES * held.ends * held.reduces_every
+    # What was gathered for the last layer is copied into its weights.
+    forward = {
+        "gradients": held.accumulated,
+        "activations": held.live,
+        "logits": none,
+        "transients": none,
+        "gathered": copies + in_turn + read,
+    }
+    loss = {
+        "gradients": held.accumulated,
+        "activations": held.live,
+        "logits": held.logits,
+        "transients": none,
+        "gathered": copies + read,
+    }
+    last = {
+        "gradients": held.accumulated + head_gradient,
+        "activations": held.live,
+        "logits": none,
+        "transients": held.transients,
+        "gathered": copies + in_turn + np.maximum(reduced, read),
+    }
+    earlier = np.maximum(held.accumulated, WIDE_BYTES * (held.own - held.own_ends))
+    first = {
+        "gradients": earlier + head_gradient,
+        "activations": held.left,
+        "logits": none,
+        "transients": held.transients,
+        "gathered": COPY_BYTES * (held.ends + held.unit) + reduced,
+    }
+    root = {
+        "gradients": earlier,
+        "activations": held.left,
+        "logits": none,
+        "transients": none,
+        "gathered": (COPY_BYTES + WIDE_BYTES) * held.ends + COPY_BYTES * held.summed,
+    }
+    update = {
+        "gradients": WIDE_BYTES * held.own,
+        "activations": none,
+        "logits": none,
+        "transients": none,
+        "gathered": none,
+    }
+    return forward, loss, last, first, root, update
+
+
+def at_peak(moments: tuple[dict[str, Floats], ...]) -> dict[str, Floats]:
+    """The terms of the moment that needs most."""
+    totals = np.stack([sum(terms.values(), start=np.float64(0.0)) for terms in moments])
+    most = totals.argmax(axis=0)[None]
+    return {
+        name: np.take_along_axis(np.stack([terms[name] for terms in moments]), most, axis=0)[0] for name in moments[0]
+    }

@@ -1,0 +1,35 @@
+"""How far is the predicted memory from what torch's own tensors hold?  Stage by stage, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from autoplan.report.terminal import print_part, print_table
+from autoplan.result import PlanFile, StageCost
+from autoplan.units import GIB
+
+# Of the terms of a stage, what lies outside of the tensors.
+_BEYOND_TENSORS = ("fragmentation", "cached", "communicators", "context")
+
+
+def print_verified(console: Console, file: PlanFile, peak_bytes: Mapping[int, float]) -> None:
+    """Predicted bytes beside those of the memory oracle, which may not have come to every stage."""
+    rows = []
+    for stage in file.stages:
+        predicted = tensor_bytes(stage)
+        row = [str(stage.stage), f"{predicted / GIB:,.2f}", "-", ""]
+        if stage.stage in peak_bytes:
+            counted = peak_bytes[stage.stage]
+            row[2:] = [f"{counted / GIB:,.2f}", f"{predicted / counted - 1:+.1%}"]
+        rows.append(tuple(row))
+    console.print("\nallocated by tensors in GiB, counted on torch without data")
+    print_table(console, [("stage", False), ("predicted", True), ("oracle", True), ("error", True)], rows)
+    if len(peak_bytes) < len(file.stages):
+        print_part(console, "stages without a figure were left out to answer in time")
+
+
+def tensor_bytes(stage: StageCost) -> float:
+    """What is predicted for the tensors alone."""
+    return sum(size for name, size in stage.memory_terms_bytes.items() if name not in _BEYOND_TENSORS)

@@ -1,0 +1,125 @@
+"""What does the memory oracle say of a plan?  Asks it in processes of their own, and tells large plans from small ones.
+
+Two small numbers of layers tell the rest: at every moment of a step that may be its peak the bytes are linear in them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Literal
+
+from autoplan.children import Children, CrewError, Place
+from autoplan.errors import InputError
+from autoplan.model import ModelSpec
+from autoplan.plan import ParallelPlan, chunk_layers
+from autoplan.rules import Setting, broken
+from autoplan.rules.trainer import RULES
+from autoplan.training import TrainingSpec
+
+BUDGET_S = 45.0  # after which no further stage is begun
+_LIMIT_S = 300.0  # of one small plan
+_FEW, _MORE = 2, 4  # layers of a chunk
+_FILLED = 3  # groups of micro-batches that leave a pipeline in its steady state
+
+# (chunk of the rank, what runs there): a part of a step at whose ends memory is linear in the layers.
+Moment = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the oracle is asked: a plan, and which of its pipeline ranks."""
+
+    model: ModelSpec
+    plan: ParallelPlan
+    seq_len: int
+    stage: int = 0
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    fused_norm: bool = True  # as accelerators have it; the host's operations keep fp32 copies
+
+
+def ask(question: Question, *, budget_s: float = BUDGET_S) -> dict[int, float]:
+    """Peak bytes of every pipeline rank's tensors, without the allocator's gaps, the context and communicators.
+
+    The first and the last stage come before the others; those not begun within `budget_s` are missing.  A `CrewError`
+    says why torch could not tell.
+    """
+    check(question.model, question.plan, question.seq_len)
+    began, last = time.monotonic(), question.plan.pp - 1
+    found: dict[int, float] = {}
+    for stage in sorted(range(question.plan.pp), key=lambda stage: (stage not in (0, last), stage)):
+        if found and time.monotonic() - began > budget_s:
+            break
+        found[stage] = peak_bytes(replace(question, stage=stage))
+    return found
+
+
+def check(model: ModelSpec, plan: ParallelPlan, seq_len: int) -> None:
+    """Refuse what the built-in trainer does not run."""
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("the memory oracle is torch itself, which is not installed: pip install 'autoplan[profile]'")
+    setting = Setting(model=model, training=TrainingSpec(seq_len=seq_len), num_devices=plan.num_devices)
+    if problems := broken(RULES, setting, plan):
+        raise InputError(f"the memory oracle is the built-in trainer, which does not run the plan: {problems[0]}")
+
+
+def peak_bytes(question: Question) -> float:
+    """The peak of one pipeline rank, from small plans where its chunks have many layers that are alike."""
+    model, plan = question.model, question.plan
+    counts = chunk_layers(plan, model.num_layers)
+    own = counts[question.stage :: plan.pp]
+    if plan.schedule in ("zb-v", "dualpipe-v"):
+        own = (counts[question.stage], counts[-1 - question.stage])
+    count = plan.num_microbatches
+    filled = _filled(plan)
+    base = _with_microbatches(question, filled)
+    if max(counts) <= _MORE or len(set(model.layers)) > 1 or plan.recompute_num_layers is not None:
+        questions, layers = [base], 0.0
+    else:
+        questions = [_with_layers(base, _FEW), _with_layers(base, _MORE)]
+        layers = (sum(own) / len(own) - _FEW) / (_MORE - _FEW)  # chunks that differ count as their mean
+    if plan.pp > 1 and filled < count:
+        questions.append(_with_microbatches(questions[0], filled + plan.pp))
+    found = _answer(questions)
+    more, longer = found[min(1, len(questions) - 1)] if layers else found[0], found[-1]
+    # A pipeline stage has a buffer for every micro-batch, however few of them are alive.
+    times = (count - filled) / plan.pp if plan.pp > 1 and filled < count else 0.0
+    return max(few + layers * (more[moment] - few) + times * (longer[moment] - few) for moment, few in found[0].items())
+
+
+def _filled(plan: ParallelPlan) -> int:
+    """The fewest micro-batches that keep as many alive at once."""
+    count = plan.num_microbatches
+    if plan.pp == 1:
+        return min(count, 2)
+    return min(count, _FILLED * plan.pp) if count % plan.pp == 0 else count
+
+
+def _with_microbatches(question: Question, count: int) -> Question:
+    plan = question.plan
+    return replace(question, plan=replace(plan, global_batch=count * plan.micro_batch * plan.dp))
+
+
+def _with_layers(question: Question, num_layers: int) -> Question:
+    """With chunks of `num_layers`."""
+    plan = question.plan
+    model = replace(question.model, num_layers=num_layers * plan.pp * plan.vp)
+    return replace(question, model=model, plan=replace(plan, layers_per_chunk=None))
+
+
+def _answer(questions: list[Question]) -> list[dict[Moment, int]]:
+    work = functools.partial(_serve, questions=questions)
+    with Children(work, None, 1, limit_s=_LIMIT_S, preload=("autoplan.trainer.oracle",)) as child:
+        answer = child.start()
+    if not isinstance(answer, list):
+        raise CrewError(f"the memory oracle answered {type(answer).__name__}")
+    return answer
+
+
+def _serve(place: Place, line: Connection, *, questions: list[Question]) -> None:
+    from autoplan.trainer.oracle import serve
+
+    serve(line, questions)
