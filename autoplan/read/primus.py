@@ -12,6 +12,7 @@ from autoplan.megatron import typed
 from autoplan.model import ModelSpec
 from autoplan.plan import Schedule
 from autoplan.read.launch import Given, Launch, Reader
+from autoplan.read.literals import MOST_BITS
 from autoplan.read.megatron import Said, Settings, launch_of, preset_of
 from autoplan.rules.primus import ALGORITHMS
 
@@ -124,6 +125,8 @@ def _expanded(value: Any, variables: dict[str, str], depth: int = 0) -> Any:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise InputError(f"a number of {value.bit_length()} bits is no option's")
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
