@@ -303,6 +303,9 @@ def main() -> None:
         "",
         *whole_processes(flags.runs),
         "",
+        # Before this process has grown: a child's peak begins with the size of the one that starts it.
+        *growth(),
+        "",
         "## One core, per second of CPU time",
         "",
         "| space | bounds of kinds | bounds of plans | full estimates |",
@@ -319,8 +322,7 @@ def main() -> None:
             for name, code, folder, space in peers
             if folder
         ]
-    lines += ["", *growth(), ""]
-    text = "\n".join(lines)
+    text = "\n".join([*lines, ""])
     print(text)
     if flags.report:
         write_text(flags.report, text, force=True)
