@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,10 @@ from autoplan.units import cleaned
 START_S = 180.0  # for importing torch from a busy file system and for meeting
 GRACE_S = 5.0  # that ranks have to say what went wrong before they are ended
 _HUNG_STATUS = 1  # with which faulthandler's watchdog ends a process
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Ranks inherit: one thread for each, said before torch is there (`closed-loop` 2.1), and of torch's C++ no stack traces
+# of what the ranks say themselves.
+_VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_LOG_LEVEL = ("TORCH_CPP_LOG_LEVEL", "FATAL")
 _PORT = 29500  # torch's own default
 _LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
 
@@ -48,7 +52,11 @@ class Place:
 
 
 class CrewError(AutoplanError):
-    """Ranks are gone: they crashed, hung or could not meet."""
+    """Ranks are gone: they crashed, hung or could not meet; `is_out_of_memory` says whether for want of memory."""
+
+    def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
+        super().__init__(text)
+        self.is_out_of_memory = is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +64,7 @@ class Fault:
     """A rank's last words."""
 
     text: str
+    is_out_of_memory: bool = False
 
 
 # The whole work of a rank: its place, and the line to the program that started it.
@@ -138,8 +147,12 @@ class Children:
         self._preload = list(preload)
         self._processes: list[BaseProcess] = []
         self._lines: list[Connection] = []
-        self._folder = tempfile.mkdtemp(prefix="autoplan-ranks-")
         self._starts = 0
+        try:
+            self._folder = tempfile.mkdtemp(prefix="autoplan-ranks-")
+        except OSError as error:
+            said = error.strerror or error
+            raise InputError(f"ranks have no folder to meet in: {said}; set TMPDIR to one with space") from None
 
     @property
     def leads(self) -> bool:
@@ -159,6 +172,8 @@ class Children:
     def start(self) -> Any:
         """Start the ranks; the first answer of rank 0, None from another one."""
         self._starts += 1
+        if self._place and self.leads:
+            _check_port(self._place.meeting_point)
         places = (
             [self._place]
             if self._place
@@ -183,7 +198,7 @@ class Children:
         try:
             self._lines[0].send(message)
         except OSError:
-            raise CrewError(self._last_words()) from None
+            raise self._lost() from None
         return self.answer()
 
     def answer(self) -> Any:
@@ -194,7 +209,7 @@ class Children:
         """Stand by until the rank that was started here ends; an error if it does not end well."""
         self._processes[0].join()
         if self._processes[0].exitcode:
-            raise CrewError(self._last_words())
+            raise self._lost()
 
     def _answer(self, limit_s: float) -> Any:
         line = self._lines[0]
@@ -206,16 +221,16 @@ class Children:
                     answer = line.recv()
                     if not isinstance(answer, Fault):
                         return answer
-                    raise CrewError(self._last_words({0: answer.text}))
-                raise CrewError(self._last_words())
+                    raise self._lost(answer)
+                raise self._lost()
             if ready:
-                raise CrewError(self._last_words())
+                raise self._lost()
             if time.monotonic() >= end:
                 raise CrewError(f"no answer within {limit_s:.0f} s")
 
-    def _last_words(self, said: Mapping[int, str] | None = None) -> str:
+    def _lost(self, first: Fault | None = None) -> CrewError:
         """Why ranks are gone: a rank that was killed explains what the others then missed."""
-        words = dict(said or {})
+        words = {} if first is None else {0: first}
         killed: dict[int, str] = {}
         # Others may know better than the first that speaks.
         end = time.monotonic() + (GRACE_S / 5 if words else GRACE_S)
@@ -224,7 +239,7 @@ class Children:
                 with contextlib.suppress(EOFError, OSError):
                     while at not in words and line.poll():
                         if isinstance(message := line.recv(), Fault):
-                            words[at] = message.text
+                            words[at] = message
                 code = process.exitcode
                 if code is not None and code < 0:
                     killed[at] = f"was ended by {signal.Signals(-code).name}"
@@ -235,8 +250,12 @@ class Children:
             if killed:
                 break
             time.sleep(0.05)
-        first = self._place.rank if self._place else 0
-        return cleaned("; ".join(f"rank {first + at} {text}" for at, text in sorted((killed or words).items())))
+        offset = self._place.rank if self._place else 0
+        said = killed or {at: fault.text for at, fault in words.items()}
+        return CrewError(
+            cleaned("; ".join(f"rank {offset + at} {text}" for at, text in sorted(said.items()))),
+            is_out_of_memory=not killed and any(fault.is_out_of_memory for fault in words.values()),
+        )
 
     def stop(self) -> None:
         """End the ranks, however busy."""
@@ -258,6 +277,18 @@ class Children:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _check_port(meeting_point: str) -> None:
+    """Refuse, before any rank waits for the others, a port at which rank 0 could not wait for them."""
+    if not meeting_point.startswith("tcp://"):
+        return
+    port = int(meeting_point.rpartition(":")[2])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+        raise InputError(f"ranks cannot meet at port {port} of this host: {said}; set MASTER_PORT to another") from None
+
+
 def _server(preload: list[str]) -> ForkServerContext:
     """What ranks are forked from: a process that has loaded torch once for all of them, and has touched no device.
 
@@ -265,11 +296,11 @@ def _server(preload: list[str]) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
-    before = {name: os.environ.get(name) for name in _THREADS}
+    before = {name: os.environ.get(name) for name in (*_VARIABLES, _LOG_LEVEL[0])}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is this program's affair
     try:
-        # Ranks inherit it: one thread for each, said before torch is there (`closed-loop` 2.1).
-        os.environ.update(dict.fromkeys(_THREADS, "1"))
+        os.environ.update(_VARIABLES)
+        os.environ.setdefault(*_LOG_LEVEL)
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

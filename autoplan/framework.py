@@ -94,8 +94,11 @@ class Framework:
     p2p_overlap: bool = True  # interleaved schedules send while they compute
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
     zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
-    # Plain torch runs its layers, operation by operation, as a profile measures them; else kernels of its own.
+    # Its layers and other units are the built-in trainer's, which a profile measures; else kernels of its own.
     eager_layers: bool = False
+    drops_grads: bool = False  # after the optimizer's step, where others set them to zero
+    # Whether schedules that take the backward pass apart do so with the first chunk, whose input has no gradient.
+    splits_first_chunk: bool = True
     # What it runs where a plan says flash; flash stands for the best that the device has.
     flash_kernel: Literal["flash", "flash2", "triton", "cudnn"] = "flash"
     bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`

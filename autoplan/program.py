@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from autoplan.errors import InputError
 
@@ -39,14 +39,63 @@ def run_program(arguments: Sequence[str], hear: Callable[[bytes, float], bool], 
     process group is asked to end, and after `GRACE_S` ended, with those of its children that made themselves
     independent (Linux).
     """
-    mark = uuid.uuid4().hex
+    program = start_program(arguments, subprocess.PIPE)
+    assert program.process is not None
+    try:
+        return _follow(program.process, hear, limit_s)
+    finally:
+        end_programs([program])
+        if program.process.stdout:
+            program.process.stdout.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program in a process group of its own, with all that it started, which bears its mark.
+
+    `process` is there for the one who started it; pid and mark are enough to find it again after that one is gone.
+    """
+
+    pid: int
+    mark: str
+    process: subprocess.Popen[bytes] | None = None
+
+    def is_running(self) -> bool:
+        """Whether anything of it is left on this machine."""
+        if (self.process and self.process.poll() is None) or _marked(self.mark):
+            return True
+        if _PROC.is_dir():
+            return False  # what is left of the group has ended, and waits for its parent
+        try:
+            os.killpg(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process group at once, and those that left it."""
+        self.signal(signal.SIGKILL)
+        for pid in _marked(self.mark):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def start_program(arguments: Sequence[str], output: IO[bytes] | int) -> Program:
+    """Start a program; what it writes, to stdout or stderr, goes to `output`."""
+    # Within the mark of the program that runs this one, which finds by it all that is below.
+    mark = "/".join((*filter(None, [os.environ.get(_MARK)]), uuid.uuid4().hex))
     # Python would keep lines back for a while where nobody seems to look.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", _MARK: mark}
     try:
         process = subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
@@ -54,10 +103,26 @@ def run_program(arguments: Sequence[str], hear: Callable[[bytes, float], bool], 
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{arguments[0]!r} cannot be started: {said}") from None
+    return Program(pid=process.pid, mark=mark, process=process)
+
+
+def end_programs(programs: Sequence[Program], *, grace_s: float | None = None) -> None:
+    """Ask programs to end, and those that have not after `grace_s` (by default `GRACE_S`) are ended."""
     try:
-        return _follow(process, hear, limit_s)
-    finally:
-        _end(process, mark)
+        for one in programs:
+            one.signal(signal.SIGTERM)
+        until = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
+        while any(one.is_running() for one in programs) and time.monotonic() < until:
+            time.sleep(_POLL_S / 2)
+    finally:  # impatience is answered too
+        until = time.monotonic() + GRACE_S
+        while (left := [one for one in programs if one.is_running()]) and time.monotonic() < until:
+            for one in left:
+                one.kill()
+            time.sleep(_POLL_S / 10)
+        for one in programs:
+            if one.process:
+                one.process.poll()
 
 
 def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], bool], limit_s: float) -> Ending:
@@ -84,43 +149,6 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending:
         return Ending(kind="by itself", status=process.wait(limit_s))
     except subprocess.TimeoutExpired:
         return Ending(kind="silent")
-
-
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End the program and all that it started; it is known by its process group and by its mark."""
-    try:
-        _signal_group(process, signal.SIGTERM)
-        until = time.monotonic() + GRACE_S
-        while _is_running(process, mark) and time.monotonic() < until:
-            time.sleep(_POLL_S / 2)
-    finally:  # impatience is answered too
-        until = time.monotonic() + GRACE_S
-        while _is_running(process, mark) and time.monotonic() < until:
-            _signal_group(process, signal.SIGKILL)
-            for pid in _marked(mark):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(_POLL_S / 10)
-        process.poll()
-        if process.stdout:
-            process.stdout.close()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-
-
-def _is_running(process: subprocess.Popen[bytes], mark: str) -> bool:
-    if process.poll() is None or _marked(mark):
-        return True
-    if _PROC.is_dir():
-        return False  # what is left of the group has ended, and waits for its parent
-    try:
-        os.killpg(process.pid, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 def _marked(mark: str) -> list[int]:

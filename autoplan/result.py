@@ -338,6 +338,53 @@ class Today:
     unread: dict[str, str]  # options of the file that were not understood and may matter, with the reason
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A plan that differs in few axes from another one: what it would take, and what it lacks.
+
+    Where it does not divide the global batch it is priced with the next one that it divides.
+    """
+
+    changes: tuple[tuple[str, str, str], ...]  # axis, value there, value here
+    plan: RankedPlan
+    ratio: float  # of the times per sequence, to that of the other
+    stage: int  # that needs most memory
+    broken: tuple[str, ...]  # rules of the framework, in words
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it could be started."""
+        return self.plan.verdict == "fits" and not self.broken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versus:
+    """Another plan beside the one that is explained, and what each change on the way to it brings alone."""
+
+    name: str  # as it was asked for
+    plan: RankedPlan
+    stages: tuple[StageCost, ...]
+    gap: Contender
+    broken: tuple[str, ...]
+    changes: tuple[AxisChange, ...]  # none where the plans are of different problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a plan takes as long as it does, and why no other one was taken."""
+
+    command: str
+    plan: RankedPlan
+    stages: tuple[StageCost, ...]
+    capacity_bytes: float
+    binds: tuple[str, ...]  # what stops faster plans, in words
+    changes: tuple[Neighbour, ...]  # the best plan of every axis with that one changed, fastest first
+    better: tuple[Neighbour, ...]  # faster ones with one or two changes, those that lack least first
+    alternatives: tuple[RankedPlan, ...]  # of the search, best first
+    certificate: Certificate | None
+    versus: Versus | None = None
+
+
 def datasheet_peak(device: DeviceSpec, precision: Precision) -> tuple[str, float]:
     """(name, operations per second) of the datasheet figure that an MFU in `precision` refers to.
 
@@ -385,6 +432,16 @@ class Outcome:
         return self.status == "ok" and self.step_s is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceFlags:
+    """Which plans were searched, as typed: from it and the problem the same space is made again."""
+
+    global_batch: str
+    fix: tuple[str, ...] = ()
+    at_most: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+
 PLAN_FILE_VERSION = 2
 
 
@@ -413,6 +470,7 @@ class PlanFile:
     choice: Choice | None = None  # where plans were searched
     run: RunReport | None = None  # where objectives, numbers of nodes or a run were given
     today: Today | None = None  # where the search began with a launch file
+    space: SpaceFlags | None = None  # where plans were searched
 
     def __post_init__(self) -> None:
         if self.schema_version != PLAN_FILE_VERSION:
@@ -526,3 +584,36 @@ class MixedPlanFile:
                 f"mixed_schema_version is {self.mixed_schema_version}, this autoplan reads {MIXED_FILE_VERSION}: "
                 "make the file again with this version"
             )
+
+
+# How a trial ended: its step was measured; its first steps were too slow to go on; memory ran out; it failed; it took
+# too long; nobody can say what became of its job; it was ended because the tuning was.
+TrialEnd = Literal["measured", "slower", "oom", "failed", "timeout", "lost", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedPlan:
+    """A plan that was run: what was predicted of its step, what was measured, and how the run ended."""
+
+    number: int
+    plan: ParallelPlan
+    predicted_s: float
+    measured_s: float | None  # of the steps that were timed, also of a run that was ended after the first of them
+    spread: float | None  # standard deviation of that time's logarithm
+    end: TrialEnd
+    reason: str
+    seconds: float  # that it ran
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneReport:
+    """What trials came to."""
+
+    ended: str  # why there were no more of them, in words
+    is_separated: bool  # no plan is left that is likely to be faster
+    best: TriedPlan | None
+    trials: tuple[TriedPlan, ...]
+    candidates: int
+    left: int  # of them, plans that were not run and may still be faster
+    ratio: float | None  # of measured to predicted steps, the median of the trials
+    gpu_hours: float

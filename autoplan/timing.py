@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,8 +41,13 @@ Operation = Literal[
     "layer_backward",
     "layer_backward_selective",
     "layer_backward_full",
+    "layer_input_gradient",
+    "layer_weight_gradient",
+    "replicated_layer",
     "sharded_layer",
+    "resharded_layer",
     "pipeline_actions",
+    "embedding",
     "head",
     "all_reduce",
     "all_gather",
@@ -56,7 +62,8 @@ _ATTENTION = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "wind
 _LATENT = ("batch", "seq_len", "num_heads", "qk_head_dim", "v_head_dim")
 _EXPERTS = ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep")
 _LAYER = ("batch", "seq_len", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "tp")
-_SHARDED_LAYER = (*_LAYER[:-1], "num_devices", "devices_per_domain")
+_SHARED_LAYER = (*_LAYER, "num_devices", "devices_per_domain")
+_ENDS = ("tokens", "hidden_size", "vocab_size", "tp")
 _PIPELINE = ("num_micro_batches", "num_devices", "devices_per_domain")
 _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
@@ -64,15 +71,20 @@ _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 # `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
 # over the last `window` tokens, itself among them, or over all where it is 0; `latent_attention` is causal too, with
 # values narrower than keys and as many heads of both.  `experts` are all routed experts of one rank, both products and
-# the activation between, for the `tokens` of all ranks that share them.  `rope` (of queries and keys), `cross_entropy`
-# and `head` (logits and loss) are both ways together, `optimizer` is one Adam step, `layer` is what one rank of `tp`
-# computes for a whole gated transformer layer, without collectives.  Its backward pass finds all that it needs kept, or
-# first runs the core of the attention (`_selective`) or the layer (`_full`) again.  `sharded_layer` is a layer
-# both ways at tp 1 with all that sharding its weights over a group brings: gathers, the reduce-scatter, hooks and
-# copies.  `pipeline_actions` is what the 2 x num_micro_batches actions of one stage of a 1F1B pipeline take of the host
-# beyond computation and messages.  A group of a collective has `devices_per_domain` members in each scale-up domain
-# that it touches, and `num_groups` such groups work at once in these domains; its buffer is the whole one: what an
-# all-gather ends with, a reduce-scatter begins with.
+# the activation between, for the `tokens` of all ranks that share them.  `rope` (of queries and keys) and
+# `cross_entropy` are both ways together, `optimizer` is one Adam step.  A group of a collective has
+# `devices_per_domain` members in each scale-up domain that it touches, and `num_groups` such groups work at once in
+# these domains; its buffer is the whole one: what an all-gather ends with, a reduce-scatter begins with.
+#
+# The others are units of the built-in trainer, with all that its host does for them.  `layer` is the forward pass of a
+# whole gated transformer layer over tp ranks, collectives included, its weights there, its gradients not reduced.  Its
+# backward pass finds all that it needs kept, or first runs the core of the attention (`_selective`) or the layer
+# (`_full`) again; `layer_input_gradient` and `layer_weight_gradient` are its halves where a schedule splits it.  A
+# layer whose states `num_devices` replicas share is both passes of a micro-batch that begins and ends a step: it
+# gathers the weights, or casts them, and reduces the gradients.  `replicated_layer` shards nothing, also on one device,
+# `sharded_layer` keeps what it gathered for the backward pass, `resharded_layer` gathers it again.  `embedding` and
+# `head` (the last norm and the loss with it) are both ways.  `pipeline_actions` is what the 2 x num_micro_batches
+# passes of one stage take of the host beyond computation and messages.
 SHAPES: dict[Operation, tuple[str, ...]] = {
     "gemm": _PRODUCT,
     "dgrad": _PRODUCT,
@@ -94,9 +106,14 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
     "layer_backward": _LAYER,
     "layer_backward_selective": _LAYER,
     "layer_backward_full": _LAYER,
-    "sharded_layer": _SHARDED_LAYER,
+    "layer_input_gradient": _LAYER,
+    "layer_weight_gradient": _LAYER,
+    "replicated_layer": _SHARED_LAYER,
+    "sharded_layer": _SHARED_LAYER,
+    "resharded_layer": _SHARED_LAYER,
     "pipeline_actions": _PIPELINE,
-    "head": ("tokens", "hidden_size", "vocab_size"),
+    "embedding": _ENDS,
+    "head": _ENDS,
     "all_reduce": _GROUP,
     "all_gather": _GROUP,
     "reduce_scatter": _GROUP,
@@ -104,6 +121,12 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
     "broadcast": _GROUP,
     "send_recv": _GROUP,
 }
+
+
+# What the built-in trainer does and no sum of the others stands for.
+TRAINER_UNITS: frozenset[Operation] = frozenset(
+    name for name, sizes in SHAPES.items() if sizes in (_LAYER, _SHARED_LAYER, _ENDS, _PIPELINE)
+)
 
 
 def check_shape(operation: str, shape: tuple[int, ...]) -> None:
@@ -134,6 +157,9 @@ class Match(IntEnum):
 # The same configuration published again with another release differs by 2 % (dgxc) to 6 % (nvbridge).
 _MATCH_SPREADS = (0.0, 0.02, 0.06)
 
+# Of a step that rests on times which were measured beside other load, by the share of such times in a table.
+DISTURBED_SPREAD = 0.15
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
@@ -148,15 +174,16 @@ class Measurement:
     source: str = ""
     match: Match = Match.EXACT  # of its machine; the interval is wider where it is not exact
     is_burst: bool = False  # measured too shortly to reach the clocks of training
+    is_disturbed: bool = False  # measured beside other load, or not settled: it stands in for a clean one
 
     def __post_init__(self) -> None:
         check_shape(self.operation, self.shape)
         check_positive("seconds", self.seconds, most=1e6)
 
 
-# Where a time comes from, best first: this very shape, between measured shapes, a curve fitted to published
-# measurements, the peak rates of a datasheet.
-Provenance = Literal["measured", "interpolated", "reference", "datasheet"]
+# Where a time comes from, best first: this very shape, this shape beside other load, between measured shapes, a curve
+# fitted to published measurements, the peak rates of a datasheet.
+Provenance = Literal["measured", "disturbed", "interpolated", "reference", "datasheet"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 
 # The sizes between which times are interpolated, first the one that grows with the batch; where none are listed, all.
@@ -166,8 +193,9 @@ _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
     _ATTENTION: ("seq_len", "batch", "num_heads"),
     _LATENT: ("seq_len", "batch", "num_heads"),
     _EXPERTS: ("tokens", "hidden_size", "ffn_size"),
-    _LAYER: ("seq_len", "batch"),
-    _SHARDED_LAYER: ("seq_len", "batch"),
+    _LAYER: ("batch", "seq_len"),
+    _SHARED_LAYER: ("batch", "seq_len"),
+    _ENDS: ("tokens", "hidden_size", "vocab_size"),
     _PIPELINE: ("num_micro_batches",),
     _GROUP: ("buffer_bytes",),
     ("tokens", "num_heads", "head_dim"): ("tokens", "num_heads"),
@@ -175,22 +203,34 @@ _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
 _SQUARED = ("seq_len",)  # the work of attention grows with its square, but within a window
 
 
+# What measured, interpolated and disturbed times are multiplied by: how much a step grows with them says what rests on
+# them.
+Nudge = tuple[float, float, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lookup:
-    """Times of some shapes in seconds, NaN where the table refuses, and whether each shape itself was measured."""
+    """Times of some shapes in seconds, NaN where the table refuses, and whether each itself was measured, and how."""
 
     seconds: Floats
     is_exact: NDArray[np.bool_]
-    nudge: tuple[float, float] = (1.0, 1.0)
+    is_disturbed: NDArray[np.bool_]  # of those that were measured
+    nudge: Nudge = (1.0, 1.0, 1.0)
 
     @classmethod
     def refused(cls, size: int | tuple[int, ...]) -> Lookup:
         """That of a table which holds none of so many shapes."""
-        return cls(seconds=np.full(size, np.nan), is_exact=np.zeros(size, dtype=np.bool_))
+        none = np.zeros(size, dtype=np.bool_)
+        return cls(seconds=np.full(size, np.nan), is_exact=none, is_disturbed=none.copy())
 
     def take(self, which: Ints) -> Lookup:
         """Those of the shapes at the given indices."""
-        return replace(self, seconds=self.seconds[which], is_exact=self.is_exact[which])
+        return replace(
+            self,
+            seconds=self.seconds[which],
+            is_exact=self.is_exact[which],
+            is_disturbed=self.is_disturbed[which],
+        )
 
     def scaled(self, factor: Floats | float) -> Lookup:
         """Times of kin that take `factor` times as long; none of them was measured itself, unless they take as long."""
@@ -203,11 +243,13 @@ class Lookup:
             other,
             seconds=np.where(known, self.seconds, other.seconds),
             is_exact=np.where(known, self.is_exact, other.is_exact),
+            is_disturbed=np.where(known, self.is_disturbed, other.is_disturbed),
         )
 
     def otherwise(self, seconds: Floats) -> Floats:
         """The times, and `seconds` where the table refused."""
-        own = self.seconds * np.where(self.is_exact, *self.nudge)
+        measured, interpolated, disturbed = self.nudge
+        own = self.seconds * np.select([self.is_disturbed, self.is_exact], [disturbed, measured], interpolated)
         return np.where(np.isnan(own), seconds, own)
 
 
@@ -216,18 +258,22 @@ class _Times:
     """What was measured of one operation in one type."""
 
     exact: Mapping[tuple[int, ...], float]  # seconds of each shape
+    disturbed: frozenset[tuple[int, ...]]  # of them, those that stand in for clean ones
     between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
     # Of shapes that were asked for before: a search asks for the same ones again and again.
     known: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False)
 
-    def at(self, operation: Operation, shapes: Floats) -> tuple[Floats, NDArray[np.bool_]]:
-        """(seconds, whether it was measured) of each shape; NaN where it is refused."""
+    def at(self, operation: Operation, shapes: Floats) -> Lookup:
+        """The time of each shape."""
         keys = [tuple(shape) for shape in shapes.tolist()]
         if new := [at for at, key in enumerate(keys) if key not in self.known]:
             seconds = self._looked_up(operation, shapes[new])
             self.known.update(zip([keys[at] for at in new], seconds.tolist(), strict=True))
-        is_exact = np.array([key in self.exact for key in keys], dtype=np.bool_)
-        return np.array([self.known[key] for key in keys], dtype=np.float64), is_exact
+        return Lookup(
+            seconds=np.array([self.known[key] for key in keys], dtype=np.float64),
+            is_exact=np.array([key in self.exact for key in keys], dtype=np.bool_),
+            is_disturbed=np.array([key in self.disturbed for key in keys], dtype=np.bool_),
+        )
 
     def _looked_up(self, operation: Operation, shapes: Floats) -> Floats:
         seconds = np.array([self.exact.get(tuple(shape), np.nan) for shape in shapes.tolist()])
@@ -246,13 +292,12 @@ class TimingTable:
     """Measured times of one device or link, looked up by shape; immutable, and the same answer in any batch.
 
     A shape that was measured gives its time.  Near measured shapes, and beyond the greatest size that grows with the
-    batch (m, seq_len, tokens, buffer_bytes), it is interpolated (`autoplan.interpolation`); any other shape is refused,
-    and the caller takes its reference.
+    batch (m, batch, seq_len, tokens, buffer_bytes), it is interpolated (`autoplan.interpolation`); any other shape is
+    refused, and the caller takes its reference.
     """
 
     times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
-    # What measured and interpolated times are multiplied by: how much a step grows with them says what rests on them.
-    nudge: tuple[float, float] = (1.0, 1.0)
+    nudge: Nudge = (1.0, 1.0, 1.0)
     slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
@@ -261,6 +306,13 @@ class TimingTable:
     def is_empty(self) -> bool:
         """Whether nothing was measured."""
         return not self.times
+
+    @property
+    def spread(self) -> float:
+        """What its measurements add, in quadrature, to the standard deviation of the logarithm of a step."""
+        kinds = self.times.values()
+        disturbed = sum(len(one.disturbed) for one in kinds) / max(sum(len(one.exact) for one in kinds), 1)
+        return math.hypot(self.match.spread, DISTURBED_SPREAD * disturbed)
 
     def holds(self, operation: Operation, *dtypes: str) -> bool:
         """Whether the operation was measured in one of these types at all."""
@@ -289,14 +341,17 @@ class TimingTable:
             lambda: defaultdict(list)
         )
         devices, match = set(), Match.EXACT
+        disturbed: dict[tuple[Operation, str], set[tuple[int, ...]]] = defaultdict(set)
         for one in measurements:
             devices.add(one.device)
             match = max(match, one.match)
             factor = (slower or {}).get(one.operation, 1.0) if one.is_burst else 1.0
             samples[one.operation, one.dtype][one.shape].append(one.seconds * factor)
+            if one.is_disturbed:
+                disturbed[one.operation, one.dtype].add(one.shape)
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
-        times = {kind: _times(kind[0], repeats) for kind, repeats in samples.items()}
+        times = {kind: _times(kind[0], repeats, disturbed[kind]) for kind, repeats in samples.items()}
         return cls(times=times, match=match, is_own=is_own)
 
     def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
@@ -308,9 +363,9 @@ class TimingTable:
         if times is None:
             return Lookup.refused(len(shapes))
         rows, inverse = np.unique(shapes, axis=0, return_inverse=True)
-        seconds, is_exact = times.at(operation, rows)
-        seconds = seconds * self.slower.get(operation, 1.0)
-        return Lookup(seconds=seconds[inverse.ravel()], is_exact=is_exact[inverse.ravel()], nudge=self.nudge)
+        found = times.at(operation, rows)
+        seconds = found.seconds * self.slower.get(operation, 1.0)
+        return replace(found, seconds=seconds, nudge=self.nudge).take(inverse.ravel())
 
 
 NO_TIMINGS = TimingTable()  # one for all, so that problems without measured times are alike
@@ -351,7 +406,9 @@ def _columns(operation: Operation) -> tuple[list[int], list[int]]:
     return between, [at for at in range(len(names)) if at not in between]
 
 
-def _times(operation: Operation, repeats: Mapping[tuple[int, ...], list[float]]) -> _Times:
+def _times(
+    operation: Operation, repeats: Mapping[tuple[int, ...], list[float]], disturbed: Iterable[tuple[int, ...]]
+) -> _Times:
     # In order of shape: the same table in whatever order its measurements come.
     exact = {shape: float(np.median(repeats[shape])) for shape in sorted(repeats)}
     between, matched = _columns(operation)
@@ -365,7 +422,7 @@ def _times(operation: Operation, repeats: Mapping[tuple[int, ...], list[float]])
         powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
         table = np.array(points, dtype=np.float64)
         scattered[kind] = Scattered.of(table[:, :-1], table[:, -1], powers)
-    return _Times(exact=exact, between=scattered)
+    return _Times(exact=exact, disturbed=frozenset(disturbed), between=scattered)
 
 
 # What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.

@@ -1,11 +1,13 @@
-"""Which of the kernels that others measured does training run?"""
+"""Which measurements does a table take: of the kernels that others measured, and of those that were disturbed?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from autoplan.cluster import DeviceSpec
-from autoplan.timing import Measurement
+from autoplan.timing import TRAINER_UNITS, Measurement, Operation
+from profiler.protocol import Rules
+from profiler.record import Status
 
 # FlashAttention as training runs it, by generation; on Blackwell, where its kernels are cuDNN's and not in the tables,
 # the fastest of those written for it.
@@ -18,6 +20,24 @@ FLASH_KERNELS = {
 EXPERTS_KERNEL = "moe_torch_flow_cutlass balanced"
 COLLECTIVES_KERNEL = "NCCL"
 LEAST_GEMM = (128, 256, 256)  # m, n and k of products that training has
+
+MOST_LOAD = 0.5  # share of the machine
+DISTURBED: tuple[Status, ...] = ("unstable", "contaminated")
+
+
+def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, str]) -> bool:
+    """Whether a record that is not clean serves where there is no clean one: of several the middle one.
+
+    A median that has not settled does; what a device took in a slow phase, since training meets such phases too; and
+    CPU time, which other load stretches by a part of itself, where a datasheet is off by factors.  A clock on the wall
+    that ran beside other load counts for units of the trainer alone, up to `MOST_LOAD`: seen were times up to a half
+    too long there, and five times too short from sums of kernels in their place.
+    """
+    if status == "contaminated" and conditions.get("clock") != "cpu time":
+        load = conditions.get("other_load", "").removesuffix(" %")
+        most = MOST_LOAD if operation in TRAINER_UNITS else Rules().most_foreign
+        return bool(load) and float(load) <= 100 * most
+    return status in DISTURBED
 
 
 def for_training(measurements: Iterable[Measurement], device: DeviceSpec) -> list[Measurement]:

@@ -7,21 +7,17 @@ run alone, on a graph that is kept.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from autoplan.timing import Operation
 from profiler import attention
-from profiler.attention import Attend, attend
 from profiler.maker import Maker, Run, backward
 
 CPU_CACHE_BYTES = 32 * 2**20  # of a core's share of the last level, roughly
@@ -56,19 +52,15 @@ def implementation_windowed(operation: Operation, dtype: str, device: torch.devi
     return _first_working(operation, dtype, device, ["varlen flash", "sdpa mask"], shape=(1, 128, 4, 2, 64, 32))
 
 
-_LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
-
 # The smallest shapes that every way of an operation accepts: 8-bit products need multiples of 16.
 _TINY: dict[Operation, tuple[int, ...]] = {
     **dict.fromkeys(("gemm", "dgrad", "wgrad"), (32, 32, 32)),
     **dict.fromkeys(("attention", "attention_backward"), (1, 128, 4, 2, 64, 0)),
     **dict.fromkeys(("latent_attention", "latent_attention_backward"), (1, 128, 4, 192, 128)),
     **dict.fromkeys(("experts", "experts_backward"), (64, 32, 32, 1, 4, 1, 1)),
-    **dict.fromkeys(_LAYERS, (1, 64, 128, 64, 2, 1, 64, 1)),
     **dict.fromkeys(("norm", "norm_backward", "swiglu", "swiglu_backward", "cross_entropy"), (32, 32)),
     "rope": (32, 2, 64),
     "optimizer": (64,),
-    "head": (32, 32, 64),
 }
 
 
@@ -109,7 +101,7 @@ def build(operation: Operation, shape: tuple[int, ...], maker: Maker, *, cache_b
 
 
 def _input_bytes(operation: Operation, shape: tuple[int, ...], maker: Maker) -> int:
-    """Roughly what one call touches; 0 of a whole layer, whose weights and activations push each other out anyway."""
+    """Roughly what one call touches; 0 of experts, whose weights and activations push each other out anyway."""
     width = 1 if maker.dtype == "fp8" else maker.number.itemsize
     if operation in ("gemm", "dgrad", "wgrad"):
         m, n, k = shape
@@ -120,7 +112,7 @@ def _input_bytes(operation: Operation, shape: tuple[int, ...], maker: Maker) -> 
     if operation in ("latent_attention", "latent_attention_backward"):
         batch, seq_len, num_heads, qk_head_dim, v_head_dim = shape
         return 2 * width * batch * seq_len * num_heads * (qk_head_dim + v_head_dim)
-    if operation in (*_LAYERS, "experts", "experts_backward", "head"):
+    if operation in ("experts", "experts_backward"):
         return 0
     return 2 * width * math.prod(shape)
 
@@ -247,12 +239,6 @@ def _cross_entropy(maker: Maker, tokens: int, vocab_size: int) -> Run:
     return lambda: torch.autograd.grad(F.cross_entropy(logits.float(), targets), logits)
 
 
-def _head(maker: Maker, tokens: int, hidden_size: int, vocab_size: int) -> Run:
-    x, weight = maker.normal(tokens, hidden_size, grad=True), maker.weight(vocab_size, hidden_size)
-    targets = torch.randint(vocab_size, (tokens,), device=maker.device)
-    return lambda: torch.autograd.grad(F.cross_entropy((x @ weight.t()).float(), targets), (x, weight))
-
-
 def _optimizer(maker: Maker, num_parameters: int) -> Run:
     """One Adam step over fp32 weights, and the copy in the type that computes."""
     weights = maker.normal(num_parameters, grad=True, dtype=torch.float32)
@@ -268,106 +254,6 @@ def _optimizer(maker: Maker, num_parameters: int) -> Run:
             working.copy_(weights)
 
     return step
-
-
-class _StandIn(torch.autograd.Function):
-    """Takes the place of a collective: hands on a tensor and a gradient that are there already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, after: Tensor, before: Tensor) -> Tensor:
-        ctx.before = before
-        return after.view_as(after)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.before, None, None
-
-
-class Layer(torch.nn.Module):
-    """What one rank of `tp` computes for a gated transformer layer: sequence-parallel norms, cut matrices.
-
-    The collectives between them are left out: tensors of the sizes that they would leave stand in.
-    """
-
-    def __init__(
-        self,
-        maker: Maker,
-        batch: int,
-        seq_len: int,
-        hidden_size: int,
-        ffn_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        tp: int,
-    ) -> None:
-        super().__init__()
-        self.batch, self.seq_len, self.head_dim, self.tp = batch, seq_len, head_dim, tp
-        self.attend: Attend = attend
-        self.heads, self.kv_heads = num_heads // tp, max(num_kv_heads // tp, 1)
-        tokens = batch * seq_len
-        self.cos, self.sin = _angles(maker, seq_len, head_dim)
-        if tp > 1:
-            self.whole, self.part = maker.normal(tokens, hidden_size), maker.normal(tokens // tp, hidden_size)
-        width = (self.heads + 2 * self.kv_heads) * head_dim
-        parameter = torch.nn.Parameter
-        self.qkv = parameter(maker.weight(width, hidden_size).detach())
-        self.out = parameter(maker.weight(hidden_size, self.heads * head_dim).detach())
-        self.fc1 = parameter(maker.weight(2 * ffn_size // tp, hidden_size).detach())
-        self.fc2 = parameter(maker.weight(hidden_size, ffn_size // tp).detach())
-        self.norm1, self.norm2 = (parameter(maker.normal(hidden_size)) for _ in range(2))
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        return x if self.tp == 1 else _stand_in(x, self.whole, self.part)
-
-    def _scattered(self, x: Tensor) -> Tensor:
-        return x if self.tp == 1 else _stand_in(x, self.part, self.whole)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for the rank's part of the tokens, (tokens / tp, hidden_size)."""
-        size = (x.shape[-1],)
-        joined = F.linear(self._gathered(F.rms_norm(x, size, self.norm1)), self.qkv)
-        joined = joined.view(self.batch, self.seq_len, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = torch.split(joined, [self.heads, self.kv_heads, self.kv_heads], dim=2)
-        q, k = _rotated(q, self.cos, self.sin), _rotated(k, self.cos, self.sin)
-        attended = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        attended = attended.transpose(1, 2).reshape(self.batch * self.seq_len, -1)
-        x = x + self._scattered(F.linear(attended, self.out))
-        wide = F.linear(self._gathered(F.rms_norm(x, size, self.norm2)), self.fc1)
-        return x + self._scattered(F.linear(_gated(wide), self.fc2))
-
-
-def _stand_in(x: Tensor, after: Tensor, before: Tensor) -> Tensor:
-    result: Tensor = _StandIn.apply(x, after, before)  # type: ignore[no-untyped-call]
-    return result
-
-
-def layer(maker: Maker, *shape: int) -> tuple[Layer, Tensor]:
-    """(the layer of a `layer` shape, an input of one rank)."""
-    batch, seq_len, hidden_size, *_, tp = shape
-    return Layer(maker, *shape), maker.normal(batch * seq_len // tp, hidden_size, grad=True)
-
-
-def _layer(maker: Maker, *shape: int) -> Run:
-    module, x = layer(maker, *shape)
-    return lambda: module(x)
-
-
-def _layer_backward(maker: Maker, *shape: int) -> Run:
-    module, x = layer(maker, *shape)
-    return backward(module(x), [x, *module.parameters()])
-
-
-def _layer_backward_selective(maker: Maker, *shape: int) -> Run:
-    module, x = layer(maker, *shape)
-    module.attend = functools.partial(checkpoint, attend, use_reentrant=False)
-    return backward(module(x), [x, *module.parameters()])
-
-
-def _layer_backward_full(maker: Maker, *shape: int) -> Run:
-    """The last product is not run again: nothing before the loss needs what it returns."""
-    module, x = layer(maker, *shape)
-    return backward(checkpoint(module, x, use_reentrant=False), [x, *module.parameters()])
 
 
 _BUILDERS: dict[Operation, Callable[..., Run]] = {
@@ -387,10 +273,5 @@ _BUILDERS: dict[Operation, Callable[..., Run]] = {
     "swiglu_backward": _swiglu_backward,
     "cross_entropy": _cross_entropy,
     "optimizer": _optimizer,
-    "layer": _layer,
-    "layer_backward": _layer_backward,
-    "layer_backward_selective": _layer_backward_selective,
-    "layer_backward_full": _layer_backward_full,
-    "head": _head,
 }
 KERNELS: frozenset[Operation] = frozenset(_BUILDERS)

@@ -5,11 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What needs something made anew for every call, such as a backward pass its graph: only `run` is timed."""
+
+    before: Callable[[], Any]
+    run: Callable[[Any], object]
+
+    def __call__(self) -> object:
+        """Both."""
+        return self.run(self.before())
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from typing import Literal, get_args
 
 from autoplan.errors import InputError
-from autoplan.timing import Measurement, Operation, check_shape
+from autoplan.timing import Operation, check_shape
 from autoplan.units import MOST_TEXT
 
 PROTOCOL = 1  # raised when the way of measuring changes so that older samples mean something else
@@ -117,18 +117,6 @@ class Record:
     def seconds(self) -> float:
         """The time that counts: the median of the samples; NaN for a failed one."""
         return float(statistics.median(self.samples_s)) if self.samples_s else math.nan
-
-    def as_measurement(self) -> Measurement:
-        """The record as the cost model takes it."""
-        return Measurement(
-            operation=self.operation,
-            shape=self.shape,
-            dtype=self.dtype,
-            device=self.fingerprint.device,
-            seconds=self.seconds,
-            kernel=self.kernel,
-            source=self.source or self.key[:12],
-        )
 
 
 def check_text(where: str, text: str) -> None:

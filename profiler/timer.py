@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from autoplan.units import cleaned
+from profiler.maker import Run, Staged
 from profiler.protocol import Outcome, Rules
 from profiler.sensors import Sensors, Window, foreign_load
 
@@ -77,7 +77,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def measure(
-    run: Callable[[], object] | None,
+    run: Run | Staged | None,
     *,
     team: Team,
     device: torch.device,
@@ -97,9 +97,8 @@ def measure(
     team.meet()  # a rank that hangs does so in its first calls
     num_calls = rules.least_calls
     while True:
-        began = clock()
-        _repeat(run, num_calls, device)
-        elapsed = max(team.decide(clock() - began), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
+        mine = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
+        elapsed = max(team.decide(mine), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
         if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
             break
         num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
@@ -141,15 +140,40 @@ def measure(
     return Outcome(samples_s=kept, conditions=conditions)
 
 
-def _repeat(run: Callable[[], object] | None, num_calls: int, device: torch.device) -> None:
+def _repeat(run: Run | Staged | None, num_calls: int, device: torch.device) -> None:
     if run is not None:
         for _ in range(num_calls):
             run()
         synchronise(device)
 
 
+def _elapsed_s(run: Run | Staged | None, num_calls: int, device: torch.device) -> float:
+    """What so many calls take, all that comes before them included."""
+    began = time.perf_counter()
+    _repeat(run, num_calls, device)
+    return time.perf_counter() - began
+
+
+def _sample_s(run: Run | Staged | None, num_calls: int, clock: Callable[[], float]) -> float:
+    """What so many calls take on the host, without what comes before each."""
+    if isinstance(run, Staged):
+        total = 0.0
+        for _ in range(num_calls):
+            made = run.before()
+            began = clock()
+            run.run(made)
+            total += clock() - began
+            del made
+        return total
+    began = clock()
+    if run is not None:
+        for _ in range(num_calls):
+            run()
+    return clock() - began
+
+
 def _round(
-    run: Callable[[], object] | None,
+    run: Run | Staged | None,
     num_calls: int,
     *,
     device: torch.device,
@@ -163,29 +187,41 @@ def _round(
         return _Report(samples_s=(), wall_over_cpu=1.0, window=sensors.stop())
     wall, cpu = time.perf_counter(), time.process_time()
     if device.type == "cpu":
-        marks = [clock()]
-        for _ in range(rules.num_samples):
-            for _ in range(num_calls):
-                run()
-            marks.append(clock())
-        lengths: NDArray[np.float64] = np.diff(marks)
+        lengths = np.array([_sample_s(run, num_calls, clock) for _ in range(rules.num_samples)])
     else:
-        events: list[Any] = [
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(rules.num_samples + 1)
-        ]
-        events[0].record()
-        for event in events[1:]:
-            for _ in range(num_calls):
-                run()
-            event.record()
-        sensors.look()
-        events[-1].synchronize()
-        lengths = np.array([1e-3 * one.elapsed_time(other) for one, other in pairwise(events)])
+        lengths = _device_samples_s(run, num_calls, rules.num_samples, sensors)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return _Report(
         samples_s=tuple((lengths / num_calls).tolist()), wall_over_cpu=wall / max(cpu, 1e-9), window=sensors.stop()
     )
+
+
+def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, sensors: Sensors) -> NDArray[np.float64]:
+    """What so many calls take on the device, without what comes before each: marks in its queue."""
+    marks: list[Any] = []
+
+    def mark() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        marks[-1].record()
+
+    for _ in range(num_samples):
+        if isinstance(run, Staged):
+            for _ in range(num_calls):
+                made = run.before()
+                mark()
+                run.run(made)
+                mark()
+                del made
+        else:
+            mark()
+            for _ in range(num_calls):
+                run()
+            mark()
+    sensors.look()
+    marks[-1].synchronize()
+    pairs = zip(marks[::2], marks[1::2], strict=True)
+    lengths = np.array([1e-3 * one.elapsed_time(other) for one, other in pairs])
+    return lengths.reshape(num_samples, -1).sum(axis=1)
 
 
 def _slowdown(reports: Sequence[_Report], *, is_slow: bool) -> str:

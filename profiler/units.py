@@ -1,79 +1,235 @@
-"""What do parts of a training step take whose price no sum of kernels shows: hooks, copies and waits on the host?
+"""What do the units of the built-in trainer take: whole layers, shared states, ends, actions of a pipeline?
 
-`closed-loop` 3: sums of kernels and collectives leave out 10 to 40 % of FSDP2's time on small models, and a
-millisecond or more of every action of torch's pipelines.
+Sums of kernels and collectives leave out what lies between them, 10 to 40 % of small models' steps (`closed-loop` 3):
+DTensor's dispatch, FSDP2's hooks and copies, a pipeline's runtime.  Here the trainer's own modules run, spread by its
+own means, so that a profile cannot drift away from what it is a profile of.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor.parallel import loss_parallel
 
-from autoplan.timing import Operation
-from profiler.collectives import Groups
-from profiler.kernels import layer
-from profiler.maker import Maker, Run
+from autoplan.errors import InputError
+from autoplan.model import ModelSpec
+from autoplan.plan import ParallelPlan
+from autoplan.timing import SHAPES, Operation
+from autoplan.trainer.parallel import DTYPES, Grid, announce, make_grid, passes, share, spread
+from autoplan.trainer.step import loss_of
+from autoplan.trainer.transformer import Transformer
+from profiler.maker import Maker, Run, Staged
 
-# How each runs: part of what is measured.
-UNITS: dict[Operation, str] = {"sharded_layer": "fsdp2", "pipeline_actions": "torch 1f1b"}
+KERNEL = "trainer"
 
-
-def build(operation: Operation, shape: tuple[int, ...], maker: Maker, groups: Groups) -> Run | None:
-    """A call that runs the unit once; None where this rank stands by.  All ranks of the job call it."""
-    if operation == "sharded_layer":
-        return _sharded_layer(shape, maker, groups)
-    return _pipeline_actions(shape, maker, groups)
+_RECOMPUTED = {"layer_backward_selective": "selective", "layer_backward_full": "full"}
+_SHARDED = {"replicated_layer": "none", "sharded_layer": "zero1", "resharded_layer": "zero3"}
 
 
-def _sharded_layer(shape: tuple[int, ...], maker: Maker, groups: Groups) -> Run | None:
-    """Forward and backward of one layer under FSDP2, fp32 weights sharded over a group and computed with in `maker`'s
-    type.
-    """
-    *sizes, num_devices, devices_per_node = shape
-    member = groups.own((num_devices, devices_per_node, 1, 0))
-    if member is None:
-        return None
-    group, _ = member
-    mesh = DeviceMesh.from_group(group, maker.device.type)
-    policy = MixedPrecisionPolicy(param_dtype=maker.number, reduce_dtype=torch.float32)
-    module, x = layer(maker, *sizes, 1)
-    fully_shard(module.float(), mesh=mesh, mp_policy=policy)  # in place
-    gradient = torch.randn_like(x)
+class Grids:
+    """The trainer's meshes over the ranks of this job, made once each; all ranks ask for the same ones."""
+
+    def __init__(self, num_ranks: int, ranks_per_node: int, device: torch.device) -> None:
+        self._num_ranks, self._ranks_per_node, self._device = num_ranks, ranks_per_node, device
+        self._made: dict[tuple[int, ...], Grid] = {}
+
+    def of(self, plan: ParallelPlan) -> Grid:
+        """That of a plan, as often as it has room side by side."""
+        beside, rest = divmod(self._num_ranks, plan.num_devices)
+        if rest or not beside:
+            raise InputError(f"{plan.num_devices} devices do not divide the {self._num_ranks} ranks")
+        key = (plan.tp, plan.dp, plan.pp)
+        if key not in self._made:
+            self._made[key] = make_grid(plan, self._device, num_beside=beside)
+        return self._made[key]
+
+    def check(self, num_devices: int, devices_per_domain: int, stride: int = 1) -> None:
+        """Refuse groups that are no neighbours, `stride` ranks apart."""
+        here = min(max(self._ranks_per_node // stride, 1), num_devices)
+        if devices_per_domain != here:
+            raise InputError(f"{num_devices} devices have {here} of them on a node, got {devices_per_domain}")
+
+
+def implementation(operation: Operation, dtype: str) -> str:
+    """The name of the way in which a unit runs in this type; blank where the trainer does not."""
+    return KERNEL if operation in UNITS and dtype in DTYPES else ""
+
+
+def meets(operation: Operation, shape: tuple[int, ...]) -> bool:
+    """Whether its ranks wait for each other, so that the clock on the wall tells and not that of a process."""
+    sizes = dict(zip(SHAPES[operation], shape, strict=True))
+    return sizes.get("tp", 1) > 1 or (operation in _SHARDED and sizes["num_devices"] > 1)
+
+
+def build(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run | Staged:
+    """What runs the unit once.  All ranks of the job call it."""
+    return UNITS[operation](operation, shape, maker, grids)
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+class _Layer:
+    """One layer of the trainer, spread by a plan, with an input."""
+
+    def __init__(self, plan: ParallelPlan, shape: tuple[int, ...], maker: Maker, grids: Grids) -> None:
+        batch, seq_len, hidden_size, ffn_size, num_heads, num_kv_heads, head_dim, tp = shape
+        model = ModelSpec(
+            name="layer",
+            num_layers=1,
+            hidden_size=hidden_size,
+            vocab_size=2,  # the least; the layer has no table
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            ffn_size=ffn_size,
+        )
+        with maker.device:
+            part = Transformer(model, seq_len, 0, 1, is_first=False, is_last=False)
+        spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+        self.module, self.angles = part.layers["0"], part.angles(maker.device)
+        self.x = maker.normal(batch, seq_len // tp, hidden_size, grad=True)
+        self.gradient = maker.normal(batch, seq_len // tp, hidden_size)
+
+    def forward(self) -> Tensor:
+        """The output."""
+        self.x.grad = None
+        result: Tensor = self.module(self.x, self.angles)
+        return result
+
+    def backward(self, output: Tensor) -> None:
+        """Gradients of input and weights."""
+        torch.autograd.backward(output, self.gradient)
+
+    def half(self, output: Tensor) -> list[dict[str, object]]:
+        """The gradient of the input alone, as a pipeline takes it: what is left to do for the weights."""
+        _, left = stage_backward_input([output], [self.gradient], [self.x], self.module.parameters())
+        return left
+
+    def rest(self, left: list[dict[str, object]]) -> None:
+        """The gradients of the weights."""
+        stage_backward_weight(self.module.parameters(), left)
+
+
+def _plan(
+    batch: int, tp: int, *, num_devices: int = 1, sharding: str = "none", recompute: str = "none"
+) -> ParallelPlan:
+    return ParallelPlan(
+        global_batch=batch * num_devices,
+        micro_batch=batch,
+        tp=tp,
+        sp=tp > 1,
+        dp_shard=num_devices,
+        sharding=sharding,  # type: ignore[arg-type]
+        param_gather_overlap=False,
+        recompute=recompute,  # type: ignore[arg-type]
+    )
+
+
+def _pass(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run | Staged:
+    """One pass of a micro-batch in the middle of a step."""
+    plan = _plan(shape[0], shape[-1], recompute=_RECOMPUTED.get(operation, "none"))
+    layer = _Layer(plan, shape, maker, grids)
+    announce(layer.module, plan, is_last=False)
+    if operation == "layer":
+        return layer.forward
+    if operation == "layer_input_gradient":
+        return Staged(before=layer.forward, run=layer.half)
+    if operation == "layer_weight_gradient":
+        return Staged(before=lambda: layer.half(layer.forward()), run=layer.rest)
+    return Staged(before=layer.forward, run=layer.backward)
+
+
+def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run:
+    """Both passes of the only micro-batch of a step."""
+    *sizes, num_devices, devices_per_domain = shape
+    grids.check(num_devices, devices_per_domain, stride=sizes[-1])
+    plan = _plan(sizes[0], sizes[-1], num_devices=num_devices, sharding=_SHARDED[operation])
+    layer = _Layer(plan, tuple(sizes), maker, grids)
+    announce(layer.module, plan, is_last=True)
 
     def run() -> None:
-        module(x).backward(gradient)
-        module.zero_grad()
-        x.grad = None
+        layer.backward(layer.forward())
+        layer.module.zero_grad()
 
     return run
 
 
-class _Scale(torch.nn.Module):
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def _end(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run:
+    """Both passes of the embedding, or of the last norm, the head and the loss."""
+    tokens, hidden_size, vocab_size, tp = shape
+    plan, is_head = _plan(1, tp), operation == "head"
+    model = ModelSpec(
+        name=operation, num_layers=1, hidden_size=hidden_size, vocab_size=vocab_size, num_heads=1, ffn_size=1
+    )
+    with maker.device:
+        part = Transformer(model, tokens, 0, 0, is_first=not is_head, is_last=is_head)
+    spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+    announce(part, plan, is_last=False)
+    ids = torch.randint(vocab_size, (1, tokens), device=maker.device)
+    hidden, gradient = (maker.normal(1, tokens // tp, hidden_size, grad=True) for _ in range(2))
+    context = loss_parallel if tp > 1 else contextlib.nullcontext
+    # An embedding alone returns a view, which is not written to here.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+    def run() -> None:
+        if not is_head:
+            torch.autograd.backward(part(ids), gradient)
+            return
+        hidden.grad = None
+        with context():
+            torch.autograd.backward(loss_of(part(hidden), ids))
+
+    return run
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+class _Scale(nn.Module):
     """The least that a stage can compute."""
 
     def __init__(self, maker: Maker) -> None:
         super().__init__()
-        self.factor = torch.nn.Parameter(maker.normal(1))
+        self.factor = nn.Parameter(torch.ones(1, device=maker.device))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
 
 
-def _pipeline_actions(shape: tuple[int, ...], maker: Maker, groups: Groups) -> Run | None:
-    """A 1F1B step of stages that multiply one number: what is left is what the runtime does for every action."""
-    num_micro_batches, num_devices, devices_per_node = shape
-    member = groups.own((num_devices, devices_per_node, 1, 0))
-    if member is None:
-        return None
-    group, ranks = member
-    place = ranks.index(groups.rank)
-    stage = PipelineStage(_Scale(maker).to(maker.device), place, num_devices, maker.device, group=group)
-    schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=lambda output, target: (output - target).sum())
+def _pipeline_actions(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run:
+    """The passes of stages that multiply one number: what is left is what the runtime does for every one."""
+    num_micro_batches, num_devices, devices_per_domain = shape
+    grids.check(num_devices, devices_per_domain)
+    plan = ParallelPlan(global_batch=num_micro_batches, pp=num_devices, sharding="none", param_gather_overlap=False)
+    grid = grids.of(plan)
+    part = _Scale(maker)
+    share(part, [], plan, grid, maker.dtype)
+    step = passes([part], plan, grid, maker.device, lambda output, target: (output - target).sum())
     numbers = maker.normal(num_micro_batches, 1)
-    # The first stage is given inputs, the last one targets.
-    inputs = (numbers,) if place == 0 else ()
-    target = numbers if place == num_devices - 1 else None
-    return lambda: schedule.step(*inputs, target=target)
+    return functools.partial(step, numbers, numbers)
+
+
+UNITS: dict[Operation, Callable[[Operation, tuple[int, ...], Maker, Grids], Run | Staged]] = {
+    "layer": _pass,
+    "layer_backward": _pass,
+    "layer_backward_selective": _pass,
+    "layer_backward_full": _pass,
+    "layer_input_gradient": _pass,
+    "layer_weight_gradient": _pass,
+    "replicated_layer": _shared_layer,
+    "sharded_layer": _shared_layer,
+    "resharded_layer": _shared_layer,
+    "embedding": _end,
+    "head": _end,
+    "pipeline_actions": _pipeline_actions,
+}

@@ -7,6 +7,7 @@ takes the larger share of a step, calls x the time that the device's datasheet a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,6 +29,8 @@ from profiler.record import Mode
 
 PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
 LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
+HALVES: tuple[Operation, ...] = ("layer_input_gradient", "layer_weight_gradient")
+SHARED: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
 BUFFERS = {"cpu": tuple(2**power for power in range(10, 26, 3)), "cuda": tuple(2**power for power in range(16, 31, 2))}
 BESIDE_LEAST_BYTES = 2**22  # smaller ones end before a product has begun
 ACTION_S = 5e-4  # of the host, for an action of a pipeline: the order of what was seen
@@ -103,11 +106,23 @@ def plan(wish: Wish, hello: Hello, known: Collection[Key]) -> list[Planned]:
     calls: Counter[Task] = Counter()
     for mode in wish.modes:
         for dtype in hello.dtypes:
-            for operation, shape, count, suffix in (*_kernels(wish, hello), *_collectives(wish, hello)):
+            for operation, shape, count, suffix in (
+                *_kernels(wish, hello),
+                *(_units(wish, hello) if wish.framework.eager_layers else ()),
+                *_collectives(wish, hello),
+            ):
                 is_windowed = operation.startswith("attention") and shape[-1] > 0
                 way = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
                 if way and (not wish.only or operation in wish.only):
-                    task = Task(operation=operation, shape=shape, dtype=dtype, kernel=way + suffix, mode=mode)
+                    # FSDP2 casts the weights as it gathers them: no copy in the type of the products is left to make.
+                    is_bare = operation == "optimizer" and wish.framework.fsdp2_states
+                    task = Task(
+                        operation=operation,
+                        shape=shape,
+                        dtype="fp32" if is_bare else dtype,
+                        kernel=way + suffix,
+                        mode=mode,
+                    )
                     calls[task] += count
     planned = []
     for task, count in calls.items():
@@ -183,23 +198,40 @@ def _kernels(wish: Wish, hello: Hello) -> Iterator[_Call]:
                         experts = (inner, moe.expert_ffn_size, moe.experts_per_token, moe.num_experts, 1, ep)
                         yield "experts", (part * ep, *experts), count, ""
                         yield "experts_backward", (part * ep, *experts), count, ""
-            whole = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
-            if whole and model.gated_mlp and not wish.is_latent and tokens % tp == 0:
-                head = (model.num_heads, model.kv_heads, model.qk_head_dim)
-                sizes = (micro_batch, seq_len, model.hidden_size, model.ffn_size, *head)
-                for one in LAYERS:
-                    yield one, (*sizes, tp), whole, ""
-                if tp == 1 and hello.ranks_per_node > 1:
-                    yield "sharded_layer", (*sizes, hello.ranks_per_node, hello.ranks_per_node), whole, ""
             yield "cross_entropy", (tokens, columns), 1, ""
-            yield "head", (tokens, model.hidden_size, columns), 1, ""
-    if (stages := hello.ranks_per_node) > 1:
-        for num_micro_batches in (stages, 4 * stages):  # the difference is what an action takes, the rest the step
-            yield "pipeline_actions", (num_micro_batches, stages, stages), 1, ""
     # Two sizes give its rate and what it costs to begin; 16 bytes a parameter are held.
-    most = hello.fingerprint.memory_bytes // 16 // 16
-    for share in (64, 8):
-        yield "optimizer", (max(min(count_parameters(model) // share, most), 1),), 1, ""
+    most = max(min(count_parameters(model) // 2, hello.fingerprint.memory_bytes // 16 // 16), 8)
+    for size in (most // 8, most):
+        yield "optimizer", (size,), 1, ""
+
+
+def _units(wish: Wish, hello: Hello) -> Iterator[_Call]:
+    """As `_kernels`, of the units of the built-in trainer: those that the ranks here have room for."""
+    model, seq_len, here = wish.model, wish.seq_len, hello.ranks_per_node
+    whole = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
+    sizes = (model.hidden_size, model.ffn_size, model.num_heads, model.kv_heads, model.qk_head_dim)
+    for tp, micro_batch in itertools.product(wish.tps, wish.micro_batches):
+        if here % tp or seq_len % tp or model.vocab_size % tp:
+            continue
+        if whole and model.gated_mlp and not wish.is_latent:
+            layer = (micro_batch, seq_len, *sizes, tp)
+            for one in (*LAYERS, *(HALVES if here > tp else ())):
+                yield one, layer, whole, ""
+            for replicas in _replicas(tp, hello):
+                for one in SHARED if replicas > 1 else SHARED[:1]:
+                    yield one, (*layer, replicas, min(here // tp, replicas)), whole, ""
+        ends: tuple[Operation, ...] = ("embedding", "head")
+        for end in ends:
+            yield end, (micro_batch * seq_len, model.hidden_size, model.vocab_size, tp), 1, ""
+    if here > 1:
+        for num_micro_batches in (here, 4 * here):  # the difference is what an action takes, the rest the step
+            yield "pipeline_actions", (num_micro_batches, here, here), 1, ""
+
+
+def _replicas(tp: int, hello: Hello) -> list[int]:
+    """How many ranks may share the states of what `tp` ranks hold: 1, 2, 4 ... of a node, and all."""
+    here = hello.ranks_per_node // tp
+    return sorted({size for size in (2**power for power in range(11)) if here % size == 0} | {len(hello.hosts) // tp})
 
 
 def _collectives(wish: Wish, hello: Hello) -> Iterator[_Call]:
@@ -261,11 +293,16 @@ def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
         batch, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, cut, *_ = shape
         tokens = batch * seq_len
         weights = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size)
-        passes = {"layer": 1.0, "layer_backward": 2.0, "layer_backward_selective": 2.0}.get(operation, 3.0)
+        passes = (
+            3.0 if operation in (*SHARED, "layer_backward_full") else 1.0 if operation in ("layer", *HALVES) else 2.0
+        )
         flops = 2.0 * tokens * weights + 2.0 * tokens * seq_len * heads * head_dim
-        return passes * flops / (1 if operation == "sharded_layer" else cut), passes * 20.0 * tokens * hidden_size
+        return passes * flops / cut, passes * 20.0 * tokens * hidden_size
     if operation == "head":
-        tokens, hidden_size, columns = shape
-        return 6.0 * tokens * hidden_size * columns, 8.0 * tokens * columns
+        tokens, hidden_size, vocab_size, cut = shape
+        return 6.0 * tokens * hidden_size * vocab_size / cut, 8.0 * tokens * vocab_size / cut
+    if operation == "embedding":
+        tokens, hidden_size, vocab_size, cut = shape
+        return 0.0, 4.0 * (tokens + vocab_size / cut) * hidden_size
     moved = {"norm": 2.0, "norm_backward": 4.0, "rope": 4.0, "swiglu": 3.0, "swiglu_backward": 5.0, "optimizer": 15.0}
     return 0.0, moved.get(operation, 10.0) * math.prod(shape)

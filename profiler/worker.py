@@ -30,7 +30,7 @@ from autoplan.timing import Operation
 from autoplan.units import cleaned
 from profiler import collectives, kernels, units
 from profiler.environment import fingerprint
-from profiler.maker import DTYPES, Maker, Run
+from profiler.maker import DTYPES, Maker, Run, Staged
 from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task, rules_for
 from profiler.record import Fingerprint
 from profiler.sensors import Sensors
@@ -53,6 +53,7 @@ class Ranks:
     device: torch.device
     sensors: Sensors
     groups: collectives.Groups
+    grids: units.Grids
     control: dist.ProcessGroup  # gloo, on the host
     until: float = math.inf  # when the present task must be through, by the monotonic clock
 
@@ -112,6 +113,7 @@ def join(place: Place, job: Job) -> Ranks:
         device=device,
         sensors=Sensors(device, host),
         groups=collectives.Groups(place.rank, len(nodes), each),
+        grids=units.Grids(place.num_ranks, each, device),
         control=control,
     )
 
@@ -133,7 +135,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
                 windowed[one, dtype] = kernels.implementation_windowed(one, dtype, device)
             if dtype in DTYPES:
                 ways |= dict.fromkeys([(one, dtype) for one in COLLECTIVES], own.collectives.partition(" ")[0])
-                ways |= {(one, dtype): way for one, way in units.UNITS.items()}
+            ways |= {(one, dtype): units.implementation(one, dtype) for one in units.UNITS}
     gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
     return Hello(
         fingerprint=own,
@@ -199,7 +201,7 @@ def _least_s(run: Run, device: torch.device, clock: Callable[[], float]) -> floa
     return min(times)  # others only add to it
 
 
-def prepare(task: Task, ranks: Ranks) -> Run | None:
+def prepare(task: Task, ranks: Ranks) -> Run | Staged | None:
     """What to run for `task` on this rank, None for standing by; memory is taken, and kernels run once."""
     maker = Maker(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
     if task.kernel.endswith(BESIDE):
@@ -207,14 +209,14 @@ def prepare(task: Task, ranks: Ranks) -> Run | None:
     if task.operation in COLLECTIVES:
         return collectives.build(task.operation, task.shape, maker, ranks.groups)
     if task.operation in units.UNITS:
-        return units.build(task.operation, task.shape, maker, ranks.groups)
+        return units.build(task.operation, task.shape, maker, ranks.grids)
     run = kernels.build(task.operation, task.shape, maker)
     run()
     synchronise(ranks.device)
     return run
 
 
-Prepare = Callable[[Task, Ranks], Run | None]
+Prepare = Callable[[Task, Ranks], Run | Staged | None]
 
 
 def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
@@ -230,15 +232,16 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         _free(ranks.device)
         rank, text = next((rank, text) for rank, text in enumerate(troubles) if text)
         return Outcome(status="failed", reason=f"rank {rank}: {text}")
-    needs_all = task.operation in COLLECTIVES or task.operation in units.UNITS
+    # What the host does for a pipeline is its own time: waits for other stages are no part of it.
+    meets = units.meets(task.operation, task.shape) if task.operation in units.UNITS else False
+    needs_all = meets or task.operation in COLLECTIVES
     outcome = measure(
         run,
         team=ranks,
         device=ranks.device,
         sensors=ranks.sensors,
         rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
-        # What the host does for a pipeline is its own time: waits for other stages are no part of it.
-        is_collective=needs_all and task.operation != "pipeline_actions",
+        is_collective=needs_all,
     )
     del run
     _free(ranks.device)

@@ -332,10 +332,15 @@ def _per_layer(model: ModelSpec, per_block: dict[Block, Floats]) -> Floats:
 
 
 def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float, ends: float) -> Floats:
-    """What a rank holds of weights, gradients and optimizer for so many dense and expert parameters of its own."""
+    """What a rank holds of weights, gradients and optimizer for so many dense and expert parameters of its own.
+
+    No gradients where they live in a part of the step alone: there need not be any when most activations are alive.
+    """
     column = np.ones((len(batch), 1))
     one = StageParameters(dense=dense * column, expert=expert * column, ends=ends * column)
-    return problem.framework.reserved_factor * add_up(states(problem, batch, one, groups(batch)))[:, 0]
+    weights, gradients, optimizer = states(problem, batch, one, groups(batch))
+    held = weights + optimizer + (0.0 if problem.framework.fsdp2_states else gradients)
+    return problem.framework.reserved_factor * held[:, 0]
 
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:

@@ -96,11 +96,6 @@ class Limits:
         return any(name in axes for name, _ in self.fixed)
 
     @property
-    def repeats_layers(self) -> bool:
-        """Whether some plans recompute whole layers."""
-        return any(recompute.startswith("full") for recompute in self.recomputes)
-
-    @property
     def repeat_numbers(self) -> tuple[int, ...]:
         """How many layers of a chunk plans may recompute where they say a number, ascending."""
         return tuple(sorted(int(choice[5:]) for choice in self.recomputes if choice.startswith("full:")))

@@ -47,7 +47,7 @@ def nearest(
     axes = axes_of(problem.model, plan)
     found = {one: len(differing(axes, axes_of(problem.model, one))) for one in others if one.placement is None}
     for count in range(1, most_changes + 1):
-        for one in _neighbours(problem, plan, count):
+        for one in neighbours(problem, plan, count):
             found.setdefault(one, count)
     found.pop(plan, None)
     candidates = [one for one in found if one.global_batch == plan.global_batch]
@@ -68,7 +68,7 @@ def nearest(
     return None
 
 
-def _neighbours(problem: Problem, plan: ParallelPlan, count: int) -> Iterator[ParallelPlan]:
+def neighbours(problem: Problem, plan: ParallelPlan, count: int) -> Iterator[ParallelPlan]:
     """The plans in which so many axes have another value; those on nodes in an order of their own aside."""
     axes = axes_of(problem.model, plan) | {"nodes": None}
     values = _values(problem, plan)

@@ -145,7 +145,7 @@ def _check_same(study: optuna.Study, about: Mapping[str, str]) -> None:
     until = time.monotonic() + IDENTITY_PATIENCE_S
     while (there := study.user_attrs.get(IDENTITY)) is None:
         if time.monotonic() > until:
-            raise InputError(f"study {study.study_name} was not made by autoplan search: give another --study")
+            raise InputError(f"study {study.study_name} was not made by this command: give another --study")
         time.sleep(0.1)
     if there == dict(about):
         return

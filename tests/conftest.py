@@ -1,8 +1,22 @@
-"""Property tests are not timed: a busy machine must not fail them."""
+"""Property tests are not timed: a busy machine must not fail them.  Files that take long come first."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Real ranks: few tests that take long.  What begins last would keep one worker busy when the others are done.
+LONG = ("test_ranks_of_four", "test_launch", "test_oracle", "test_ranks_of_two", "test_run", "test_trainer")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist keep the order: its own begins with the files of most tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))

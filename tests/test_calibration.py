@@ -18,6 +18,7 @@ from autoplan.cost.calibration import (
     conformal_spread,
     factors_for,
     fit,
+    fit_cluster,
 )
 from autoplan.cost.estimate import NORMAL_90, estimate
 from autoplan.plan import ParallelPlan, PlanBatch
@@ -28,6 +29,7 @@ from autoplan.read.framework import load_framework, preset_frameworks
 from autoplan.read.model import load_model
 from autoplan.timing import FACTORS, Calibration
 from autoplan.training import TrainingSpec
+from commands import run
 
 MODELS = {name: load_model(name) for name in ("llama3-8b", "llama2-13b", "llama3-70b")}
 
@@ -99,6 +101,32 @@ def test_three_runs_are_enough_and_make_the_others_of_the_cluster_no_worse(count
     assert 0.05 < few.calibration.time_spread <= Calibration().time_spread
 
 
+def test_runs_that_contradict_each_other_teach_nothing() -> None:
+    runs = measured_under(Calibration())[::13][:3]
+    scattered = [replace(run, step_s=run.step_s * factor) for run, factor in zip(runs, (0.5, 1.0, 2.0), strict=True)]
+    before = Pricer(runs).calibrated_s(Calibration())
+    assert np.abs(np.log(Pricer(runs).calibrated_s(fit_cluster(scattered)) / before)).max() < 0.02
+
+
+def test_one_factor_of_a_cluster_is_told_from_its_level_by_more_runs() -> None:
+    truth = Calibration(scale_up=1.3)
+    errors = []
+    for count in (3, 18):
+        runs = measured_under(truth, noise=0.01)
+        found = fit_cluster(runs[:: len(runs) // count])
+        errors.append(abs(np.log(found.scale_up / truth.scale_up)))
+    assert errors[1] < errors[0]
+
+
+def test_kinds_of_plans_without_runs_keep_their_interval() -> None:
+    base = Calibration(time_spread=0.1, pipeline_time_spread=0.5)
+    one_stage = [run for run in measured_under(Calibration(overall=1.2), noise=0.02) if run.plan.pp == 1]
+    one_stage = [replace(run, problem=replace(run.problem, calibration=base)) for run in one_stage]
+    found = calibrated(one_stage, name="mine").calibration
+    assert found.pipeline_time_spread == 0.5
+    assert found.time_spread < 0.1
+
+
 def test_a_conformal_interval_covers_nine_tenths_of_new_errors() -> None:
     random = np.random.default_rng(1)
     covered = []
@@ -150,12 +178,11 @@ def table_of(path: Path, runs: list[MeasuredRun], gpu: str = "h100-sxm") -> Path
 def test_the_command_writes_a_calibration_that_predict_and_score_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from autoplan.cli.calibrate import calibrate
     from autoplan.cli.score import score
 
     table = table_of(tmp_path / "mine.csv", measured_under(Calibration(overall=1.5))[::6])
-    calibrate(runs=table, out=tmp_path / "mine.toml")
-    assert "6 runs: median error" in capsys.readouterr().err
+    done = run(tmp_path, "calibrate", "--runs", "mine.csv", "--out", "mine.toml")
+    assert "6 runs: median error" in done.stderr
     errors = []
     for calibration in (None, tmp_path / "mine.toml"):
         score(runs=table, calibration=calibration)
@@ -169,11 +196,8 @@ def test_the_command_writes_a_calibration_that_predict_and_score_take(
     [(("h100-sxm",), "a calibration needs 3"), (("h100-sxm", "a100-sxm"), "a table of its own")],
 )
 def test_too_few_runs_or_runs_of_two_kinds_are_refused(tmp_path: Path, gpus: tuple[str, ...], says: str) -> None:
-    from autoplan.cli.calibrate import calibrate
-    from autoplan.errors import InputError
-
     for gpu in gpus:
         table_of(tmp_path / "mine.csv", measured_under(Calibration())[:2], gpu)
-    with pytest.raises(InputError, match=says):
-        calibrate(runs=tmp_path / "mine.csv", out=tmp_path / "out.toml")
+    done = run(tmp_path, "calibrate", "--runs", "mine.csv", "--out", "out.toml")
+    assert (done.returncode, says in done.stderr) == (1, True)
     assert not (tmp_path / "out.toml").exists()

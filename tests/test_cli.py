@@ -269,7 +269,7 @@ def test_output_keeps_to_the_width(searched: Path, width: int) -> None:
     for command in (("search", "llama.json", *PLACE, "--out", f"{width}.json"), ("estimate", "plan.json")):
         done = run(searched, *command, COLUMNS=str(width))
         assert done.returncode == 0
-        lines = [line for line in done.stdout.splitlines() if not line.startswith("next: ")]
+        lines = [line for line in done.stdout.splitlines() if not line.startswith(("next: ", "why: "))]
         assert ("too narrow for" in " ".join(lines)) == (width <= 50)
         assert not re.search(r"^ *[#1] .* (m|u|G|Gi|tokens/)$", done.stdout, re.MULTILINE), "a unit is cut"
         assert max(map(len, lines)) <= width

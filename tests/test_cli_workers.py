@@ -30,7 +30,7 @@ def test_workers_and_storages_change_nothing_but_the_time(folder: Path) -> None:
     alone = answer(folder)
     assert answer(folder, "--workers", "2") == alone
     assert answer(folder, "--storage", "journal", "--study", "mine") == alone
-    other = run(folder, *SEARCH[:-1], "2048", "--storage", "journal", "--study", "mine", "--force")
+    other = run(folder, *SEARCH[:-1], "2048", "--storage", "journal", "--study", "mine", "--force", "--quiet")
     assert other.returncode == 1
     assert other.stderr.startswith("autoplan: study mine is about something else (problem ")
     assert other.stderr.count("\n") == 1

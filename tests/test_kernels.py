@@ -1,23 +1,19 @@
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from autoplan.timing import Operation  # noqa: E402
 from profiler.kernels import (  # noqa: E402
     KERNELS,
-    Layer,
     build,
     implementation,
     implementation_windowed,
-    layer,
 )
 from profiler.maker import Maker  # noqa: E402
 
@@ -39,11 +35,6 @@ SHAPE = {
     "swiglu_backward": (48, 32),
     "cross_entropy": (48, 100),
     "optimizer": (1000,),
-    "layer": (1, 64, 32, 48, 4, 2, 8, 1),
-    "layer_backward": (1, 64, 32, 48, 4, 2, 8, 1),
-    "layer_backward_selective": (1, 64, 32, 48, 4, 2, 8, 1),
-    "layer_backward_full": (1, 64, 32, 48, 4, 2, 8, 1),
-    "head": (48, 32, 100),
 }
 
 
@@ -98,38 +89,6 @@ def test_attention_and_its_backward_pass_run_flash_kernels() -> None:
     assert [one.shape[1] for one in gradients] == [heads, kv_heads, kv_heads]
 
 
-def test_a_head_is_one_product_forward_and_two_backward() -> None:
-    tokens, hidden_size, vocab_size = SHAPE["head"]
-    assert flops("head") == 3 * 2 * tokens * hidden_size * vocab_size
-
-
-def test_a_layer_computes_its_matrices() -> None:
-    _, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, _ = SHAPE["layer"]
-    weights = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size)
-    assert flops("layer") == 2 * seq_len * weights  # torch counts no flash attention of a CPU
-    assert flops("layer_backward") == 2 * 2 * seq_len * weights
-
-
-def test_a_rank_of_two_computes_half_a_layer() -> None:
-    shape = (1, 64, 32, 48, 4, 2, 8)
-    whole, half = (build("layer", (*shape, tp), Maker(device=CPU, dtype="fp32", kernel="torch")) for tp in (1, 2))
-    with FlopCounterMode(display=False) as of_whole:
-        whole()
-    with FlopCounterMode(display=False) as of_half:
-        half()
-    assert 2 * of_half.get_total_flops() == of_whole.get_total_flops()
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_layer_passes_gradients_to_its_input_and_every_weight(tp: int) -> None:
-    module, x = layer(Maker(device=CPU, dtype="fp32"), 1, 64, 32, 48, 4, 2, 8, tp)
-    assert isinstance(module, Layer)
-    out = module(x)
-    assert out.shape == x.shape == (64 // tp, 32)
-    out.sum().backward()
-    assert all(one.grad is not None and bool(one.grad.any()) for one in (x, *module.parameters()))
-
-
 def test_the_optimizer_moves_its_weights() -> None:
     steps: list[object] = []
     for dtype in ("fp32", "bf16"):
@@ -173,45 +132,8 @@ def test_latent_attention_has_values_narrower_than_keys() -> None:
     assert [one.shape[-1] for one in gradients] == [qk_head_dim, qk_head_dim, v_head_dim]
 
 
-class Counted(TorchDispatchMode):
-    """Counts products and attention kernels as they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("operation", "products", "cores"),
-    # Two for each of four matrices; all but the last of them, whose output nothing needs, are run again.
-    [("layer_backward", 8, 0), ("layer_backward_selective", 8, 1), ("layer_backward_full", 8 + 3, 1)],
-)
-def test_a_layer_recomputes_what_it_is_asked_to_every_time(operation: Operation, products: int, cores: int) -> None:
-    run = build(operation, SHAPE[operation], Maker(device=CPU, dtype="fp32", kernel="torch"))
-    for _ in range(2):
-        with Counted() as counted:
-            run()
-        forward = "_scaled_dot_product_flash_attention_for_cpu"
-        assert (counted.calls["mm"], counted.calls[forward]) == (products, cores)
-        assert counted.calls[forward + "_backward"] == 1
-
-
-def test_recomputing_changes_no_gradient() -> None:
-    gradients = []
-    for operation in ("layer_backward", "layer_backward_selective", "layer_backward_full"):
-        torch.manual_seed(0)
-        gradients.append(build(operation, SHAPE[operation], Maker(device=CPU, dtype="fp32", kernel="torch"))())
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0])
-
-
 def test_what_no_device_of_this_kind_can_run_has_no_name() -> None:
     assert implementation("attention", "fp8", CPU) == ""
-    assert implementation("layer", "fp8", CPU) == ""
 
 
 @pytest.mark.gpu

@@ -76,10 +76,26 @@ def test_a_collective_runs_over_all_ranks_and_beside_products(four: tuple[Crew, 
     assert is_measured(crew.ask(collective("all_gather", 2, 2, 1, 4096, kernel="gloo" + BESIDE)))
 
 
-def test_a_layer_is_sharded_over_ranks(four: tuple[Crew, Hello]) -> None:
-    crew, _ = four
-    shape = (1, 16, 32, 48, 2, 2, 16, 2, 2)
-    assert is_measured(crew.ask(Task(operation="sharded_layer", shape=shape, dtype="fp32", kernel="fsdp2")))
+@pytest.mark.parametrize(
+    ("operation", "shape", "clock"),
+    [
+        ("layer", (1, 16, 32, 48, 2, 2, 16, 2), ""),  # two groups of two side by side
+        ("layer_weight_gradient", (1, 16, 32, 48, 2, 2, 16, 1), "cpu time"),
+        ("replicated_layer", (1, 16, 32, 48, 2, 2, 16, 1, 1, 1), "cpu time"),
+        ("sharded_layer", (1, 16, 32, 48, 2, 2, 16, 1, 4, 4), ""),
+        ("resharded_layer", (1, 16, 32, 48, 2, 2, 16, 2, 2, 2), ""),
+        ("head", (16, 32, 48, 2), ""),
+    ],
+)
+def test_units_of_the_trainer_run_over_ranks(
+    four: tuple[Crew, Hello], operation: Operation, shape: tuple[int, ...], clock: str
+) -> None:
+    crew, hello = four
+    kernel = hello.kernels[operation, "fp32"]
+    outcome = crew.ask(Task(operation=operation, shape=shape, dtype="bf16", kernel=kernel))
+    assert is_measured(outcome)
+    # Ranks that wait for each other are timed by the clock on the wall.
+    assert outcome.conditions.get("clock", "") == clock
 
 
 def test_a_pipeline_runs_over_ranks_and_its_host_work_is_timed_by_the_hosts_own_clock(four: tuple[Crew, Hello]) -> None:

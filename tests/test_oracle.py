@@ -59,6 +59,8 @@ REAL = {
     "zero3": plan(dp_shard=2, sharding="zero3"),
     "tp": plan(tp=2, sp=True, recompute="selective", recompute_modules=("mlp",)),
     "pp": plan(pp=2, global_batch=4),
+    "gpipe": plan(pp=2, global_batch=4, schedule="gpipe"),
+    "zb": plan(pp=2, global_batch=4, schedule="zb-v", vp=2),
 }
 
 
@@ -67,12 +69,12 @@ def test_oracle_and_prediction_are_what_real_ranks_hold(name: str) -> None:
     """Tracked on gloo ranks; tokens and scratch tensors of the loss are all that the oracle leaves out."""
     question = Question(model=SMALL, plan=REAL[name], seq_len=256, fused_norm=False)
     task = Task(model=SMALL, plan=REAL[name], seq_len=256, dtype="bf16", num_steps=1, num_warmup=0, data="synthetic")
+    counted = [peak for _, peak in sorted(ask(question).items())]
     report = run_task(task)
     assert report is not None
-    counted = [peak for _, peak in sorted(ask(question).items())]
     of_stages = report.peak_bytes[:: REAL[name].num_devices // REAL[name].pp]
     assert counted == pytest.approx(of_stages, rel=0.02)
-    assert predicted(question) == pytest.approx(of_stages, rel=0.12)
+    assert predicted(question) == pytest.approx(of_stages, rel=0.05)
 
 
 LARGE = {

@@ -175,6 +175,20 @@ def test_peak_bytes_are_exact_for_chunks_of_any_size(schedule: Schedule, p: int,
                 assert float((live[rank] @ sizes[held[rank]]).max()) == pytest.approx(peak), (rank, until)
 
 
+@pytest.mark.parametrize(("schedule", "v"), [("zb-h1", 1), ("zb-h1", 2), ("zb-v", 2), ("dualpipe-v", 2)])
+@pytest.mark.parametrize("m", [8, 27])
+def test_chunks_between_their_two_gradients_count_with_those_alive(schedule: Schedule, v: int, m: int) -> None:
+    """Exactly, whatever either weighs."""
+    p = 4
+    held, live = chunks_of_ranks(schedule, p, v), live_chunks(schedule, p, v, m, waiting=True)
+    alive, waiting = np.random.default_rng(m).uniform(0.1, 1.0, (2, p * v))
+    for rank, order in enumerate(rank_orders(schedule, p, v, m)):
+        weights = {"F": alive, "B": -alive, "I": waiting, "W": -(alive + waiting)}
+        peak = max(itertools.accumulate(float(weights[one.kind][one.chunk]) for one in order))
+        sizes = np.concatenate([alive[held[rank]], waiting[held[rank]]])
+        assert float((live[rank] @ sizes).max()) == pytest.approx(peak)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_live_chunks_do_not_dominate_one_another_and_cannot_be_changed(schedule: Schedule) -> None:
     v = 1 if schedule in ("gpipe", "1f1b") else 2

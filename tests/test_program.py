@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from autoplan import program
-from autoplan.errors import InputError
 from autoplan.program import Ending, run_program
 from autoplan.read.logs.failure import LastWords
 from commands import run
+from profiler.store import open_store
 
 PROGRAM = str(Path(__file__).parent / "logging_program.py")
 
@@ -83,14 +88,15 @@ def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Pat
         ("crash", "failed (1) after 2 timed steps: ValueError: the data ran dry"),
         ("oom", "ran out of memory after 2 timed steps: torch.OutOfMemoryError: CUDA out of memory."),
         ("killed", "was killed after 2 timed steps, as systems do where the host's memory runs out"),
-        ("hang", "wrote nothing for 1 s after 2 timed steps and was ended (--limit)"),
+        ("hang", "wrote nothing for 3 s after 2 timed steps and was ended (--limit)"),
     ],
 )
 def test_what_goes_wrong_is_one_line_with_the_programs_last_words(
     folder: Path, tmp_path: Path, what: str, said: str
 ) -> None:
     pids, out = tmp_path / "pids", tmp_path / "run.json"
-    done = command(folder, what, "4", str(pids), flags=("--limit", "1s", "--out", str(out)))
+    limit = "3s" if what == "hang" else "60s"
+    done = command(folder, what, "4", str(pids), flags=("--limit", limit, "--out", str(out)))
     assert done.returncode == 1
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
@@ -129,7 +135,6 @@ def test_flags_that_do_not_go_together_are_refused(folder: Path) -> None:
         (("--command",), "--command and PROGRAM go together"),
         (("--", "true"), "--command and PROGRAM go together"),
         (("--command", "--check", "--", "true"), "--check and --data are of the built-in trainer"),
-        (("--log", "a.log"), "--log keeps what the PROGRAM"),
         (("--command", "--", "no-such-program"), "'no-such-program' cannot be started: No such file"),
     ):
         done = run(folder, "run", "plan.json", *arguments)
@@ -139,15 +144,46 @@ def test_flags_that_do_not_go_together_are_refused(folder: Path) -> None:
     assert "run it once, not as every rank of torchrun" in done.stderr
 
 
+@contextlib.contextmanager
+def small_files(most_bytes: int) -> Iterator[None]:
+    """Files of this process and its children end there, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_full_disk_under_the_log_ends_the_program(folder: Path, tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-
-    def hear(data: bytes, now_s: float) -> bool:
-        raise InputError("full")
-
-    with pytest.raises(InputError, match="full"):
-        run_program([sys.executable, PROGRAM, "hang", "1", str(pids)], hear, limit_s=60.0)
+    pids, log = tmp_path / "pids", tmp_path / "run.log"
+    with small_files(200):
+        done = command(folder, "endless", "1", str(pids), flags=("--log", str(log)))
+    assert done.returncode == 1
+    assert done.stderr == f"autoplan: {log}: cannot be written: File too large\n"
     assert_gone(pids)
+
+
+def test_a_full_disk_under_the_database_is_known_before_the_program_starts(folder: Path, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with small_files(1000):
+        done = command(folder, "endless", "1", str(pids), flags=("--db", str(tmp_path / "runs.db")))
+    assert done.returncode == 1
+    assert "runs.db" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not pids.exists()
+
+
+def test_a_full_disk_under_the_result_leaves_it_on_the_screen_and_in_the_database(folder: Path, tmp_path: Path) -> None:
+    out, database = tmp_path / "run.json", str(tmp_path / "runs.db")
+    with mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        done = command(folder, "end", "5", flags=("--steps", "3", "--out", str(out), "--db", database))
+    assert done.returncode == 1
+    assert done.stderr == f"autoplan: {out}: cannot be written: No space left on device\n"
+    assert "2.04 s a step" in done.stdout
+    with open_store(database, writable=False) as store:
+        assert len(list(store.runs())) == 1
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("runs.db")]
 
 
 def test_a_child_that_keeps_the_output_open_is_not_waited_for() -> None:

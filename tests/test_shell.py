@@ -89,6 +89,12 @@ def test_what_only_a_running_shell_knows_stays_as_it_is_written() -> None:
     assert command.words[1:] == ("$NONE", "${1}", "$(nproc)", "`hostname`", "$((UNKNOWN * 2))", "${A:?must be set}")
 
 
+def test_options_in_a_string_are_parted_whatever_only_a_running_shell_knows_of_them() -> None:
+    script = read_script('A="--nnodes 2 --node-rank $(f 1 2) --addr $ADDR:${PORT:?no port} `g h`x"\nstart $A')
+    words = ("--nnodes", "2", "--node-rank", "$(f 1 2)", "--addr", "$ADDR:${PORT:?no port}", "`g h`x")
+    assert script.commands[0].words[1:] == words
+
+
 def test_what_a_person_gives_wins() -> None:
     assert started("N=1\nstart $N ${M:-2}", ("N", "4"), ("M", "5")) == [["4", "5"]]
 

@@ -23,7 +23,7 @@ from sqlalchemy import text
 
 from autoplan.errors import InputError, StoreError
 from autoplan.timing import Match
-from profiler.record import Fingerprint, Mode, Record
+from profiler.record import Fingerprint, Mode, Record, Status
 from profiler.store import Store, match, open_store, schema
 from profiler.store.database import open_database
 from stores import GEMM, LAB, postgres_schema, some_records
@@ -267,16 +267,59 @@ def test_what_was_not_sustained_is_a_burst(store: Store, mode: Mode, is_burst: b
     assert [one.is_burst for one in store.timings(LAB)] == [is_burst]
 
 
-def test_only_settled_timings_alone_on_the_device_count(store: Store) -> None:
+def test_failed_and_overlapped_timings_do_not_count(store: Store) -> None:
     store.add(
         [
-            replace(GEMM, status="unstable"),
-            replace(GEMM, status="contaminated"),
             replace(GEMM, samples_s=(), status="failed"),
             replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**20), kernel="nccl beside gemm"),
         ]
     )
     assert store.timings(LAB) == []
+
+
+CPU_TIME = {"clock": "cpu time", "other_load": "41.0 %"}
+
+
+@pytest.mark.parametrize(
+    ("status", "conditions", "serves"),
+    [
+        ("unstable", {"other_load": "1.0 %"}, True),
+        ("contaminated", CPU_TIME, True),
+        ("contaminated", {"other_load": "2.0 %"}, True),  # a slow phase of the device
+        ("contaminated", {"other_load": "41.0 %"}, False),
+        ("contaminated", {}, False),
+    ],
+)
+def test_a_disturbed_timing_stands_in_where_its_clock_can_be_trusted(
+    store: Store, status: Status, conditions: dict[str, str], serves: bool
+) -> None:
+    store.add([replace(GEMM, status=status, conditions=conditions)])
+    assert [(one.seconds, one.is_disturbed) for one in store.timings(LAB)] == [(GEMM.seconds, True)] * serves
+
+
+@pytest.mark.parametrize(("load", "serves"), [("41.0 %", True), ("83.0 %", False)])
+def test_a_unit_of_the_trainer_beside_some_load_is_truer_than_a_sum_of_kernels(
+    store: Store, load: str, serves: bool
+) -> None:
+    layer = replace(GEMM, operation="layer", shape=(1, 64, 32, 48, 4, 2, 8, 2), status="contaminated")
+    store.add([replace(layer, conditions={"other_load": load})])
+    assert len(store.timings(LAB)) == serves
+
+
+def test_a_clean_timing_of_any_machine_comes_before_the_middle_one_of_disturbed_ones(store: Store) -> None:
+    slow = [
+        replace(GEMM, status="contaminated", conditions=CPU_TIME, samples_s=(seconds,))
+        for seconds in (3e-4, 9e-4, 4e-4)
+    ]
+    farther = replace(slow[0], fingerprint=replace(LAB, torch="2.14.0"), samples_s=(1e-4,))
+    store.add([*slow, farther])
+    assert [(one.seconds, one.match) for one in store.timings(LAB)] == [(4e-4, Match.EXACT)]
+    assert store.timings(LAB, operations=["wgrad"]) == store.timings(LAB, trust=[]) == []
+    clean = replace(GEMM, fingerprint=replace(LAB, torch="2.14.0"))
+    store.add([clean])
+    assert [(one.seconds, one.is_disturbed) for one in store.timings(LAB)] == [(clean.seconds, False)]
+    store.hide([clean.key], by="ada", reason="wrong")
+    assert [one.is_disturbed for one in store.timings(LAB)] == [True]
 
 
 def test_a_search_asks_for_operations_types_and_people(store: Store) -> None:

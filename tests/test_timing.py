@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import Match, Measurement, Operation, TimingTable, burst_factors
+from autoplan.timing import DISTURBED_SPREAD, Match, Measurement, Operation, TimingTable, burst_factors
 
 
 def measured(operation: Operation, shape: tuple[int, ...], seconds: float, dtype: str = "bf16") -> Measurement:
@@ -124,10 +124,24 @@ def test_kin_that_take_another_time_were_not_measured() -> None:
 
 
 def test_a_nudge_multiplies_measured_and_interpolated_times_apart() -> None:
-    table = dataclasses.replace(GRID, nudge=(2.0, 3.0))
+    table = dataclasses.replace(GRID, nudge=(2.0, 3.0, 5.0))
     shapes = np.array([[256, 512, 4096], [300, 512, 4096], [8, 8, 8]])
     plain, nudged = (one.lookup("gemm", "bf16", shapes).otherwise(np.full(3, 7.0)) for one in (GRID, table))
     assert nudged == pytest.approx(plain * [2.0, 3.0, 1.0])
+
+
+def test_a_disturbed_time_is_told_apart_and_widens_the_interval() -> None:
+    clean = measured("gemm", (64, 64, 64), 1.0)
+    disturbed = dataclasses.replace(measured("gemm", (128, 64, 64), 2.0), is_disturbed=True)
+    table = dataclasses.replace(TimingTable.of([clean, disturbed]), nudge=(2.0, 3.0, 5.0))
+    shapes = np.array([[64, 64, 64], [128, 64, 64], [96, 64, 64]])
+    found = table.lookup("gemm", "bf16", shapes)
+    plain = found.seconds.copy()
+    assert found.is_exact.tolist() == [True, True, False]
+    assert found.is_disturbed.tolist() == [False, True, False]
+    assert found.otherwise(np.full(3, 7.0)) == pytest.approx(plain * [2.0, 5.0, 3.0])
+    assert table.spread == pytest.approx(DISTURBED_SPREAD / 2)
+    assert TimingTable.of([clean]).spread == TimingTable().spread == 0.0
 
 
 def test_operations_are_slowed_down_apart() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from autoplan.cli.inputs import with_timings
-from autoplan.cost.provenance import shares
+from autoplan.cost.arithmetic import count_parameters
+from autoplan.cost.layer import layer_parameters
+from autoplan.cost.provenance import shares, term_shares
 from autoplan.framework import Framework
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
@@ -20,12 +22,10 @@ from test_estimate import DENSE, MODELS, PLAIN, price, problem_of, single, terms
 from test_measured import Times, batch_of, changes, with_times
 
 # One layer of DENSE on one rank of 2,048 tokens, forward and backward, and on one of two.
-LAYER: Times = {
-    ("layer", 1, 2048, 1024, 4096, 16, 8, 64, 1): 1.0,
-    ("layer_backward", 1, 2048, 1024, 4096, 16, 8, 64, 1): 3.0,
-}
+ONE = (1, 2048, 1024, 4096, 16, 8, 64, 1)
+LAYER: Times = {("layer", *ONE): 1.0, ("layer_backward", *ONE): 3.0}
 HALF: Times = {(*shape[:-1], 2): seconds / 2 for shape, seconds in LAYER.items()}
-HEAD: Times = {("head", 2048, 1024, 32000): 5.0}
+HEAD: Times = {("head", 2048, 1024, 32000, 1): 5.0}
 WORK = ("gemm", "attention", "memory_bound")
 
 
@@ -33,6 +33,14 @@ def eager(problem: Problem, times: Times) -> Problem:
     """The problem of a framework that runs the layers which were measured."""
     known = with_times(problem, times)
     return dataclasses.replace(known, timings=dataclasses.replace(known.timings, is_own=True))
+
+
+def parameters_of_a_layer() -> float:
+    return float(layer_parameters(problem_of(), batch_of(single()))[0])
+
+
+def parameters_of_the_ends() -> float:
+    return count_parameters(DENSE) - DENSE.num_layers * parameters_of_a_layer()
 
 
 def work_s(problem: Problem, plan: ParallelPlan) -> float:
@@ -62,20 +70,96 @@ def test_launches_are_in_a_measured_layer() -> None:
         )
 
 
-def test_a_layer_of_a_tensor_parallel_rank_leaves_its_collectives_as_they_are() -> None:
+def test_a_layer_over_tensor_parallel_ranks_has_its_collectives_in_it() -> None:
     problem, plan = problem_of(), single(tp=2, sp=True)
     known = eager(problem, HALF)
-    assert work_s(known, plan) == pytest.approx(8 * 2.0)
-    assert set(changes(problem, known, plan)) == set(WORK)
-    assert terms_of(known, plan)["tp_communication"] > 0
+    terms = terms_of(known, plan)
+    assert work_s(known, plan) + terms["tp_communication"] == pytest.approx(8 * 2.0)
+    assert set(changes(problem, known, plan)) == {*WORK, "tp_communication"}
+    assert terms["tp_communication"] > 0
 
 
-def test_gradients_are_added_up_beside_a_measured_layer() -> None:
+def test_gradients_are_added_up_in_a_measured_layer() -> None:
     framework = dataclasses.replace(PLAIN, bytes_moved_per_accumulated_grad=6.0)
+    assert work_s(problem_of(framework=framework), single()) > work_s(problem_of(), single())
     without = work_s(eager(problem_of(), LAYER), single())
-    added = work_s(problem_of(framework=framework), single()) - work_s(problem_of(), single())
-    assert added > 0
-    assert work_s(eager(problem_of(framework=framework), LAYER), single()) == pytest.approx(without + added)
+    assert work_s(eager(problem_of(framework=framework), LAYER), single()) == pytest.approx(without)
+
+
+def test_recomputing_takes_what_it_was_measured_to_add() -> None:
+    times: Times = LAYER | {("layer_backward_full", *ONE): 3.5, ("layer_backward_selective", *ONE): 3.25}
+    known = eager(problem_of(), times)
+    assert terms_of(known, single(recompute="full"))["recompute"] == pytest.approx(8 * 0.5)
+    assert terms_of(known, single(recompute="selective"))["recompute"] == pytest.approx(8 * 0.25)
+    # A table without it runs the layer's forward pass again.
+    assert terms_of(eager(problem_of(), LAYER), single(recompute="full"))["recompute"] == pytest.approx(8 * 1.0)
+
+
+def test_a_schedule_that_takes_the_backward_pass_apart_runs_its_measured_halves() -> None:
+    plan = single(pp=2, global_batch=8, schedule="zb-h1")
+    halves: Times = LAYER | {("layer_input_gradient", *ONE): 2.0, ("layer_weight_gradient", *ONE): 1.0}
+    dearer: Times = LAYER | {("layer_input_gradient", *ONE): 3.0, ("layer_weight_gradient", *ONE): 1.0}
+    alike, longer = (price(eager(problem_of(), one), plan).step_s[0] for one in (halves, dearer))
+    # Four layers of each stage and eight micro-batches: each takes a second longer, the pipeline hides none of it.
+    assert longer - alike >= 4 * 8 * 1.0
+    whole = dataclasses.replace(PLAIN, splits_first_chunk=False)
+    # The gradient that the first stage owes nobody comes later: nothing is gained, and nothing split there.
+    assert price(eager(problem_of(framework=whole), halves), plan).step_s[0] == pytest.approx(alike, rel=0.05)
+    assert price(eager(problem_of(framework=whole), dearer), plan).step_s[0] < longer
+
+
+def shared(replicas: int, none: float, kept: float, again: float) -> Times:
+    shape = (*ONE, replicas, replicas)
+    return {("replicated_layer", *shape): none, ("sharded_layer", *shape): kept, ("resharded_layer", *shape): again}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "added"),  # by three micro-batches of eight layers beyond their passes of 4 s
+    [
+        ("none", 8 * 1.0),  # once a step
+        ("zero1", 8 * 2.0),
+        ("zero2", 8 * (0.5 + 3 * 1.5)),  # a gather of .5 once, the reduction in every micro-batch
+        ("zero3", 8 * 3 * 2.5),
+    ],
+)
+def test_shared_states_cost_what_was_measured_once_a_step_or_every_micro_batch(sharding: str, added: float) -> None:
+    known = eager(problem_of(), LAYER | shared(2, 5.0, 6.0, 6.5))
+    plan = single(dp_shard=2, sharding=sharding, global_batch=6)
+    terms = terms_of(known, plan)
+    of_layers = 8 * parameters_of_a_layer() / (8 * parameters_of_a_layer() + parameters_of_the_ends())
+    found = terms["fsdp_communication"] + terms["data_parallel_reduce"]
+    assert found == pytest.approx(added / of_layers, rel=1e-6)  # embedding and head cost as much by parameter
+    assert terms["parameter_gather"] == 0.0
+
+
+def test_one_replica_casts_and_sums_as_measured_and_a_pipeline_reduces_once() -> None:
+    known = eager(problem_of(), LAYER | shared(1, 4.5, 4.5, 4.5) | shared(2, 5.0, 6.0, 6.5))
+    assert terms_of(known, single(global_batch=3))["data_parallel_reduce"] == pytest.approx(
+        8 * 0.5 * (1 + parameters_of_the_ends() / (8 * parameters_of_a_layer()))
+    )
+    piped = {sharding: single(pp=2, dp_shard=2, sharding=sharding, global_batch=8) for sharding in ("zero1", "zero3")}
+    one, three = (terms_of(known, plan) for plan in piped.values())
+    assert one["data_parallel_reduce"] == three["data_parallel_reduce"] > 0
+    assert one["fsdp_communication"] == three["fsdp_communication"] == 0.0
+
+
+def test_shares_of_states_that_were_not_measured_keep_their_formulas() -> None:
+    problem, plan = problem_of(), single(dp_shard=4, sharding="zero3", global_batch=8)
+    known = eager(problem, LAYER | shared(2, 5.0, 6.0, 6.5))
+    assert set(changes(problem, known, plan)) <= {*WORK, "fsdp_communication"}
+    assert terms_of(known, plan)["data_parallel_reduce"] == terms_of(problem, plan)["data_parallel_reduce"]
+
+
+def test_every_pass_of_a_pipeline_has_its_action_and_the_first_stage_its_embedding() -> None:
+    problem, plan = problem_of(), single(pp=2, global_batch=8)
+    actions: Times = {("pipeline_actions", m, 2, 2): 1.0 + 2 * m * 0.25 for m in (2, 8)}
+    longer = price(eager(problem, actions), plan).step_s[0] - price(problem, plan).step_s[0]
+    # Eight micro-batches and the fill, forward and backward; a share of what a step costs once with each.
+    assert longer == pytest.approx(2 * (8 + 1) * (1.0 / 16 + 0.25), rel=0.01)
+    embedding: Times = {("embedding", 2048, 1024, 32000, 1): 3.0}
+    assert terms_of(eager(problem, embedding), single(global_batch=2))["head"] == pytest.approx(
+        terms_of(problem, single(global_batch=2))["head"] + 2 * 3.0
+    )
 
 
 def test_a_measured_head_takes_the_place_of_its_product_and_loss() -> None:
@@ -142,6 +226,16 @@ def test_a_step_rests_on_the_layers_and_heads_that_were_measured() -> None:
     assert shares(between, batch_of(plan))["interpolated"][0] > 0.99
 
 
+def test_what_the_terms_rest_on_adds_up_to_what_the_step_does() -> None:
+    known, batch = eager(problem_of(), LAYER | HEAD), batch_of(single())
+    costs, whole, terms = price(known, single()), shares(known, batch), term_shares(known, batch)
+    assert terms["head"]["measured"][0] == pytest.approx(1.0)
+    assert set(terms) == {name for name, value in costs.terms_s.items() if value[0] > 0}
+    for name, share in whole.items():
+        rests_s = sum(costs.terms_s[term][0] * found[name][0] for term, found in terms.items())
+        assert rests_s == pytest.approx(share[0] * costs.step_s[0], rel=1e-6, abs=1e-6)
+
+
 def test_dense_layers_of_a_mixture_of_experts_count_too() -> None:
     problem = problem_of("moe")
     shape = (1, 2048, 1024, MODELS["moe"].ffn_size, 16, 8, 64, 1)
@@ -164,7 +258,7 @@ def test_timings_of_the_database_are_plain_torchs_own_and_others_leave_what_they
     )
     assert torch.timings.is_own
     assert torch.timings.holds("rope", "bf16")
-    assert 32.0 < work_s(torch, single()) < 32.1  # and gradients are added up
+    assert work_s(torch, single()) == pytest.approx(32.0)
     assert not megatron.timings.is_own
     assert not megatron.timings.holds("rope", "bf16")
     # Its norms alone, forward and backward, in its own kernels.

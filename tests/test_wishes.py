@@ -17,13 +17,15 @@ from autoplan.read.model import load_model
 from autoplan.timing import SHAPES, line_of
 from profiler.protocol import BESIDE, COLLECTIVES, Hello, Task
 from profiler.record import Fingerprint
-from profiler.wishes import Wish, plan, reference_s, unmeasured
+from profiler.wishes import LAYERS, Wish, plan, reference_s, unmeasured
 
 MEGATRON: Framework = load_framework("megatron-core")
+TORCH: Framework = load_framework("torch")
 SMALL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, vocab_size=1000, num_heads=4, num_kv_heads=2, ffn_size=512
 )
 WISH = Wish(model=SMALL, framework=MEGATRON, seq_len=128, tps=(1, 2))
+TRAINER = replace(WISH, framework=TORCH)
 ALL = {(operation, "fp32"): "gloo" if operation in COLLECTIVES else "way" for operation in SHAPES}
 LAB = Hello(
     fingerprint=Fingerprint(device="cpu", memory_bytes=2**34),
@@ -50,11 +52,37 @@ def test_products_of_a_model_are_those_that_a_rank_of_each_degree_runs() -> None
 
 def test_a_rank_of_two_has_half_the_heads_and_the_vocabulary() -> None:
     assert shapes(WISH, "attention") == {(1, 128, 4, 2, 64, 0), (1, 128, 2, 1, 64, 0)}
-    assert shapes(WISH, "head") == {(128, 256, 1024), (128, 256, 512)}  # 1,000 padded to a multiple of 128 tp
+    assert shapes(WISH, "cross_entropy") == {(128, 1024), (128, 512)}  # 1,000 padded to a multiple of 128 tp
     assert shapes(WISH, "norm") == {(128, 256), (64, 256)}  # sequence parallelism
-    for one in ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full"):
-        assert shapes(WISH, one) == {(1, 128, 256, 512, 4, 2, 64, 1), (1, 128, 256, 512, 4, 2, 64, 2)}
-    assert shapes(WISH, "sharded_layer") == {(1, 128, 256, 512, 4, 2, 64, 2, 2)}
+
+
+def test_units_of_the_trainer_are_measured_for_it_alone() -> None:
+    layer = (1, 128, 256, 512, 4, 2, 64)
+    for one in (*LAYERS, "embedding", "head", "replicated_layer", "pipeline_actions"):
+        assert shapes(WISH, one) == set()
+    for one in LAYERS:
+        assert shapes(TRAINER, one) == {(*layer, 1), (*layer, 2)}
+    # A backward pass is taken apart in a pipeline, for which tp over both ranks leaves none.
+    assert shapes(TRAINER, "layer_weight_gradient") == {(*layer, 1)}
+    assert shapes(TRAINER, "head") == shapes(TRAINER, "embedding") == {(128, 256, 1000, 1), (128, 256, 1000, 2)}
+    # States are shared by what tp leaves; a single rank casts them too.
+    assert shapes(TRAINER, "replicated_layer") == {(*layer, 1, 1, 1), (*layer, 1, 2, 2), (*layer, 2, 1, 1)}
+    assert shapes(TRAINER, "sharded_layer") == shapes(TRAINER, "resharded_layer") == {(*layer, 1, 2, 2)}
+    nodes = replace(LAB, hosts=("a",) * 4 + ("b",) * 4)
+    assert {shape[-3:] for shape in shapes(TRAINER, "sharded_layer", nodes)} == {
+        (1, 2, 2),
+        (1, 4, 4),
+        (1, 8, 4),
+        (2, 2, 2),
+        (2, 4, 2),
+    }
+    assert shapes(replace(TRAINER, tps=(4,)), "layer") == set()  # for which there are no ranks
+
+
+def test_weights_that_are_cast_as_they_are_gathered_need_no_copy_by_the_optimizer() -> None:
+    hello = replace(LAB, dtypes=("bf16",), kernels={(one, "bf16"): "way" for one, _ in ALL})
+    for wish, dtype in ((WISH, "bf16"), (TRAINER, "fp32")):
+        assert {one.task.dtype for one in plan(wish, hello, ()) if one.task.operation == "optimizer"} == {dtype}
 
 
 def test_windowed_layers_are_measured_with_the_kernel_of_windows() -> None:
@@ -73,9 +101,9 @@ def test_latent_attention_is_measured_by_the_widths_of_its_keys_and_values() -> 
 
 
 def test_a_pipeline_over_all_ranks_of_a_node_is_measured_with_few_and_many_micro_batches() -> None:
-    assert shapes(WISH, "pipeline_actions") == {(2, 2, 2), (8, 2, 2)}
-    assert shapes(WISH, "pipeline_actions", replace(LAB, hosts=("a",) * 4 + ("b",) * 4)) == {(4, 4, 4), (16, 4, 4)}
-    assert shapes(WISH, "pipeline_actions", replace(LAB, hosts=("a",))) == set()
+    assert shapes(TRAINER, "pipeline_actions") == {(2, 2, 2), (8, 2, 2)}
+    assert shapes(TRAINER, "pipeline_actions", replace(LAB, hosts=("a",) * 4 + ("b",) * 4)) == {(4, 4, 4), (16, 4, 4)}
+    assert shapes(TRAINER, "pipeline_actions", replace(LAB, hosts=("a",))) == set()
 
 
 def test_micro_batches_multiply_tokens() -> None:
@@ -88,7 +116,7 @@ def test_experts_are_those_of_one_rank_of_each_degree() -> None:
     mixtral = Wish(model=load_model("mixtral-8x7b"), framework=MEGATRON, seq_len=4096, eps=(1, 8))
     expected = {(4096 * ep, 4096, 14336, 2, 8, 1, ep) for ep in (1, 8)}
     assert shapes(mixtral, "experts") == shapes(mixtral, "experts_backward") == expected
-    assert shapes(mixtral, "layer") == set()  # it has no dense one
+    assert shapes(replace(mixtral, framework=TORCH), "layer") == set()  # it has no dense one
 
 
 def test_what_no_operation_names_is_told() -> None:
@@ -165,7 +193,7 @@ def test_larger_calls_are_expected_to_take_longer() -> None:
     assert call_s("gemm", 8192, 8192, 8192, dtype="fp8") < call_s("gemm", 8192, 8192, 8192)
     layer = (1, 4096, 4096, 14336, 32, 8, 128)
     assert call_s("layer", *layer, 2) < call_s("layer", *layer, 1) < call_s("layer_backward", *layer, 1)
-    assert call_s("sharded_layer", *layer, 8, 8) > call_s("layer_backward", *layer, 1)
+    assert call_s("sharded_layer", *layer, 1, 8, 8) > call_s("layer_backward", *layer, 1)
     assert call_s("layer_backward_full", *layer, 1) > call_s("layer_backward", *layer, 1)
     whole, windowed = (call_s("attention", 1, 8192, 32, 8, 128, window) for window in (0, 1024))
     assert windowed == pytest.approx(whole / 4, rel=0.1)

@@ -228,7 +228,7 @@ def test_a_study_that_something_else_made_is_refused(tmp_path: Path, monkeypatch
         optuna.create_study(study_name=NAME, storage=storage)
     with (
         opened(str(tmp_path / "journal")) as storage,
-        pytest.raises(InputError, match="was not made by autoplan search"),
+        pytest.raises(InputError, match="was not made by this command"),
     ):
         join_study(storage, NAME, {"problem": "0"})
 

@@ -1,15 +1,59 @@
-"""Plans that are trained by one crew of ranks, one after the other: starting ranks takes longer than the steps."""
+"""Models and plans to train, and plans that one crew of ranks trains one after the other.
+
+Starting ranks takes longer than the steps.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from autoplan.children import Children, Fault, Place
+from autoplan.model import Experts, ModelSpec
+from autoplan.plan import ParallelPlan
 from autoplan.trainer.run import PRELOAD
 from autoplan.trainer.task import Check, Task
+
+DENSE = ModelSpec(
+    name="dense", num_layers=4, hidden_size=32, vocab_size=256, num_heads=4, num_kv_heads=2, ffn_size=64, qk_norm="head"
+)
+MOE = replace(
+    DENSE,
+    name="experts",
+    moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=32, num_dense_layers=1, shared_expert_ffn_size=16),
+)
+OLD = replace(
+    DENSE,
+    name="old",
+    num_kv_heads=None,
+    gated_mlp=False,
+    mlp_bias=True,
+    qkv_bias=True,
+    attention_output_bias=True,
+    norm="layernorm",
+    position_embedding="learned",
+    max_positions=16,
+    tied_embeddings=True,
+    qk_norm="none",
+)
+SLIDING = replace(DENSE, name="sliding", window=4, full_attention_interval=2)
+
+
+def task(plan: ParallelPlan, model: ModelSpec = DENSE) -> Task:
+    return Task(model=model, plan=plan, seq_len=16, dtype="bf16", tracks_memory=False)
+
+
+def plan_of(**axes: object) -> ParallelPlan:
+    return ParallelPlan(**{"global_batch": 8, "micro_batch": 1, **axes})  # type: ignore[arg-type]
+
+
+def assert_alike(tasks: list[Task]) -> None:
+    for one, check in zip(tasks, checks(tasks), strict=True):
+        assert isinstance(check, Check)
+        assert check.holds, (one.plan.describe(), check)
 
 
 def checks(tasks: Sequence[Task]) -> list[Check]:
@@ -22,15 +66,19 @@ def checks(tasks: Sequence[Task]) -> list[Check]:
 def _compare(place: Place, line: Connection, *, tasks: tuple[Task, ...]) -> None:
     import logging
 
-    from autoplan.trainer.rank import compared, describe, join
+    from torch.distributed import barrier
 
+    from autoplan.trainer.rank import alone, collected, differences, join, last_words, trained
+
+    by_one = functools.cache(trained)  # the same for many plans
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     try:
         device = join(place, 60.0)
         for task in tasks:
-            found = compared(task, place.rank, device)
+            spread = collected(trained(task, device), place.rank)
             if place.rank == 0:
-                line.send(found)
+                line.send(differences(spread, by_one(alone(task), device)))
+        barrier()  # a rank that has ended counts as lost
     except Exception as error:
-        line.send(Fault(text=f"{task.plan.describe()}: {describe(error)}"))
+        line.send(Fault(text=f"{task.plan.describe()}: {last_words(error).text}"))
     os._exit(0)

@@ -18,7 +18,9 @@ from autoplan.urls import redact_arguments
 COMMANDS = (
     "search",
     "estimate",
+    "explain",
     "compare",
+    "report",
     "export",
     "read",
     "predict",
@@ -28,10 +30,12 @@ COMMANDS = (
     "profile",
     "topo",
     "run",
+    "tune",
     "schema",
+    "doctor",
     "db",
 )
-WITHOUT_ARGUMENTS = ("discover",)  # do something where nothing is given
+WITHOUT_ARGUMENTS = ("discover", "doctor")  # do something where nothing is given
 
 
 def _show_version(value: bool) -> None:

@@ -2,40 +2,89 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import ForceOption, QuietOption
+from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, SetOption, whole_number
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:
     from autoplan.read.runs import Run
 
-LEAST_RUNS = 3
-
 
 def calibrate(
-    runs: Annotated[Path, typer.Option(help="CSV table of measured runs in the columns of measured_runs.csv.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Calibration (TOML) to write.")],
+    context: typer.Context,
+    runs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV table of measured runs in the columns of measured_runs.csv."),
+    ] = None,
+    from_logs: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-logs",
+            metavar="DIR",
+            help="Folder of logs of past runs with the launch files that started them: kept in the timing database.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="On which the logs were written, in its whole size.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Of launch files that name none, as for search.")
+    ] = None,
+    seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Of launch files that name none.")] = None,
+    variables: SetOption = None,
+    url: DbOption = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration (TOML) to write.")] = None,
     force: ForceOption = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the errors, or what became of the logs, as JSON.")
+    ] = False,
     quiet: QuietOption = False,
 ) -> None:
     """Fit a calibration to finished runs of one framework on one kind of device, from as few as three.
 
-    It starts from the shipped calibration and moves away from it only as far as the runs demand; pass it on with
-    --calibration.
+    It starts from the shipped calibration and moves away from it only as far as the runs demand.  That of a table is
+    written to a file: pass it on with --calibration FILE.  Runs from logs are kept in the timing database: search and
+    estimate use them with --calibration db.  Nothing in a launch file is run.
     """
-    from autoplan.cli.inputs import check_output
+    from autoplan.cli.inputs import check_output, whole_url
+
+    if (runs is None) == (from_logs is None):
+        raise InputError("give either a table of runs, --runs FILE, or a folder of logs, --from-logs DIR")
+    if out is not None:
+        check_output(out, force=force)
+    if from_logs is not None:
+        from autoplan.cli.from_logs import import_logs
+        from autoplan.cli.read import make_given
+
+        if cluster is None:
+            raise InputError("--from-logs needs --cluster: name the cluster on which the logs were written")
+        given = make_given(model, None, None, seq_len, variables)
+        import_logs(
+            from_logs, cluster, given, whole_url(context, url), out=out, force=force, as_json=as_json, quiet=quiet
+        )
+        return
+    assert runs is not None
+    if cluster or model or seq_len or variables or url:
+        raise InputError("a table of runs says all of them: --cluster, --db and the like go with --from-logs")
+    if out is None:
+        raise InputError("a calibration from a table is written to a file: give --out FILE")
+    _from_table(runs, out, force=force, as_json=as_json, quiet=quiet)
+
+
+def _from_table(runs: Path, out: Path, *, force: bool, as_json: bool, quiet: bool) -> None:
+    from autoplan.cli.runs import LEAST_RUNS
     from autoplan.cost.calibration import MeasuredRun, calibrated
     from autoplan.files import write_text
     from autoplan.read.calibration import calibration_text
     from autoplan.read.outcomes import read_outcomes
     from autoplan.read.runs import read_runs
 
-    check_output(out, force=force)
     steps = {one.id: one.step_s for one in read_outcomes(runs) if one.is_finished}
     measured = []
     kinds = set()
@@ -54,11 +103,22 @@ def calibrate(
         raise InputError(f"{runs}: runs of {' and of '.join(sorted(kinds))}: give each of them a table of its own")
     fitted = calibrated(measured, name=f"{runs.stem}: {min(kinds)}")
     write_text(out, calibration_text(fitted.calibration), force=force)
+    if as_json:
+        from autoplan.cli.outputs import Calibrated
+        from autoplan.files import encode
+
+        made = Calibrated(
+            out=str(out),
+            runs=len(measured),
+            median_error_before=fitted.median_error_before,
+            median_error=fitted.median_error,
+        )
+        typer.echo(encode(made), nl=False)
     if not quiet:
         before, after = 100 * fitted.median_error_before, 100 * fitted.median_error
         print(
             f"{len(measured)} runs: median error {before:.1f} % with the shipped calibration, {after:.1f} % with each "
-            f"left out of this one; wrote {out}",
+            f"left out of this one; wrote {out}: take it with --calibration {shlex.quote(str(out))}",
             file=sys.stderr,
         )
 

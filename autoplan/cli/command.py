@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,30 @@ class ProgramError(AutoplanError):
         self.is_out_of_memory = is_out_of_memory
 
 
+@contextmanager
+def opened_log(path: Path | None, *, force: bool) -> Iterator[Callable[[bytes], None]]:
+    """A function that adds to the file, if there is one; an existing one is replaced only with `force`."""
+    from autoplan.files import check_target
+
+    if path is None:
+        yield lambda data: None
+        return
+    check_target(path, force=force)
+    try:
+        stream = path.open("wb", buffering=0)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    with stream:
+
+        def keep(data: bytes) -> None:
+            try:
+                stream.write(data)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+        yield keep
+
+
 def run_command(
     problem: Problem,
     plan: ParallelPlan,
@@ -48,7 +73,6 @@ def run_command(
     from autoplan.children import place_from
     from autoplan.cli.profile import _on_terminate
     from autoplan.cli.progress import progress_bar
-    from autoplan.files import check_target
     from autoplan.program import run_program
     from autoplan.read.logs import Batch, LogReader
     from autoplan.read.logs.failure import LastWords
@@ -61,19 +85,10 @@ def run_command(
     signal.signal(signal.SIGTERM, _on_terminate)
     with ExitStack() as stack:
         show = stack.enter_context(progress_bar(quiet=quiet, doing="training", unit="timed steps"))
-        if log is not None:
-            check_target(log, force=force)
-        try:
-            copy = stack.enter_context(log.open("wb", buffering=0)) if log is not None else None
-        except OSError as error:
-            raise InputError(f"{log}: cannot be written: {error.strerror or error}") from None
+        keep = stack.enter_context(opened_log(log, force=force))
 
         def hear(data: bytes, now_s: float) -> bool:
-            if copy is not None:
-                try:
-                    copy.write(data)
-                except OSError as error:
-                    raise InputError(f"{log}: cannot be written: {error.strerror or error}") from None
+            keep(data)
             for line in reader.feed(data, now_s):
                 words.read(line)
             if show:

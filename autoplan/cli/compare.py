@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.cli.complete import presets
 from autoplan.cli.inputs import (
     AttentionOption,
     DbOption,
@@ -42,7 +43,12 @@ def compare(
     context: typer.Context,
     model: ModelArgument,
     cluster: Annotated[
-        list[str], typer.Option(metavar="CLUSTER", help="As for search (repeatable); the size may come from --nodes.")
+        list[str],
+        typer.Option(
+            metavar="CLUSTER",
+            help="As for search (repeatable); the size may come from --nodes.",
+            autocompletion=presets("clusters"),
+        ),
     ],
     global_batch: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step, as for search.")],
     seq_len: SeqLenOption,
@@ -130,7 +136,7 @@ def compare(
     found = []
     with progress_bar(quiet=quiet, doing="searching", unit="sizes") as advance:
         for done, (name, size) in enumerate(places, 1):
-            found.append(Compared(cluster=name, outcome=_searched(problems[name], size, space_of, run)))
+            found.append(Compared(cluster=name, outcome=fastest(problems[name], size, space_of, run)))
             if advance:
                 advance(done, len(places))
     if all(one.outcome.best is None for one in found):
@@ -157,7 +163,7 @@ def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:
     return found
 
 
-def _searched(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:
+def fastest(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:
     """The fastest plan on so many nodes, or why there is none."""
     from autoplan.cli.objectives import resized
     from autoplan.result import SizeOutcome

@@ -212,6 +212,7 @@ def export(
     trust: TrustOption = None,
     anonymous: Annotated[bool, typer.Option("--anonymous", help="Leave hosts and users out.")] = False,
     force: ForceOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Write the records that are not hidden, and the training runs, to an exchange file."""
     from autoplan.files import check_target
@@ -222,6 +223,10 @@ def export(
         records = store.records(device=device, trust=trust or None)
         runs = tuple(store.runs(device=device, trust=trust or None))
         num_written = write_exchange(file, records, runs=runs, anonymous=anonymous, force=force)
+    if json:
+        from autoplan.cli.outputs import Written
+
+        _print_json(Written(file=str(file), records=num_written - len(runs), runs=len(runs)))
     print(f"{num_written - len(runs):,} records and {len(runs):,} runs written to {file}", file=sys.stderr)
 
 
@@ -275,9 +280,10 @@ def hide(
     keys: KeysArgument,
     reason: Annotated[str, typer.Option(metavar="WHY", help="Why they shall not be used.")],
     url: DbOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Take records out of use; they stay in the database with your name and reason."""
-    num_new = _change(context, keys, reason, url, hides=True)
+    num_new = _change(context, keys, reason, url, hides=True, json=json)
     print(f"{num_new:,} hidden, {len(keys) - num_new:,} were already", file=sys.stderr)
 
 
@@ -287,13 +293,15 @@ def unhide(
     keys: KeysArgument,
     reason: Annotated[str, typer.Option(metavar="WHY", help="Why they may be used after all.")],
     url: DbOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Take hidden records back into use, quarantined ones too; who hid them, and why, stays in the database."""
-    num_new = _change(context, keys, reason, url, hides=False)
+    num_new = _change(context, keys, reason, url, hides=False, json=json)
     print(f"{num_new:,} in use again, {len(keys) - num_new:,} were not hidden", file=sys.stderr)
 
 
-def _change(context: typer.Context, keys: list[str], reason: str, url: str | None, *, hides: bool) -> int:
+def _change(context: typer.Context, keys: list[str], reason: str, url: str | None, *, hides: bool, json: bool) -> int:
+    """Hide or unhide; how many that changed."""
     import getpass
 
     from autoplan.units import cleaned
@@ -301,7 +309,12 @@ def _change(context: typer.Context, keys: list[str], reason: str, url: str | Non
     with _open(context, url) as store:
         whole = [store.find(key.lower())[0].key for key in keys]
         change = store.hide if hides else store.unhide
-        return change(whole, by=cleaned(getpass.getuser()), reason=cleaned(reason))
+        num_new = change(whole, by=cleaned(getpass.getuser()), reason=cleaned(reason))
+    if json:
+        from autoplan.cli.outputs import Changed
+
+        _print_json(Changed(changed=num_new, as_before=len(keys) - num_new))
+    return num_new
 
 
 def _open(context: typer.Context, url: str | None, *, writable: bool = True) -> Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,8 @@ def discover(
     else:
         write_text(out, text, force=force)
         typer.echo(f"wrote {out}", err=True)
+        if not quiet and not json_:
+            typer.echo(f"next: autoplan topo {shlex.quote(str(out))}", err=True)
 
 
 def _read(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.cli.complete import presets
 from autoplan.cli.inputs import (
     AsOption,
     AttentionOption,
@@ -23,6 +25,7 @@ from autoplan.cli.inputs import (
     ReserveOption,
     SetOption,
     TimingsOption,
+    TraceOption,
     is_typed,
     whole_number,
 )
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 RECOMPUTE_HELP = (
     "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
 )
-BESIDE_A_PLAN_FILE = ("model", "memory", "verify_memory", "out", "force", "json", "quiet", "url")
+BESIDE_A_PLAN_FILE = ("model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url")
 BESIDE_A_LAUNCH_FILE = (
     *BESIDE_A_PLAN_FILE,
     *("launch_file", "variables", "target", "cluster", "global_batch", "seq_len", "precision", "attention"),
@@ -49,14 +52,20 @@ def estimate(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL|PLAN", help="As for search; or a plan.json, which is priced again as it is."),
+        typer.Argument(
+            metavar="MODEL|PLAN",
+            help="As for search; or a plan.json, which is priced again as it is.",
+            autocompletion=presets("models"),
+        ),
     ] = None,
     launch_file: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="A launch file, whose plan is priced as it is.")
     ] = None,
     variables: SetOption = None,
     target: AsOption = None,
-    cluster: Annotated[str | None, typer.Option(metavar="CLUSTER", help="As for search.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=presets("clusters"))
+    ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
     tp: Annotated[int, whole_number("--tp", "N", "Tensor-parallel degree.")] = 1,
@@ -99,6 +108,7 @@ def estimate(
         bool,
         typer.Option("--verify-memory", help="Compare with what torch's tensors would hold; needs torch, no device."),
     ] = False,
+    trace: TraceOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plan file here.")] = None,
     force: ForceOption = False,
     json: JsonOption = False,
@@ -110,16 +120,19 @@ def estimate(
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, whole_url
     from autoplan.cli.mixed import estimate_saved, is_mixed
-    from autoplan.cli.planfile import is_plan_file, make_plan_file, read_plan
+    from autoplan.cli.planfile import is_plan_file, make_plan_file, read_plan, write_trace
     from autoplan.files import decode, encode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
     from autoplan.rules.books import book_of
 
     if verify_memory and json:
         raise InputError("--verify-memory prints a table: leave out --json")
-    if out is not None:
-        check_output(out, force=force)
+    for written in (out, trace):
+        if written is not None:
+            check_output(written, force=force)
     if model is not None and is_mixed(Path(model)):
+        if trace is not None:
+            raise InputError("--trace is not there for mixed clusters yet: leave it out")
         _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
         estimate_saved(Path(model), json=json)
         return
@@ -197,15 +210,19 @@ def estimate(
     text = encode(file)
     if out is not None:
         write_text(out, text, force=force)
+    if trace is not None:
+        write_trace(problem, plan, trace, force=force, quiet=quiet)
     if json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.terminal import make_console, print_estimate, print_memory
+        from autoplan.report.terminal import make_console, print_estimate, print_memory, print_next_steps
 
         show = print_memory if memory else print_estimate
         show(make_console(), file)
         if verify_memory:
             _verify_memory(problem, file, quiet=quiet)
+        if out is not None:
+            print_next_steps(make_console(), ("next", f"autoplan explain {shlex.quote(str(out))}"))
     if not quiet and file.best.verdict != "fits":
         what = "does not fit" if file.best.verdict == "oom" else "may not fit"
         print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)

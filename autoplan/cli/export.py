@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from autoplan.cli.complete import words
 from autoplan.cli.inputs import ForceOption
 from autoplan.errors import InputError, NoPlanError
 from autoplan.export.names import LAUNCHERS, TARGETS
@@ -14,9 +15,14 @@ from autoplan.export.names import LAUNCHERS, TARGETS
 
 def export(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    to: Annotated[str, typer.Option(metavar="TARGET", help=f"Framework: {', '.join(TARGETS)}.")],
+    to: Annotated[
+        str, typer.Option(metavar="TARGET", help=f"Framework: {', '.join(TARGETS)}.", autocompletion=words(TARGETS))
+    ],
     launcher: Annotated[
-        str, typer.Option(metavar="LAUNCHER", help=f"What starts it: {', '.join(LAUNCHERS)}.")
+        str,
+        typer.Option(
+            metavar="LAUNCHER", help=f"What starts it: {', '.join(LAUNCHERS)}.", autocompletion=words(LAUNCHERS)
+        ),
     ] = "torchrun",
     image: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="Of the containers, on Kubernetes or with skypilot.")
@@ -34,6 +40,9 @@ def export(
         ),
     ] = False,
     force: ForceOption = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: the files, with their texts without --out.")
+    ] = False,
 ) -> None:
     """Write the files that start a plan."""
     from autoplan.cli.nearest import startable
@@ -60,6 +69,14 @@ def export(
     if out is not None:
         write_folder(out, {file.name: (file.text, file.executable) for file in files}, force=force)
         typer.echo(f"wrote {', '.join(str(out / file.name) for file in files)}", err=True)
+    if json:
+        from autoplan.cli.outputs import Exported
+        from autoplan.files import encode
+
+        texts = {str(out / file.name) if out else file.name: None if out else file.text for file in files}
+        typer.echo(encode(Exported(plan=plan_file.best.plan.describe(), files=texts)), nl=False)
+    elif out is not None:
+        return
     elif len(files) == 1:
         typer.echo(files[0].text, nl=False)
     else:

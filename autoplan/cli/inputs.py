@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
+from autoplan.cli.complete import presets, words
 from autoplan.errors import AutoplanError, InputError, UnpricedError
+from autoplan.export.names import TARGETS
 
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
     from autoplan.cluster import ClusterSpec
@@ -39,29 +41,55 @@ def whole_number(flag: str, metavar: str, help_: str) -> Any:  # typer.Option is
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.",
+        autocompletion=presets("models"),
+    ),
 ]
 ClusterOption = Annotated[
     str,
     typer.Option(
         metavar="CLUSTER",
         help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, or unlike ones joined by +.",
+        autocompletion=presets("clusters"),
     ),
 ]
 SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")]
-PrecisionOption = Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16, fp8, mxfp8 or nvfp4.")]
-AttentionOption = Annotated[str, typer.Option(help="Kernel: flash, flash1, flash2, megatron-fused or unfused.")]
-FrameworkOption = Annotated[str, typer.Option(metavar="NAME", help="Framework preset or TOML file.")]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(
+        help="Of the matrix products: bf16, fp16, fp8, mxfp8 or nvfp4.",
+        autocompletion=words(("bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
+    ),
+]
+AttentionOption = Annotated[
+    str,
+    typer.Option(
+        help="Kernel: flash, flash1, flash2, megatron-fused or unfused.",
+        autocompletion=words(("flash", "flash1", "flash2", "megatron-fused", "unfused")),
+    ),
+]
+FrameworkOption = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Framework preset or TOML file.", autocompletion=presets("frameworks")),
+]
 ReserveOption = Annotated[
     str, typer.Option("--reserve-memory", metavar="SIZE", help="Device memory to keep free, such as 4GiB.")
 ]
 CalibrationOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Calibration of your own, in place of the shipped one.")
+    Path | None,
+    typer.Option(
+        metavar="FILE|db",
+        help="Calibration of your own in place of the shipped one: a file, or fitted to the runs in the database.",
+    ),
 ]
 TimingsOption = Annotated[
     str | None,
     typer.Option(
         metavar="|".join(("aiconfigurator", "db")),
+        autocompletion=words(("aiconfigurator", "db")),
         help="Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
     ),
 ]
@@ -70,11 +98,18 @@ SetOption = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="Variable of the shell for a launch file (repeatable)."),
 ]
 AsOption = Annotated[
-    str | None, typer.Option("--as", metavar="TARGET", help="What a launch file is, where that is not clear.")
+    str | None,
+    typer.Option(
+        "--as", metavar="TARGET", help="What a launch file is, where that is not clear.", autocompletion=words(TARGETS)
+    ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write one step as a Chrome trace, for ui.perfetto.dev: ranks by stage."),
+]
 DbOption = Annotated[
     str | None,
     typer.Option(
@@ -216,6 +251,10 @@ class _Common(NamedTuple):
 def _calibration(flags: TrainingFlags, framework: Framework, cluster: ClusterSpec) -> Calibration:
     from autoplan.read.calibration import built_in_calibration, load_calibration
 
+    if flags.calibration == Path("db"):
+        from autoplan.cli.runs import calibration_of
+
+        return calibration_of(cluster, framework, flags.db).calibration
     if flags.calibration:
         return load_calibration(flags.calibration)
     return built_in_calibration(framework, cluster.device.generation)
@@ -227,12 +266,12 @@ def _read_common(flags: TrainingFlags) -> _Common:
     from autoplan.read.model import load_model
     from autoplan.training import Attention, Precision, TrainingSpec
 
-    for option, value, words in (
+    for option, value, known in (
         ("--precision", flags.precision, get_args(Precision)),
         ("--attention", flags.attention, get_args(Attention)),
     ):
-        if value not in words:
-            raise InputError(f"{option} {value!r}: must be one of {', '.join(words)}")
+        if value not in known:
+            raise InputError(f"{option} {value!r}: must be one of {', '.join(known)}")
     reserve_bytes = parse_size(flags.reserve_memory)
     table = {"seq_len": flags.seq_len, "precision": flags.precision, "attention": flags.attention}
     table = {**(asdict(flags.training) if flags.training else {}), **table}
@@ -252,17 +291,21 @@ _FUSED = ("rope", "swiglu", "swiglu_backward", "cross_entropy")
 
 def with_timings(problem: Problem, source: str, url: str | None = None) -> Problem:
     """The problem with the times that `source` holds of its device: one of `TIMINGS`, `url` says which database."""
-    from autoplan.timing import TimingTable, burst_factors
-
     if source not in TIMINGS:
         raise InputError(f"no timings are known as {source!r}: use {' or '.join(TIMINGS)}")
-    device = problem.cluster.device
-    is_own = source == "db" and problem.framework.eager_layers
-    measurements = _published(problem) if source == "aiconfigurator" else _stored(problem.cluster, url, is_own=is_own)
+    measurements = _published(problem) if source == "aiconfigurator" else usable_timings(problem, url)
     if not measurements:
-        raise InputError(f"{source} has no timings of {device.name}: leave --timings out")
-    factors = burst_factors(device, problem.calibration)
-    return replace(problem, timings=TimingTable.of(measurements, slower=factors, is_own=is_own))
+        raise InputError(f"{source} has no timings of {problem.cluster.device.name}: leave --timings out")
+    return with_measurements(problem, measurements, is_own=source == "db" and problem.framework.eager_layers)
+
+
+def with_measurements(problem: Problem, measurements: list[Measurement], *, is_own: bool | None = None) -> Problem:
+    """The problem with measured times: own ones are of the very kernels and layers that the framework runs."""
+    from autoplan.timing import TimingTable, burst_factors
+
+    own = problem.framework.eager_layers if is_own is None else is_own
+    factors = burst_factors(problem.cluster.device, problem.calibration)
+    return replace(problem, timings=TimingTable.of(measurements, slower=factors, is_own=own))
 
 
 def _published(problem: Problem) -> list[Measurement]:
@@ -277,10 +320,16 @@ def _published(problem: Problem) -> list[Measurement]:
     return for_training(wide, device)
 
 
-def _stored(cluster: ClusterSpec, url: str | None, *, is_own: bool) -> list[Measurement]:
+def usable_operations(framework: Framework) -> list[Operation]:
+    """The operations whose times in the database are those of the kernels that the framework runs."""
     from autoplan.timing import SHAPES
 
-    return stored_timings(cluster, url, [one for one in SHAPES if is_own or one not in _FUSED])
+    return [one for one in SHAPES if framework.eager_layers or one not in _FUSED]
+
+
+def usable_timings(problem: Problem, url: str | None) -> list[Measurement]:
+    """What the database holds of them."""
+    return stored_timings(problem.cluster, url, usable_operations(problem.framework))
 
 
 def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> list[Measurement]:
@@ -321,7 +370,9 @@ def check_rank_order(framework: Framework, rank_order: str) -> None:
         raise InputError(f"{framework.name} has no rank_order {rank_order!r}: use {' or '.join(framework.rank_orders)}")
 
 
-def make_space(problem: Problem, global_batch: str, *, fix: list[str], at_most: list[str], allow: list[str]) -> Space:
+def make_space(
+    problem: Problem, global_batch: str, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]
+) -> Space:
     """The plans that the framework admits for `problem`, within the user's limits."""
     from autoplan.rules import Setting
     from autoplan.rules.books import book_of

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PlanFile,
         RankedPlan,
         RunReport,
+        SpaceFlags,
     )
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
@@ -40,6 +41,12 @@ def is_plan_file(path: Path) -> bool:
 
 def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan, str]:
     """The problem, the best plan and the timings that a plan file names; these are read from the database at `url`."""
+    file = load_plan_file(path)
+    return problem_of(file, url), file.best.plan, file.timings
+
+
+def load_plan_file(path: Path) -> PlanFile:
+    """The plan file at `path`, of a cluster of equal nodes."""
     from autoplan.files import decode, read_table
     from autoplan.result import PlanFile
 
@@ -49,8 +56,7 @@ def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan
             "plans of mixed clusters are not read here" if "mixed_schema_version" in table else "give what search wrote"
         )
         raise InputError(f"{path} is no plan file of a cluster of equal nodes: {what}")
-    file = decode(PlanFile, table, str(path))
-    return problem_of(file, url), file.best.plan, file.timings
+    return decode(PlanFile, table, str(path))
 
 
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:
@@ -77,6 +83,7 @@ def make_plan_file(
     timings: str = "",
     choice: Choice | None = None,
     run: RunReport | None = None,
+    space: SpaceFlags | None = None,
 ) -> PlanFile:
     """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
     from autoplan.cost.estimate import estimate, stage_costs
@@ -107,7 +114,19 @@ def make_plan_file(
         listed_step_s=float(estimate(problem, listed).step_s[0]) if best.placement else None,
         choice=choice,
         run=run,
+        space=space,
     )
+
+
+def write_trace(problem: Problem, plan: ParallelPlan, path: Path, *, force: bool, quiet: bool) -> None:
+    """One step of a plan as a Chrome trace."""
+    from autoplan.cost.timeline import timeline
+    from autoplan.files import write_text
+    from autoplan.report.trace import trace_json
+
+    write_text(path, trace_json(timeline(problem, plan)), force=force)
+    if not quiet:
+        print(f"wrote {path}: open it in ui.perfetto.dev", file=sys.stderr)
 
 
 def make_mixed_file(

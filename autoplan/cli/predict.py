@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ def predict(
     out: Annotated[Path, typer.Option(help="CSV table of predictions to write.")],
     calibration: CalibrationOption = None,
     force: ForceOption = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> None:
     """Price every run of a table from its configuration alone, in the columns that a scorer reads."""
     from autoplan.cli.inputs import check_output
@@ -30,5 +32,21 @@ def predict(
     predictions = [predict_run(run.calibrated(own) if own else run) for run in read_runs(runs)]
     write_text(out, prediction_table(predictions), force=force)
     verdicts = Counter(prediction.verdict for prediction in predictions)
+    if json:
+        from autoplan.cli.outputs import Predicted
+        from autoplan.files import encode
+
+        typer.echo(
+            encode(
+                Predicted(
+                    out=str(out),
+                    runs=len(predictions),
+                    verdicts={str(verdict): count for verdict, count in verdicts.items()},
+                )
+            ),
+            nl=False,
+        )
+        return
     counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     typer.echo(f"{len(predictions)} runs: {counted or 'none priced'}; written to {out}")
+    typer.echo(f"next: autoplan score --runs {shlex.quote(str(runs))} --predictions {shlex.quote(str(out))}", err=True)

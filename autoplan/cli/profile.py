@@ -6,25 +6,41 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from autoplan.cli.inputs import DbOption, FrameworkOption, ModelArgument, QuietOption, whole_number, whole_url
+from autoplan.cli.inputs import DbOption, FrameworkOption, QuietOption, is_typed, whole_number, whole_url
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autoplan.cli.profile_for import Deciding
     from autoplan.cluster import ClusterSpec
     from profiler.launch import Crew
+    from profiler.record import Mode
     from profiler.sweep import Progress, Store
     from profiler.wishes import Planned, Wish
+
+SAID_BY_A_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
 
 
 def profile(
     context: typer.Context,
-    model: ModelArgument,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file."),
+    ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--for",
+            metavar="PLAN",
+            help="In place of MODEL, a plan.json of a search: measure only what could make another plan win.",
+        ),
+    ] = None,
     url: DbOption = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Stop after this long: 90s, 10m, 1h.")] = "10m",
     seq_len: Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")] = 4096,
@@ -53,12 +69,14 @@ def profile(
     allowance: Annotated[str, typer.Option(metavar="TIME", help="How long one measurement may take to settle.")] = "3s",
     limit: Annotated[str, typer.Option(metavar="TIME", help="After how long a rank is taken to hang.")] = "2m",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be measured.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")] = False,
     quiet: QuietOption = False,
 ) -> None:
     """Measure the kernels and collectives that plans for a model are made of, and store them.
 
     Run it on one node, or as the program of torchrun --no-python, srun or mpirun with one rank for each device.  What
     the database holds is not measured again: after an interrupt, or when the budget is spent, run it once more.
+    With --for it says first how sure the order of the best plans is and what the measurements are expected to settle.
     """
     from autoplan.cli.inputs import parse_duration, parse_numbers, parse_words
     from autoplan.read.cluster import load_cluster
@@ -76,23 +94,42 @@ def profile(
     if place and ranks:
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     job_cluster, budget_s = load_cluster(cluster) if cluster else None, parse_duration(budget)
-    wish = Wish(
-        model=load_model(model),
-        framework=load_framework(framework),
-        seq_len=seq_len,
-        tps=parse_numbers(tp, "--tp") if tp else (),
-        micro_batches=parse_numbers(micro_batches, "--micro-batches"),
-        eps=parse_numbers(ep, "--ep"),
-        modes=parse_words(mode, "--mode", ("sustained", "burst")),  # type: ignore[arg-type]
-        only=parse_words(only, "--only", SHAPES) if only else (),  # type: ignore[arg-type]
-    )
+    modes: tuple[Mode, ...] = parse_words(mode, "--mode", ("sustained", "burst"))  # type: ignore[assignment]
+    deciding, wish = None, None
+    if plan_file is not None:
+        from autoplan.cli.profile_for import Deciding
+
+        if said := [name for name in SAID_BY_A_PLAN if is_typed(context, name)]:
+            flags = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in said)
+            raise InputError(f"--for takes it from the plan file what to measure, without {flags}: leave them out")
+        deciding = Deciding(plan_file, whole_url(context, url), modes)
+        job_cluster = deciding.file.cluster
+    elif model is None:
+        context.fail("give MODEL, or the plan file of a search: --for PLAN")
+    else:
+        wish = Wish(
+            model=load_model(model),
+            framework=load_framework(framework),
+            seq_len=seq_len,
+            tps=parse_numbers(tp, "--tp") if tp else (),
+            micro_batches=parse_numbers(micro_batches, "--micro-batches"),
+            eps=parse_numbers(ep, "--ep"),
+            modes=modes,
+            only=parse_words(only, "--only", SHAPES) if only else (),  # type: ignore[arg-type]
+        )
+    # The built-in trainer computes in bf16 on every device.
+    usual = ("bf16",) if wish is not None and wish.framework.eager_layers else ()
     job = Job(
-        dtypes=parse_words(dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8")) if dtypes else (),
+        dtypes=parse_words(dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8"))
+        if dtypes
+        else deciding.dtypes
+        if deciding
+        else usual,
         allowance_s=parse_duration(allowance),
         limit_s=parse_duration(limit),
     )
     num_ranks = place.num_ranks if place else ranks or default_num_ranks()
-    if not wish.tps:
+    if wish is not None and not wish.tps:
         most = job_cluster.devices_per_node if job_cluster else num_ranks
         wish = replace(wish, tps=tuple(degree for degree in wish.degrees() if degree <= most))
     signal.signal(signal.SIGTERM, _on_terminate)
@@ -104,20 +141,25 @@ def profile(
         # The database first: what is wrong with it shall be known before any rank starts.
         from profiler.store import open_store
 
-        _lead(crew, open_store(whole_url(context, url)), wish, budget_s, job_cluster, dry_run=dry_run, quiet=quiet)
+        aim = deciding or wish
+        assert aim is not None
+        store = open_store(whole_url(context, url))
+        _lead(crew, store, aim, budget_s, job_cluster, dry_run=dry_run, json=json, quiet=quiet)
 
 
 def _lead(
     crew: Crew,
     store: Store,
-    wish: Wish,
+    aim: Wish | Deciding,
     budget_s: float,
     cluster: ClusterSpec | None,
     *,
     dry_run: bool,
+    json: bool,
     quiet: bool,
 ) -> None:
     """What the program beside rank 0 does."""
+    from autoplan.cli.profile_for import Deciding, print_ranking, print_settling
     from autoplan.cli.progress import measuring_bar
     from autoplan.report.terminal import make_console
     from profiler.sweep import Progress, extrapolations, outliers, run
@@ -126,13 +168,25 @@ def _lead(
     hello = crew.start()
     assert hello is not None
     known = store.known(hello.fingerprint)
-    planned = plan(wish, hello, known)
+    found = None
+    if isinstance(aim, Deciding):
+        found, planned = aim.planned(hello, known)
+        wish = next(iter(aim.wishes.values()))
+    else:
+        planned, wish = plan(aim, hello, known), aim
     if not quiet:
         _say(f"{hello.fingerprint.device}: {len(hello.hosts)} ranks on {hello.num_nodes} nodes")
         remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
         for remark in [*remarks, *(f"not measured: {what}" for what in unmeasured(wish))]:
             _say(f"warning: {remark}")
     console = make_console()
+    if json and (dry_run or not planned):
+        _print_json(Progress(total=len(planned)))
+        return
+    if found is not None and not json:
+        print_settling(console, found, planned)
+        if dry_run or not planned:
+            return
     if dry_run:
         _print_plan(console, planned, len(known), budget_s)
         return
@@ -160,7 +214,16 @@ def _lead(
     except (KeyboardInterrupt, SystemExit):
         _say(f"interrupted: {_tally(progress)} stored; the same command measures the rest")
         raise
-    _print_outcomes(console, progress)
+    if json:
+        _print_json(progress)
+    else:
+        _print_outcomes(console, progress)
+        if found is not None and isinstance(aim, Deciding):
+            aim.measured()
+            after, _ = aim.planned(hello, store.known(hello.fingerprint))
+            print_ranking(console, found, after, aim.ranking())
+    if not quiet and not progress.num_left:
+        _say("next: autoplan search MODEL --timings db ..., which takes these times before its own")
     if progress.num_left:
         _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
 
@@ -190,7 +253,7 @@ def _check_torch() -> None:
     import importlib.util
 
     if missing := [name for name in ("torch", "psutil") if importlib.util.find_spec(name) is None]:
-        raise InputError(f"profiling needs {' and '.join(missing)}: pip install 'autoplan[profile]'")
+        raise InputError(f"this needs {' and '.join(missing)}: pip install 'autoplan[profile]'")
 
 
 def _print_plan(console: Console, planned: list[Planned], num_known: int, budget_s: float) -> None:
@@ -218,6 +281,15 @@ def _print_plan(console: Console, planned: list[Planned], num_known: int, budget
         f"{len(planned)} measurements in about {format_seconds(expected_s)} on a quiet machine; "
         f"the budget is {format_seconds(budget_s)}; {num_known} are in the database"
     )
+
+
+def _print_json(progress: Progress) -> None:
+    from autoplan.cli.outputs import Profiled
+    from autoplan.files import encode
+
+    outcomes = {str(operation): dict(counts) for operation, counts in progress.counts().items()}
+    made = Profiled(planned=progress.total, outcomes=outcomes, elapsed_s=progress.elapsed_s, left=progress.num_left)
+    typer.echo(encode(made), nl=False)
 
 
 def _print_outcomes(console: Console, progress: Progress) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+def say_how_to_watch(storage: str) -> None:
+    """Name the command that shows a study while it grows."""
+    print(f"autoplan: watch it: optuna-dashboard {shlex.quote(storage)}", file=sys.stderr)
 
 
 @contextmanager
@@ -41,3 +47,20 @@ def progress_bar(
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def live_line(*, quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """Two functions: one says a line that stays, the other what goes on now, where stderr is a terminal."""
+    if quiet:
+        yield (lambda line: None), (lambda line: None)
+        return
+    if not sys.stderr.isatty():
+        yield (lambda line: print(f"autoplan: {line}", file=sys.stderr, flush=True)), (lambda line: None)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True, highlight=False, emoji=False)
+    with console.status("starting") as status:
+        yield (lambda line: console.print(escape(line), soft_wrap=True)), (lambda line: status.update(escape(line)))

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.inputs import ForceOption, QuietOption
-from autoplan.errors import AutoplanError, InputError
+from autoplan.errors import AutoplanError, InputError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autoplan.children import Place
     from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
     from autoplan.trainer.task import Advance, Command, Predicted, Report, RunFile, Task
@@ -41,7 +42,9 @@ def run(
     limit: Annotated[
         str, typer.Option(metavar="TIME", help="Of a step, or of PROGRAM's silence, after which it is taken to hang.")
     ] = "5m",
-    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep what PROGRAM writes.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep what PROGRAM writes, or a line a step of the trainer.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")] = None,
     db: Annotated[
         str | None, typer.Option(metavar="URL", help="Keep the run in this timing database, out of memory or not.")
@@ -56,6 +59,7 @@ def run(
     --command -- PROGRAM ARG... it starts that, once; its log may be one of Megatron-LM, torchtitan, nanotron,
     DeepSpeed or HF Trainer, and it is ended after the steps.
     """
+    from autoplan.children import CrewError, place_from
     from autoplan.cli.command import ProgramError, run_command
     from autoplan.cli.inputs import check_output, parse_duration, whole_url
     from autoplan.cli.planfile import read_plan
@@ -68,20 +72,22 @@ def run(
         raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
     if command and (check or data != "text"):
         raise InputError("--check and --data are of the built-in trainer: leave them out with --command")
-    if log is not None and not command:
-        raise InputError("--log keeps what the PROGRAM of --command writes")
     if data not in ("text", "synthetic"):
         raise InputError(f"no data {data!r}: text or synthetic")
     if out is not None:
         check_output(out, force=force)
     limit_s = parse_duration(limit)
     problem, wanted, _ = read_plan(plan)
-    keeper = RunKeeper(whole_url(context, db)) if db else None
+    place = None if command else place_from(os.environ)
+    leads = place is None or place.rank == 0
+    keeper = RunKeeper(whole_url(context, db)) if db and leads else None
     task: Task | Command
     report: Report | None
-    if program:
-        predicted = _predicted(problem, wanted)
-        try:
+    if not program:
+        problem = _of_trainer(problem)
+    predicted = _predicted(problem, wanted)
+    try:
+        if program:
             task, report = run_command(
                 problem,
                 wanted,
@@ -93,37 +99,40 @@ def run(
                 force=force,
                 quiet=quiet,
             )
-        except ProgramError as error:
+        else:
+            task = Task(
+                model=problem.model,
+                plan=wanted,
+                seq_len=problem.training.seq_len,
+                dtype="bf16",
+                num_steps=steps,
+                num_warmup=warmup,
+                data="text" if data == "text" else "synthetic",
+                checks=check,
+                limit_s=limit_s,
+            )
+            report = _train(task, place, log=log, force=force, quiet=quiet)
+    except (ProgramError, CrewError) as error:
+        try:
             if keeper:
-                keeper.keep_failure(problem, wanted, predicted, str(error), is_oom=error.is_out_of_memory)
-            raise
-    else:
-        task = Task(
-            model=problem.model,
-            plan=wanted,
-            seq_len=problem.training.seq_len,
-            dtype="bf16",
-            num_steps=steps,
-            num_warmup=warmup,
-            data="text" if data == "text" else "synthetic",
-            checks=check,
-            limit_s=limit_s,
-        )
-        problem = _of_trainer(problem)
-        predicted = _predicted(problem, wanted)
-        report = _train(task, quiet=quiet)
+                keeper.keep_failure(problem, wanted, predicted, error, is_own=not program)
+        except StoreError as unkept:
+            raise AutoplanError(f"{error}; and this was not stored: {unkept}") from None
+        raise
     if report is None:
         return
     made = RunFile(task=task, predicted=predicted, measured=report)
     text = encode(made)
-    if out is not None:
-        write_text(out, text, force=force)
     if as_json:
         typer.echo(text, nl=False)
     else:
         _print_run(make_console(), made)
-    if keeper and (report.check is None or report.check.holds):
-        keeper.keep(problem, wanted, predicted, report, log_of=getattr(task, "log_of", ""))
+    try:
+        if keeper and (report.check is None or report.check.holds):
+            keeper.keep(problem, wanted, predicted, report, log_of=getattr(task, "log_of", ""))
+    finally:  # a disk that is full for the one need not be for the other
+        if out is not None:
+            write_text(out, text, force=force)
     if report.check is not None and not report.check.holds:
         raise AutoplanError(
             f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "
@@ -131,22 +140,33 @@ def run(
         )
 
 
-def _train(task: Task, *, quiet: bool) -> Report | None:
+def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, quiet: bool) -> Report | None:
     """What the built-in trainer reports; None where this is another rank than the first."""
-    from autoplan.children import place_from
+    from autoplan.cli.command import opened_log
     from autoplan.cli.profile import _check_torch, _on_terminate
     from autoplan.cli.progress import progress_bar
+    from autoplan.read.logs.trainer import line
     from autoplan.trainer.run import run_task
 
     _check_torch()
     signal.signal(signal.SIGTERM, _on_terminate)
-    with progress_bar(quiet=quiet, doing="training", unit="steps") as show:
+    num_done = 0
+    with (
+        progress_bar(quiet=quiet, doing="training", unit="steps") as show,
+        opened_log(log, force=force) as keep,
+    ):
 
         def advance(now: Advance) -> None:
+            nonlocal num_done
+            num_done = now.step + 1
+            keep(line(num_done, now.step_s, now.loss).encode())
             if show:
-                show(now.step + 1, task.num_warmup + task.num_steps)
+                show(num_done, task.num_warmup + task.num_steps)
 
-        return run_task(task, place_from(os.environ), advance=advance)
+        try:
+            return run_task(task, place, advance=advance)
+        except KeyboardInterrupt:
+            raise AutoplanError(f"interrupted after {num_done} steps: the ranks were ended") from None
 
 
 def _of_trainer(problem: Problem) -> Problem:

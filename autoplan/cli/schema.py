@@ -1,22 +1,69 @@
-"""`autoplan schema`: what may stand in the files that autoplan reads and writes?"""
+"""`autoplan schema`: what may stand in the files that autoplan reads and writes, and in what it prints as JSON?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Any, get_args
 
 import typer
 
+from autoplan.cli.complete import words
 from autoplan.errors import InputError
 
-KINDS = ("model", "cluster", "mixed-cluster", "framework", "training", "plan", "mixed-plan")
+FILES = ("model", "cluster", "mixed-cluster", "framework", "training", "plan", "mixed-plan", "job-template")
+# By command, what it prints with --json; 'db-add' is what becomes of records that `db push`, `pull` and `import` add.
+PRINTED = {
+    "search": "plan",
+    "estimate": "plan",
+    "explain": "explain",
+    "compare": "compare",
+    "export": "export",
+    "read": "read",
+    "predict": "predict",
+    "score": "score",
+    "calibrate": "calibrate",
+    "discover": "discover",
+    "profile": "profile",
+    "topo": "topo",
+    "run": "run",
+    "tune": "tune",
+    "doctor": "doctor",
+    "db info": "db-info",
+    "db list": "db-list",
+    "db show": "db-show",
+    "db push": "db-add",
+    "db pull": "db-add",
+    "db import": "db-add",
+    "db export": "db-export",
+    "db check": "db-check",
+    "db hide": "db-hide",
+    "db unhide": "db-hide",
+}
+KINDS = tuple(dict.fromkeys((*FILES, *PRINTED.values())))
 
 
-def schema(kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="The file that is described.")]) -> None:
-    """Print the JSON Schema of a file."""
+def schema(
+    kind: Annotated[
+        str,
+        typer.Argument(metavar="KIND", help=f"What is described: {', '.join(KINDS)}.", autocompletion=words(KINDS)),
+    ],
+) -> None:
+    """Print the JSON Schema of a file, or of what a command prints with --json.
+
+    search and estimate print a plan (mixed-plan where the parts of a cluster are unlike).
+    """
     import json
 
+    if kind not in KINDS:
+        raise InputError(f"no schema {kind!r}: known are {', '.join(KINDS)}")
+    typer.echo(json.dumps(_files()[kind]() if kind in FILES else _printed(kind), indent=2))
+
+
+def _files() -> Mapping[str, Callable[[], dict[str, Any]]]:
+    """The schemas of files.  People write all of them in human units but plan.json, which autoplan writes in SI."""
     from autoplan import files
+    from autoplan.job_template import job_template_schema
     from autoplan.model import ModelSpec
     from autoplan.read.cluster import cluster_schema
     from autoplan.read.framework import framework_schema
@@ -24,8 +71,7 @@ def schema(kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="Th
     from autoplan.result import MixedPlanFile, PlanFile
     from autoplan.training import TrainingSpec
 
-    # People write all of them in human units but plan.json, which autoplan writes in SI.
-    schemas: dict[str, Callable[[], dict[str, Any]]] = {
+    return {
         "model": lambda: files.schema(ModelSpec, human_units=True),
         "cluster": cluster_schema,
         "mixed-cluster": mixed_schema,
@@ -33,7 +79,67 @@ def schema(kind: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="Th
         "training": lambda: files.schema(TrainingSpec, human_units=True),
         "plan": lambda: files.schema(PlanFile, human_units=False),
         "mixed-plan": lambda: files.schema(MixedPlanFile, human_units=False),
+        "job-template": job_template_schema,
     }
-    if kind not in schemas:
-        raise InputError(f"no schema {kind!r}: known are {', '.join(KINDS)}")
-    typer.echo(json.dumps(schemas[kind](), indent=2))
+
+
+def _printed(kind: str) -> dict[str, Any]:
+    """The schema of what a command prints, in SI units."""
+    from autoplan.cli import outputs
+    from autoplan.cli.from_logs import Imported
+    from autoplan.read.launch import Launch
+    from autoplan.report.compare import Compared
+    from autoplan.result import Explanation, TuneReport
+    from profiler.discover.report import ReportFile
+    from profiler.doctor import Checkup
+    from profiler.store import Added, Finding
+
+    types: dict[str, Any] = {
+        "explain": Explanation,
+        "compare": list[Compared],
+        "export": outputs.Exported,
+        "read": Launch,
+        "predict": outputs.Predicted,
+        "score": dict[str, dict[str, float | None]],
+        "calibrate": outputs.Calibrated | Imported,
+        "discover": ReportFile,
+        "profile": outputs.Profiled,
+        "topo": outputs.Topology | outputs.MixedTopology,
+        "tune": TuneReport,
+        "doctor": Checkup,
+        "db-info": outputs.Held,
+        "db-list": list[outputs.Listed] | list[outputs.ListedRun],
+        "db-show": outputs.Shown | outputs.ListedRun,
+        "db-add": Added,
+        "db-export": outputs.Written,
+        "db-check": list[Finding],
+        "db-hide": outputs.Changed,
+    }
+    if kind == "run":
+        return _run_schema()
+    several = get_args(types[kind]) if isinstance(types[kind], UnionType) else (types[kind],)
+    return _any_of(several)
+
+
+def _any_of(kinds: Sequence[Any]) -> dict[str, Any]:
+    """The schema of a value of one of some types; msgspec itself takes no union of two dataclasses."""
+    from autoplan import files
+
+    parts = [files.schema(one, human_units=False) for one in kinds]
+    definitions = {name: body for part in parts for name, body in part.pop("$defs", {}).items()}
+    return {**(parts[0] if len(parts) == 1 else {"anyOf": parts}), "$defs": definitions}
+
+
+def _run_schema() -> dict[str, Any]:
+    """That of `autoplan.trainer.task.RunFile`, whose task is one of two."""
+    from autoplan.trainer.task import Command, Predicted, Report, Task
+
+    fields = {"task": _any_of((Task, Command)), "predicted": _any_of((Predicted,)), "measured": _any_of((Report,))}
+    definitions = {name: body for part in fields.values() for name, body in part.pop("$defs").items()}
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+        "$defs": definitions,
+    }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.cli.complete import presets, words
 from autoplan.cli.inputs import (
     AsOption,
     AttentionOption,
@@ -59,7 +60,11 @@ def search(
     cluster: ClusterOption,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.",
+            autocompletion=presets("models"),
+        ),
     ] = None,
     launch_file: Annotated[
         Path | None,
@@ -121,7 +126,8 @@ def search(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where workers meet and a search resumes: a path, sqlite:///, postgresql:// or grpc://host:port.",
+            help="Where workers meet and a search resumes: a path, sqlite:///, postgresql:// or grpc://host:port. "
+            "Watch it with optuna-dashboard.",
         ),
     ] = None,
     study: Annotated[
@@ -130,11 +136,18 @@ def search(
     workers: Annotated[int, whole_number("--workers", "N", "Processes on this machine that share the search.")] = 1,
     sampler: Annotated[
         str,
-        typer.Option(metavar="NAME", help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials cells."),
+        typer.Option(
+            metavar="NAME",
+            help="bound proves; tpe, gp, nsga2, cmaes and random only try --trials cells.",
+            autocompletion=words(("bound", "tpe", "gp", "nsga2", "cmaes", "random")),
+        ),
     ] = "bound",
     trials: Annotated[int, whole_number("--trials", "N", "Cells to try with such a sampler.")] = 100,
     seed: Annotated[int, whole_number("--seed", "N", "Of such a sampler.")] = 0,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan file is written.")] = Path("plan.json"),
+    page: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Also write the HTML page of `autoplan report`.")
+    ] = None,
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -153,8 +166,11 @@ def search(
     from autoplan.files import encode, write_text
     from autoplan.parts import MixedCluster
     from autoplan.read.mixed import load_parts
+    from autoplan.result import SpaceFlags
 
     check_output(out, force=force)
+    if page is not None:
+        check_output(page, force=force)
     if robust is not None and not 0.5 <= robust < 1:
         raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
@@ -208,12 +224,18 @@ def search(
             raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
         if run_flags.are_given:
             raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
+        if page is not None:
+            raise InputError("no page shows the plan of a mixed cluster yet: leave --report out")
         narrowed = bool(fix or bounds)
         mixed = make_mixed_problem(flags, parts)
         search_parts(
             mixed, global_batch, narrowed=narrowed, allow=allow or [], out=out, force=force, json=json, quiet=quiet
         )
         return
+    if storage and not storage.startswith("grpc:") and not quiet:
+        from autoplan.cli.progress import say_how_to_watch
+
+        say_how_to_watch(storage)
     problem = make_problem(flags)
     wishes = allow or []
     if started and not (fix or bounds):
@@ -221,8 +243,10 @@ def search(
 
         wishes = [*wishes, *allowed_for(problem, started.plan)]
 
+    asked = SpaceFlags(global_batch=global_batch, fix=tuple(fix or ()), at_most=tuple(bounds), allow=tuple(wishes))
+
     def space_of(one: Problem) -> Space:
-        return make_space(one, global_batch, fix=fix or [], at_most=bounds, allow=wishes)
+        return make_space(one, asked.global_batch, fix=asked.fix, at_most=asked.at_most, allow=asked.allow)
 
     from autoplan.cli.progress import progress_bar
     from search.advice import check_result
@@ -243,7 +267,7 @@ def search(
             with helped(help_out, workers - 1), progress_bar(quiet=quiet, unit="sizes") as advance:
                 chosen = help_out(progress=advance)
         file = make_plan_file(
-            chosen.problem, chosen.plans, chosen.certificate, timings=timings or "", run=chosen.report
+            chosen.problem, chosen.plans, chosen.certificate, timings=timings or "", run=chosen.report, space=asked
         )
     else:
         space = space_of(problem)
@@ -264,7 +288,9 @@ def search(
         choice = choice_of(result)
         if why:
             choice = _explained(choice, problem, space, result, margin)
-        file = make_plan_file(problem, result.rivals, result.certificate, timings=timings or "", choice=choice)
+        file = make_plan_file(
+            problem, result.rivals, result.certificate, timings=timings or "", choice=choice, space=asked
+        )
         if started:
             from autoplan.cli.today import today_of
 
@@ -274,7 +300,7 @@ def search(
     if json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.terminal import make_console, print_next_step, print_search
+        from autoplan.report.terminal import make_console, print_next_steps, print_search
 
         console = make_console()
         print_search(console, file)
@@ -287,7 +313,11 @@ def search(
             from search.axes import NAMES
 
             print_today(console, file.today, NAMES)
-        print_next_step(console, *_next_step(file, out))
+        print_next_steps(console, ("why", f" autoplan explain {shlex.quote(str(out))}"), _next_step(file, out))
+    if page is not None:
+        from autoplan.cli.report import write_page
+
+        write_page(file, out, page, url=flags.db, force=force, quiet=quiet)
     if quiet:
         return
     if file.best.verdict != "fits":
@@ -327,16 +357,9 @@ def _shared(storage: str | None, study: str | None, workers: int) -> Iterator[Sh
 
 def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:
     """What to type next, or why no file starts the plan."""
-    from autoplan.export.targets import TARGETS, job_of
+    from autoplan.cli.starting import start_of
 
-    # What runs today, else what bears the name of its rules, comes before others that take the plan.
-    first = (file.today.target if file.today else "", file.framework.rules)
-    known = sorted(TARGETS.values(), key=lambda one: first.index(one.name) if one.name in first else len(first))
-    target = next((one for one in known if file.framework.rules in one.rules), None)
-    if target is None:
-        return "no launch script", f"no launch files are written for {file.framework.name}"
     try:
-        job_of(file, target.name)
+        return "next", start_of(file, out)
     except AutoplanError as error:
         return "no launch script", str(error)
-    return "next", f"autoplan export {shlex.quote(str(out))} --to {target.name} --launcher torchrun --out launch"

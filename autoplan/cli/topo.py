@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.cli.complete import presets
 from autoplan.cli.inputs import ForceOption
 from autoplan.errors import InputError
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def topo(
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="As for search.")],
+    cluster: Annotated[
+        str, typer.Argument(metavar="CLUSTER", help="As for search.", autocompletion=presets("clusters"))
+    ],
     plan: Annotated[
         Path | None, typer.Option(metavar="PLAN", help="Show what a step of this plan.json moves over the links.")
     ] = None,

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost.estimate import NORMAL_90, estimate
+from autoplan.cost.estimate import NORMAL_90, estimate, spread_kinds
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
-from autoplan.timing import FACTORS, Calibration
+from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
 
 Floats = NDArray[np.float64]
 
@@ -29,6 +29,15 @@ MOST_FACTOR = 3.3  # e^1.2: beyond it a factor stands for something else than it
 SOLVED = 0.01  # change of a factor's logarithm below which a fit is done
 MOST_ROUNDS = 5
 _NUDGE = 0.02  # of a factor's logarithm, for its slope
+
+# What is known of one cluster before it is measured, as standard deviations of logarithms: its factors lie so far from
+# the shipped ones, its runs so far from the model with its own factors, more so by that share of the spread of their
+# kind.  Both have long tails, a few clusters and runs are far off: Student's t with one degree of freedom for runs, two
+# for `overall`.  Chosen on the sources of published runs, each left out in turn (benchmarks/results, few_runs).
+CLUSTER_SPREAD = 0.05
+RUN_SPREAD = 0.05
+RUN_SHARE = 0.2
+_MOST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +122,38 @@ class Linearised:
         found = least_squares(residuals, np.clip(self._at, -0.99 * most, 0.99 * most), bounds=(-most, most))
         return with_factors(base, self.names, found.x)
 
+    def near(self, base: Calibration, spreads: Floats, rows: Sequence[int] | slice = slice(None)) -> Calibration:
+        """`base` with the factors of one cluster, likeliest after the runs at `rows`, whose errors have `spreads`.
+
+        The first factor must be `overall`.  Of the two places where the optimum may be, near the base and at the level
+        of the runs, the likelier is taken; each is found by least squares weighted anew, as for any Student's t.
+        """
+        prior = np.log([getattr(base, name) for name in self.names])
+        slopes, spread = self._slopes[rows], spreads[rows]
+        errors = self._errors[rows] + slopes @ (prior - self._at)
+        starts = np.zeros((2, len(self.names)))
+        starts[1, 0] = -np.median(errors)
+        found = [_likeliest(errors, slopes, spread, start) for start in starts]
+        logs = prior + min(found, key=lambda one: one[0])[1]
+        return with_factors(base, self.names, np.clip(logs, -np.log(MOST_FACTOR), np.log(MOST_FACTOR)))
+
+
+def _likeliest(errors: Floats, slopes: Floats, spread: Floats, start: Floats) -> tuple[float, Floats]:
+    """(minus the logarithm of the likelihood, changes of the factors' logarithms), from `start` on."""
+    found: Floats = start
+    for _ in range(_MOST_STEPS):
+        weights = 2.0 / (spread**2 + (errors + slopes @ found) ** 2)
+        ridge = np.full(len(found), CLUSTER_SPREAD**-2.0)
+        ridge[0] = 3.0 / (2.0 * CLUSTER_SPREAD**2 + found[0] ** 2)
+        before = found
+        curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(ridge)
+        found = -np.asarray(np.linalg.solve(curvature, slopes.T @ (weights * errors)), dtype=np.float64)
+        if np.abs(found - before).max() < 1e-6:
+            break
+    scaled, change = (errors + slopes @ found) / spread, found / CLUSTER_SPREAD
+    cost = np.log1p(scaled**2).sum() + 1.5 * np.log1p(change[0] ** 2 / 2.0) + (change[1:] ** 2).sum() / 2.0
+    return float(cost), found
+
 
 def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] | None = None) -> Calibration:
     """`base` with the factors under which `runs` are likeliest; its spreads are left as they are.
@@ -163,34 +204,56 @@ class Fitted:
 PRIOR_RUNS = 10
 
 
-def calibrated(runs: Sequence[MeasuredRun], *, name: str) -> Fitted:
-    """The calibration of `runs` of one framework on one kind of device, from the one that their problems have.
+def fit_cluster(runs: Sequence[MeasuredRun]) -> Calibration:
+    """The calibration of the cluster that `runs` of one framework ran on, from the one that their problems have.
 
-    Its interval comes from the errors of each run under a fit without it, and, where runs are few, from the interval
-    that it starts with.
+    Every factor moves, but away from the shipped ones no further than the runs make likely: of three that scatter
+    nothing is learnt, of three that agree their level.
+    """
+    base, spreads = runs[0].problem.calibration, _run_spreads(runs)
+    found = base
+    for _ in range(MOST_ROUNDS):
+        before, found = found, Linearised(runs, FACTORS, found).near(base, spreads)
+        if max(abs(np.log(getattr(found, name) / getattr(before, name))) for name in FACTORS) < SOLVED:
+            break
+    return found
+
+
+def calibrated(runs: Sequence[MeasuredRun], *, name: str) -> Fitted:
+    """`fit_cluster`, with intervals from the errors of each run under a fit without it.
+
+    Where runs of a kind are few, the interval that the kind starts with counts too; it stays where there are none.
     """
     base = runs[0].problem.calibration
     before = _log_errors(runs, base)
-    whole = fit(runs, base)
-    model = Linearised(runs, factors_for(len(runs)), whole)
+    whole, spreads, kinds = fit_cluster(runs), _run_spreads(runs), _kinds(runs)
+    model = Linearised(runs, FACTORS, whole)
     others = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
-    left_out = np.array([_log_errors([run], model.fit(base, rest))[0] for run, rest in zip(runs, others, strict=True)])
-    weight = len(runs) / (len(runs) + PRIOR_RUNS)
-    spread = np.sqrt(weight * conformal_spread(left_out) ** 2 + (1 - weight) * base.time_spread**2)
+    left_out = np.array([model.log_errors(model.near(base, spreads, rest), [at])[0] for at, rest in enumerate(others)])
+    changed: dict[str, float] = {}
+    for at, (kind, started) in enumerate(zip(TIME_SPREADS, base.time_spreads, strict=True)):
+        if len(own := left_out[kinds == at]):
+            weight = len(own) / (len(own) + PRIOR_RUNS)
+            changed[kind] = float(np.sqrt(weight * conformal_spread(own) ** 2 + (1 - weight) * started**2))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
-        calibration=replace(
-            whole,
-            name=name,
-            time_spread=float(spread),
-            tensor_time_spread=None,
-            pipeline_time_spread=None,
-            spine_time_spread=None,
-            sources=sources,
-        ),
+        calibration=replace(whole, name=name, sources=sources, **changed),
         median_error_before=float(np.median(np.abs(np.expm1(before)))),
         median_error=float(np.median(np.abs(np.expm1(left_out)))),
     )
+
+
+def _kinds(runs: Sequence[MeasuredRun]) -> NDArray[np.int64]:
+    """Which of `TIME_SPREADS` holds for every run."""
+    batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
+    kinds = [spread_kinds(run.problem, batch)[0] for run, batch in zip(runs, batches, strict=True)]
+    return np.array(kinds, dtype=np.int64)
+
+
+def _run_spreads(runs: Sequence[MeasuredRun]) -> Floats:
+    """How far every run may be from the model with the right factors."""
+    spreads = runs[0].problem.calibration.time_spreads[_kinds(runs)]
+    return np.asarray(np.hypot(RUN_SPREAD, RUN_SHARE * spreads))
 
 
 def _log_errors(runs: Sequence[MeasuredRun], calibration: Calibration) -> Floats:

@@ -508,7 +508,7 @@ def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
     loss = memory_bound_s(problem, moved)
     if not problem.timings.is_empty:
         loss = find_kernels(problem, wide, "cross_entropy", tokens, logits).otherwise(2 * loss) / 2
-    longer = head_factor(problem, wide, (tokens, hidden, columns), once + data + weight + 2 * loss)
+    longer = head_factor(problem, wide, (tokens, hidden, padded_vocab(problem, batch)), once + data + weight + 2 * loss)
     once, data, weight, loss = longer * once, longer * data, longer * weight, longer * loss
     # Every prediction depth runs the head once more, after a projection of the hidden state beside the next embedding.
     forward, backward = (1 + depths) * (once + loss), (1 + depths) * (data + weight + loss)

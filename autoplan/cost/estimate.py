@@ -12,12 +12,8 @@ from numpy.typing import NDArray
 
 from autoplan.cost.communication import Links
 from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
-from autoplan.cost.compute import (
-    KERNEL_AXES,
-    add_up,
-    head_s,
-)
-from autoplan.cost.layer import TERMS, BlockCost, block_costs, fsdp_s
+from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
+from autoplan.cost.layer import TERMS, BlockCost, block_costs, fsdp_s, layer_parameters
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
     MEMORY_TERMS,
@@ -38,6 +34,7 @@ from autoplan.cost.tail import (
     shown_gather_s,
     shown_reduce_s,
 )
+from autoplan.cost.whole import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
 from autoplan.model import Block
 from autoplan.plan import SCHEDULES, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
@@ -82,6 +79,9 @@ class Work:
     links: Links
     costs: dict[Block, BlockCost]
     head: tuple[Floats, Floats, Floats]  # forward, backward, weight gradients in it
+    embedding_s: Floats  # both passes, where it was measured
+    action_s: Floats  # of the host for one pass through a chunk of a pipeline, where it was measured
+    shared: SharedStates
     message_s: Floats
 
     @classmethod
@@ -94,6 +94,9 @@ class Work:
             links=links,
             costs=block_costs(problem, batch, links),
             head=(forward, backward, weight),
+            embedding_s=embedding_s(problem, batch),
+            action_s=action_s(problem, batch),
+            shared=shared_states(problem, batch),
             message_s=message_s(problem, batch, links),
         )
 
@@ -104,6 +107,9 @@ class Work:
             links=self.links,
             costs={block: cost.take(which) for block, cost in self.costs.items()},
             head=(forward, backward, weight),
+            embedding_s=self.embedding_s[which],
+            action_s=self.action_s[which],
+            shared=self.shared.take(which),
             message_s=self.message_s[which],
         )
 
@@ -128,20 +134,29 @@ class Stages:
 
 
 def _sharded_ends(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, links: Links, ends: Floats
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, work: Work, ends: Floats
 ) -> tuple[tuple[Floats, Floats], ...]:
     """((forward, backward) of the embedding, (forward, backward) of the head): exposed traffic of their shards.
 
     `ends` are their parameters by stage.  The embedding is needed first and reduced last, so that nothing is left to
     hide behind; the head's travel beside the layers.
     """
-    places, none = groups(batch), np.zeros(len(batch))
+    places, none, shared = groups(batch), np.zeros(len(batch)), work.shared
     share = np.where(blocks.is_last[:, 0], 0.5, 1.0)  # one stage may hold both
-    embedding = fsdp_s(problem, batch, links, places, share * ends[:, 0], none)
-    head = (ends * blocks.is_last).sum(axis=1)
-    forward, backward = fsdp_s(problem, batch, links, places, share * head, none)
+    table, head = share * ends[:, 0], share * (ends * blocks.is_last).sum(axis=1)
+    embedding = fsdp_s(problem, batch, work.links, places, table, none)
+    forward, backward = fsdp_s(problem, batch, work.links, places, head, none)
     unhidden = problem.framework.fsdp_unhidden_share
-    return embedding, (unhidden * forward, unhidden * backward)
+    forward, backward = unhidden * forward, unhidden * backward
+    if shared.known.any():
+        every_s = shared.every_s / layer_parameters(problem, batch)
+        embedding = (
+            np.where(shared.known, 0.0, embedding[0]),
+            np.where(shared.known, table * every_s, embedding[1]),
+        )
+        forward = np.where(shared.known, 0.0, forward)
+        backward = np.where(shared.known, head * every_s, backward)
+    return embedding, (forward, backward)
 
 
 def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
@@ -181,9 +196,16 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
     # As of launches, a third of them forward.
     forward += retries / 3
     backward += retries * 2 / 3
-    embedding, head_traffic = _sharded_ends(problem, batch, blocks, work.links, parameters.ends)
-    forward[:, 0] += embedding[0]
-    backward[:, 0] += embedding[1]
+    embedding, head_traffic = _sharded_ends(problem, batch, blocks, work, parameters.ends)
+    first = (
+        embedding[0] + FORWARD_SHARE * work.embedding_s,
+        embedding[1] + (1 - FORWARD_SHARE) * work.embedding_s,
+    )
+    forward[:, 0] += first[0]
+    backward[:, 0] += first[1]
+    actions = (work.action_s * batch.vp)[:, None]
+    forward += actions
+    backward += actions
     forward += blocks.at_last(head_forward + head_traffic[0])
     backward += blocks.at_last(head_backward + head_traffic[1])
     return Stages(
@@ -194,7 +216,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
         head=(head_forward, head_backward),
         head_weight_s=head_weight,
         ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
-        first=(embedding[0], embedding[1]),
+        first=first,
         last=(head_forward + head_traffic[0], head_backward + head_traffic[1]),
         forward_s=forward,
         backward_s=backward,
@@ -268,18 +290,22 @@ def _chunk_times(
     problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int
 ) -> tuple[Floats, Floats, Floats]:
     """(forward, backward, weight gradients in it) of one micro-batch through every chunk: shape (plans, chunks)."""
-    forward, backward, weight = (np.zeros((len(rows), len(layout))) for _ in range(3))
+    forward, backward, weight, split = (np.zeros((len(rows), len(layout))) for _ in range(4))
     one = np.array([layout]), np.array([num_repeated])
     for block, (count, again) in chunk_blocks(problem.model, *one).items():
         cost = laid.work.costs[block]
         forward += count * cost.total_forward_s[rows, None]
         backward += count * cost.total_backward_s[rows, None] + again * cost.total_repeat_s[rows, None]
         weight += count * cost.weight_s[rows, None]
+        split += count * cost.split_s[rows, None]
     for chunk, ends in ((0, laid.first), (-1, laid.last)):
         forward[:, chunk] += ends[0][rows]
         backward[:, chunk] += ends[1][rows]
     weight[:, -1] += laid.head_weight_s[rows]
-    return forward, backward, weight
+    action = laid.work.action_s[rows, None]
+    if not problem.framework.splits_first_chunk:
+        weight[:, 0], split[:, 0] = backward[:, 0], 0.0
+    return forward + action, backward + split + 2 * action, weight + action
 
 
 def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
@@ -287,15 +313,19 @@ def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
     batch, links = laid.batch, laid.work.links
     stages = laid.forward_s.shape[1]
     reduce, gather = reduction_s(problem, batch, laid.blocks, laid.parameters, links)
-    layers = first_layers(laid.blocks)
-    exposed = shown_reduce_s(problem, batch, laid.backward_s, layers, reduce)
-    shown = shown_gather_s(problem, batch, laid.forward_s, layers, gather)
+    few = first_layers(laid.blocks)
+    exposed = shown_reduce_s(problem, batch, laid.backward_s, few, reduce)
+    shown = shown_gather_s(problem, batch, laid.forward_s, few, gather)
+    if (shared := laid.work.shared).known.any():
+        # Gathers of the first passes and reductions of the last ones, of layers and ends alike.
+        layers = laid.parameters.dense.max(axis=1) / layer_parameters(problem, batch)
+        exposed = np.where(shared.known, layers * shared.once_s, exposed)
+        shown = np.where(shared.known, 0.0, shown)
     if problem.model.tied_embeddings and stages > 1:
         ends = (groups(batch).pp[0] * (stages - 1), np.full(len(batch), 2, dtype=np.int64))
         tied = links.all_reduce_s(*ends, tied_table_bytes(problem, batch))
         # The rank that begins and ends a V has one table.
         exposed = exposed + np.where(laid.blocks.is_last[:, 0], 0.0, tied)
-
     own = own_parameters(batch, laid.parameters).max(axis=1)
     held = (laid.parameters.dense + laid.parameters.expert).max(axis=1)
     update = optimizer_s(problem, batch, own, held)
@@ -325,7 +355,9 @@ def work_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
         terms[name] = m * per_microbatch
     on_last = laid.blocks.is_last[rows, stage]
     terms["fsdp_communication"] += m * (np.where(stage == 0, laid.ends[0], 0.0) + np.where(on_last, laid.ends[1], 0.0))
+    terms["launch"] += 2 * m * laid.batch.vp * laid.work.action_s
     terms["head"] = np.where(on_last, m * (laid.head[0] + laid.head[1]), 0.0)
+    terms["head"] += np.where(stage == 0, m * laid.work.embedding_s, 0.0)
     terms["allocator_retries"] = m * laid.retries_s[rows, stage]
     return terms
 
@@ -384,7 +416,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         worst[where] = worst_stage
     step = add_up(time_terms.values())
     calibration = problem.calibration
-    spreads = np.hypot(calibration.time_spreads, problem.timings.match.spread)
+    spreads = np.hypot(calibration.time_spreads, problem.timings.spread)
     spread = np.exp(NORMAL_90 * spreads[spread_kinds(problem, batch)])
     host_capacity, spread_of_memory = problem.cluster.host.memory_bytes, problem.calibration.memory_spread
     reserved = add_up(memory.values())
@@ -439,7 +471,9 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
         terms["fsdp_communication"] += float(laid.ends[0][0]) * (stage == 0)
         has_head = bool(laid.blocks.is_last[0, stage])
         terms["fsdp_communication"] += float(laid.ends[1][0]) * has_head
+        terms["launch"] += 2 * plan.vp * float(laid.work.action_s[0])
         terms["head"] = float(laid.head[0][0] + laid.head[1][0]) * has_head
+        terms["head"] += float(laid.work.embedding_s[0]) * (stage == 0)
         terms["allocator_retries"] = float(laid.retries_s[0, stage])
         terms = {name: overall * value for name, value in terms.items()}
         result.append(

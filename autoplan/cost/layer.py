@@ -5,7 +5,7 @@ The exposed parts follow `modelling` D5 and E5.  Every array has one element per
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from autoplan.cost.compute import (
     memory_bound_s,
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
-from autoplan.cost.whole import LAYER, layer_factors
+from autoplan.cost.whole import LAYER, SharedStates, layer_times, repeats_core_only, shared_states
 from autoplan.framework import Framework
 from autoplan.model import Block
 from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
@@ -67,6 +67,7 @@ class BlockCost:
     backward_s: dict[str, Floats]
     repeat_s: dict[str, Floats]
     weight_s: Floats  # of the backward pass, what a schedule that splits it may put off: the weight gradients
+    split_s: Floats  # what taking it apart adds
 
     @property
     def total_forward_s(self) -> Floats:
@@ -93,7 +94,13 @@ class BlockCost:
         """That of the plans at the given indices."""
         passes = (self.forward_s, self.backward_s, self.repeat_s)
         forward, backward, repeat = ({name: value[which] for name, value in one.items()} for one in passes)
-        return BlockCost(forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=self.weight_s[which])
+        return BlockCost(
+            forward_s=forward,
+            backward_s=backward,
+            repeat_s=repeat,
+            weight_s=self.weight_s[which],
+            split_s=self.split_s[which],
+        )
 
     def term_s(self, name: str, count: Ints, repeated: Ints) -> Floats:
         """One term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
@@ -108,19 +115,30 @@ class _Parts:
     """
 
     kernels: KernelTimes
-    has_launches: NDArray[np.bool_]  # in its kernels, as they were measured together
     tp: tuple[Floats, Floats]
     cp: tuple[Floats, Floats]
     ep: Floats  # of each pass, where no other micro-batch runs beside
+    # Of a block of a layer that was measured as a whole, with launches and hooks; NaN where it was not.
+    is_whole: NDArray[np.bool_]
+    again_s: Floats  # recomputing it
+    core_again_s: Floats
+    weight_s: Floats  # gradients of its weights, where a schedule takes them apart
+    split_s: Floats  # what that adds
+
+    @property
+    def passes_s(self) -> tuple[Floats, Floats]:
+        """Kernels and tensor-parallel collectives, forward and backward."""
+        return self.kernels.forward_s + self.tp[0], self.kernels.backward_s + self.tp[1]
 
     def take(self, which: Ints) -> _Parts:
         """Those of the plans at the given indices."""
+        arrays = {one.name: getattr(self, one.name) for one in fields(self)}
+        kernels, tp, cp = arrays.pop("kernels"), arrays.pop("tp"), arrays.pop("cp")
         return _Parts(
-            kernels=self.kernels.take(which),
-            has_launches=self.has_launches[which],
-            tp=(self.tp[0][which], self.tp[1][which]),
-            cp=(self.cp[0][which], self.cp[1][which]),
-            ep=self.ep[which],
+            kernels=kernels.take(which),
+            tp=(tp[0][which], tp[1][which]),
+            cp=(cp[0][which], cp[1][which]),
+            **{name: value[which] for name, value in arrays.items()},
         )
 
 
@@ -129,47 +147,54 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     links, places = links or Links.of(problem), groups(batch)
     some, like = batch.distinct(*KERNEL_AXES, "tp_overlap")
     few = batch.take(some)
-    kernels, has_launches = _block_kernels(problem, few)
-    tp_s = _tp_link_s(problem, few, links)
+    tp_s, shapes = _tp_link_s(problem, few, links), block_shapes(problem.model)
+    parts = {block: _parts(problem, few, block, shape, links, tp_s) for block, shape in shapes.items()}
+    if all(block in parts for block in LAYER):
+        parts |= _as_measured(problem, few, parts)
+    shared = shared_states(problem, batch)
     costs: dict[Block, BlockCost] = {}
     # Experts come last: their traffic may hide under the attention of another micro-batch.
-    for block, shape in sorted(block_shapes(problem.model).items(), key=lambda item: item[0] is Block.MOE):
+    for block, shape in sorted(shapes.items(), key=lambda item: item[0] is Block.MOE):
         beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
-        parts = _parts(problem, few, block, shape, links, kernels[block], has_launches[block], tp_s).take(like)
-        costs[block] = _block_cost(problem, batch, block, shape, parts, links, places, beside_s)
+        own = parts[block].take(like)
+        costs[block] = _block_cost(problem, batch, block, shape, own, links, places, beside_s, shared)
     return costs
 
 
-def _block_kernels(
-    problem: Problem, batch: PlanBatch
-) -> tuple[dict[Block, KernelTimes], dict[Block, NDArray[np.bool_]]]:
-    """The kernels of every kind of block, as whole layers say where they were measured, and which are of such."""
-    kernels = {
-        block: kernel_times(problem, batch, block, shape) for block, shape in block_shapes(problem.model).items()
-    }
-    has_launches = {block: np.zeros(len(batch), dtype=np.bool_) for block in kernels}
-    if all(block in kernels for block in LAYER):
-        sums = (
-            add_up(kernels[block].forward_s for block in LAYER),
-            add_up(kernels[block].backward_s for block in LAYER),
+def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts]) -> dict[Block, _Parts]:
+    """The blocks of a layer that was measured as a whole: all their passes take as much longer as it does."""
+    times = layer_times(problem, batch)
+    if times is None:
+        return {}
+    sums = [add_up(parts[block].passes_s[at] for block in LAYER) for at in (0, 1)]
+    weights = add_up(parts[block].kernels.gemm_weight_s for block in LAYER)
+    longer = (
+        np.where(times.known, times.forward_s / sums[0], 1.0),
+        np.where(times.known, times.backward_s / sums[1], 1.0),
+    )
+    found = {}
+    for block in LAYER:
+        part = parts[block]
+        share = np.where(times.known, part.passes_s[1] / sums[1], np.nan)
+        of_weights = part.kernels.gemm_weight_s / weights
+        kernels = part.kernels.scaled(*longer)
+        apart = times.known & ~np.isnan(times.halves_s[1])
+        found[block] = replace(
+            part,
+            kernels=kernels,
+            tp=(longer[0] * part.tp[0], longer[1] * part.tp[1]),
+            is_whole=times.known,
+            again_s=share * times.again_s,
+            core_again_s=np.where(block in ATTENTION_BLOCKS, times.core_again_s, 0.0 * share),
+            weight_s=np.where(apart, of_weights * times.halves_s[1], kernels.gemm_weight_s),
+            split_s=np.where(apart, of_weights * times.split_s, 0.0),
         )
-        forward, backward, known = layer_factors(problem, batch, sums)
-        for block in LAYER:
-            kernels[block], has_launches[block] = kernels[block].scaled(forward, backward), known
-    return kernels, has_launches
+    return found
 
 
-def _parts(
-    problem: Problem,
-    batch: PlanBatch,
-    block: Block,
-    shape: BlockShape,
-    links: Links,
-    kernels: KernelTimes,
-    has_launches: NDArray[np.bool_],
-    tp_s: Floats,
-) -> _Parts:
-    places, zeros = groups(batch), np.zeros(len(batch))
+def _parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, links: Links, tp_s: Floats) -> _Parts:
+    places, zeros, none = groups(batch), np.zeros(len(batch)), np.full(len(batch), np.nan)
+    kernels = kernel_times(problem, batch, block, shape)
     tp = zeros, zeros
     if has_tp_traffic(block, shape):
         tp = _tp_s(problem, batch, tp_s, (kernels.gemm_forward_s, kernels.gemm_backward_s))
@@ -178,7 +203,17 @@ def _parts(
         attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
         cp = _cp_s(problem, batch, links, places, attention_s)
     ep = _ep_s(problem, batch, links, places) if block is Block.MOE else zeros
-    return _Parts(kernels=kernels, has_launches=has_launches, tp=tp, cp=cp, ep=ep)
+    return _Parts(
+        kernels=kernels,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        is_whole=np.zeros(len(batch), dtype=np.bool_),
+        again_s=none,
+        core_again_s=none,
+        weight_s=kernels.gemm_weight_s,
+        split_s=zeros,
+    )
 
 
 def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
@@ -193,6 +228,12 @@ def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Float
         else:
             dense = dense + held
     return dense, expert
+
+
+def layer_parameters(problem: Problem, batch: PlanBatch) -> Floats:
+    """Parameters of a layer of attention and MLP that one rank holds."""
+    shapes = block_shapes(problem.model)
+    return add_up(add_up(local_parameters(batch, shapes[block])) for block in LAYER)
 
 
 def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
@@ -330,11 +371,13 @@ def _block_cost(
     links: Links,
     places: Groups,
     beside_s: Floats,
+    shared: SharedStates,
 ) -> BlockCost:
     framework, kernels = problem.framework, parts.kernels
     dense, expert = local_parameters(batch, shape)
     zeros = np.zeros(len(batch))
-    accumulated = framework.bytes_moved_per_accumulated_grad * (dense + expert)
+    # A layer that was measured as a whole adds up its gradients.
+    accumulated = framework.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
     ep, wait = zeros, zeros
     if block is Block.MOE:
         ep = _overlapped_ep_s(problem, batch, parts.ep, kernels.total_s + beside_s)
@@ -359,26 +402,37 @@ def _block_cost(
     }
     forward_s = add_up(forward.values())
     backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s)
+    if parts.is_whole.any():
+        is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
+        backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
     gathers, reductions = fsdp_s(problem, batch, links, places, dense, expert)
-    host_forward, host_backward = _launch_s(problem, batch, block, parts.has_launches)
+    host_forward, host_backward = _launch_s(problem, batch, block, parts.is_whole)
     _finish(framework, forward, gathers, host_forward, wait)
     repeated = backward | {"recompute": forward_s}
     _finish(framework, backward, reductions, host_backward, wait)
     repeat = dict.fromkeys(TERMS, zeros)
     if (batch.recompute == FULL).any():
-        again = problem.calibration.host * framework.host_s_per_block_forward * ~parts.has_launches
+        again = problem.calibration.host * framework.host_s_per_block_forward * ~parts.is_whole
         again = again * (framework.host_factor_moe if block is Block.MOE else 1.0)
         _finish(framework, repeated, reductions, host_backward + again, 2 * wait)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
-    return BlockCost(forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=kernels.gemm_weight_s)
+        if parts.is_whole.any():
+            is_known = ~np.isnan(parts.again_s)
+            repeat = {name: np.where(is_known, 0.0, value) for name, value in repeat.items()}
+            repeat["recompute"] = np.where(is_known, parts.again_s, repeat["recompute"])
+    if shared.known.any():
+        share = (dense + expert) / layer_parameters(problem, batch)
+        forward["fsdp_communication"] = np.where(shared.known, 0.0, forward["fsdp_communication"])
+        backward["fsdp_communication"] = np.where(shared.known, share * shared.every_s, backward["fsdp_communication"])
+    return BlockCost(
+        forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=parts.weight_s, split_s=parts.split_s
+    )
 
 
-def _launch_s(
-    problem: Problem, batch: PlanBatch, block: Block, has_launches: NDArray[np.bool_]
-) -> tuple[Floats, Floats]:
-    """(forward, backward) time of the host to launch one block, where its kernels do not hold it."""
+def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """(forward, backward) time of the host to launch one block, where it was not measured with its layer."""
     framework = problem.framework
-    host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0) * ~has_launches
+    host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole
     crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
     waits = framework.cross_node_pipeline_host_s_per_tp * batch.tp * (crosses & (batch.tp > 1))
     # As elsewhere, half as many launches forward as backward.

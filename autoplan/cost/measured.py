@@ -53,6 +53,7 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
         own = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), some.reshape(-1, some.shape[-1]))
         found.seconds[..., rows] = own.seconds.reshape(some.shape[:-1])
         found.is_exact[..., rows] = own.is_exact.reshape(some.shape[:-1])
+        found.is_disturbed[..., rows] = own.is_disturbed.reshape(some.shape[:-1])
     return replace(found, nudge=problem.timings.nudge).scaled(1 / problem.device_share)
 
 

@@ -11,13 +11,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost.arithmetic import block_shapes, embedding_parameters, norm_parameters
+from autoplan.cost.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.cached import cached_bytes
 from autoplan.cost.communicators import GATHERED_BYTES, Groups, groups
-from autoplan.cost.compute import add_up, local_sizes, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.compute import add_up, expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import local_parameters
 from autoplan.cost.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp, stage_blocks
-from autoplan.cost.moments import COPY_BYTES, WIDE_BYTES, Held, at_peak, pass_terms
+from autoplan.cost.moments import COPY_BYTES, WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
 from autoplan.cost.order import chunks_of_ranks, live_chunks
 from autoplan.cost.recompute import NARROW_BYTES, activation_parts, eager_norm_bytes, kept_bytes, whole_bytes
 from autoplan.cost.schedule import in_flight_chunks
@@ -148,50 +148,107 @@ def _gathered_bytes(
     return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
 
 
-def _activations(problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats]) -> Floats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkEnds:
+    """What a chunk in flight keeps of one micro-batch beside its layers, in bytes: shape (plans)."""
+
+    received: Floats  # every chunk but the first
+    sent: Floats  # every chunk but the last
+    head: Floats  # the last chunk
+    # Between the two gradients of a split backward pass, more of each block, and less of the last chunk.
+    waiting: dict[Block, Floats]
+    spent: Floats
+
+    def waiting_bytes(self, counts: dict[Block, tuple[Ints, Ints]], rows: Ints) -> Floats:
+        """The same of whole chunks with so many blocks; the first has one backward pass: shape (rows, chunks)."""
+        size = add_up(count * self.waiting[block][rows, None] for block, (count, _) in counts.items())
+        size[:, -1] -= self.spent[rows]
+        size[:, 0] = 0.0
+        return size
+
+
+def _activations(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats], ends: ChunkEnds | None = None
+) -> Floats:
     """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages)."""
-    model = problem.model
     stored = stored_bytes(problem, batch)
     one = np.zeros((len(batch), blocks.num_stages))
     for block, count in blocks.count.items():
         repeated = blocks.repeated[block]
         one += (count - repeated) * kept[block][:, None] + repeated * stored[:, None]
-    depths = np.zeros(len(batch))  # of multi-token prediction, behind the last chunk
-    for block in model.mtp_layer if model.num_mtp_layers else ():
-        depths += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
+    depths = _prediction_bytes(problem, batch, kept)
     one += blocks.at_last(depths)
     gpipe = batch.schedule == SCHEDULES.index("gpipe")
     live = in_flight_chunks(blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=gpipe)
-    boundary = boundary_bytes(problem, batch)
-    result = (one / batch.vp[:, None] + boundary[:, None]) * live
+    result = (one / batch.vp[:, None] + boundary_bytes(problem, batch)[:, None]) * live
     # Where the chunks of a rank differ it matters which of them are alive together.
     split = np.isin(batch.schedule, SPLIT_SCHEDULES)
-    unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))))
-    for chunks, rows in by_chunks(batch, unlike):
-        layers = chunk_layers_of(batch, rows)
-        size = np.repeat(boundary[rows, None], chunks, axis=1)
-        for block, (count, again) in chunk_blocks(model, layers, batch.recompute_num_layers[rows]).items():
-            size += (count - again) * kept[block][rows, None] + again * stored[rows, None]
-        size[:, -1] += depths[rows]
-        result[rows] = _most_alive(batch.take(rows), blocks.num_stages, size)
+    unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))) | (ends is not None))
+    for _, rows in by_chunks(batch, unlike):
+        some = batch.take(rows)
+        size = _chunk_bytes(problem, some, {block: size[rows] for block, size in kept.items()})
+        waiting = None
+        if ends is not None:
+            size[:, 1:] += ends.received[rows, None]
+            size[:, :-1] += ends.sent[rows, None]
+            size[:, -1] += ends.head[rows]
+            layers = chunk_layers_of(batch, rows)
+            waiting = ends.waiting_bytes(chunk_blocks(problem.model, layers, some.recompute_num_layers), rows)
+        result[rows] = _most_alive(some, blocks.num_stages, size, waiting)
     return result
 
 
-def _most_alive(batch: PlanBatch, stages: int, chunk_bytes: Floats) -> Floats:
+def _prediction_bytes(problem: Problem, batch: PlanBatch, kept: dict[Block, Floats]) -> Floats:
+    """Kept by the depths of multi-token prediction, behind the last chunk: shape (plans)."""
+    model, stored = problem.model, stored_bytes(problem, batch)
+    depths = np.zeros(len(batch))
+    for block in model.mtp_layer if model.num_mtp_layers else ():
+        depths += model.num_mtp_layers * np.where(repeats_mtp(batch), stored, kept[block])
+    return depths
+
+
+def _chunk_bytes(problem: Problem, batch: PlanBatch, kept: dict[Block, Floats]) -> Floats:
+    """Bytes that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
+    layers = chunk_layers_of(batch, np.arange(len(batch)))
+    stored = stored_bytes(problem, batch)
+    size = np.repeat(boundary_bytes(problem, batch)[:, None], layers.shape[1], axis=1)
+    for block, (count, again) in chunk_blocks(problem.model, layers, batch.recompute_num_layers).items():
+        size += (count - again) * kept[block][:, None] + again * stored[:, None]
+    size[:, -1] += _prediction_bytes(problem, batch, kept)
+    return size
+
+
+def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Activations that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
+    shapes = block_shapes(problem.model)
+    kept = {
+        block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
+        for block, shape in shapes.items()
+    }
+    return _chunk_bytes(problem, batch, kept)
+
+
+def _most_alive(batch: PlanBatch, stages: int, chunk_bytes: Floats, waiting_bytes: Floats | None = None) -> Floats:
     """The largest sum of `chunk_bytes` that is alive at once on every rank: shape (plans, stages).
 
-    The plans have as many chunks; `chunk_bytes` is what each of them keeps, shape (plans, chunks).
+    The plans have as many chunks; `chunk_bytes` is what each of them keeps, shape (plans, chunks), and `waiting_bytes`
+    what it keeps beside that between the two gradients of a split backward pass.
     """
     result = np.empty((len(batch), stages))
     vp = chunk_bytes.shape[1] // stages
-    # More micro-batches than fill the pipeline three times keep no more alive.
+    # More micro-batches than fill the pipeline three times keep no more alive, but where all of them are.
     count = batch.num_microbatches
-    count = np.where(count % stages == 0, np.minimum(count, _FILLED * stages), count)
+    fills = (count % stages == 0) & (batch.schedule != SCHEDULES.index("gpipe"))
+    count = np.where(fills, np.minimum(count, _FILLED * stages), count)
     first, like = distinct_rows(batch.schedule, count)
     for at, one in enumerate(first):
         rows, schedule = np.flatnonzero(like == at), SCHEDULES[batch.schedule[one]]
-        alive = live_chunks(schedule, stages, vp, int(count[one]))
-        held = chunk_bytes[rows][:, chunks_of_ranks(schedule, stages, vp)]  # (rows, ranks, chunks of a rank)
+        waits = waiting_bytes is not None and batch.schedule[one] in SPLIT_SCHEDULES
+        alive = live_chunks(schedule, stages, vp, int(count[one]), waiting=waits)
+        places = chunks_of_ranks(schedule, stages, vp)
+        held = chunk_bytes[rows][:, places]  # (rows, ranks, chunks of a rank)
+        if waiting_bytes is not None and waits:
+            held = np.concatenate([held, waiting_bytes[rows][:, places]], axis=2)
         result[rows] = np.einsum("rpv,pkv->rpk", held, alive).max(axis=2)
     return result
 
@@ -321,22 +378,22 @@ def _held(
     unit, stored = np.zeros(len(batch)), stored_bytes(problem, batch)
     for blocks_of in set(model.layers):
         unit = np.maximum(unit, add_up(add_up(local_parameters(batch, shapes[block])) for block in blocks_of))
-    tokens, sliced = rank_tokens(problem, batch), norm_tokens(problem, batch)
-    per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
-    per_logit = per_logit + np.where(batch.pp > 1, COPY_BYTES, 0.0)  # a stage keeps its output in 16 bits
-    vocabulary = padded_vocab(problem, batch) / np.where(framework.shards_logits, batch.tp, 1)
-    norm = (2.0 + eager_norm_bytes(problem)) * sliced + 2.0 * tokens
-    live = _activations(problem, batch, blocks, kept)
-    whole = parameters.dense + parameters.expert
+    tokens = rank_tokens(problem, batch)
+    ends = _chunk_ends(problem, batch) if blocks.num_stages > 1 else None
+    live = _activations(problem, batch, blocks, kept, ends)
     one = add_up(
         (count - blocks.repeated[block]) * kept[block][:, None] + blocks.repeated[block] * stored[:, None]
         for block, count in blocks.count.items()
     )
+    if ends is not None:
+        one = one + blocks.at_last(ends.head)
+    whole = parameters.dense + parameters.expert
     table = padded_vocab(problem, batch) * model.hidden_size
     summed = np.zeros_like(whole)
     summed[:, 0] = table * (1.0 - 1.0 / batch.tp)
     gate = 2 if model.gated_mlp else 1
     transients = 2.0 * tokens * (gate + 1) * _width(problem) / batch.tp + 2.0 * tokens * model.hidden_size
+    per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
     return Held(
         parameters=whole,
         ends=parameters.ends,
@@ -349,24 +406,84 @@ def _held(
         * has_before[:, None],
         reduces_every=(every & has_before & (places.shard[1] > 1))[:, None] & (whole > 0),
         frees_weights=((batch.sharding == SHARDINGS.index("zero3")) & (batch.pp == 1))[:, None] & (whole > 0),
-        live=live + _pipeline_buffers(problem, batch, blocks),
+        live=live,
         left=np.maximum(live - one / batch.vp[:, None], 0.0),
-        logits=blocks.at_last(per_logit * tokens * vocabulary + norm * model.hidden_size),
+        logits=blocks.at_last(per_logit * _num_logits(problem, batch) + _last_norm_bytes(problem, batch)),
         transients=transients[:, None] + np.where(blocks.repeats_chunk, repeat[:, None], 0.0),
     )
 
 
-def _pipeline_buffers(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
-    """What torch's PipelineStage holds for every micro-batch, alive or not: shape (plans, stages).
+def _held_by_stage(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, held: Held, kept: dict[Block, Floats]
+) -> HeldByStage:
+    """What the moments of a pipeline are made of beside that (torch/distributed/pipelining/stage.py)."""
+    model = problem.model
+    sliced = COPY_BYTES * norm_tokens(problem, batch) * model.hidden_size
+    logits, norm = _num_logits(problem, batch), _last_norm_bytes(problem, batch)
+    inputs = np.repeat(batch.vp[:, None], blocks.num_stages, axis=1) - (np.arange(blocks.num_stages) == 0)
+    outputs = batch.vp[:, None] - blocks.is_last
+    in_flight = in_flight_chunks(
+        blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=batch.schedule == SCHEDULES.index("gpipe")
+    )
+    least = np.min([add_up(kept[block] for block in layer) for layer in set(model.layers)], axis=0)
+    stored = stored_bytes(problem, batch) * len(model.layers[0])
+    # In the backward pass of an MLP its last input is gone, and the gradient of its output is that of the layer's.
+    width = COPY_BYTES * rank_tokens(problem, batch) * _width(problem) / batch.tp
+    gone = width + COPY_BYTES * rank_tokens(problem, batch) * model.hidden_size
+    return HeldByStage(
+        passes=held,
+        # One for every micro-batch, alive or not, and the gradient that is being sent.
+        buffers=sliced[:, None] * (batch.num_microbatches[:, None] * (inputs + outputs) + (inputs > 0)),
+        logits=held.logits - blocks.at_last(WIDE_BYTES * logits + norm),
+        # The output stays; the gradient of what the last layer made is a tensor of its own.
+        behind=blocks.at_last((WIDE_BYTES * logits + norm - sliced) * (batch.vp == 1)),
+        transients=held.transients - gone[:, None],
+        matrix=np.repeat(_last_matrix(problem, batch)[:, None], blocks.num_stages, axis=1),
+        layer=np.where(blocks.repeats_chunk, stored[:, None], least[:, None]),
+        refills=in_flight < (batch.num_microbatches * batch.vp)[:, None],
+    )
 
-    A buffer that it receives into from either side, and the gradient that it has sent (stage.py _RecvInfo).
+
+def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
+    """What torch's PipelineStage keeps of a micro-batch in flight: what it sent, and on the last one what a loss needs.
+
+    What a chunk receives lies in a buffer, which is the input that its first norm keeps, unless as an fp32 copy.
     """
-    hidden = COPY_BYTES * norm_tokens(problem, batch) * problem.model.hidden_size
-    chunks = np.repeat(batch.vp[:, None], blocks.num_stages, axis=1).astype(np.float64)
-    inputs = chunks.copy()
-    inputs[:, 0] -= 1
-    outputs = chunks - blocks.is_last
-    return (hidden * batch.num_microbatches * (batch.pp > 1))[:, None] * (2 * inputs + outputs)
+    sliced = COPY_BYTES * norm_tokens(problem, batch) * problem.model.hidden_size
+    is_copied = (batch.recompute_num_layers == 0) & (eager_norm_bytes(problem) > 0)
+    logits, shapes = _num_logits(problem, batch), block_shapes(problem.model)
+    return ChunkEnds(
+        received=np.where(is_copied, 0.0, -sliced),
+        sent=sliced,
+        head=(COPY_BYTES + WIDE_BYTES) * logits + _last_norm_bytes(problem, batch),
+        waiting={block: _output_gradient_bytes(problem, batch, shape) for block, shape in shapes.items()},
+        spent=WIDE_BYTES * logits,  # logits and logarithms went, the gradient of the former came
+    )
+
+
+def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
+    """Gradients of what every weight of a block makes, that of its norm in fp32 where it computes so."""
+    model = problem.model
+    wide = add_up(local_sizes(linear, batch)[1] for linear in shape.linears if not linear.split.startswith("expert"))
+    size = COPY_BYTES * rank_tokens(problem, batch) * wide
+    if model.moe:
+        routed = expert_tokens(problem, batch) * model.moe.num_experts / batch.ep
+        experts = [local_sizes(linear, batch)[1] for linear in shape.linears if linear.split.startswith("expert")]
+        size = size + COPY_BYTES * routed * add_up(experts) if experts else size
+    per_norm = 2 * WIDE_BYTES if eager_norm_bytes(problem) else COPY_BYTES
+    return size + per_norm * model.norms_per_block * norm_tokens(problem, batch) * model.hidden_size
+
+
+def _num_logits(problem: Problem, batch: PlanBatch) -> Floats:
+    """Logits of a micro-batch that a rank with the head holds."""
+    split = np.where(problem.framework.shards_logits, batch.tp, 1)
+    return rank_tokens(problem, batch) * padded_vocab(problem, batch) / split
+
+
+def _last_norm_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """What the norm before the head keeps of a micro-batch."""
+    sliced, tokens = norm_tokens(problem, batch), rank_tokens(problem, batch)
+    return ((2.0 + eager_norm_bytes(problem)) * sliced + 2.0 * tokens) * problem.model.hidden_size
 
 
 def _width(problem: Problem) -> float:
@@ -374,6 +491,13 @@ def _width(problem: Problem) -> float:
     model = problem.model
     moe = model.moe
     return max(model.ffn_size, moe.shared_expert_ffn_size + moe.experts_per_token * moe.expert_ffn_size if moe else 0)
+
+
+def _last_matrix(problem: Problem, batch: PlanBatch) -> Floats:
+    """Elements of the matrix that an MLP, or all experts together, end with."""
+    model, moe = problem.model, problem.model.moe
+    wide = moe.num_experts * moe.expert_ffn_size / (batch.ep * batch.etp) if moe else model.ffn_size / batch.tp
+    return np.asarray(wide * model.hidden_size, dtype=np.float64)
 
 
 def communicator_bytes(problem: Problem, places: Groups) -> Floats:
@@ -415,8 +539,12 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
     # Gradients that are reduced during backward passes have their bucket beside the activations.
     terms["gathered"] += (framework.bucket_bytes * (batch.sharding >= SHARDINGS.index("zero2")))[:, None]
+    moments: Moments = {}
     if framework.fsdp2_states:
-        terms |= at_peak(pass_terms(_held(problem, batch, blocks, parameters, places, kept, repeat)))
+        held = _held(problem, batch, blocks, parameters, places, kept, repeat)
+        pipelined = stages > 1
+        moments = stage_terms(_held_by_stage(problem, batch, blocks, held, kept)) if pipelined else pass_terms(held)
+        terms |= at_peak(moments)
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, places)
     terms["update"] = np.maximum(update - passes, 0.0)
@@ -426,7 +554,13 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     terms["communicators"] = np.repeat(communicator_bytes(problem, places)[:, None], stages, axis=1)
     terms["context"] = np.full((len(batch), stages), framework.fixed_bytes)
     spare = at_end + framework.reserved_factor * np.minimum(update, passes)
-    return StageMemory(terms=terms, pass_spare_bytes=(1.0 - CACHED_SHARE) * cached, step_spare_bytes=spare)
+    return StageMemory(
+        terms=terms,
+        pass_spare_bytes=(1.0 - CACHED_SHARE) * cached,
+        step_spare_bytes=spare,
+        update_bytes=update,
+        moments=moments,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,6 +576,8 @@ class StageMemory:
     terms: dict[str, Floats]
     pass_spare_bytes: Floats
     step_spare_bytes: Floats
+    update_bytes: Floats  # what lives only while the optimizer's step runs
+    moments: Moments  # empty where the framework has no model of them
 
     @property
     def reserved_bytes(self) -> Floats:

@@ -1,19 +1,23 @@
 """When in its step does a rank of FSDP2 hold most, and what does it hold then?
 
 Gradients live from their backward pass to the optimizer's step, and copies of the weights only while passes run, so
-that a step has several moments that may be its peak (torch/distributed/fsdp/_fully_shard).  Arrays have the shape
-(plans, stages); sizes are bytes.
+that a step has several moments that may be its peak (torch/distributed/fsdp/_fully_shard).  A pipeline has others: it
+reduces gradients when all passes are over (torch/distributed/pipelining).  Arrays have the shape (plans, stages);
+sizes are bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+# Terms of memory at the moments of each phase of a step that may be its peak.
+Moments = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]
 
 COPY_BYTES = 2.0  # of a weight or gradient in 16 bits
 WIDE_BYTES = 4.0  # in fp32, in which gradients are added up and reduced
@@ -39,8 +43,8 @@ class Held:
     transients: Floats  # of one layer's backward pass, with what it computes again
 
 
-def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
-    """Terms of every moment: forward through the last layer, loss, backward through it, the first, the ends; update."""
+def pass_terms(held: Held) -> Moments:
+    """Forward through the last layer, and the loss; backward through that layer, the first, the ends; update."""
     none = np.zeros_like(held.parameters)
     copies = COPY_BYTES * np.where(held.frees_weights, held.ends, held.parameters)
     in_turn = COPY_BYTES * np.where(held.frees_weights, 2 * held.unit, 0.0)
@@ -93,13 +97,69 @@ def pass_terms(held: Held) -> tuple[dict[str, Floats], ...]:
         "transients": none,
         "gathered": none,
     }
-    return forward, loss, last, first, root, update
+    return {"forward": (forward, loss), "backward": (last, first, root), "update": (update,)}
 
 
-def at_peak(moments: tuple[dict[str, Floats], ...]) -> dict[str, Floats]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldByStage:
+    """What the moments of a pipeline are made of.
+
+    Of the last chunk's micro-batches in flight `passes.live` has what head and loss keep, too.
+    """
+
+    passes: Held
+    buffers: Floats  # that hidden states and their gradients are received into, from the first step to the last
+    logits: Floats  # beyond those alive, at the peak of head and loss
+    behind: Floats  # of those alive, what is gone when the backward pass of the layers begins
+    transients: Floats  # of one layer's backward pass, when the gradient of its last matrix is there
+    matrix: Floats  # that matrix, in elements
+    layer: Floats  # of what is alive, one layer of one micro-batch
+    refills: Bools  # forward passes follow on the first backward pass: as much is alive when there are gradients
+
+
+def stage_terms(held: HeldByStage) -> Moments:
+    """Of a pipeline: the loss; backward through a layer, its end, the reduction of gradients; update.
+
+    The first three come with the first backward pass, and with later ones, when there are gradients.  Nothing is
+    reduced before all passes are over (stage.py perform_reduce_grad).
+    """
+    passes = held.passes
+    none = np.zeros_like(passes.parameters)
+    summed = WIDE_BYTES * (passes.parameters + passes.summed)
+    copies, head_gradient = COPY_BYTES * passes.parameters, COPY_BYTES * passes.head
+    forward: list[dict[str, Floats]] = []
+    backward: list[dict[str, Floats]] = []
+    for gradients, live in ((np.where(held.refills, summed, 0.0), passes.live), (passes.accumulated, passes.left)):
+        loss = {"gradients": gradients, "activations": live, "logits": held.logits, "transients": none}
+        layer = {
+            "gradients": gradients + head_gradient + COPY_BYTES * held.matrix,
+            "activations": live - held.behind,
+            "logits": none,
+            "transients": held.transients,
+        }
+        end = {
+            "gradients": gradients + head_gradient + COPY_BYTES * passes.unit,
+            "activations": live - held.behind - held.layer,
+            "logits": none,
+            "transients": none,
+        }
+        forward.append({**loss, "gathered": copies})
+        backward += [{**moment, "gathered": copies} for moment in (layer, end)]
+    # Unit by unit, gradients are put together in fp32 where the copies of the weights were.
+    largest = np.maximum(passes.unit, passes.ends)
+    over = {"activations": none, "logits": none, "transients": none}
+    backward.append({**over, "gradients": summed, "gathered": copies + (WIDE_BYTES - COPY_BYTES) * largest})
+    update = {**over, "gradients": WIDE_BYTES * passes.own, "gathered": none}
+
+    def buffered(moments: list[dict[str, Floats]]) -> tuple[dict[str, Floats], ...]:
+        return tuple({**moment, "activations": moment["activations"] + held.buffers} for moment in moments)
+
+    return {"forward": buffered(forward), "backward": buffered(backward), "update": buffered([update])}
+
+
+def at_peak(moments: Moments) -> dict[str, Floats]:
     """The terms of the moment that needs most."""
-    totals = np.stack([sum(terms.values(), start=np.float64(0.0)) for terms in moments])
+    every = [terms for phase in moments.values() for terms in phase]
+    totals = np.stack([sum(terms.values(), start=np.float64(0.0)) for terms in every])
     most = totals.argmax(axis=0)[None]
-    return {
-        name: np.take_along_axis(np.stack([terms[name] for terms in moments]), most, axis=0)[0] for name in moments[0]
-    }
+    return {name: np.take_along_axis(np.stack([terms[name] for terms in every]), most, axis=0)[0] for name in every[0]}

@@ -251,17 +251,23 @@ def _undominated(vectors: Ints) -> Ints:
     return distinct[reached.sum(axis=1) == 1]
 
 
-def _alive(operations: Sequence[Operation], chunks: Ints, last: Kind) -> Ints:
-    """Micro-batches alive in each of the rank's chunks whenever the next one is released: shape (times, chunks)."""
+def _alive(operations: Sequence[Operation], chunks: Ints, last: Kind) -> tuple[Ints, Ints]:
+    """Micro-batches alive in each of the rank's chunks whenever the next one is released: shape (times, chunks).
+
+    And of them those that wait for the gradient of the weights.
+    """
     released = ("B", last)
-    change = np.zeros((len(operations), len(chunks)), dtype=np.int64)
+    change, waiting = (np.zeros((len(operations), len(chunks)), dtype=np.int64) for _ in range(2))
     places = {chunk: place for place, chunk in enumerate(chunks.tolist())}
     for at, operation in enumerate(operations):
         if operation.kind == "F":
             change[at, places[operation.chunk]] = 1
         elif operation.kind in released:
             change[at, places[operation.chunk]] = -1
-    return np.cumsum(change, axis=0)[:-1][change[1:].min(axis=1) < 0]
+        if operation.kind in ("I", "W"):
+            waiting[at, places[operation.chunk]] = 1 if operation.kind == "I" else -1
+    times = change[1:].min(axis=1) < 0
+    return np.cumsum(change, axis=0)[:-1][times], np.cumsum(waiting, axis=0)[:-1][times]
 
 
 def _alive_in_turns(turns: Ints, chunks: int, warmup: int) -> Ints:
@@ -274,7 +280,9 @@ def _alive_in_turns(turns: Ints, chunks: int, warmup: int) -> Ints:
 
 
 @lru_cache(maxsize=4096)
-def _live_chunks(schedule: Schedule, stages: int, chunks: int, num_microbatches: int, group: int, last: Kind) -> Ints:
+def _live_chunks(
+    schedule: Schedule, stages: int, chunks: int, num_microbatches: int, group: int, last: Kind, *, waiting: bool
+) -> Ints:
     if schedule in ("1f1b", "interleaved"):
         turns = np.array(_turns(chunks, num_microbatches, group), dtype=np.int64)
         warmups = (warmup_forwards(rank, stages, chunks, num_microbatches, group) for rank in range(stages))
@@ -282,7 +290,8 @@ def _live_chunks(schedule: Schedule, stages: int, chunks: int, num_microbatches:
     else:
         orders = rank_orders(schedule, stages, chunks, num_microbatches, group=group)
         held = chunks_of_ranks(schedule, stages, chunks)
-        peaks = [_undominated(_alive(order, held[rank], last)) for rank, order in enumerate(orders)]
+        both = [_alive(order, held[rank], last) for rank, order in enumerate(orders)]
+        peaks = [_undominated(np.hstack(pair) if waiting else pair[0]) for pair in both]
     most = max(len(peak) for peak in peaks)
     padded = np.stack([np.concatenate([peak, np.repeat(peak[:1], most - len(peak), axis=0)]) for peak in peaks])
     padded.flags.writeable = False
@@ -296,6 +305,7 @@ def live_chunks(
     num_microbatches: int,
     *,
     until: Literal["weight", "input"] = "weight",
+    waiting: bool = False,
 ) -> Ints:
     """How many micro-batches each chunk of a rank may hold activations of at once: shape (ranks, K, chunks of a rank).
 
@@ -305,10 +315,12 @@ def live_chunks(
 
     A chunk is alive from its forward until its backward is over.  Of a split backward that is the weight gradient
     (`until="weight"`); what only the input gradient needs is free after that (`until="input"`): with ZB-H1 p chunks
-    on every rank against p - r on rank r (`modelling` B4).  Read-only and cached.
+    on every rank against p - r on rank r (`modelling` B4).  With `waiting`, of a schedule that splits them, the last
+    axis goes on with those chunks between their two gradients.  Read-only and cached.
     """
     check_schedule(schedule, stages, chunks, num_microbatches)
     if schedule == "gpipe":  # all of them, without counting that many
         return np.broadcast_to(np.int64(num_microbatches), (stages, 1, 1))
     fewer, group = _saturated(schedule, stages, chunks, num_microbatches)
-    return _live_chunks(schedule, stages, chunks, fewer, group, "W" if until == "weight" else "I")
+    last: Kind = "W" if until == "weight" else "I"
+    return _live_chunks(schedule, stages, chunks, fewer, group, last, waiting=waiting)

@@ -1,4 +1,4 @@
-"""On what does the time of a step rest: measured kernels, interpolated ones, fitted curves or datasheets?
+"""On what does the time of a step rest: measured kernels, disturbed or interpolated ones, fitted curves, datasheets?
 
 The share of a provenance is by how much, relatively, the step grows when all times of that provenance grow: what hides
 behind other work has none, as nothing depends on it.  A step is made of sums and maxima of times, so that shares add up
@@ -16,7 +16,8 @@ from autoplan.cluster import ClusterSpec
 from autoplan.cost.estimate import estimate
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
-from autoplan.timing import Provenance
+from autoplan.result import CostEstimate
+from autoplan.timing import PROVENANCES, Provenance
 
 Floats = NDArray[np.float64]
 
@@ -28,21 +29,43 @@ def shares(problem: Problem, batch: PlanBatch) -> dict[Provenance, Floats]:
 
     `reference` is what remains, the launches and overheads of frameworks in it, which were fitted to published runs.
     """
-    none = np.zeros(len(batch))
-    slower = {"measured": problem, "interpolated": problem, "datasheet": _slower_datasheet(problem)}
+    grown = {name: None if cost is None else cost.step_s for name, cost in _grown(problem, batch).items()}
+    return _shares(estimate(problem, batch).step_s, grown)
+
+
+def term_shares(problem: Problem, batch: PlanBatch) -> dict[str, dict[Provenance, Floats]]:
+    """The same for every term of the step that is not zero in all plans."""
+    grown = _grown(problem, batch)
+    return {
+        name: _shares(value, {kind: None if cost is None else cost.terms_s[name] for kind, cost in grown.items()})
+        for name, value in estimate(problem, batch).terms_s.items()
+        if value.any()
+    }
+
+
+def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate | None]:
+    """What the plans cost where all times of one provenance are longer; None where the problem has no such times."""
+    slower: dict[Provenance, Problem | None] = dict.fromkeys(("measured", "interpolated", "disturbed"))
     if not problem.timings.is_empty:
-        for name, nudge in (("measured", (1.0 + _GROWTH, 1.0)), ("interpolated", (1.0, 1.0 + _GROWTH))):
-            slower[name] = replace(problem, timings=replace(problem.timings, nudge=nudge))
-    step_s = estimate(problem, batch).step_s
+        for at, name in enumerate(slower):  # in the order of `Nudge`
+            first, second, third = (1.0 + _GROWTH * (place == at) for place in range(3))
+            slower[name] = replace(problem, timings=replace(problem.timings, nudge=(first, second, third)))
+    slower["datasheet"] = _slower_datasheet(problem)
+    return {name: None if other is None else estimate(other, batch) for name, other in slower.items()}
+
+
+def _shares(value: Floats, grown: dict[Provenance, Floats | None]) -> dict[Provenance, Floats]:
+    """Shares of `value`, from what it is where the times of each provenance but `reference` are longer."""
+    none, some = np.zeros(len(value)), np.where(value > 0, value, 1.0)
     found = {
-        name: none if other is problem else np.maximum(estimate(other, batch).step_s / step_s - 1, 0.0) / _GROWTH
-        for name, other in slower.items()
+        name: none if longer is None else np.maximum((longer - value) / some, 0.0) / _GROWTH
+        for name, longer in grown.items()
     }
     # Where two of them tie for a maximum, either makes the step longer.
     whole = np.maximum(sum(found.values()), 1.0)
-    measured, interpolated, datasheet = (found[name] / whole for name in ("measured", "interpolated", "datasheet"))
-    reference = np.maximum(1.0 - measured - interpolated - datasheet, 0.0)
-    return {"measured": measured, "interpolated": interpolated, "reference": reference, "datasheet": datasheet}
+    found = {name: share / whole for name, share in found.items()}
+    found["reference"] = np.maximum(1.0 - sum(found.values()), 0.0)
+    return {name: found[name] for name in PROVENANCES}
 
 
 def _slower_datasheet(problem: Problem) -> Problem:

@@ -178,7 +178,7 @@ def _compiled(schedule: Schedule, stages: int, chunks: int, num_microbatches: in
 
 
 def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
-    """End of every rank's last step: shape (ranks, plans), for `times` of shape (rows, plans)."""
+    """End of every step: shape (size, plans), for `times` of shape (rows, plans)."""
     ends = np.empty((program.size, times.shape[1]))
     ends[_START], ends[_NEVER] = 0.0, -np.inf
     widest = max(level.stop - level.start for level in program.levels)
@@ -193,7 +193,15 @@ def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
                 other += send_s
             np.maximum(end, other, out=end)
         end += times.take(rows, axis=0, out=during[: stop - start], mode="clip")
-    return ends[program.last]
+    return ends
+
+
+def _table(forward_s: Floats, input_gradient_s: Floats, weight_gradient_s: Floats, send_s: Floats) -> Floats:
+    """How long the step of every row takes, in the order of `messages.ROWS`: shape (rows, plans)."""
+    backward_s = input_gradient_s + weight_gradient_s
+    joined_s = forward_s + backward_s[:, ::-1]  # the other chunk of the rank, in a V
+    tables = (forward_s, backward_s, input_gradient_s, weight_gradient_s, joined_s, send_s[:, None])
+    return np.ascontiguousarray(np.concatenate(tables, axis=1).T)
 
 
 def is_recurrent(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> bool:
@@ -234,20 +242,61 @@ def pipeline_times(
     """
     program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
     held = chunks_of_ranks(schedule, stages, chunks)
-    backward_s = input_gradient_s + weight_gradient_s
-    busy_s = num_microbatches * (forward_s + backward_s)[:, held].sum(axis=2)
-    joined_s = forward_s + backward_s[:, ::-1]  # the other chunk of the rank, in a V
-    tables = (forward_s, backward_s, input_gradient_s, weight_gradient_s, joined_s, send_s[:, None])
-    times = np.ascontiguousarray(np.concatenate(tables, axis=1).T)
+    busy_s = num_microbatches * (forward_s + (input_gradient_s + weight_gradient_s))[:, held].sum(axis=2)
+    times = _table(forward_s, input_gradient_s, weight_gradient_s, send_s)
     free = times.copy()
     free[-1] = 0.0
     end_s, send_free_s = np.empty((len(send_s), stages)), np.empty(len(send_s))
     block = max(BLOCK_VALUES // program.size, 16)
     for start in range(0, len(send_s), block):
         at = slice(start, start + block)
-        end_s[at] = _ends(program, np.ascontiguousarray(times[:, at]), send_s[at]).T
+        end_s[at] = _ends(program, np.ascontiguousarray(times[:, at]), send_s[at])[program.last].T
         send_free_s[at] = end_s[at].max(axis=1)
         if send_s[at].any():
             without = np.zeros_like(send_s[at])
-            send_free_s[at] = _ends(program, np.ascontiguousarray(free[:, at]), without).max(axis=0)
+            ends = _ends(program, np.ascontiguousarray(free[:, at]), without)
+            send_free_s[at] = ends[program.last].max(axis=0)
     return PipelineTimes(end_s=end_s, busy_s=busy_s, send_free_s=send_free_s)
+
+
+class RankSteps(NamedTuple):
+    """What one rank goes through, step after step: rows of `messages.ROWS`, and when each is over, in seconds."""
+
+    rows: Ints
+    duration_s: Floats
+    end_s: Floats
+
+
+def rank_steps(
+    schedule: Schedule,
+    stages: int,
+    chunks: int,
+    num_microbatches: int,
+    *,
+    forward_s: Floats,
+    input_gradient_s: Floats,
+    weight_gradient_s: Floats,
+    send_s: float,
+    blocking: bool = False,
+) -> tuple[RankSteps, ...]:
+    """Every step of every rank of one plan, whose last end is the makespan of `pipeline_times`.
+
+    Arguments as there, times of shape (stages x chunks).
+    """
+    program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
+    passes = (forward_s[None], input_gradient_s[None], weight_gradient_s[None])
+    send = np.array([send_s])
+    times = _table(*passes, send)
+    ends = _ends(program, times, send)[:, 0]
+    previous = np.concatenate([level.previous for level in program.levels])
+    rows = np.concatenate([level.rows for level in program.levels])
+    found = []
+    for last in program.last.tolist():
+        steps = []
+        step = last
+        while step != _START:
+            steps.append(step - _RESERVED)
+            step = int(previous[step - _RESERVED])
+        at = np.array(steps[::-1], dtype=np.int64)
+        found.append(RankSteps(rows[at], times[rows[at], 0], ends[at + _RESERVED]))
+    return tuple(found)

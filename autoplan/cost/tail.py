@@ -176,7 +176,9 @@ def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
     update = memory_bound_s(problem, framework.bytes_moved_per_update * own)
     measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
     update = measured.scaled(1 / problem.device_share).otherwise(update)
-    return update + memory_bound_s(problem, framework.bytes_per_grad * held)
+    # Gradients that live from step to step are set to zero.
+    kept = 0.0 if framework.drops_grads else framework.bytes_per_grad
+    return update + memory_bound_s(problem, kept * held)
 
 
 def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -> Floats:

@@ -1,65 +1,184 @@
-"""How long do whole layers and heads take where they were measured as such?
+"""How long do whole layers, ends and passes take in a framework that was measured as such?
 
-Sums of kernels miss what lies between them: launches, allocations, caches that are still warm (`modelling` C8, C9).  A
-measured layer is priced through its blocks, whose kernels take as much longer or shorter together as it says; so its
-recomputation, its collectives and the order of its passes are priced as for any other.
+Sums of kernels miss what lies between them: launches, allocations, caches that are still warm (`modelling` C8, C9),
+dispatch, hooks and waits on the host (`closed-loop` 3).  A measured layer is priced through its blocks, whose kernels
+and collectives take as much longer or shorter together as it says; so the order of its passes is priced as for any
+other.  Only a framework that runs the very units of `timing.SHAPES` has such measurements (`TimingTable.is_own`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.measured import Sizes, find_kernels
 from autoplan.model import Block, ModelSpec
-from autoplan.plan import PlanBatch
+from autoplan.plan import DEFAULT_MODULE_BITS, SELECTIVE, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.timing import Lookup, Operation
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 LAYER = (Block.ATTENTION, Block.MLP)
+FORWARD_SHARE = 1 / 3  # of both passes of an end; a pipeline hardly notices how much of them comes first
 
 
-def layer_factors(
-    problem: Problem, batch: PlanBatch, kernels_s: tuple[Floats, Floats]
-) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """(forward, backward) time of a measured layer over that of its kernels, and where it was measured; else 1.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Measured seconds of a layer and micro-batch, by plan; meaningless where `known` is false, NaN what was not."""
 
-    `kernels_s` are the sums of both passes over the blocks of `LAYER`.  A layer counts only with both its passes.
-    """
-    model, ones = problem.model, np.ones(len(batch))
-    if not (problem.timings.is_own and problem.training.attention == "flash" and _has_measured_layer(model)):
-        return ones, ones, np.zeros(len(batch), dtype=np.bool_)
-    heads = (model.num_heads, model.kv_heads, model.qk_head_dim)
-    sizes = map(float, (problem.training.seq_len, model.hidden_size, model.ffn_size, *heads))
-    shape: tuple[Sizes, ...] = (batch.micro_batch, *sizes, batch.tp)
-    passes: tuple[Operation, ...] = ("layer", "layer_backward")
-    found = [find_kernels(problem, batch, one, *shape) for one in passes]
-    # Its norms are sequence-parallel, and it sees whole sequences.
-    fits = ((batch.tp == 1) | batch.sp) & (batch.cp == 1)
-    known = fits & ~np.isnan(found[0].seconds) & ~np.isnan(found[1].seconds)
-    forward, backward = (
-        _only(one, known).otherwise(reference) / reference for one, reference in zip(found, kernels_s, strict=True)
+    known: Bools
+    forward_s: Floats
+    backward_s: Floats
+    again_s: Floats  # what recomputing the whole layer adds
+    core_again_s: Floats  # what recomputing the core of the attention adds
+    halves_s: tuple[Floats, Floats]  # gradients of the input, then of the weights, where a schedule takes them apart
+
+    @property
+    def split_s(self) -> Floats:
+        """What taking the halves apart adds to the backward pass."""
+        return np.maximum(np.nan_to_num(self.halves_s[0] + self.halves_s[1] - self.backward_s), 0.0)
+
+
+def layer_times(problem: Problem, batch: PlanBatch) -> LayerTimes | None:
+    """What was measured of the layers of a model; a layer counts only with both its passes."""
+    if not _is_whole(problem):
+        return None
+    shape = _layer_shape(problem, batch)
+    names: tuple[Operation, ...] = (
+        "layer",
+        "layer_backward",
+        "layer_backward_full",
+        "layer_backward_selective",
+        "layer_input_gradient",
+        "layer_weight_gradient",
     )
-    return forward, backward, known
+    forward, backward, full, selective, first, second = (_seconds(problem, batch, one, *shape) for one in names)
+    return LayerTimes(
+        known=_fits(batch) & ~np.isnan(forward) & ~np.isnan(backward),
+        forward_s=forward,
+        backward_s=backward,
+        again_s=np.maximum(full - backward, 0.0),
+        core_again_s=np.maximum(selective - backward, 0.0),
+        halves_s=(first, second),
+    )
+
+
+def repeats_core_only(batch: PlanBatch) -> Bools:
+    """Which plans recompute the core of the attention and nothing else."""
+    return (batch.recompute == SELECTIVE) & (batch.recompute_modules == DEFAULT_MODULE_BITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStates:
+    """What gathering weights, or casting them, and reducing gradients adds to the passes of a layer, in seconds.
+
+    Where `known` is false it was not measured.  What is not in a layer takes as long by parameters.
+    """
+
+    known: Bools
+    every_s: Floats  # in each micro-batch
+    once_s: Floats  # once in a step
+
+    @classmethod
+    def unknown(cls, size: int) -> SharedStates:
+        """That of plans of which nothing was measured."""
+        zeros = np.zeros(size)
+        return cls(known=np.zeros(size, dtype=np.bool_), every_s=zeros, once_s=zeros)
+
+    def take(self, which: Ints | slice) -> SharedStates:
+        """That of the plans at the given indices."""
+        return SharedStates(**{one.name: getattr(self, one.name)[which] for one in fields(self)})
+
+
+def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
+    """What was measured of sharing the states of layers among data-parallel ranks.
+
+    The weights stay for the step, or are gathered anew for each pass; gradients are reduced in its last micro-batch, or
+    in each.  Two gathers differ from one by a gather.
+    """
+    times = layer_times(problem, batch)
+    if times is None or set(problem.model.layers) != {LAYER}:
+        return SharedStates.unknown(len(batch))
+    near = problem.cluster.levels[-1].num_devices
+    here = np.minimum(np.maximum(near // batch.tp, 1), batch.dp)
+    shape = (*_layer_shape(problem, batch), batch.dp, here)
+    passes = times.forward_s + times.backward_s
+    names: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
+    beyond = (_seconds(problem, batch, one, *shape) - passes for one in names)
+    none, kept, again = (np.maximum(one, 0.0) for one in beyond)
+    gather = np.maximum(again - kept, 0.0)
+    is_one = batch.dp == 1
+    kind = np.where(is_one, 0, batch.sharding)
+    # A pipeline keeps its weights for the step and reduces once.
+    kind = np.where((batch.pp > 1) & (kind > 0), SHARDINGS.index("zero1"), kind)
+    zeros = np.zeros(len(batch))
+    every = np.choose(kind, [zeros, zeros, np.maximum(kept - gather, 0.0), again])
+    once = np.choose(kind, [none, kept, np.minimum(gather, kept), zeros])
+    is_whole = is_one | (batch.dp_replicate == 1) | (batch.sharding == 0)
+    known = times.known & is_whole & ~np.isnan(every + once)
+    return SharedStates(known=known, every_s=np.where(known, every, 0.0), once_s=np.where(known, once, 0.0))
 
 
 def head_factor(problem: Problem, batch: PlanBatch, logits: tuple[Floats, Floats, Floats], kernels_s: Floats) -> Floats:
     """Time of a measured head, both passes, over that of its kernels; 1 where it was not.
 
-    `logits` are the tokens, the inputs and the columns of its matrix on one rank.
+    `logits` are the tokens, the inputs and the columns of the whole matrix.
     """
     if not problem.timings.is_own:
         return np.ones(len(batch))
-    fits = (batch.tp == 1) | problem.framework.shards_logits
-    return _only(find_kernels(problem, batch, "head", *logits), fits).otherwise(kernels_s) / kernels_s
+    fits = _fits(batch) & ((batch.tp == 1) | problem.framework.shards_logits)
+    return _only(find_kernels(problem, batch, "head", *logits, batch.tp), fits).otherwise(kernels_s) / kernels_s
 
 
-def _only(found: Lookup, which: NDArray[np.bool_]) -> Lookup:
+def embedding_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Both passes of the embedding where it was measured; 0 elsewhere, as it is little where kernels are fused."""
+    if not problem.timings.is_own:
+        return np.zeros(len(batch))
+    tokens = batch.micro_batch * problem.training.seq_len
+    shape = (tokens, float(problem.model.hidden_size), float(problem.model.vocab_size), batch.tp)
+    wide = batch.with_precision("bf16")
+    return _only(find_kernels(problem, wide, "embedding", *shape), _fits(batch)).otherwise(np.zeros(len(batch)))
+
+
+def action_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """What the host does for one pass of a pipeline beyond computation and messages, where it was measured."""
+    if not problem.timings.is_own or (batch.pp == 1).all():
+        return np.zeros(len(batch))
+    passes = batch.num_microbatches * batch.vp
+    here = np.minimum(np.maximum(problem.cluster.levels[-1].num_devices // (batch.tp * batch.dp), 1), batch.pp)
+    found = _only(find_kernels(problem, batch, "pipeline_actions", passes, batch.pp, here), batch.pp > 1)
+    return found.otherwise(np.zeros(len(batch))) / (2 * passes)
+
+
+def _seconds(problem: Problem, batch: PlanBatch, operation: Operation, *shape: Sizes) -> Floats:
+    """Measured times, NaN where there are none."""
+    return find_kernels(problem, batch, operation, *shape).otherwise(np.full(len(batch), np.nan))
+
+
+def _layer_shape(problem: Problem, batch: PlanBatch) -> Sequence[Sizes]:
+    model = problem.model
+    heads = (model.num_heads, model.kv_heads, model.qk_head_dim)
+    sizes = map(float, (problem.training.seq_len, model.hidden_size, model.ffn_size, *heads))
+    return (batch.micro_batch, *sizes, batch.tp)
+
+
+def _fits(batch: PlanBatch) -> Bools:
+    """Which plans run the units as they are measured: sequence-parallel between cut matrices, over whole sequences."""
+    return ((batch.tp == 1) | batch.sp) & (batch.cp == 1)
+
+
+def _only(found: Lookup, which: Bools) -> Lookup:
     return replace(found, seconds=np.where(which, found.seconds, np.nan))
+
+
+def _is_whole(problem: Problem) -> bool:
+    return problem.timings.is_own and problem.training.attention == "flash" and _has_measured_layer(problem.model)
 
 
 def _has_measured_layer(model: ModelSpec) -> bool:

@@ -17,6 +17,7 @@ class Variable:
     name: str
     default: str | None
     says: str
+    counts_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def trainjob_files(start: Start) -> tuple[File, ...]:
 
 def jobset_files(start: Start) -> tuple[File, ...]:
     """A JobSet: one indexed Job, or where the plan lists its nodes one Job on each of them, in the order of ranks."""
-    name = dns_name(start.plan_file.model.name)
+    name = dns_name(start.name)
     if start.hosts:
         jobs = [
             _replicated(start, f"rank-{rank}", 1, {"value": str(rank)}, f"{name}-rank-0-0-0.{name}", host)
@@ -100,7 +100,7 @@ def _replicated(start: Start, name: str, count: int, rank: Table, master: str, h
         "completions": count,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": {"spec": pod},
+        "template": {"metadata": {"labels": _labels(start)}, "spec": pod},
     }
     return {"name": name, "replicas": 1, "template": {"spec": job}}
 
@@ -128,6 +128,15 @@ def _variables(start: Start) -> list[Table]:
     ]
 
 
+def _metadata(start: Start) -> Table:
+    return {"name": dns_name(start.name), "labels": _labels(start)}
+
+
+def _labels(start: Start) -> Table:
+    """By which all that belongs to the job is found (kubernetes.io/docs/concepts: common labels)."""
+    return {"app.kubernetes.io/managed-by": "autoplan", "app.kubernetes.io/instance": dns_name(start.name)}
+
+
 def _resources(start: Start) -> Table:
     name = _RESOURCES.get(start.plan_file.cluster.device.vendor)
     return {"limits": {name: start.num_devices}} if name else {}
@@ -139,12 +148,12 @@ def _mounts() -> list[Table]:
 
 def _volumes(start: Start) -> list[Table]:
     """The job's files, and memory that NCCL and data loaders share: a container has 64 MiB of it otherwise."""
-    name = dns_name(start.plan_file.model.name)
+    name = dns_name(start.name)
     return [{"name": "job", "configMap": {"name": name}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
 
 
 def _manifest(start: Start, version: str, kind: str, spec: Table, notes: Sequence[str] = ()) -> File:
-    name, file_name = dns_name(start.plan_file.model.name), f"{start.launcher}.yaml"
+    file_name = f"{start.launcher}.yaml"
     files = node_files(start, f"by {file_name}")
     size = sum(len(file.text.encode()) for file in files)
     if size > _MOST_BYTES:
@@ -152,10 +161,10 @@ def _manifest(start: Start, version: str, kind: str, spec: Table, notes: Sequenc
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": name},
+        "metadata": _metadata(start),
         "data": {file.name: file.text for file in files},
     }
-    job = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+    job = {"apiVersion": version, "kind": kind, "metadata": _metadata(start), "spec": spec}
     lines = header(start, f"kubectl apply -f {file_name}, with -n NAMESPACE for another one than yours")
     lines += [comment(note) for note in notes]
     kind_of_network = start.plan_file.cluster.network.kind

@@ -34,9 +34,12 @@ _FILES: dict[Launcher, Callable[[Start], tuple[File, ...]]] = {
 }
 
 
-def launch_files(plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None) -> tuple[File, ...]:
+def launch_files(
+    plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None, name: str | None = None
+) -> tuple[File, ...]:
     """What starts `job`: the file to start with, those that it starts, and those that the job reads.
 
-    Manifests for Kubernetes hold all of them.  `image` is that of the containers.
+    Manifests for Kubernetes hold all of them.
+    `image` is that of the containers; `name` is the job's, by default that of its model.
     """
-    return _FILES[launcher](Start.of(plan_file, job, launcher, image))
+    return _FILES[launcher](Start.of(plan_file, job, launcher, image, name))

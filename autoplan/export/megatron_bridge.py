@@ -51,7 +51,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     return Job(
         framework="Megatron-Bridge",
         environment=environment(plan_file),
-        variables=(Variable(name="TRAIN_ITERS", default="100", says="steps"),),
+        variables=(Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),),
         program=f'"$HERE/{NAME}"',
         groups=(),
         replaceable=None,

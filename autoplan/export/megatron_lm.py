@@ -47,7 +47,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         environment=environment(plan_file),
         variables=(
             Variable(name="MEGATRON_LM_DIR", default=".", says="checkout of github.com/NVIDIA/Megatron-LM"),
-            Variable(name="TRAIN_ITERS", default="100", says="steps"),
+            Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
         ),
         program='"$MEGATRON_LM_DIR/pretrain_gpt.py"',
         groups=(*megatron_core_groups(plan_file), optimisation(plan_file)),

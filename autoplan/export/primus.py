@@ -34,7 +34,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         environment=(*environment(plan_file), *_amd(plan_file)),
         variables=(
             Variable(name="PRIMUS_DIR", default=".", says="checkout of github.com/AMD-AGI/Primus with its submodules"),
-            Variable(name="TRAIN_ITERS", default="100", says="steps"),
+            Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
         ),
         program='"$PRIMUS_DIR/primus/cli/main.py"',
         groups=(),

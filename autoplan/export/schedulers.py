@@ -13,12 +13,13 @@ _LOOK_UP = f"unset MASTER_ADDR NODE_RANK  # {NODE_SCRIPT} looks them up in the l
 
 def slurm_files(start: Start) -> tuple[File, ...]:
     """A batch script and the script of the nodes that it starts; both, and all else, on a shared file system."""
+    has_gpus = start.plan_file.cluster.device.vendor != "cpu"
     lines = [
         "#!/bin/bash",
-        f"#SBATCH --job-name={safe_name(start.plan_file.model.name)}",
+        f"#SBATCH --job-name={safe_name(start.name)}",
         f"#SBATCH --nodes={start.num_nodes}",
         "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={start.num_devices}",
+        *([f"#SBATCH --gpus-per-node={start.num_devices}"] if has_gpus else []),
         "#SBATCH --exclusive",
         # Slurm's order of nodes is that of the ranks, or the list in the script of the nodes is.
         f"#SBATCH --nodelist={','.join(start.hosts)}" if start.hosts else "#SBATCH --distribution=block",

@@ -36,7 +36,7 @@ def skypilot_files(start: Start) -> tuple[File, ...]:
         if variable.default is None or "$" not in variable.default
     }
     task: dict[str, Any] = {
-        "name": dns_name(start.plan_file.model.name),
+        "name": dns_name(start.name),
         "num_nodes": start.num_nodes,
         "workdir": ".",
         "resources": resources,

@@ -19,6 +19,7 @@ from autoplan.result import PlanFile
 class Start:
     """A job on `num_nodes` nodes of `num_devices` devices each; `hosts` in the order of the ranks, where listed."""
 
+    name: str  # by which the scheduler knows it
     plan_file: PlanFile
     job: Job
     launcher: Launcher
@@ -28,13 +29,16 @@ class Start:
     image: str | None  # of the containers that it runs in
 
     @classmethod
-    def of(cls, plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None) -> Start:
-        """The start of a plan; an `InputError` where its cluster has no such nodes."""
+    def of(
+        cls, plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None, name: str | None = None
+    ) -> Start:
+        """The start of a plan, named after its model by default; an `InputError` where there are no such nodes."""
         num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
         hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
         if image is not None and not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", image, re.ASCII):
             raise InputError(f"{image!r} is no name of an image: give one such as nvcr.io/nvidia/pytorch:25.06-py3")
         return cls(
+            name=name or plan_file.model.name,
             plan_file=plan_file,
             job=job,
             launcher=launcher,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoplan.errors import InputError
 from autoplan.export import (
     accelerate,
@@ -52,10 +54,24 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
 
 
 def exported(
-    plan_file: PlanFile, to: str, launcher: str, version: str | None = None, image: str | None = None
+    plan_file: PlanFile,
+    to: str,
+    launcher: str,
+    version: str | None = None,
+    image: str | None = None,
+    *,
+    name: str | None = None,
+    num_steps: int | None = None,
 ) -> tuple[File, ...]:
-    """The files that start a plan, the launch file first; `image` is that of the containers that it runs in."""
+    """The files that start a plan, the launch file first; `image` is that of the containers that it runs in.
+
+    The job is named `name`, by default after its model, and takes `num_steps`, where the target can be told.
+    """
     known = next((name for name in LAUNCHERS if name == launcher), None)
     if known is None:
         raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
-    return launch_files(plan_file, job_of(plan_file, to, version), known, image)
+    job = job_of(plan_file, to, version)
+    if num_steps is not None:
+        variables = (replace(one, default=str(num_steps)) if one.counts_steps else one for one in job.variables)
+        job = replace(job, variables=tuple(variables))
+    return launch_files(plan_file, job, known, image, name)

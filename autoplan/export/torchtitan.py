@@ -69,7 +69,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
                 name="PYTORCH_ALLOC_CONF", value="expandable_segments:True", says="as torchtitan's own run_train.sh"
             ),
         ),
-        variables=(Variable(name="STEPS", default="100", says="steps"),),
+        variables=(Variable(name="STEPS", default="100", says="steps", counts_steps=True),),
         program=program,
         groups=(),
         replaceable=Group(

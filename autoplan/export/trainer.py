@@ -22,8 +22,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     return Job(
         framework="the built-in trainer",
         environment=(),
-        variables=(Variable(name="STEPS", default="10", says="steps that are timed"),),
-        program=f'--no-python autoplan run "$HERE/{_FILE}"',
+        variables=(Variable(name="STEPS", default="10", says="steps that are timed", counts_steps=True),),
+        program=f'--no-python -- autoplan run "$HERE/{_FILE}"',  # torchrun would look for options of its own further on
         groups=(),
         replaceable=None,
         trailing=('--steps "$STEPS"',),

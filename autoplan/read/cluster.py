@@ -70,6 +70,20 @@ def load_cluster(text: str) -> ClusterSpec:
         raise InputError(f"cluster {text!r}: {error}") from None
 
 
+def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
+    """So many devices of a cluster like this one: whole nodes, or part of one; which nodes these are is not known."""
+    if num_devices == cluster.num_devices:
+        return cluster
+    nodes, rest = divmod(num_devices, cluster.devices_per_node)
+    if nodes and rest:
+        raise InputError(
+            f"{num_devices} devices fill no whole number of nodes of {cluster.name!r}, which have "
+            f"{cluster.devices_per_node} each: name the cluster that has such nodes"
+        )
+    one = replace(cluster, num_nodes=max(nodes, 1), nodes=(), faults=())
+    return one if nodes else replace(one, devices_per_node=rest, levels=_resized(cluster, rest))
+
+
 @lru_cache(maxsize=64)
 def _preset(name: str) -> ClusterSpec:
     return cluster_from_table(read_table(_presets("clusters")[name]), f"cluster {name}")

@@ -63,12 +63,33 @@ def read_launch_on(path: Path, given: Given, cluster: ClusterSpec, target: str |
     return launch
 
 
+def read_launch_on_part(path: Path, given: Given, cluster: ClusterSpec) -> Launch:
+    """What the file starts on `cluster` or a part of it: a file that leaves the devices open starts all of them."""
+    with_nodes = replace(given, devices_per_node=cluster.devices_per_node)
+    try:
+        return read_launch(path, given)
+    except InputError:
+        pass
+    try:
+        return read_launch(path, with_nodes)
+    except InputError:
+        return read_launch(path, replace(with_nodes, num_devices=cluster.num_devices))
+
+
 def reader_of(target: str) -> Reader:
     """The reader of a target."""
     known = {reader.target: reader for reader in READERS}
     if target not in known:
         raise InputError(f"no files of {target!r} are read: known are {', '.join(known)}")
     return known[target]
+
+
+def looks_like_launch(path: Path, text: str) -> bool:
+    """Whether the file looks like one of some target."""
+    try:
+        return any(reader.recognises(path.name, text) for reader in READERS)
+    except RecursionError:
+        return False
 
 
 def _recognised(path: Path, text: str) -> Reader:

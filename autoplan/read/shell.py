@@ -602,7 +602,7 @@ def _joined(parts: Iterator[tuple[str | list[str], bool]], *, split: bool) -> li
     for value, quoted in parts:
         if isinstance(value, list):
             whole = quoted or not split or isinstance(value, _Words)
-            pieces: list[str] = value if whole else [word for item in value for word in item.split()]
+            pieces: list[str] = value if whole else [word for item in value for word in _split(item)]
             for place, item in enumerate(pieces):
                 going = _add(words, item, going and place == 0)
                 size += len(item)
@@ -610,15 +610,29 @@ def _joined(parts: Iterator[tuple[str | list[str], bool]], *, split: bool) -> li
         size += len(value)
         if size > MOST_CHARACTERS:
             raise InputError(f"a word of the script is longer than {MOST_CHARACTERS:,} characters")
-        if quoted or not split or is_open(value):
+        if quoted or not split:
             going = _add(words, value, going)
             continue
         blank = value[:1].isspace()
-        for place, word in enumerate(value.split()):
+        for place, word in enumerate(_split(value)):
             going = _add(words, word, going and place == 0 and not blank)
         if value[-1:].isspace():
             going = False
     return [("".join(word), True) for word in words]
+
+
+def _split(text: str) -> list[str]:
+    """The parts between blanks; what a running shell would expand stays whole."""
+    if not is_open(text):
+        return text.split()
+    words, start, at = [], 0, 0
+    while at < len(text):
+        if text[at].isspace():
+            words.append(text[start:at])
+            start = at = at + 1
+        else:
+            at = _end(text, at) if text[at] in "$`" else at + 1
+    return [word for word in (*words, text[start:]) if word]
 
 
 def _add(words: list[list[str]], text: str, going: bool) -> bool:

@@ -52,7 +52,7 @@ def print_run(console: Console, report: RunReport) -> None:
     """What the run takes, then the front where there are several objectives, then all sizes where there are several."""
     console.print()
     grid = labelled()
-    for label, text in _lines(report.best):
+    for label, text in run_lines(report.best):
         grid.add_row(label, escape(text))
     print_part(console, grid)
     if len(report.front) > 1:
@@ -72,7 +72,8 @@ def _size_row(one: SizeOutcome) -> Row:
     return Row(places=(str(one.num_nodes),), best=one.best, least=one.least, why=one.why)
 
 
-def _lines(best: RunPlan) -> Iterable[tuple[str, str]]:
+def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
+    """(label, text) of what a run with a plan takes."""
     figures, plan = best.figures, best.plan
     yield (
         "goodput",

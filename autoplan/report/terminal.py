@@ -10,6 +10,7 @@ from typing import TextIO
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -95,7 +96,7 @@ def make_console(stream: TextIO | None = None) -> Console:
     return Console(file=stream or sys.stdout, highlight=False, soft_wrap=False, emoji=False)
 
 
-def print_part(console: Console, part: Table | str) -> None:
+def print_part(console: Console, part: Table | Panel | str) -> None:
     """Print a part; into a file or pipe without the blanks that fill its lines."""
     if console.is_terminal:
         console.print(part)
@@ -158,21 +159,22 @@ def _headline(file: PlanFile) -> str:
     )
 
 
-def labelled() -> Table:
-    """A grid of labels and what they stand for."""
+def labelled(columns: int = 2) -> Table:
+    """A grid of labels and what they stand for, in the last of the columns."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
+    for _ in range(columns - 1):
+        grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     return grid
 
 
-def runs(counts: Iterable[int]) -> str:
+def runs(counts: Iterable[object]) -> str:
     """Counts with their repetitions told once: '7, 14 x 8, 7'."""
     runs = [(count, len(list(same))) for count, same in groupby(counts)]
     return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
 
 
-def _layers(file: PlanFile) -> str:
+def layers_line(file: PlanFile) -> str:
     """Where the layers really are, if they are spread unevenly over stages or chunks."""
     plan = file.best.plan
     chunks = chunk_layers(plan, file.model.num_layers)
@@ -188,7 +190,7 @@ def _answer(file: PlanFile) -> Table:
     peak_name, peak = datasheet_peak(file.cluster.device, file.training.precision)
     grid = labelled()
     grid.add_row("plan", f"[bold green]{escape(best.plan.describe())}[/]")
-    if layers := _layers(file):
+    if layers := layers_line(file):
         grid.add_row("layers", layers)
     grid.add_row(
         "step",
@@ -206,6 +208,8 @@ def _answer(file: PlanFile) -> Table:
         "memory",
         f"{format_bytes(best.memory_bytes)} of {format_bytes(capacity)}, {room}, {risk} risk of running out",
     )
+    if len(file.stages) > 1:
+        grid.add_row("", f"{runs(f'{stage.memory_bytes / GIB:,.1f}' for stage in file.stages)} GiB on the stages")
     if file.rests_on:
         grid.add_row("rests on", rests_on(file.rests_on))
     if file.listed_step_s is not None:
@@ -213,6 +217,8 @@ def _answer(file: PlanFile) -> Table:
     host = file.cluster.host.memory_bytes
     if best.plan.offload != "none" or best.host_memory_bytes > SHOWN_HOST_SHARE * host:
         grid.add_row("host", f"{format_bytes(best.host_memory_bytes)} of {format_bytes(host)} a node")
+    if file.certificate:
+        grid.add_row("sure", certificate_line(file.certificate, file.choice))
     return grid
 
 
@@ -221,14 +227,14 @@ def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: flo
     below: dict[str, set[int]] = {}
     for host in hosts:
         below.setdefault(host.switches[0] if host.switches else host.site, set()).update(host.stages)
-    shown = [f"{switch}: stage {_ranges(stages)}" for switch, stages in below.items()]
+    shown = [f"{switch}: stage {number_ranges(stages)}" for switch, stages in below.items()]
     more = [f"{len(shown) - SHOWN_SWITCHES} more"] if len(shown) > SHOWN_SWITCHES else []
     gain = format_percent(listed_step_s / step_s - 1)
     return f"{gain} faster than in the order of the cluster's list; {', '.join((*shown[:SHOWN_SWITCHES], *more))}"
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers with neighbours joined: '0-3, 6'."""
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers with neighbours joined: '0-3+6'."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -274,14 +280,20 @@ def why_first(best: RankedPlan, second: RankedPlan) -> str:
     total = sum(gained.values())
     if total < 1e-6 * best.step_s:
         return f"level with the runner-up ({second.plan.describe()}): the plainer plan goes first"
+    share = total / (best.step_s + total)
+    return f"{format_percent(share)} faster than the runner-up ({second.plan.describe()}): {reasons(best, second)}"
+
+
+def reasons(one: RankedPlan, other: RankedPlan) -> str:
+    """The terms in which two plans' times per sequence differ most, as the first of them has them: more or less."""
+    gained = _gained(one, other)
     largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
-    parts = [
+    least = LEAST_REASON * max(abs(gained[largest[0]]), abs(sum(gained.values())))
+    return ", ".join(
         f"{format_seconds(abs(gained[name]))} {'less' if gained[name] > 0 else 'more'} {term_name(name)}"
         for name in largest
-        if abs(gained[name]) > LEAST_REASON * max(abs(gained[largest[0]]), total)
-    ]
-    share = total / (best.step_s + total)
-    return f"{format_percent(share)} faster than the runner-up ({second.plan.describe()}): {', '.join(parts)}"
+        if abs(gained[name]) > least
+    )
 
 
 def _gained(best: RankedPlan, second: RankedPlan) -> dict[str, float]:
@@ -370,11 +382,17 @@ def _lost(best: RankedPlan, one: Obvious) -> str:
     return f"{risk}{gap} ({one.plan.plan.describe()}): {', '.join(parts)}"
 
 
-def print_search(console: Console, file: PlanFile) -> None:
-    """The answer of a search, the runners-up, why and how sure."""
+def print_answer(console: Console, file: PlanFile) -> None:
+    """What was asked, and the plan with its figures."""
     print_part(console, escape(_headline(file)))
     console.print()
-    print_part(console, _answer(file))
+    answer = _answer(file)
+    print_part(console, Panel(answer, padding=(0, 1), expand=False) if console.is_terminal else answer)
+
+
+def print_search(console: Console, file: PlanFile) -> None:
+    """The answer of a search, the runners-up, why and how sure."""
+    print_answer(console, file)
     console.print()
     if file.alternatives:
         _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
@@ -383,8 +401,6 @@ def print_search(console: Console, file: PlanFile) -> None:
     choice = file.choice
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
         grid.add_row("why", escape(why_first(file.best, second)))
-    if file.certificate:
-        grid.add_row("sure", certificate_line(file.certificate, choice))
     if choice:
         for label, text in choice_lines(file.best, choice):
             grid.add_row(label, escape(text))
@@ -393,16 +409,16 @@ def print_search(console: Console, file: PlanFile) -> None:
     print_part(console, grid)
 
 
-def print_next_step(console: Console, label: str, text: str) -> None:
-    """What to do next, on one line whatever the width, so that it can be copied."""
-    console.print(f"\n{label}:  {escape(text)}", soft_wrap=True)
+def print_next_steps(console: Console, *steps: tuple[str, str]) -> None:
+    """What to do next, by label, each on one line whatever the width, so that it can be copied."""
+    console.print()
+    for label, text in steps:
+        console.print(f"{label}:  {escape(text)}", soft_wrap=True)
 
 
 def print_estimate(console: Console, file: PlanFile) -> None:
     """Where time and memory of one plan go: terms of the step, then every pipeline rank."""
-    print_part(console, escape(_headline(file)))
-    console.print()
-    print_part(console, _answer(file))
+    print_answer(console, file)
     console.print()
     _print_terms(console, file.best)
     console.print()
@@ -423,8 +439,8 @@ def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
             f"{host.first_rank}-{host.first_rank + host.num_ranks - 1}",
             escape(host.node),
             escape(" < ".join((*host.switches, *([host.site] if host.site else [])))),
-            _ranges(host.stages),
-            _ranges(host.replicas),
+            number_ranges(host.stages),
+            number_ranges(host.replicas),
         )
         for host in hosts[:SHOWN_HOSTS]
     ]
@@ -480,7 +496,7 @@ def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
 
 def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None:
     rows = [
-        (str(stage.stage), *(f"{_summed_memory(stage, names) / GIB:,.1f}" for names in MEMORY_SUMS.values()))
+        (str(stage.stage), *(f"{summed_memory(stage, names) / GIB:,.1f}" for names in MEMORY_SUMS.values()))
         if stage
         else ("...",)
         for stage in _shown(stages)
@@ -489,15 +505,14 @@ def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None
     print_table(console, columns, rows, fold_headers=True)
 
 
-def _summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
+def summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
+    """Bytes of the terms of `MEMORY_SUMS` that make one sum."""
     return sum(stage.memory_terms_bytes.get(name, 0.0) for name in names)
 
 
 def print_memory(console: Console, file: PlanFile) -> None:
     """Where the memory of one plan goes, stage by stage, and which change would free how much."""
-    print_part(console, escape(_headline(file)))
-    console.print()
-    print_part(console, _answer(file))
+    print_answer(console, file)
     console.print("\nmemory in GiB, stage by stage")
     _print_waterfall(console, file)
     console.print()

@@ -47,7 +47,7 @@ def _parts(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 CHOICES = (
-    Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_PARALLEL} _share"),
+    Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_PARALLEL} share"),
     Choice(axis="precision", words=(PRECISIONS[0],), source=f"{_PARALLEL} DTYPES"),
 )
 
@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
         says=lambda s, p: f"ep {p.ep} and etp {p.etp}: every rank holds all experts, set both to 1",
     ),
     Rule(
-        source=f"{_PARALLEL} _share",
+        source=f"{_PARALLEL} share",
         holds=_gathered_once,
         says=lambda s, p: f"zero2 with pp {p.pp} is what zero1 is: a stage reduces once a step; use zero1",
     ),

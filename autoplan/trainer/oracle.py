@@ -33,10 +33,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoplan.children import Fault
 from autoplan.trainer import parallel, step
 from autoplan.trainer.memory import StorageTracker
-from autoplan.trainer.rank import describe
+from autoplan.trainer.rank import last_words
 from autoplan.trainer.step import Training
 from autoplan.trainer.verify import Moment, Question
 
@@ -53,7 +52,7 @@ def serve(line: Connection, questions: list[Question]) -> None:
         with _grounded(first):
             line.send([_peaks(question) for question in questions])
     except Exception as error:
-        line.send(Fault(text=describe(error)))
+        line.send(last_words(error))
 
 
 def _peaks(question: Question) -> dict[Moment, int]:

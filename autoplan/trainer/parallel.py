@@ -7,7 +7,7 @@ layer would hide its parts from the styles (`closed-loop` 1, trap 7).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +69,16 @@ class Grid:
 ALONE = Grid(whole=None, tp=None, dp=None, pp=None, dp_rank=0, pp_rank=0, tp_rank=0)
 
 
-def make_grid(plan: ParallelPlan, device: torch.device) -> Grid:
-    """Every rank's place: tp innermost, pipelines outermost or, with `tp-cp-ep-pp-dp`, inside data parallelism."""
+def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) -> Grid:
+    """Every rank's place: tp innermost, pipelines outermost or, with `tp-cp-ep-pp-dp`, inside data parallelism.
+
+    `num_beside` such grids lie beside each other and have nothing to do with one another.
+    """
     replicas = {"replicate": plan.dp_replicate, "shard": plan.dp_shard}
     sizes = {"pp": plan.pp, **replicas} if plan.rank_order == "tp-cp-ep-dp-pp" else {**replicas, "pp": plan.pp}
     sizes["tp"] = plan.tp
+    if num_beside > 1:
+        sizes = {"beside": num_beside, **sizes}
     whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     places = {name: whole.get_local_rank(name) for name in sizes}
     dp = None
@@ -109,13 +114,18 @@ def build(
             part = Transformer(
                 model, seq_len, sum(counts[:at]), counts[at], is_first=at == 0, is_last=at == len(counts) - 1
             )
-        initialise(part, seed)
-        if grid.tp is not None:
-            _cut(part, grid.tp, sp=plan.sp)
-        _recompute(part, plan)
-        _share(part, plan, grid, dtype)
+        spread(part, plan, grid, dtype=dtype, seed=seed)
         parts.append(part)
     return parts
+
+
+def spread(part: Transformer, plan: ParallelPlan, grid: Grid, *, dtype: str, seed: int) -> None:
+    """Give a chunk its weights and this rank's share of it, in place."""
+    initialise(part, seed)
+    if grid.tp is not None:
+        _cut(part, grid.tp, sp=plan.sp)
+    _recompute(part, plan)
+    share(part, list(part.layers.values()), plan, grid, dtype)
 
 
 # -- tensor parallelism -----------------------------------------------------------------------------------------------
@@ -181,15 +191,14 @@ def _recompute(part: Transformer, plan: ParallelPlan) -> None:
 # -- data parallelism -------------------------------------------------------------------------------------------------
 
 
-def _share(part: Transformer, plan: ParallelPlan, grid: Grid, dtype: str) -> None:
+def share(part: nn.Module, layers: list[nn.Module], plan: ParallelPlan, grid: Grid, dtype: str) -> None:
     """One unit for each layer and one for the rest; weights are fp32, computing and messages as the plan says."""
     if grid.dp is None and dtype == "fp32":
         return
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     assert grid.whole is not None
     mesh = grid.dp if grid.dp is not None else grid.whole["replicate"]
-    units = [*part.layers.values(), part]
-    for unit in units:
+    for unit in (*layers, part):
         if plan.sharding == "none" or plan.dp_shard == 1:
             replicate(unit, mesh=mesh, mp_policy=policy)
         else:
@@ -207,7 +216,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def passes(
-    parts: list[Transformer], plan: ParallelPlan, grid: Grid, device: torch.device, loss_of: Loss
+    parts: Sequence[nn.Module], plan: ParallelPlan, grid: Grid, device: torch.device, loss_of: Loss
 ) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """Forward and backward of a step for this replica's (inputs, targets): the losses of the micro-batches.
 
@@ -237,18 +246,20 @@ def passes(
     return run
 
 
-def _accumulating(part: Transformer, plan: ParallelPlan, loss_of: Loss) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    every = plan.sharding in ("zero2", "zero3")  # reduces every micro-batch's gradients
+def announce(unit: nn.Module, plan: ParallelPlan, *, is_last: bool) -> None:
+    """Tell a unit whether its next backward pass is the last one of the step: then gradients are reduced."""
+    if isinstance(unit, FSDPModule):
+        unit.set_is_last_backward(is_last)
+        unit.set_requires_gradient_sync(is_last or plan.sharding in ("zero2", "zero3"))
+        unit.set_reshard_after_backward(is_last or plan.sharding == "zero3")
 
+
+def _accumulating(part: nn.Module, plan: ParallelPlan, loss_of: Loss) -> Callable[[Tensor, Tensor], list[Tensor]]:
     def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:
         losses: list[Tensor] = []
         pairs = list(zip(torch.split(inputs, plan.micro_batch), torch.split(targets, plan.micro_batch), strict=True))
         for at, (x, y) in enumerate(pairs):
-            is_last = at == len(pairs) - 1
-            if isinstance(part, FSDPModule):
-                part.set_is_last_backward(is_last)
-                part.set_requires_gradient_sync(is_last or every)
-                part.set_reshard_after_backward(is_last or plan.sharding == "zero3")
+            announce(part, plan, is_last=at == len(pairs) - 1)
             loss = loss_of(part(x), y)
             torch.autograd.backward(loss / len(pairs))
             losses.append(loss.detach())

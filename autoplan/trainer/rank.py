@@ -42,14 +42,14 @@ def serve(place: Place, line: Connection, *, task: Task) -> None:
         # A watchdog in a thread of its own ends this process even where a driver never comes back.
         faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
         device = join(place, task.limit_s)
-        report = _run(task, place.rank, device, line, nowhere)
+        report = train(task, place.rank, device, line, nowhere)
         if place.rank == 0:
             line.send(report)
         faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
         dist.barrier()
     except Exception as error:
         with contextlib.suppress(OSError):
-            line.send(Fault(text=describe(error)))
+            line.send(last_words(error))
         os._exit(2)  # the ordinary way out waits for groups that no longer answer
     os._exit(0)
 
@@ -71,15 +71,19 @@ def join(place: Place, limit_s: float) -> torch.device:
     return device
 
 
-def describe(error: BaseException) -> str:
-    """An error in one line; running out of memory is called that on every device."""
+def last_words(error: BaseException) -> Fault:
+    """An error in one line, of what caused it; running out of memory is called that on every device."""
+    while error.__cause__ is not None:  # a pipeline says where its stage failed, not of what
+        error = error.__cause__
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-        return cleaned(f"out of memory: {text}")
-    return cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}")
+        return Fault(text=cleaned(f"out of memory: {text}"), is_out_of_memory=True)
+    return Fault(text=cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}"))
 
 
-def _run(task: Task, rank: int, device: torch.device, line: Connection, nowhere: Any) -> Report:
+def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere: Any) -> Report:
+    """The steps of this rank, which has joined the others; told on `line` as they end.  `nowhere` takes tracebacks."""
+
     def watch() -> None:
         if line.poll():  # nothing is ever sent: the program is gone
             os._exit(0)
@@ -152,23 +156,28 @@ def _tracked_bytes(task: Task, device: torch.device) -> list[float]:
 # -- comparison with one process --------------------------------------------------------------------------------------
 
 
+State = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
+
+
 def compared(task: Task, rank: int, device: torch.device) -> Check:
     """Train some steps by the plan and, on rank 0, by one process: how far are they apart?"""
-    spread = _trained(task, device)
-    gathered = _collected(spread, rank)
-    if rank == 0:
-        alone = ParallelPlan(global_batch=task.plan.global_batch, micro_batch=task.plan.micro_batch, sharding="none")
-        found = _differences(gathered, _trained(replace(task, plan=alone), device))
-    box = [found if rank == 0 else None]
+    spread = collected(trained(task, device), rank)
+    box = [differences(spread, trained(alone(task), device)) if rank == 0 else None]
     dist.broadcast_object_list(box, 0)
     assert isinstance(box[0], Check)
     return box[0]
 
 
-_State = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
+def alone(task: Task) -> Task:
+    """The same for one process."""
+    plan = task.plan
+    return replace(
+        task, plan=ParallelPlan(global_batch=plan.global_batch, micro_batch=plan.micro_batch, sharding="none")
+    )
 
 
-def _trained(task: Task, device: torch.device) -> _State:
+def trained(task: Task, device: torch.device) -> State:
+    """What some steps make of this rank's weights, in fp32."""
     training = Training(
         task.model,
         task.plan,
@@ -184,7 +193,7 @@ def _trained(task: Task, device: torch.device) -> _State:
     return losses, training.whole_gradients(), training.whole_weights()
 
 
-def _collected(state: _State, rank: int) -> _State:
+def collected(state: State, rank: int) -> State:
     """The parts of all ranks on rank 0."""
     brought: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(state, brought if rank == 0 else None)
@@ -196,12 +205,13 @@ def _collected(state: _State, rank: int) -> _State:
     return state[0], gradients, weights
 
 
-def _differences(spread: _State, alone: _State) -> Check:
-    missing = alone[1].keys() ^ spread[1].keys()
+def differences(spread: State, whole: State) -> Check:
+    """How far what all ranks trained together is from what one process did."""
+    missing = whole[1].keys() ^ spread[1].keys()
     if missing:
         raise AutoplanError(f"the plan trains other weights than the model has: {', '.join(sorted(missing)[:3])}")
-    gradients, weights = _apart(spread[1], alone[1]), _apart(spread[2], alone[2])
-    losses = np.subtract(spread[0], alone[0])
+    gradients, weights = _apart(spread[1], whole[1]), _apart(spread[2], whole[2])
+    losses = np.subtract(spread[0], whole[0])
     return Check(loss=float(np.abs(losses).max()), gradients=gradients, weights=weights)
 
 

@@ -51,7 +51,7 @@ class Training:
         self.plan, self.device, self._is_alone = plan, device, is_alone
         self.grid = ALONE if is_alone else make_grid(plan, device)
         self.parts = build(model, plan, self.grid, seq_len=seq_len, dtype=dtype, device=device, seed=seed)
-        self._run = passes(self.parts, plan, self.grid, device, _loss)
+        self._run = passes(self.parts, plan, self.grid, device, loss_of)
         weights = [weight for part in self.parts for weight in part.parameters()]
         if optimizer == "adam":
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(weights, lr=lr, fused=True)
@@ -127,5 +127,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return whole.detach().float().cpu().clone()
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over tokens, in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -208,7 +208,7 @@ class Transformer(nn.Module):
         if self.model.tied_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
-    def _angles(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def angles(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """(cosines, sines) of rotary positions, (tokens, head_dim)."""
         if self.model.position_embedding != "rope":
             return None
@@ -224,7 +224,7 @@ class Transformer(nn.Module):
             if self.positions is not None:
                 table = _here(self.positions, sums=self.sums)
                 x = x + table[self.start : self.start + x.shape[1]].to(x.dtype)
-        angles = self._angles(x.device)
+        angles = self.angles(x.device)
         for layer in self.layers.values():
             x = layer(x, angles)
         if self.norm is not None and self.head is not None:

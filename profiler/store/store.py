@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from types import TracebackType
@@ -15,7 +16,8 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, select
 
 from autoplan.errors import InputError, StoreError
-from autoplan.timing import Measurement, Operation
+from autoplan.timing import Match, Measurement, Operation
+from profiler.choice import DISTURBED, may_stand_in
 from profiler.record import NOT_CONTENT, Fingerprint, Record, Status
 from profiler.runs import RunRecord
 from profiler.store.database import Database
@@ -29,6 +31,7 @@ T = TypeVar("T")
 BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
 BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
+_TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode")
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
 
 
@@ -202,7 +205,8 @@ class Store:
         """The measurements that serve a search on `wanted`: one for each operation, shape and type.
 
         The nearest machine wins (`Match`, told in each measurement), then the steadier way of measuring, then the
-        newest, then the fastest.  Only settled ones count that nothing ran beside; hidden ones do not.
+        newest, then the fastest.  Only settled ones count that nothing ran beside; hidden ones do not.  What was never
+        measured so is served by a disturbed one, if that may stand in (`profiler.choice`).
         """
         levels = {
             number: level
@@ -211,17 +215,17 @@ class Store:
         }
         if not levels:
             return []
-        columns = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode")
         rows: list[Any] = []
         with self._database.reading() as connection:
             for level in sorted(set(levels.values())):
                 own = [number for number, other in levels.items() if other == level]
                 nearer = [number for number, other in levels.items() if other < level]
                 chosen = _choice(own, nearer, operations, dtypes, trust).subquery()
-                query = select(*(records.c[name] for name in columns)).join(
+                query = select(*(records.c[name] for name in _TIMED)).join(
                     chosen, and_(records.c.id == chosen.c.id, chosen.c.place == 1)
                 )
                 rows += connection.execute(query).all()
+            disturbed = _stand_ins(connection, levels, operations, dtypes, trust)
         try:
             return [
                 Measurement(
@@ -234,8 +238,10 @@ class Store:
                     source=source or key[:12],
                     match=levels[number],
                     is_burst=mode != "sustained",
+                    is_disturbed=is_disturbed,
                 )
-                for operation, shape, dtype, seconds, kernel, source, key, number, mode in rows
+                for some, is_disturbed in ((rows, False), (disturbed, True))
+                for operation, shape, dtype, seconds, kernel, source, key, number, mode in some
             ]
         except (ValueError, KeyError) as error:
             raise StoreError(
@@ -384,10 +390,7 @@ def _choice(
 
     What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
     """
-    usable = [records.c.status == "ok", records.c.is_alone, ~is_hidden()]
-    for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
-        if wanted is not None:
-            usable.append(records.c[column].in_(list(wanted)))
+    usable = [records.c.status == "ok", *_usable(operations, dtypes, trust)]
     order: tuple[ColumnElement[Any], ...] = (
         case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
         records.c.measured_at.desc(),
@@ -400,6 +403,45 @@ def _choice(
         served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), *usable)
         query = query.where(records.c.work_hash.not_in(served))
     return query
+
+
+def _stand_ins(
+    connection: Connection,
+    levels: Mapping[int, Match],
+    operations: Collection[Operation] | None,
+    dtypes: Collection[str] | None,
+    trust: Collection[str] | None,
+) -> list[Any]:
+    """As the rows of `timings`: the disturbed records that stand in where no machine of `levels` has a clean one."""
+    wanted = _usable(operations, dtypes, trust)
+    served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *wanted)
+    query = select(*(records.c[name] for name in (*_TIMED, "status", "conditions"))).where(
+        records.c.fingerprint_id.in_(levels),
+        records.c.status.in_(DISTURBED),
+        records.c.work_hash.not_in(served),
+        *wanted,
+    )
+    found: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+    for row in connection.execute(query.order_by(records.c.id)):
+        if may_stand_in(row.operation, row.status, json.loads(row.conditions)):
+            found[row.operation, row.shape, row.dtype].append(row)
+    chosen = []
+    for alike in found.values():
+        nearest = min(levels[row.fingerprint_id] for row in alike)
+        near = sorted((row for row in alike if levels[row.fingerprint_id] == nearest), key=lambda row: row.seconds)
+        chosen.append(tuple(near[(len(near) - 1) // 2])[: len(_TIMED)])
+    return chosen
+
+
+def _usable(
+    operations: Collection[Operation] | None, dtypes: Collection[str] | None, trust: Collection[str] | None
+) -> list[ColumnElement[bool]]:
+    """What holds of records that may serve, whatever their status."""
+    usable = [records.c.is_alone, ~is_hidden()]
+    for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
+        if wanted is not None:
+            usable.append(records.c[column].in_(list(wanted)))
+    return usable
 
 
 def _finding(key: str, record: Record) -> Finding | None:

@@ -17,6 +17,7 @@ _OUT_OF_MEMORY = re.compile(
 )
 _ERROR = re.compile(r"(?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:Error|Exception|Interrupt)(?::|$)")
 _LAUNCHERS = ("ChildFailedError", "CalledProcessError")  # only say that another process failed
+_STARTERS = ("srun: ", "slurmstepd: ")  # so do lines of these
 
 
 class LastWords:
@@ -40,8 +41,14 @@ class LastWords:
         return self._out_of_memory
 
     @property
-    def reason(self) -> str:
-        """The first error that the end names, which the others follow from; else its last line."""
+    def error(self) -> str:
+        """The first error that the end names, which the others follow from; blank if it names none."""
         errors = [line for line in self._lines if _ERROR.match(line)]
         own = [line for line in errors if not any(name in line for name in _LAUNCHERS)]
-        return next(iter(own or errors or list(self._lines)[-1:]), "it wrote nothing")
+        return next(iter(own or errors), "")
+
+    @property
+    def reason(self) -> str:
+        """The error that the end names, else its last line."""
+        last = [line for line in self._lines if not line.startswith(_STARTERS)] or list(self._lines)
+        return self.error or next(iter(last[-1:]), "it wrote nothing")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,15 +13,16 @@ from statistics import median
 from typing import get_args
 
 from autoplan.errors import InputError
-from autoplan.read.logs import deepspeed, hf_trainer, megatron_lm, nanotron, torchtitan
+from autoplan.read.logs import deepspeed, hf_trainer, megatron_lm, nanotron, torchtitan, trainer
 from autoplan.read.logs.lines import LineSplitter, split_label
 from autoplan.read.logs.seen import MOST_STEP_S, Seen, Source
 from autoplan.units import check_count
 
-DIALECTS = (megatron_lm, torchtitan, nanotron, deepspeed, hf_trainer)
+DIALECTS = (megatron_lm, torchtitan, nanotron, deepspeed, hf_trainer, trainer)
 WARMUP = 2  # steps from a start on: kernels are chosen and compiled, memory is taken, connections are made
 
 _CHUNK = 2**20
+_GZIP = b"\x1f\x8b"
 _MOST_TIMES = 100_000  # of one source that are kept, the newest; a log may be endless
 _MOST_LABELS = 100_000
 _NEAR = 64  # readings back that a slower rank may still be late for
@@ -99,7 +102,9 @@ class _Dialect:
     """What was read of one framework."""
 
     name: str
-    reader: megatron_lm.Reader | torchtitan.Reader | nanotron.Reader | deepspeed.Reader | hf_trainer.Reader
+    reader: (
+        megatron_lm.Reader | torchtitan.Reader | nanotron.Reader | deepspeed.Reader | hf_trainer.Reader | trainer.Reader
+    )
     series: dict[Source, _Series] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)  # step by label
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
@@ -127,6 +132,11 @@ class LogReader:
         return lines
 
     @property
+    def has_times(self) -> bool:
+        """Whether a line told a time or a rate, be it of a step that is left out."""
+        return any(dialect.series for dialect in self._dialects)
+
+    @property
     def num_steps(self) -> int:
         """Steps timed so far, those left out not counted."""
         best = self._best()
@@ -136,9 +146,18 @@ class LogReader:
         """What the log says; refused where it says no step time."""
         for line in self._splitter.finish():
             self._read(line, None)
+        run = self.so_far()
+        if run is None:
+            looked_for = "; ".join(f"{one.NAME}: {one.LOOKED_FOR}" for one in DIALECTS)
+            hint = "" if self.has_times else f".  Looked for: {looked_for}"
+            raise InputError(f"{self.lacks}{hint}")
+        return run
+
+    def so_far(self) -> LoggedRun | None:
+        """What the log says by now; None where that is no step time yet."""
         best = self._best()
         if best is None:
-            raise InputError(self._nothing())
+            return None
         dialect, source, times = best
         return LoggedRun(
             framework=dialect.name,
@@ -163,7 +182,9 @@ class LogReader:
                 return max(held, key=lambda one: len(one[2]))
         return None
 
-    def _nothing(self) -> str:
+    @property
+    def lacks(self) -> str:
+        """Why it says no step time, where it does not."""
         told = [(dialect.name, source) for dialect in self._dialects for source in dialect.series]
         rates = [name for name, source in told if source in ("tokens", "samples")]
         if rates and self._batch is None:
@@ -173,8 +194,7 @@ class LogReader:
                 f"the log of {told[0][0]} has no step time after the first {self._warmup} steps, which warm up: "
                 "log more steps, or more often"
             )
-        looked_for = "; ".join(f"{one.NAME}: {one.LOOKED_FOR}" for one in DIALECTS)
-        return f"the log says no step time.  Looked for: {looked_for}"
+        return "the log says no step time"
 
     def _read(self, line: str, now_s: float | None) -> None:
         label, text = split_label(line)
@@ -258,7 +278,7 @@ class LogReader:
 def read_log(path: Path, batch: Batch | None = None, *, warmup: int = WARMUP) -> LoggedRun:
     """What the log file at `path` says of a run, in bounded memory however long it is."""
     reader = LogReader(batch, warmup=warmup)
-    for data in _chunks(path):
+    for data in chunks(path):
         reader.feed(data)
     try:
         return reader.finish()
@@ -266,12 +286,18 @@ def read_log(path: Path, batch: Batch | None = None, *, warmup: int = WARMUP) ->
         raise InputError(f"{path}: {error}") from None
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def chunks(path: Path, most_bytes: int | None = None) -> Iterator[bytes]:
+    """What a log holds, piece by piece, unpacked where gzip packed it: of a packed one, as much as was written."""
     try:
-        with path.open("rb") as stream:
-            while data := stream.read(_CHUNK):
+        with path.open("rb") as plain:
+            stream = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == _GZIP else plain
+            left = most_bytes
+            while data := stream.read(_CHUNK if left is None else min(_CHUNK, left)):
                 yield data
+                left = left and left - len(data)
+    except EOFError:  # the job was killed while it wrote
+        return
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # a name that no file system takes
+    except (ValueError, zlib.error) as error:  # a name that no file system takes, a file that is no gzip file
         raise InputError(f"{str(path)!r}: cannot be read: {error}") from None

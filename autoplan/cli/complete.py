@@ -1,0 +1,27 @@
+"""What may stand here?  Names that the shell completes, read from the folders of presets and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+PRESETS = Path(__file__).parent.parent / "presets"
+
+
+def words(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Completion among a few words; where none begins so, the shell offers files."""
+    names = tuple(known)
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
+
+
+def presets(kind: str) -> Callable[[str], list[str]]:
+    """Completion among the presets of a kind: models, clusters or frameworks."""
+
+    def complete(incomplete: str) -> list[str]:
+        return words(sorted(path.stem for path in (PRESETS / kind).glob("*.toml")))(incomplete)
+
+    return complete

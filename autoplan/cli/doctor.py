@@ -1,0 +1,42 @@
+"""`autoplan doctor`: what is installed, visible and reachable, and what mends what is not?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autoplan.cli.inputs import DbOption
+
+
+def doctor(
+    context: typer.Context,
+    url: DbOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a list.")] = False,
+) -> None:
+    """Say what is installed, visible and reachable: libraries, devices, database, Slurm, frameworks.
+
+    Nothing is changed, no password is shown, and a problem is no failure: every one comes with its remedy.
+    """
+    from autoplan.cli.inputs import whole_url
+    from autoplan.files import encode
+    from profiler.doctor import check_up
+
+    found = check_up(whole_url(context, url))
+    if json:
+        typer.echo(encode(found), nl=False)
+        return
+    from rich.markup import escape
+
+    from autoplan.report.terminal import labelled, make_console, print_part
+
+    styles = {"ok": "green", "absent": "dim", "problem": "bold red"}
+    console = make_console()
+    grid = labelled(columns=3)
+    for one in found.checks:
+        grid.add_row(one.part, f"[{styles[one.state]}]{one.state}[/]", escape(one.says))
+        if one.remedy:
+            grid.add_row("", "", f"[bold]-> {escape(one.remedy)}[/]")
+    print_part(console, grid)
+    problems = found.num_problems
+    console.print(f"\n{problems} problem{'s' * (problems != 1)}" if problems else "\nno problems")

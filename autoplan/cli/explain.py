@@ -1,0 +1,70 @@
+"""`autoplan explain`: where does the time of a plan go, what binds it, and why did others lose?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, TraceOption
+
+if TYPE_CHECKING:
+    from autoplan.plan import ParallelPlan
+    from autoplan.problem import Problem
+    from autoplan.result import Versus
+
+
+def explain(
+    context: typer.Context,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json, whose best plan is explained.")],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--versus", metavar="PLAN|CHANGES", help="Another plan.json, or changes of this one such as tp=4,pp=8."
+        ),
+    ] = None,
+    trace: TraceOption = None,
+    url: DbOption = None,
+    force: ForceOption = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Say where time and memory of a plan go, what binds it, what faster plans would need, and why others lost.
+
+    Looks at all plans that differ in one or two choices, legal or not.
+    """
+    from autoplan.cli.inputs import check_output, whole_url
+    from autoplan.cli.planfile import load_plan_file, read_plan, write_trace
+    from autoplan.files import encode
+    from search.explain import explain as explained
+
+    if trace is not None:
+        check_output(trace, force=force)
+    db = whole_url(context, url)
+    file = load_plan_file(plan)
+    problem, best, _ = read_plan(plan, db)
+    found = explained(problem, file, _versus(problem, best, against, db) if against else None)
+    if trace is not None:
+        write_trace(problem, best, trace, force=force, quiet=quiet)
+    if json:
+        typer.echo(encode(found), nl=False)
+        return
+    from autoplan.report.explain import print_explanation
+    from autoplan.report.terminal import make_console
+    from search.axes import NAMES
+
+    print_explanation(make_console(), file, found, NAMES, str(plan))
+
+
+def _versus(problem: Problem, best: ParallelPlan, against: str, url: str | None) -> Versus:
+    """The other plan: of a file with its own problem, or this one with changes."""
+    from autoplan.cli.planfile import read_plan
+    from autoplan.files import is_file
+    from search.explain import changed, versus
+
+    path = Path(against)
+    if is_file(path):
+        theirs, other, _ = read_plan(path, url)
+        return versus(problem, best, against, other, theirs)
+    return versus(problem, best, against, changed(problem, best, against), problem)

@@ -1,0 +1,128 @@
+"""What do commands print with --json that stands in no other file?  Plain values, of which `schema` makes schemas.
+
+Only what a command or a schema needs it for imports this: it imports what it describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from profiler.record import Record
+from profiler.runs import RunRecord
+from profiler.store import Holding, Mark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """Of `export`: the files, with their texts where they were not written."""
+
+    plan: str  # in words
+    files: dict[str, str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """Of `predict`: how many rows came out how."""
+
+    out: str
+    runs: int
+    verdicts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """Of `calibrate`: median errors of the step time, as shares."""
+
+    out: str
+    runs: int
+    median_error_before: float
+    median_error: float  # each run left out of the fit in turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """Of `profile`: measurements of each operation by how they ended."""
+
+    planned: int
+    outcomes: dict[str, dict[str, int]]
+    elapsed_s: float
+    left: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Of `topo`: the quotient graph and its places, in SI units."""
+
+    cluster: str
+    num_nodes: int
+    num_devices: int
+    bisection_bytes_per_s: float | None
+    vertices: list[dict[str, Any]]
+    edges: list[dict[str, Any]]
+    places: dict[str, Any]
+    traffic: dict[str, Any] | None = None  # of a plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedTopology:
+    """Of `topo` where parts are unlike."""
+
+    cluster: str
+    parts: list[Topology]
+    between: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Of `db info`."""
+
+    database: str
+    schema: int
+    holdings: list[Holding]
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """Of `db list`: a record."""
+
+    key: str
+    seconds: float | None
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """Of `db list --runs`, and of `db show`: a training run."""
+
+    key: str
+    seconds: float | None
+    run: RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Of `db show`: a record, and who hid it."""
+
+    key: str
+    seconds: float | None
+    record: Record
+    hidden: Mark | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Of `db export`."""
+
+    file: str
+    records: int
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """Of `db hide` and `db unhide`."""
+
+    changed: int
+    as_before: int

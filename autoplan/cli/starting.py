@@ -1,0 +1,26 @@
+"""Which command writes the files that start a plan?"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.errors import NoPlanError
+
+if TYPE_CHECKING:
+    from autoplan.result import PlanFile
+
+
+def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
+    """The command that writes what starts the plan of the file at `path`; an `AutoplanError` says why there is none."""
+    from autoplan.export.targets import TARGETS, job_of
+
+    # What runs today, else what bears the name of its rules, comes before others that take the plan.
+    first = (file.today.target if file.today else "", file.framework.rules)
+    names = [one.name for one in TARGETS.values() if file.framework.rules in one.rules]
+    target = min(names, key=lambda name: first.index(name) if name in first else len(first), default=None)
+    if target is None:
+        raise NoPlanError(f"no launch files are written for {file.framework.name}")
+    job_of(file, target)
+    return f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"

@@ -1,0 +1,410 @@
+"""What does every rank do at every moment of a step?  The timeline behind an estimate, for one plan.
+
+It is made of what the estimate is made of: the times of the passes, the order of the schedule, the terms that end a
+step.  The ranks of one pipeline stage do the same, so that one of them stands for all.
+
+Where the recurrence prices a plan the timeline is what it ran.  Where a closed form does, the makespan of the order run
+pass by pass may differ from it: by nothing where the stages are equal, else by some percent (`autoplan.cost.schedule`).
+The estimate holds: every wait of a rank is then longer or shorter by the same factor, so that the work, its order and
+the length of the step are the estimate's, and messages alone may seem to come that much too late or early
+(`Timeline.order_error`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.compute import add_up
+from autoplan.cost.estimate import STEP_TERMS, Stages, estimate, lay_out
+from autoplan.cost.layer import TERMS
+from autoplan.cost.layout import chunk_blocks
+from autoplan.cost.memory import ALLOCATED_TERMS, StageMemory, chunk_activation_bytes
+from autoplan.cost.messages import ROWS
+from autoplan.cost.order import Operation, chunks_of_ranks, rank_orders
+from autoplan.cost.recurrence import RankSteps, is_recurrent, rank_steps
+from autoplan.cost.tail import reduction_s
+from autoplan.errors import InputError
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.ranks import coordinates
+
+Floats = NDArray[np.float64]
+
+# What of a rank is at work, in the order in which it is shown; nothing is, while it waits.
+STREAM_OF = {
+    "gemm": "compute",
+    "attention": "compute",
+    "memory_bound": "compute",
+    "recompute": "compute",
+    "head": "compute",
+    "optimizer": "compute",
+    "launch": "host",
+    "allocator_retries": "host",
+    "overhead": "host",
+    "tp_communication": "tensor parallel",
+    "cp_communication": "context parallel",
+    "ep_communication": "expert parallel",
+    "fsdp_communication": "sharded parameters",
+    "message": "pipeline",
+    "data_parallel_reduce": "data parallel",
+    "parameter_gather": "data parallel",
+    "pipeline_bubble": "wait",
+    "pipeline_send": "wait",
+    "stragglers": "wait",
+}
+STREAMS = tuple(dict.fromkeys(STREAM_OF.values()))
+PASSES = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+WORK_TERMS = (*TERMS, "head", "allocator_retries")  # of a stage, in one pass or another
+END_TERMS = ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead", "stragglers")  # as they follow
+PIPELINE_TERMS = tuple(name for name in STEP_TERMS if name not in END_TERMS)
+LEAST_S = 1e-12  # a shorter wait is rounding
+
+
+class Event(NamedTuple):
+    """Something that takes a rank's time; `kind` is a pass ("forward"), a term of the step or "message".
+
+    `beside`: it runs beside the rank's work and adds nothing to the step; the other events of a rank fill the step,
+    one after another.
+    """
+
+    stream: str  # of STREAMS
+    kind: str
+    name: str  # for people
+    start_s: float
+    duration_s: float
+    microbatch: int | None = None
+    chunk: int | None = None  # in model order
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimeline:
+    """One pipeline rank in one step."""
+
+    stage: int
+    ranks: tuple[int, ...]  # global ranks that do the same
+    passes: tuple[Event, ...]  # whole, with what they wait for inside them: every stream at once
+    pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of a pass of each (kind, chunk), zeros left out
+    others: tuple[Event, ...]  # messages and waits of the pipeline, then what ends the step
+    memory_time_s: Floats  # from when on the rank holds
+    memory_bytes: Floats  # so much
+
+    def events(self) -> Iterator[Event]:
+        """All events with the passes divided over the streams, pass after pass and then the others."""
+        for one in self.passes:
+            start = one.start_s
+            terms = self.pass_terms_s[one.kind, one.chunk or 0]
+            for stream, names in itertools.groupby(terms, STREAM_OF.__getitem__):
+                took = list(names)
+                seconds = sum(terms[name] for name in took)
+                kind, name = one.kind, one.name
+                if stream != "compute":
+                    kind, name = took[0], f"{took[0]} of {one.name}".replace("_", " ")
+                yield one._replace(stream=stream, kind=kind, name=name, start_s=start, duration_s=seconds)
+                start += seconds
+        yield from self.others
+
+    def terms_s(self) -> dict[str, float]:
+        """The terms of the step as this rank has them: those of its work, its own waits, and the end of the step."""
+        sums = dict.fromkeys(STEP_TERMS, 0.0)
+        for one in self.passes:
+            for name, seconds in self.pass_terms_s[one.kind, one.chunk or 0].items():
+                sums[name] += seconds
+        for one in self.others:
+            if not one.beside:
+                sums[one.kind] += one.duration_s
+        return sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step of one plan: its ranks by stage."""
+
+    plan: ParallelPlan
+    step_s: float
+    pipeline_s: float  # of it, until the last backward pass is over
+    order_error: float  # the estimate of `pipeline_s` over what the order takes pass by pass, less 1
+    capacity_bytes: float
+    ranks: tuple[RankTimeline, ...]
+
+
+def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
+    """What `estimate` prices, event by event: the last event ends at its `step_s`.
+
+    Raises InputError for a step of more passes than a recurrence runs (`recurrence.MAX_OPERATIONS`).
+    """
+    problem = problem.placed(plan.placement)
+    batch = PlanBatch.of([plan], problem.model.num_layers)
+    if not is_recurrent(plan.schedule, plan.pp, plan.vp, plan.num_microbatches):
+        raise InputError(
+            f"a step of {plan.num_microbatches:,} micro-batches through {plan.pp * plan.vp} chunks is too long for a "
+            "timeline: give a smaller --global-batch, which repeats the same steady state"
+        )
+    cost = estimate(problem, batch)
+    terms = {name: float(value[0]) for name, value in cost.terms_s.items()}
+    laid = lay_out(problem, batch, plan.pp)
+    overall = problem.calibration.overall
+    pass_terms = _pass_terms(problem, laid, plan, overall)
+    send_s = overall * float(laid.work.message_s[0])
+    steps = _run(problem, plan, pass_terms, send_s)
+    pipeline_s = float(add_up(np.array(terms[name]) for name in PIPELINE_TERMS))
+    exact_s = max(float(one.end_s[-1]) for one in steps)
+    levels = _levels(problem, laid.memory)
+    alive = chunk_activation_bytes(problem, batch)[0]
+    stage_of = coordinates(plan)["pp"]
+    held = chunks_of_ranks(plan.schedule, plan.pp, plan.vp)
+    beside = _beside(problem, laid, terms, pipeline_s)
+    ranks = []
+    for stage, order in enumerate(rank_orders(plan.schedule, plan.pp, plan.vp, plan.num_microbatches)):
+        own = {key: value for key, value in pass_terms.items() if key[1] in held[stage]}
+        passes, calls = _placed(plan, order, steps[stage], own, exact_s, pipeline_s)
+        messages = calls or _messages(plan, order, passes, send_s)
+        others = [*messages, *_waits(passes, terms, pipeline_s), *_end(terms, pipeline_s), *beside[stage]]
+        memory = _memory(passes, others, alive, {name: float(value[stage]) for name, value in levels.items()})
+        ranks.append(
+            RankTimeline(
+                stage=stage,
+                ranks=tuple(np.flatnonzero(stage_of == stage).tolist()),
+                passes=tuple(passes),
+                pass_terms_s=own,
+                others=tuple(others),
+                memory_time_s=memory[0],
+                memory_bytes=memory[1],
+            )
+        )
+    return Timeline(
+        plan=plan,
+        step_s=float(cost.step_s[0]),
+        pipeline_s=pipeline_s,
+        order_error=pipeline_s / exact_s - 1.0,
+        capacity_bytes=cost.capacity_bytes,
+        ranks=tuple(ranks),
+    )
+
+
+# -- passes -----------------------------------------------------------------------------------------------------------
+
+
+def _pass_terms(
+    problem: Problem, laid: Stages, plan: ParallelPlan, overall: float
+) -> dict[tuple[str, int], dict[str, float]]:
+    """Seconds of one micro-batch through every chunk by (pass, chunk) and term, without the terms that are zero."""
+    layout = np.array([laid.batch.layouts[laid.batch.layout[0]]])
+    chunks = layout.shape[1]
+    forward, backward, weight = ({name: np.zeros(chunks) for name in WORK_TERMS} for _ in range(3))
+    for block, (count, again) in chunk_blocks(problem.model, layout, laid.batch.recompute_num_layers).items():
+        cost = laid.work.costs[block]
+        for name in TERMS:
+            forward[name] += count[0] * cost.forward_s[name][0]
+            backward[name] += count[0] * cost.backward_s[name][0] + again[0] * cost.repeat_s[name][0]
+        weight["gemm"] += count[0] * cost.weight_s[0]
+    # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
+    for one, first, head, last in zip((forward, backward), laid.first, laid.head, laid.last, strict=True):
+        one["fsdp_communication"][0] += first[0]
+        one["head"][-1] += head[0]
+        one["fsdp_communication"][-1] += last[0] - head[0]
+    weight["head"][-1] += laid.head_weight_s[0]
+    for stage, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
+        retries = laid.retries_s[0, stage] / plan.vp
+        forward["allocator_retries"][held] += retries / 3
+        backward["allocator_retries"][held] += retries * 2 / 3
+    inputs = {name: backward[name] - weight[name] for name in WORK_TERMS}
+    tables = {"forward": forward, "backward": backward, "input_gradient": inputs, "weight_gradient": weight}
+    order = sorted(WORK_TERMS, key=lambda name: STREAMS.index(STREAM_OF[name]))
+    return {
+        (kind, chunk): {name: overall * float(terms[name][chunk]) for name in order if terms[name][chunk]}
+        for kind, terms in tables.items()
+        for chunk in range(chunks)
+    }
+
+
+def _run(
+    problem: Problem, plan: ParallelPlan, pass_terms: Mapping[tuple[str, int], Mapping[str, float]], send_s: float
+) -> tuple[RankSteps, ...]:
+    """The order of the plan, pass by pass, with messages that block where the closed form has them so."""
+    chunks = plan.pp * plan.vp
+    forward, inputs, weight = (
+        np.array([sum(pass_terms[kind, chunk].values()) for chunk in range(chunks)])
+        for kind in ("forward", "input_gradient", "weight_gradient")
+    )
+    has_room = plan.vp == 1 or (not problem.framework.p2p_overlap and plan.num_microbatches >= plan.pp)
+    return rank_steps(
+        plan.schedule,
+        plan.pp,
+        plan.vp,
+        plan.num_microbatches,
+        forward_s=forward,
+        input_gradient_s=inputs,
+        weight_gradient_s=weight,
+        send_s=send_s,
+        blocking=plan.pp > 1 and plan.schedule in ("1f1b", "interleaved") and has_room,
+    )
+
+
+def _placed(
+    plan: ParallelPlan,
+    order: Sequence[Operation],
+    steps: RankSteps,
+    pass_terms: Mapping[tuple[str, int], Mapping[str, float]],
+    exact_s: float,
+    pipeline_s: float,
+) -> tuple[list[Event], list[Event]]:
+    """(passes, calls that block) of a rank in the estimate's time: the work as it is, all waits longer or shorter."""
+    seconds = {key: sum(terms.values()) for key, terms in pass_terms.items()}
+    is_call = steps.rows == len(ROWS) * plan.pp * plan.vp
+    idle_s = exact_s - float(steps.duration_s[~is_call].sum())
+    scale = (pipeline_s - exact_s) / idle_s + 1.0 if idle_s > LEAST_S * exact_s else 0.0
+    passes: list[Event] = []
+    calls: list[Event] = []
+    done = now = 0.0  # work until here, and when it was over
+    run = iter(order)
+    for call, took, end in zip(is_call.tolist(), steps.duration_s.tolist(), steps.end_s.tolist(), strict=True):
+        if call:
+            over = done + scale * (end - done)
+            start = max(over - took, now)
+            calls.append(_message("exchange with neighbours", start, max(over - start, 0.0)))
+            continue
+        one = next(run)
+        now = max(done + scale * (end - took - done), now)
+        for kind, chunk, microbatch, _ in (one, next(run)) if one.joined else (one,):
+            name = PASSES[kind]
+            length = seconds[name, chunk]
+            words = f"{name} {microbatch}".replace("_", " ")
+            passes.append(Event("compute", name, words, now, length, microbatch, chunk))
+            now += length
+            done += length
+    return passes, calls
+
+
+def _message(name: str, start_s: float, duration_s: float, microbatch: int | None = None) -> Event:
+    return Event(STREAM_OF["message"], "message", name, start_s, duration_s, microbatch, beside=True)
+
+
+def _messages(plan: ParallelPlan, order: Sequence[Operation], passes: Sequence[Event], send_s: float) -> list[Event]:
+    """What a rank sends when a pass is over, while it goes on; of a joined pair when both are."""
+    rank_of = np.empty(plan.pp * plan.vp, dtype=np.int64)
+    for rank, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
+        rank_of[held] = rank
+    messages = []
+    for at, (kind, chunk, microbatch, joined) in enumerate(order):
+        to = chunk + {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
+        if 0 <= to < len(rank_of) and rank_of[to] != rank_of[chunk]:
+            last = passes[at + joined]
+            name = f"{passes[at].name} to stage {rank_of[to]}"
+            messages.append(_message(name, last.start_s + last.duration_s, send_s, microbatch))
+    return messages
+
+
+# -- what else takes time ----------------------------------------------------------------------------------------------
+
+
+def _waits(passes: Sequence[Event], terms: Mapping[str, float], pipeline_s: float) -> Iterator[Event]:
+    """The gaps between the passes, each for the order's sake and for messages in the shares of their sums.
+
+    Messages add as much to the step of every rank; the rest of what a rank waits is its bubble.
+    """
+    idle = pipeline_s - sum(one.duration_s for one in passes)
+    share = min(terms["pipeline_send"] / idle, 1.0) if idle > LEAST_S * pipeline_s else 0.0
+    ends = [0.0, *(one.start_s + one.duration_s for one in passes)]
+    starts = [*(one.start_s for one in passes), pipeline_s]
+    for end, start in zip(ends, starts, strict=True):
+        if (gap := start - end) > LEAST_S * pipeline_s:
+            bubble = (1.0 - share) * gap
+            if bubble > 0:
+                yield _of_term("pipeline_bubble", end, bubble)
+            if share > 0:
+                yield _of_term("pipeline_send", end + bubble, gap - bubble)
+
+
+def _of_term(name: str, start_s: float, duration_s: float) -> Event:
+    return Event(STREAM_OF[name], name, name.replace("_", " "), start_s, duration_s)
+
+
+def _end(terms: Mapping[str, float], pipeline_s: float) -> Iterator[Event]:
+    """What follows the last backward pass, on every rank."""
+    now = pipeline_s
+    for name in END_TERMS:
+        if terms[name] > 0:
+            yield _of_term(name, now, terms[name])
+            now += terms[name]
+
+
+def _beside(problem: Problem, laid: Stages, terms: Mapping[str, float], pipeline_s: float) -> list[list[Event]]:
+    """Of every stage the gradient reduction and the gather of parameters that hide beside the passes."""
+    overall = problem.calibration.overall
+    found: list[list[Event]] = [[] for _ in range(laid.forward_s.shape[1])]
+    if laid.batch.num_devices[0] == 1:
+        return found
+    both = reduction_s(problem, laid.batch, laid.blocks, laid.parameters, laid.work.links)
+    for name, all_of_it in zip(("data_parallel_reduce", "parameter_gather"), both, strict=True):
+        for events, seconds in zip(found, all_of_it[0].tolist(), strict=True):
+            hidden = min(overall * seconds - terms[name], pipeline_s)
+            if hidden > LEAST_S * pipeline_s:
+                start = pipeline_s - hidden if name == "data_parallel_reduce" else 0.0
+                words = f"{name} beside passes".replace("_", " ")
+                events.append(Event(STREAM_OF[name], name, words, start, hidden, beside=True))
+    return found
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _levels(problem: Problem, memory: StageMemory) -> dict[str, Floats]:
+    """What stages reserve beside activations, while "forward", "backward" and "update" run, and "activations" at most.
+
+    Between passes it is as in a forward pass.  The largest is what the estimate says the device has to hold.
+    """
+    terms = {name: value[0] for name, value in memory.terms.items()}
+    activations = terms["activations"]
+    states = add_up(terms[name] for name in ("weights", "optimizer", "wgrad_buffers"))
+    if memory.moments:
+        whole = {
+            phase: np.max([add_up(value[0] for value in moment.values()) for moment in moments], axis=0)
+            for phase, moments in memory.moments.items()
+        }
+        activations = np.max([moment["activations"][0] for moment in memory.moments["forward"]], axis=0)
+        forward, backward = (states + whole[phase] - activations for phase in ("forward", "backward"))
+        update = states + whole["update"]
+    else:
+        states = states + terms["gradients"]
+        forward = states + terms["gathered"]
+        backward = forward + terms["logits"] + terms["transients"]
+        update = states + memory.update_bytes[0]
+    allocated = add_up(terms[name] for name in ALLOCATED_TERMS)
+    update = np.where(terms["update"] > 0, allocated, update)
+    outside = add_up(terms[name] for name in ("cached", "communicators", "context"))
+    factor = problem.framework.reserved_factor
+    levels = {"forward": forward, "backward": backward, "update": update}
+    return {name: factor * level + outside for name, level in levels.items()} | {"activations": factor * activations}
+
+
+def _memory(
+    passes: Sequence[Event], others: Sequence[Event], alive: Floats, levels: Mapping[str, float]
+) -> tuple[Floats, Floats]:
+    """(from when on, bytes that are reserved) of a rank: activations by what is alive, up to the estimate's peak."""
+    points: list[tuple[float, str, float]] = []  # time, level, activations alive
+    held, sizes = 0.0, alive.tolist()
+    for one in passes:
+        is_forward = one.kind == "forward"
+        size = sizes[one.chunk or 0]
+        held += size if is_forward else 0.0
+        points.append((one.start_s, "forward" if is_forward else "backward", held))
+        held -= size if one.kind in ("backward", "weight_gradient") else 0.0
+        points.append((one.start_s + one.duration_s, "forward", held))
+    for one in others:
+        if one.kind == "optimizer":
+            points += [(one.start_s, "update", 0.0), (one.start_s + one.duration_s, "forward", 0.0)]
+    most = max(held for _, _, held in points)
+    share = levels["activations"] / most if most > 0 else 0.0
+    times = np.array([0.0, *(time for time, _, _ in points)])
+    reserved = np.array([levels["forward"], *(levels[level] + share * max(held, 0.0) for _, level, held in points)])
+    is_last = np.append(np.diff(times) > 0, True)
+    times, reserved = times[is_last], reserved[is_last]
+    changes = np.append(True, np.diff(reserved) != 0)
+    return times[changes], reserved[changes]

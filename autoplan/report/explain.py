@@ -1,0 +1,204 @@
+"""How does an explanation read on a terminal?  Where the step goes, what binds, what would be faster, what lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.report.terminal import (
+    END_OF_STEP,
+    LEAST_SHOWN_S,
+    MOST_MEMORY_COLUMNS,
+    labelled,
+    number_ranges,
+    print_answer,
+    print_next_steps,
+    print_part,
+    print_table,
+    reasons,
+    term_name,
+)
+from autoplan.result import AxisChange, Explanation, Neighbour, PlanFile, RankedPlan, StageCost, Versus
+from autoplan.units import format_bytes, format_percent, format_seconds
+
+SHOWN_CHANGES = 12
+LEVEL = 5e-4  # of two steps that are called level
+Names = Mapping[str, str]
+
+
+def print_explanation(console: Console, file: PlanFile, found: Explanation, names: Names, path: str) -> None:
+    """All of it; `names` are those of axes that are not called on screen as they are inside."""
+    print_answer(console, file)
+    console.print()
+    _print_terms(console, found)
+    console.print()
+    grid = labelled()
+    for at, says in enumerate(found.binds or ("neither memory nor a rule: no plan with one or two changes is faster",)):
+        grid.add_row("" if at else "binds", escape(says))
+    for at, near in enumerate(found.better):
+        grid.add_row("" if at else "faster", escape(f"{_changes(near, names)}: {_needs(near, found)}"))
+    print_part(console, grid)
+    if found.versus:
+        console.print()
+        _print_versus(console, found.plan, found.versus, names)
+    else:
+        console.print()
+        _print_changes(console, found, names)
+        if found.alternatives:
+            console.print("\nwhy the next best lost")
+            _print_lost(console, found)
+    first = next((near for near in _telling(found) if near.is_possible), None)
+    if first and not found.versus:
+        print_next_steps(console, ("next", f"autoplan explain {path} --versus {_wish(first)}"))
+
+
+def _print_terms(console: Console, found: Explanation) -> None:
+    """A row a term: of the step, and of every kind of stage, stages that are alike in one column."""
+    kinds: dict[tuple[float, ...], list[StageCost]] = {}
+    for stage in found.stages:
+        kinds.setdefault((*stage.terms_s.values(), stage.memory_bytes), []).append(stage)
+    groups = [*kinds.values()][:MOST_MEMORY_COLUMNS]
+    best, count = found.plan, found.plan.plan.num_microbatches
+    pipeline_s = sum(value for name, value in best.terms_s.items() if name not in (*END_OF_STEP, "stragglers"))
+    rows = []
+    for name, value in best.terms_s.items():
+        of_stages = [count * stages[0].terms_s.get(name, 0.0) for stages in groups]
+        if max(value, *of_stages) < LEAST_SHOWN_S:
+            continue
+        cells = [_seconds(seconds) for seconds in of_stages]
+        rows.append((term_name(name), format_seconds(value), format_percent(value / best.step_s), *cells))
+    waits = [pipeline_s - count * sum(stages[0].terms_s.values()) for stages in groups]
+    if len(found.stages) > 1:
+        rows.append(("(waits for other stages)", "", "", *(format_seconds(max(wait, 0.0)) for wait in waits)))
+    rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0), *[""] * len(groups)))
+    memory = [stages[0].memory_bytes for stages in groups]
+    rows.append(("memory", "", "", *map(format_bytes, memory)))
+    rows.append(("free", "", "", *(format_bytes(found.capacity_bytes - size) for size in memory)))
+    heads = [f"stage {number_ranges(stage.stage for stage in stages)}" for stages in groups]
+    columns = [("time of a step", False), ("", True), ("share", True), *((head, True) for head in heads)]
+    print_table(console, columns, rows, keep=3)
+
+
+def _changes(near: Neighbour, names: Names) -> str:
+    return ", ".join(f"{names.get(axis, axis)} {before} -> {after}" for axis, before, after in near.changes)
+
+
+def _faster(ratio: float) -> str:
+    if abs(ratio - 1.0) < LEVEL:
+        return "level"
+    return (
+        f"{format_percent(abs(1.0 / ratio - 1.0 if ratio < 1 else ratio - 1.0))} {'faster' if ratio < 1 else 'slower'}"
+    )
+
+
+def _needs(near: Neighbour, found: Explanation) -> str:
+    """How much faster it is, and what it lacks."""
+    parts = [f"{format_seconds(near.plan.step_s)}, {_faster(near.ratio)}"]
+    if near.plan.verdict != "fits":
+        parts.append(_room(near, found.capacity_bytes))
+    parts += [f"refused: {rule}" for rule in near.broken[:1]]
+    if near.plan.plan.global_batch != found.plan.plan.global_batch:
+        parts.append(f"a global batch of {near.plan.plan.global_batch:,} would do")
+    if near.is_possible:
+        parts.append("possible: the search leaves it out or --fix does")
+    return "; ".join(parts)
+
+
+def _wish(near: Neighbour) -> str:
+    """The changes as --versus takes them."""
+    wishes = []
+    for axis, _, value in near.changes:
+        word, _, count = value.partition(" ")
+        wishes += [f"{axis}={word}", *([f"vp={count}"] if axis == "schedule" and count else [])]
+    return ",".join(wishes)
+
+
+def _room(near: Neighbour, capacity_bytes: float) -> str:
+    needed = f"needs {format_bytes(near.plan.memory_bytes)} of {format_bytes(capacity_bytes)} on stage {near.stage}"
+    return needed if near.plan.verdict == "oom" else f"{needed}, {format_percent(near.plan.oom_probability)} risk"
+
+
+def _telling(found: Explanation) -> list[Neighbour]:
+    """Changes that make a difference: neither those that leave the step as it is nor slower ones that are refused."""
+    return [near for near in found.changes if near.ratio <= 1 - LEVEL or (near.ratio >= 1 + LEVEL and not near.broken)]
+
+
+def _print_changes(console: Console, found: Explanation, names: Names) -> None:
+    rows = []
+    for near in _telling(found)[:SHOWN_CHANGES]:
+        why = reasons(near.plan, found.plan) if near.ratio >= 1 + LEVEL else ""
+        if near.plan.verdict != "fits":
+            why = f"{_room(near, found.capacity_bytes)}{'; ' * bool(why)}{why}"
+        if near.broken:
+            why = f"refused: {near.broken[0]}"
+        rows.append(
+            (escape(_changes(near, names)), format_seconds(near.plan.step_s), escape(why or _faster(near.ratio)))
+        )
+    print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)
+
+
+def _print_lost(console: Console, found: Explanation) -> None:
+    rows = [
+        (escape(one.plan.describe()), format_seconds(one.step_s), escape(reasons(one, found.plan)))
+        for one in found.alternatives
+    ]
+    print_table(console, (("plan", False), ("step", True), ("why", False)), rows, keep=3)
+
+
+def _print_versus(console: Console, best: RankedPlan, other: Versus, names: Names) -> None:
+    """Both plans side by side, term by term; terms of another global batch for as many sequences."""
+    scale = best.plan.global_batch / other.plan.plan.global_batch
+    grid = labelled()
+    grid.add_row("versus", f"[bold]{escape(other.plan.plan.describe())}[/]")
+    inside = "inside" if other.gap.low <= 1.0 <= other.gap.high else "outside"
+    width = format_percent(other.gap.high / other.gap.ratio - 1.0)
+    grid.add_row("", escape(f"{_faster(other.gap.ratio)}, {inside} the model's {width} interval"))
+    if other.plan.verdict != "fits":
+        worst = max(other.stages, key=lambda stage: stage.memory_bytes)
+        there = format_bytes(other.plan.memory_bytes + other.plan.memory_headroom_bytes)
+        risk = format_percent(other.plan.oom_probability)
+        grid.add_row("", f"needs {format_bytes(worst.memory_bytes)} of {there} on stage {worst.stage}, {risk} risk")
+    for fault in other.broken:
+        grid.add_row("refused", escape(fault))
+    if scale != 1.0:
+        grid.add_row("", f"times below are for {best.plan.global_batch:,} sequences in both")
+    print_part(console, grid)
+    console.print()
+    rows: list[tuple[str, ...]] = []
+    for name, value in best.terms_s.items():
+        theirs = scale * other.plan.terms_s.get(name, 0.0)
+        if max(value, theirs) >= LEAST_SHOWN_S:
+            rows.append((term_name(name), _seconds(value), _seconds(theirs), _signed(theirs - value)))
+    theirs = scale * other.plan.step_s
+    total = (format_seconds(best.step_s), format_seconds(theirs), _signed(theirs - best.step_s))
+    rows.append(("[bold]all[/]", *(f"[bold]{cell}[/]" for cell in total)))
+    more = other.plan.memory_bytes - best.memory_bytes
+    memory = (format_bytes(best.memory_bytes), format_bytes(other.plan.memory_bytes))
+    rows.append(("memory", *memory, f"{'+' if more >= 0 else '-'}{format_bytes(abs(more))}"))
+    print_table(console, (("time of a step", False), ("this", True), ("versus", True), ("", True)), rows, keep=4)
+    if len(other.changes) > 1:
+        console.print()
+        _print_alone(console, best, other.changes, names)
+
+
+def _print_alone(console: Console, best: RankedPlan, changes: Sequence[AxisChange], names: Names) -> None:
+    rows = []
+    for one in changes:
+        says = escape(f"{names.get(one.axis, one.axis)} {one.before} -> {one.after}")
+        if one.alone is None:
+            rows.append((says, "", escape(f"not alone: {one.why_not}")))
+        else:
+            fits = "" if one.alone.verdict == "fits" else f"{one.alone.verdict}, {format_bytes(one.alone.memory_bytes)}"
+            scale = best.plan.global_batch / one.alone.plan.global_batch
+            rows.append((says, _signed(scale * one.alone.step_s - best.step_s), fits))
+    print_table(console, (("each change alone", False), ("", True), ("", False)), rows, keep=3)
+
+
+def _seconds(value: float) -> str:
+    return format_seconds(value) if value >= LEAST_SHOWN_S else ""
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}" if abs(seconds) >= LEAST_SHOWN_S else ""

@@ -1,0 +1,150 @@
+"""What is the answer?  The plan, its time, rate and memory, and how sure the choice is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Child, Markup, tag
+from autoplan.report.page.parts import Segment, bar, pairs
+from autoplan.report.terminal import certificate_line, layers_line, why_first
+from autoplan.result import PlanFile, datasheet_peak
+from autoplan.units import format_bytes, format_percent, format_seconds
+
+VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
+
+
+def headline(content: Content) -> Markup:
+    """What was asked."""
+    file = content.file
+    cluster, training = file.cluster, file.training
+    places = f"{cluster.num_nodes:,} × {cluster.devices_per_node} {cluster.device.name}"
+    slow = f", {len(cluster.faults)} of their parts slow" if cluster.faults else ""
+    asked = (
+        f"{training.precision}, {training.seq_len:,} tokens a sequence, global batch "
+        f"{file.best.plan.global_batch:,}, {file.framework.name}"
+    )
+    return tag(
+        "div",
+        tag("p", "autoplan report", class_="brand"),
+        tag("h1", file.model.name, tag("span", " on ", class_="quiet"), f"{cluster.num_devices:,} devices"),
+        tag("p", f"{cluster.name}: {places}{slow}; {asked}", class_="asked"),
+    )
+
+
+def answer(content: Content) -> Markup:
+    """The plan and the figures that people ask for."""
+    file = content.file
+    choice = tag("p", sure(file), class_="sure") if file.certificate else None
+    return tag(
+        "section",
+        tag("h2", "The plan", id="answer-title", class_="unseen"),
+        tag("p", *_axes(file), class_="plan"),
+        _warning(file),
+        tag("div", *_figures(file), class_="figures"),
+        choice,
+        pairs(_more(file)),
+        id="answer",
+        aria_labelledby="answer-title",
+    )
+
+
+def sure(file: PlanFile) -> str:
+    """The certificate, as a sentence."""
+    assert file.certificate is not None
+    line = certificate_line(file.certificate, file.choice)
+    return f"{line[0].upper()}{line[1:]}."
+
+
+def _axes(file: PlanFile) -> Iterator[Markup]:
+    """Every part of a plan's description; degrees stand out."""
+    degrees, *rest = file.best.plan.describe().split(", ")
+    words = degrees.split()
+    for axis, degree in zip(words[::2], words[1::2], strict=True):
+        yield tag("span", tag("span", axis, class_="quiet"), " ", tag("strong", degree), class_="axis")
+        yield Markup(" ")
+    for one in rest:
+        yield tag("span", one, class_="axis plain")
+        yield Markup(" ")
+
+
+def _warning(file: PlanFile) -> Child:
+    if file.best.verdict == "fits":
+        return None
+    risk = format_percent(file.best.oom_probability)
+    return tag("p", f"No plan fits safely: this one {VERDICTS[file.best.verdict]} (risk {risk}).", class_="warning")
+
+
+def _figures(file: PlanFile) -> Iterator[Markup]:
+    best, cluster = file.best, file.cluster
+    widest = 1.04 * best.high_s
+    interval = bar(
+        [
+            Segment(
+                name="90 % interval",
+                colour="interval",
+                share=(best.high_s - best.low_s) / widest,
+                text=f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}",
+            )
+        ],
+        start=best.low_s / widest,
+        mark=best.step_s / widest,
+    )
+    yield _figure("Step time", format_seconds(best.step_s), interval, f"90 % interval {_interval(file)}")
+    rate = best.tokens_per_s_per_device
+    yield _figure(
+        "Throughput",
+        f"{rate:,.0f}",
+        None,
+        f"tokens/s per device; {rate * cluster.num_devices:,.0f} tokens/s in all",
+    )
+    name, peak = datasheet_peak(cluster.device, file.training.precision)
+    yield _figure(
+        "MFU",
+        format_percent(best.mfu),
+        bar([Segment(name="MFU", colour="compute", share=best.mfu, text=format_percent(best.mfu))]),
+        f"Megatron model FLOPs over the {name} datasheet peak of {peak / 1e12:,.0f} TFLOP/s",
+    )
+    capacity = best.memory_bytes + best.memory_headroom_bytes
+    used = best.memory_bytes / max(capacity, best.memory_bytes)
+    risk = format_percent(best.oom_probability) if best.oom_probability >= 0.001 else "under 0.1 %"
+    yield _figure(
+        "Memory",
+        format_bytes(best.memory_bytes),
+        bar([Segment(name="worst stage", colour="memory", share=used, text=format_bytes(best.memory_bytes))]),
+        f"of {format_bytes(capacity)} on the fullest stage; {risk} risk of running out",
+    )
+
+
+def _interval(file: PlanFile) -> str:
+    return f"{format_seconds(file.best.low_s)} to {format_seconds(file.best.high_s)}"
+
+
+def _figure(label: str, value: str, drawn: Child, says: str) -> Markup:
+    return tag(
+        "div",
+        tag("p", label, class_="label"),
+        tag("p", value, class_="value"),
+        drawn or tag("div", class_="bar empty"),
+        tag("p", says, class_="note"),
+        class_="figure",
+    )
+
+
+def _more(file: PlanFile) -> Iterator[tuple[str, Child]]:
+    """What else belongs to the answer, where there is something to say."""
+    if layers := layers_line(file):
+        yield "layers", layers
+    choice = file.choice
+    if second := choice.runner_up if choice else next(iter(file.alternatives), None):
+        yield "why", why_first(file.best, second)
+    if file.run:
+        from autoplan.report.runs import run_lines
+
+        yield from run_lines(file.run.best)
+    if file.today:
+        from autoplan.report.launch import gap_line
+
+        yield "today", f"{file.today.plan.describe()} ({file.today.path})"
+        if file.today.gap and file.today.priced:
+            yield "gap", gap_line(file.today)

@@ -1,0 +1,22 @@
+"""What to type next?  The commands that start the plan, measure the cluster and refine the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Markup, tag
+from autoplan.report.page.parts import section
+
+
+def commands(content: Content) -> Markup:
+    """Each command with its purpose, to copy."""
+    refused = content.missing.get("start")
+    says = f"No files that start this plan are written: {refused}." if refused else None
+    return section("next", "What to do next", says, tag("ol", *_items(content), class_="steps"))
+
+
+def _items(content: Content) -> Iterator[Markup]:
+    for step in content.steps:
+        copy = tag("button", "Copy", type="button", class_="copy", aria_label=f"Copy the command: {step.purpose}")
+        yield tag("li", tag("p", step.purpose), tag("div", tag("code", step.command), copy, class_="command"))

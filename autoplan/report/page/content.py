@@ -1,0 +1,42 @@
+"""What does a page show beside the plan file?  What was worked out again for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.timeline import Timeline
+from autoplan.cost.traffic import StepTraffic
+from autoplan.result import PlanFile, RankedPlan, Sensitivity, SizeOutcome
+from autoplan.timing import Provenance
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Something to type next."""
+
+    purpose: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """All that a page shows; a part that could not be had is empty, and `missing` says why, by the part's name."""
+
+    file: PlanFile
+    traffic: StepTraffic
+    rests_on: dict[str, dict[Provenance, Floats]]  # shares of every term of the step, a batch of one plan
+    schedule: Timeline | None = None
+    front: tuple[RankedPlan, ...] = ()  # that no plan beats in both step time and memory, the fastest first
+    sizes: tuple[SizeOutcome, ...] = ()  # the best plans on fewer and on more nodes
+    sensitivity: Sensitivity | None = None
+    steps: tuple[Step, ...] = ()
+    missing: dict[str, str]
+
+    def why_not(self, part: str) -> str:
+        """Why a part is not shown, as a sentence."""
+        return f"Not shown: {self.missing[part]}."

@@ -1,0 +1,68 @@
+"""What does the answer hang on?  Numbers of the hardware that the step follows, and those that would flip the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Markup, tag
+from autoplan.report.page.parts import Segment, bar, bars, key, section, table
+from autoplan.result import Sensitivity
+from autoplan.units import format_percent
+
+SHOWN_FLIPS = 5
+LEAST_SHOWN = 0.005  # per cent of the step, for one per cent more
+
+
+def importance(content: Content) -> Markup:
+    """Elasticities of the step, and the nearest numbers at which another plan wins."""
+    found = content.sensitivity
+    title = "What the answer hangs on"
+    if found is None:
+        return section("importance", title, content.why_not("sensitivity"))
+    return section(
+        "importance",
+        title,
+        _says(found),
+        key([("faster", "shortens the step"), ("slower", "lengthens it")]),
+        bars(
+            "Change of the step time with one per cent more of each number",
+            ("one per cent more", "changes the step", "by"),
+            _slopes(found),
+        ),
+        tag("h3", "What would make another plan win") if found.flips else None,
+        _flips(found) if found.flips else None,
+    )
+
+
+def _says(found: Sensitivity) -> str:
+    if not found.flips:
+        return "No number of the hardware, halved or doubled alone, makes another plan win."
+    flip = found.flips[0]
+    change = f"{format_percent(abs(flip.factor - 1))} {'higher' if flip.factor > 1 else 'lower'}"
+    return f"The nearest thing that would change the answer: {flip.quantity} {change} than assumed."
+
+
+def _slopes(found: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
+    ordered = sorted(found.elasticities.items(), key=lambda one: -abs(one[1]))
+    most = max((abs(value) for _, value in ordered), default=0.0) or 1.0
+    for name, slope in ordered:
+        text = f"{'+' if slope > 0 else '−'}{abs(slope):.2f} %" if abs(slope) >= LEAST_SHOWN else "0"
+        colour = "slower" if slope > 0 else "faster"
+        share = abs(slope) / most if abs(slope) >= LEAST_SHOWN else 0.0
+        yield name, bar([Segment(name=name, colour=colour, share=share, text=text)]), text
+
+
+def _flips(found: Sensitivity) -> Markup:
+    columns = [("number", False), ("would have to be", False), ("then wins", False), ("autoplan profile", False)]
+    rows = (
+        (
+            flip.quantity,
+            f"{format_percent(abs(flip.factor - 1))} {'higher' if flip.factor > 1 else 'lower'}"
+            f"{'' if flip.is_proven else ' at the latest'}",
+            flip.plan.describe(),
+            tag("code", f"--only {','.join(flip.measure)}") if flip.measure else "",
+        )
+        for flip in found.flips[:SHOWN_FLIPS]
+    )
+    return table("Numbers that would make another plan win", columns, rows)

@@ -1,0 +1,79 @@
+"""Over which links does the plan's traffic go?  Level by level, communicator by communicator, and as a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.cost.traffic import StepTraffic
+from autoplan.report.drawing import draw
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Markup, tag
+from autoplan.report.page.parts import Segment, bar, bars, folded, note, scrolling, section, table
+from autoplan.report.traffic import OPERATION_NAMES
+from autoplan.topology.graph import quotient
+from autoplan.units import format_percent, format_seconds, format_volume
+
+
+def network(content: Content) -> Markup:
+    """What a device of the busiest stage sends, and the cluster with what its links carry."""
+    step, cluster = content.traffic, content.file.cluster
+    drawing = Markup(draw(cluster, quotient(cluster), step))
+    return section(
+        "network",
+        "What goes over which links",
+        _says(step),
+        bars(
+            "Traffic of a device over the links of each level",
+            ("links", f"sent by a device of stage {step.stage} in a step", "volume"),
+            _levels(step),
+        ),
+        note("One direction, exposed or not; over links that many devices share, a device's part."),
+        folded("Every communicator", _communicators(step)),
+        tag("h3", "The cluster"),
+        scrolling("Drawing of the cluster with the traffic of a step", tag("div", drawing, class_="drawing")),
+        note(f"The same from the command line: autoplan topo CLUSTER --plan PLAN. {_places(content)}"),
+    )
+
+
+def _says(step: StepTraffic) -> str:
+    if not step.rows:
+        return "A step sends nothing: there is one device."
+    row = max(step.rows, key=lambda one: one.time_s)
+    seconds, share = sum(one.time_s for one in step.rows), format_percent(step.share(row))
+    return (
+        f"The links of stage {step.stage} are busy for {format_seconds(seconds)} of a step, shown or hidden behind "
+        f"work: {share} of that is the {OPERATION_NAMES[row.operation]} of {row.communicator} over "
+        f"{row.num_ranks:,} ranks."
+    )
+
+
+def _levels(step: StepTraffic) -> Iterator[tuple[str, Markup, str]]:
+    most = max(step.level_bytes, default=0.0) or 1.0
+    for level, moved in zip(step.levels, step.level_bytes, strict=True):
+        text = format_volume(moved)
+        yield level.name, bar([Segment(name=level.name, colour="traffic", share=moved / most, text=text)]), text
+
+
+def _communicators(step: StepTraffic) -> Markup:
+    columns = [("communicator", False), ("ranks", True), ("times", True), ("time", True), ("share", True)]
+    columns += [(level.name, True) for level in step.levels]
+    rows = (
+        (
+            f"{row.communicator} {OPERATION_NAMES[row.operation]}",
+            f"{row.num_ranks:,}",
+            f"{row.times:,.6g}",
+            format_seconds(row.time_s),
+            format_percent(step.share(row)),
+            *(format_volume(moved) if moved else "" for moved in row.level_bytes),
+        )
+        for row in step.rows
+    )
+    return table("Traffic of a step by communicator", columns, rows)
+
+
+def _places(content: Content) -> str:
+    file = content.file
+    if file.listed_step_s is None:
+        return ""
+    gain = format_percent(file.listed_step_s / file.best.step_s - 1)
+    return f"Placing the nodes makes the step {gain} faster than in the order of the cluster's list."

@@ -1,0 +1,90 @@
+"""How do the sections become one file that needs nothing else?"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable, Collection
+from hashlib import sha256
+from importlib.resources import files
+
+from autoplan.report.page.answer import answer, headline
+from autoplan.report.page.commands import commands
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Markup, tag
+from autoplan.report.page.importance import importance
+from autoplan.report.page.memory import memory
+from autoplan.report.page.network import network
+from autoplan.report.page.plans import front, plans
+from autoplan.report.page.scaling import scaling
+from autoplan.report.page.schedule import schedule
+from autoplan.report.page.sources import sources
+from autoplan.report.page.times import times
+
+# Every section by the name in links to it, with what these are called; None: nothing leads to it.
+SECTIONS: dict[str, tuple[str | None, Callable[[Content], Markup | None]]] = {
+    "answer": (None, answer),
+    "time": ("time", times),
+    "schedule": ("schedule", schedule),
+    "memory": ("memory", memory),
+    "plans": ("other plans", plans),
+    "front": ("time against memory", front),
+    "scaling": ("scaling", scaling),
+    "importance": ("what it hangs on", importance),
+    "network": ("links", network),
+    "sources": ("sources", sources),
+    "next": ("next steps", commands),
+}
+STYLES = ("page.css",)
+SCRIPTS = ("view.js", "plot.js", "gantt.js", "page.js")
+
+
+def page(content: Content) -> str:
+    """The page as the text of a file."""
+    shown = {name: drawn for name, (_, make) in SECTIONS.items() if (drawn := make(content))}
+    style, script = (_text(names) for names in (STYLES, SCRIPTS))
+    # What is not this script does not run, and nothing is loaded, even if a name got past the escaping.
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    file = content.file
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", f"{file.model.name} on {file.cluster.num_devices:,} devices: autoplan report"),
+        tag("style", Markup(style)),
+    )
+    body = tag(
+        "body",
+        tag("header", _skip(), headline(content), _theme(), class_="top"),
+        _contents(shown),
+        tag("main", *shown.values()),
+        tag("div", id="tip", role="presentation"),
+        tag("script", Markup(script), type="module"),
+    )
+    return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
+
+
+def _text(names: tuple[str, ...]) -> str:
+    folder = files(__package__)
+    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+
+
+def _skip() -> Markup:
+    return tag("a", "Skip to the plan", href="#answer", class_="skip")
+
+
+def _theme() -> Markup:
+    names = (("auto", "Auto"), ("light", "Light"), ("dark", "Dark"))
+    buttons = (tag("button", text, type="button", data_sets=name, aria_pressed="false") for name, text in names)
+    return tag("div", *buttons, class_="theme", role="group", aria_label="Colours of the page")
+
+
+def _contents(shown: Collection[str]) -> Markup:
+    """Links to the sections that there are."""
+    links = (tag("a", text, href=f"#{name}") for name, (text, _) in SECTIONS.items() if text and name in shown)
+    return tag("nav", *links, aria_label="Sections")

@@ -1,0 +1,135 @@
+"""What are the sections of the page made of?  Tables, bars, keys of colours, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autoplan.report.page.html import Child, Markup, joined, tag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A part of a bar: `colour` is the name of one in the style sheet, `share` that of the bar's whole width."""
+
+    name: str
+    colour: str
+    share: float
+    text: str  # its value
+
+
+def section(name: str, title: str, says: Child, *children: Child) -> Markup:
+    """A section with what it says in one sentence."""
+    head = tag("h2", title, id=f"{name}-title")
+    return tag(
+        "section",
+        head,
+        tag("p", says, class_="says") if says else None,
+        *children,
+        id=name,
+        aria_labelledby=f"{name}-title",
+    )
+
+
+def table(caption: str, columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[Child]]) -> Markup:
+    """A table that scrolls where it is too wide; columns are (header, whether cells are numbers).
+
+    The first cell names its row.  The caption is for those who cannot see what the table stands below.
+    """
+    styles = ["number" if is_number else None for _, is_number in columns]
+    head = [tag("th", name, scope="col", class_=style) for (name, _), style in zip(columns, styles, strict=True)]
+    body = []
+    for cells in rows:
+        first, *rest = zip(cells, styles, strict=True)
+        row = [tag("th", first[0], scope="row", class_=first[1])]
+        body.append(tag("tr", *row, *(tag("td", cell, class_=style) for cell, style in rest)))
+    return scrolling(caption, _table(caption, head, body))
+
+
+def _table(caption: str, head: Iterable[Markup], body: Iterable[Markup], style: str | None = None) -> Markup:
+    return tag(
+        "table",
+        tag("caption", caption, class_="unseen"),
+        tag("thead", tag("tr", *head)),
+        tag("tbody", *body),
+        class_=style,
+    )
+
+
+def scrolling(label: str, *children: Child) -> Markup:
+    """What may be wider than the page: the keyboard can scroll it as well."""
+    return tag("div", *children, class_="scrolling", role="region", aria_label=label, tabindex="0")
+
+
+def folded(summary: str, *children: Child) -> Markup:
+    """What only some readers want to see."""
+    return tag("details", tag("summary", summary), *children)
+
+
+def bar(segments: Iterable[Segment], *, mark: float | None = None, start: float = 0.0) -> Markup:
+    """Segments side by side, from `start` on; `mark` is where a line crosses, such as a limit.  All are shares."""
+    segments = [one for one in segments if one.share > 0]
+    spoken = ", ".join(f"{one.name} {one.text}" for one in segments)
+    pieces = [
+        tag(
+            "span",
+            class_=f"piece {one.colour}",
+            style=f"width:{100 * one.share:.3f}%",
+            data_tip=f"{one.name}: {one.text}",
+        )
+        for one in segments
+    ]
+    if start:
+        pieces.insert(0, tag("span", class_="offset", style=f"width:{100 * start:.3f}%"))
+    if mark is not None:
+        pieces.append(tag("span", class_="mark", style=f"left:{100 * mark:.3f}%"))
+    return tag("div", *pieces, class_="bar", role="img", aria_label=spoken or "nothing")
+
+
+def bars(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Child]], style: str = "") -> Markup:
+    """A chart that is its own table: of every row a name, a bar and its values."""
+    name, drawn, *values = heads
+    head = [tag("th", name, scope="col"), tag("th", drawn, scope="col", class_="drawn")]
+    head += [tag("th", value, scope="col", class_="number") for value in values]
+    body = []
+    for label, shape, *numbers in rows:
+        cells = [tag("th", label, scope="row"), tag("td", shape, class_="drawn")]
+        body.append(tag("tr", *cells, *(tag("td", number, class_="number") for number in numbers)))
+    return _table(caption, head, body, f"bars {style}".strip())
+
+
+def key(entries: Iterable[tuple[str, str]]) -> Markup:
+    """What the colours mean: (colour, name)."""
+    items = (tag("li", tag("span", class_=f"swatch {colour}"), name) for colour, name in entries)
+    return tag("ul", *items, class_="key")
+
+
+def note(*children: Child) -> Markup:
+    """A remark below a chart."""
+    return tag("p", *children, class_="note")
+
+
+def pairs(entries: Iterable[tuple[str, Child]]) -> Markup:
+    """A list of labels and what they stand for."""
+    return tag("dl", *(joined([tag("dt", label), tag("dd", text)]) for label, text in entries), class_="pairs")
+
+
+def chart(name: str, label: str, colours: Markup, content: Markup) -> Markup:
+    """A chart that a script draws from `content`, with the key of its colours and buttons to move in it."""
+    buttons = (
+        tag("button", sign, type="button", data_zoom=what, aria_label=f"{says}: {label}", title=says)
+        for sign, what, says in (("+", "in", "Zoom in"), ("−", "out", "Zoom out"), ("↺", "all", "Show all"))
+    )
+    hint = "Arrow keys move, plus and minus zoom, 0 shows all; its numbers stand in the table below"
+    drawn = tag(
+        "div", class_="canvas", tabindex="0", role="group", aria_label=f"{label}. {hint}.", aria_roledescription="chart"
+    )
+    return tag(
+        "figure",
+        colours,
+        tag("div", *buttons, class_="zoom"),
+        drawn,
+        tag("noscript", note("Scripts are off, so that this chart is not drawn: its numbers stand in the table.")),
+        content,
+        class_=f"chart {name}",
+    )

@@ -1,0 +1,188 @@
+"""What else would do?  The best plans side by side, and those that no plan beats in both time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from autoplan.plan import ParallelPlan
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Child, Markup, tag
+from autoplan.report.page.parts import bar, bars, folded, note, section, table
+from autoplan.report.page.plot import Axis, Series, plot
+from autoplan.report.page.times import kind_key, kind_segments, or_none
+from autoplan.report.terminal import LEAST_SHOWN_S, choice_lines, term_name
+from autoplan.result import PlanFile, RankedPlan, RunPlan
+from autoplan.units import GIB, format_bytes, format_percent, format_seconds
+
+SHOWN_PLANS = 10
+COMPARED_PLANS = 5
+SHOWN_FRONT = 40
+
+AXES: tuple[tuple[str, Callable[[ParallelPlan], str]], ...] = (
+    ("tensor parallel", lambda plan: str(plan.tp)),
+    ("context parallel", lambda plan: str(plan.cp)),
+    ("pipeline stages", lambda plan: str(plan.pp)),
+    ("chunks a stage", lambda plan: str(plan.vp)),
+    ("expert parallel", lambda plan: str(plan.ep)),
+    ("data parallel", lambda plan: str(plan.dp)),
+    ("schedule", lambda plan: plan.schedule),
+    ("micro-batch", lambda plan: str(plan.micro_batch)),
+    ("micro-batches", lambda plan: f"{plan.num_microbatches:,}"),
+    ("global batch", lambda plan: f"{plan.global_batch:,}"),
+    ("sharding", lambda plan: plan.sharding),
+    ("recomputation", lambda plan: plan.recompute),
+    ("offload", lambda plan: plan.offload),
+)
+
+
+def plans(content: Content) -> Markup | None:
+    """The best plans of other degrees, what each spends its time on, and why the winner wins."""
+    file = content.file
+    shown = (file.best, *file.alternatives[: SHOWN_PLANS - 1])
+    if len(shown) == 1:
+        return None
+    slowest = max(_per_sequence(one) for one in shown)
+    return section(
+        "plans",
+        "The best plans side by side",
+        "Each is the best plan of its degrees; the bar is its time of a step, by kind.",
+        kind_key(),
+        bars("The best plans", ("plan", "in a step", "step", "memory"), _ranking(shown, slowest), "worded first"),
+        _note_batches(shown),
+        folded(
+            f"The first {min(COMPARED_PLANS, len(shown))} in every axis and term", _compared(shown[:COMPARED_PLANS])
+        ),
+        _lost(file),
+    )
+
+
+def _per_sequence(one: RankedPlan) -> float:
+    return one.step_s / one.plan.global_batch
+
+
+def _ranking(shown: Sequence[RankedPlan], slowest: float) -> Iterator[tuple[Child, Markup, str, str]]:
+    for at, one in enumerate(shown, 1):
+        whole_s = slowest * one.plan.global_batch
+        name = tag("span", tag("span", f"{at} ", class_="quiet"), one.plan.describe())
+        drawn = bar(kind_segments(one.terms_s, whole_s))
+        yield name, drawn, format_seconds(one.step_s), format_bytes(one.memory_bytes)
+
+
+def _note_batches(shown: Sequence[RankedPlan]) -> Markup | None:
+    if len({one.plan.global_batch for one in shown}) == 1:
+        return None
+    return note("Their batches differ: bars compare the time of a sequence, numbers are those of a step.")
+
+
+def _compared(shown: Sequence[RankedPlan]) -> Markup:
+    """Plans as columns; what differs from the best stands out."""
+    columns = [("axis or term", False), *((f"#{at}", True) for at in range(1, len(shown) + 1))]
+    rows: list[tuple[Child, ...]] = []
+    for name, value in AXES:
+        values = [value(one.plan) for one in shown]
+        if len(set(values)) > 1 or values[0] not in ("1", "none"):
+            rows.append((name, *(_beside(one, values[0]) for one in values)))
+    figures: tuple[tuple[str, Callable[[RankedPlan], str]], ...] = (
+        ("step", lambda one: format_seconds(one.step_s)),
+        ("90 % from", lambda one: format_seconds(one.low_s)),
+        ("90 % to", lambda one: format_seconds(one.high_s)),
+        ("tokens/s per device", lambda one: f"{one.tokens_per_s_per_device:,.0f}"),
+        ("MFU", lambda one: format_percent(one.mfu)),
+        ("memory", lambda one: format_bytes(one.memory_bytes)),
+        ("risk of running out", lambda one: format_percent(one.oom_probability)),
+    )
+    rows += [(name, *(value(one) for one in shown)) for name, value in figures]
+    for term in shown[0].terms_s:
+        if any(one.terms_s.get(term, 0.0) >= LEAST_SHOWN_S for one in shown):
+            rows.append((term_name(term), *(or_none(one.terms_s.get(term, 0.0)) for one in shown)))
+    return table("The best plans in every axis and term", columns, rows)
+
+
+def _beside(value: str, first: str) -> Child:
+    return value if value == first else tag("strong", value)
+
+
+def _lost(file: PlanFile) -> Markup | None:
+    """Why the plans that a person would think of first lost."""
+    if not file.choice or not file.choice.obvious:
+        return None
+    texts = [text for label, text in choice_lines(file.best, file.choice) if label in ("not", "")]
+    items = [tag("li", text) for text in texts[-len(file.choice.obvious) :]]
+    return tag("div", tag("h3", "Why the obvious lost"), tag("ul", *items, class_="reasons"))
+
+
+# -- the front --------------------------------------------------------------------------------------------------------
+
+
+def front(content: Content) -> Markup:
+    """The plans that no other beats: in the objectives of the run, else in step time and memory."""
+    file = content.file
+    if file.run and len(file.run.front) > 1:
+        return _front_of_run(file.run.front, file.run.objectives)
+    title = "Time against memory"
+    if not content.front:
+        return section("front", title, content.why_not("front"))
+    capacity = file.best.memory_bytes + file.best.memory_headroom_bytes
+    drawn = plot(
+        "Step time against memory of the plans that no other beats in both",
+        Axis(label="memory of the fullest stage, GiB"),
+        Axis(label="step time, s"),
+        [
+            Series(
+                name="no plan is better in both",
+                kind="steps",
+                colour="first",
+                points=[_point(one) for one in sorted(content.front, key=lambda one: one.memory_bytes)],
+            ),
+            Series(name="the answer", kind="point", colour="second", points=[_point(file.best, "the answer, ")]),
+        ],
+        limit=(capacity / GIB, "capacity"),
+    )
+    columns = (("plan", False), ("step", True), ("memory", True), ("MFU", True))
+    rows = (
+        (one.plan.describe(), format_seconds(one.step_s), format_bytes(one.memory_bytes), format_percent(one.mfu))
+        for one in content.front
+    )
+    listed = table("Plans that no other beats in both step time and memory", columns, rows)
+    return section("front", title, _says(content.front), drawn, folded(f"The {len(content.front)} plans", listed))
+
+
+def _point(one: RankedPlan, what: str = "") -> tuple[float, float, str]:
+    text = f"{what}{one.plan.describe()}: {format_seconds(one.step_s)}, {format_bytes(one.memory_bytes)}"
+    return one.memory_bytes / GIB, one.step_s, text
+
+
+def _says(front: Sequence[RankedPlan]) -> str:
+    fastest, smallest = front[0], min(front, key=lambda one: one.memory_bytes)
+    if len(front) == 1:
+        return "The answer is the plan with the least memory as well: no other is better in either."
+    return (
+        f"{len(front)} plans are beaten by no other in both. The one with the least memory takes "
+        f"{format_bytes(fastest.memory_bytes - smallest.memory_bytes)} less than the fastest and is "
+        f"{format_percent(_per_sequence(smallest) / _per_sequence(fastest) - 1)} slower."
+    )
+
+
+def _front_of_run(found: Sequence[RunPlan], objectives: Sequence[str]) -> Markup:
+    """As a table: the objectives may be any two or more."""
+    from autoplan.report.runs import FIGURES
+
+    shown = found[:SHOWN_FRONT]
+    kept = [(head, text) for head, text in FIGURES if any(text(one.figures) for one in shown)]
+    columns = [("plan", False), ("nodes", True), ("step", True), ("memory", True), *((head, True) for head, _ in kept)]
+    rows = (
+        (
+            one.plan.plan.describe(),
+            f"{one.num_nodes:,}",
+            format_seconds(one.plan.step_s),
+            format_bytes(one.plan.memory_bytes),
+            *(text(one.figures) or "" for _, text in kept),
+        )
+        for one in shown
+    )
+    return section(
+        "front",
+        "Plans that no other beats",
+        f"In {', '.join(objectives)}: {len(found):,} plans, the best in the first one first.",
+        table("Plans that no other beats in the objectives", columns, rows),
+    )

@@ -1,0 +1,36 @@
+"""What does a plot hold?  Two axes and series of points over them, which a script draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from autoplan.report.page.html import Markup, data
+from autoplan.report.page.parts import chart, key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One axis; on a logarithmic one powers of `base` are round."""
+
+    label: str
+    scale: Literal["linear", "log"] = "linear"
+    base: int = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Points (x, y, what is said of it) that are joined in some way, in a colour of the style sheet."""
+
+    name: str
+    kind: Literal["point", "line", "steps", "dashes"]
+    colour: str
+    points: Sequence[tuple[float, float, str]]
+
+
+def plot(label: str, x: Axis, y: Axis, series: Sequence[Series], limit: tuple[float, str] | None = None) -> Markup:
+    """Series over two axes; `limit` is a value of x with its name."""
+    series = [one for one in series if one.points]
+    content = {"x": asdict(x), "y": asdict(y), "series": [asdict(one) for one in series], "limit": limit}
+    return chart("plot", label, key((one.colour, one.name) for one in series), data("content", content))

@@ -1,0 +1,73 @@
+"""How does it scale?  The best plans on fewer and on more nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Markup
+from autoplan.report.page.parts import section, table
+from autoplan.report.page.plot import Axis, Series, plot
+from autoplan.result import RunFigures, RunPlan
+from autoplan.units import format_percent, format_seconds
+
+
+def scaling(content: Content) -> Markup:
+    """Tokens per second by devices, beside what perfect scaling would give."""
+    title = "Fewer or more devices"
+    found = [one.best for one in content.sizes if one.best]
+    if not found:
+        return section("scaling", title, content.why_not("sizes"))
+    first, last = found[0].figures, found[-1].figures
+    perfect = [
+        (one.num_devices, first.tokens_per_s * one.num_devices / first.num_devices, "perfect scaling")
+        for one in (first, last)
+    ]
+    mine = [one for one in found if one.num_nodes == content.file.cluster.num_nodes]
+    drawn = plot(
+        "Tokens per second by number of devices",
+        Axis(label="devices", scale="log", base=2),
+        Axis(label="tokens/s", scale="log"),
+        [
+            Series(name="perfect scaling", kind="dashes", colour="faint", points=perfect),
+            Series(name="best plan", kind="line", colour="first", points=[_point(one) for one in found]),
+            Series(
+                name="the answer", kind="point", colour="second", points=[_point(one, "the answer, ") for one in mine]
+            ),
+        ],
+    )
+    return section("scaling", title, _says(first, last), drawn, _table(content, found))
+
+
+def _point(one: RunPlan, what: str = "") -> tuple[float, float, str]:
+    figures = one.figures
+    text = f"{what}{one.plan.plan.describe()}: {figures.tokens_per_s:,.0f} tokens/s of {figures.num_devices:,} devices"
+    return figures.num_devices, figures.tokens_per_s, text
+
+
+def _says(first: RunFigures, last: RunFigures) -> str:
+    if first.num_devices == last.num_devices:
+        return "Of the sizes that were tried only this one has a plan that fits."
+    faster, more = last.tokens_per_s / first.tokens_per_s, last.num_devices / first.num_devices
+    return (
+        f"With the same global batch, {last.num_devices:,} devices train {faster:.2f} times as fast as "
+        f"{first.num_devices:,}: {format_percent(faster / more)} of perfect scaling."
+    )
+
+
+def _table(content: Content, found: Sequence[RunPlan]) -> Markup:
+    columns = [("devices", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True)]
+    has_cost = any(one.figures.cost_per_token is not None for one in found)
+    if has_cost:
+        columns.append(("cost per M tokens", True))
+    rows = []
+    for size in content.sizes:
+        devices = f"{size.num_nodes * content.file.cluster.devices_per_node:,}"
+        if size.best is None:
+            rows.append((devices, size.why, *("" for _ in columns[2:])))
+            continue
+        plan, figures = size.best.plan, size.best.figures
+        cost = [f"{1e6 * (figures.cost_per_token or 0):,.4g}"] if has_cost else []
+        rate = f"{figures.tokens_per_s:,.0f}"
+        rows.append((devices, plan.plan.describe(), format_seconds(plan.step_s), rate, format_percent(plan.mfu), *cost))
+    return table("The best plan of each number of devices", columns, rows)

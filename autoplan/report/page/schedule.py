@@ -1,0 +1,180 @@
+"""What does every stage do at every moment of a step?  A Gantt chart of the timeline that the estimate rests on."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from autoplan.cost.timeline import RankTimeline, Timeline
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Markup, data
+from autoplan.report.page.parts import chart, folded, key, note, section, table
+from autoplan.report.page.times import KINDS, or_none
+from autoplan.report.terminal import number_ranges, term_name
+from autoplan.units import format_percent, format_seconds
+
+MOST_MESSAGES = 100_000  # in one page
+SHOWN_RANGES = 3
+TRAFFIC = KINDS["traffic"][1]
+COLOURS = {
+    "forward": "forward",
+    "backward": "backward",
+    "input_gradient": "input-gradient",
+    "weight_gradient": "weight-gradient",
+}
+
+
+def schedule(content: Content) -> Markup:
+    """The step of one rank of every stage, and what each of them spends it on."""
+    found = content.schedule
+    title = "The step, moment by moment"
+    if found is None:
+        return section("schedule", title, content.why_not("schedule"))
+    return section(
+        "schedule",
+        title,
+        _says(found),
+        chart(
+            "gantt",
+            "Schedule of the pipeline, a row for one rank of each stage",
+            _key(found),
+            data("content", _content(found)),
+        ),
+        note(*_notes(found)),
+        folded("Each stage", _table(found)),
+    )
+
+
+def _says(found: Timeline) -> str:
+    waits = [sum(one.terms_s()[name] for name in ("pipeline_bubble", "pipeline_send")) for one in found.ranks]
+    idle = sum(waits) / len(waits) / found.step_s
+    if len(found.ranks) == 1:
+        return "There is one stage: every rank does the same, and none waits for another one's passes."
+    return (
+        f"Its {found.plan.num_microbatches:,} micro-batches take the {len(found.ranks)} stages "
+        f"{format_seconds(found.pipeline_s)} of the {format_seconds(found.step_s)}; a stage waits for others "
+        f"{format_percent(idle)} of the step, in the mean."
+    )
+
+
+def _key(found: Timeline) -> Markup:
+    is_split = any(kind == "weight_gradient" for kind, _ in _codes(found.ranks[0]))
+    entries = [("forward", "forward"), ("backward", "gradient of the inputs" if is_split else "backward")]
+    entries += [("weight-gradient", "gradient of the weights")] if is_split else []
+    entries += [("traffic", "communication that shows, messages"), ("wait", "bubble")]
+    return key([*entries, ("end", "end of the step"), ("host", "host and slow ranks")])
+
+
+def _notes(found: Timeline) -> Iterable[str]:
+    yield "Drag to move, Ctrl and the wheel or two fingers to zoom. "
+    yield "In a pass, the strip at the bottom is the part in which its ranks only communicate; below the passes stand "
+    yield "messages and what else hides beside them. Where passes are too thin to draw, colours show their shares. "
+    if abs(found.order_error) > 1e-3:
+        yield (
+            f"The estimate of this schedule is a closed form, {format_percent(abs(found.order_error))} "
+            f"{'more' if found.order_error > 0 else 'less'} than its passes one by one: waits are drawn in proportion."
+        )
+
+
+# -- what the script draws --------------------------------------------------------------------------------------------
+
+
+def _codes(rank: RankTimeline) -> list[tuple[str, int]]:
+    """The kinds of passes that a rank makes, by (kind, chunk)."""
+    return list(dict.fromkeys((one.kind, one.chunk or 0) for one in rank.passes))
+
+
+def _content(found: Timeline) -> dict[str, Any]:
+    num_messages = sum(one.kind == "message" for rank in found.ranks for one in rank.others)
+    fullest = max(found.ranks, key=lambda rank: float(rank.memory_bytes.max()))
+    return {
+        "step_s": found.step_s,
+        "rows": [_row(rank, with_messages=num_messages <= MOST_MESSAGES) for rank in found.ranks],
+        "memory": {
+            "stage": fullest.stage,
+            "capacity": found.capacity_bytes,
+            "time": _packed(fullest.memory_time_s),
+            "bytes": _packed(fullest.memory_bytes),
+        },
+    }
+
+
+def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
+    """Passes as numbers into a table of their kinds: the n-th of a kind is that of micro-batch n."""
+    codes = _codes(rank)
+    number = {code: at for at, code in enumerate(codes)}
+    kinds = []
+    for kind, chunk in codes:
+        terms = rank.pass_terms_s[kind, chunk]
+        seconds = sum(terms.values())
+        kinds.append(
+            {
+                "name": kind.replace("_", " "),
+                "colour": COLOURS[kind],
+                "chunk": chunk,
+                "seconds": seconds,
+                "traffic": sum(terms.get(name, 0.0) for name in TRAFFIC) / seconds if seconds else 0.0,
+            }
+        )
+    messages = [one for one in rank.others if one.kind == "message"] if with_messages else []
+    return {
+        "stage": rank.stage,
+        "ranks": _ranks(rank),
+        "kinds": kinds,
+        "codes": _packed([number[one.kind, one.chunk or 0] for one in rank.passes], np.uint16),
+        "starts": _packed([one.start_s for one in rank.passes]),
+        "messages": {
+            "starts": _packed([one.start_s for one in messages]),
+            "seconds": _packed([one.duration_s for one in messages]),
+        },
+        "others": [
+            [_name(one.kind, beside=one.beside), _colour(one.kind), one.start_s, one.duration_s, one.beside]
+            for one in rank.others
+            if one.kind not in ("message", "pipeline_bubble", "pipeline_send")
+        ],
+        "waits": _waits(rank),
+    }
+
+
+def _waits(rank: RankTimeline) -> dict[str, str]:
+    """Bubbles and waits for messages, in the order of time."""
+    waits = [one for one in rank.others if one.kind in ("pipeline_bubble", "pipeline_send")]
+    return {
+        "starts": _packed([one.start_s for one in waits]),
+        "seconds": _packed([one.duration_s for one in waits]),
+        "sends": _packed([one.kind == "pipeline_send" for one in waits], np.uint8),
+    }
+
+
+def _ranks(rank: RankTimeline) -> str:
+    """The ranks that do the same, in short."""
+    parts = number_ranges(rank.ranks).split("+")
+    more = f" and so on, {len(rank.ranks):,} in all" if len(parts) > SHOWN_RANGES else ""
+    return ", ".join(parts[:SHOWN_RANGES]) + more
+
+
+def _packed(values: Any, kind: type[np.generic] = np.float32) -> str:
+    """Numbers as base64 of their little-endian bytes: a long step has hundreds of thousands."""
+    return b64encode(np.asarray(values).astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode()
+
+
+def _name(kind: str, *, beside: bool) -> str:
+    return f"{term_name(kind)}, hidden beside passes" if beside else term_name(kind)
+
+
+def _colour(kind: str) -> str:
+    return next((colour for colour, (_, terms) in KINDS.items() if kind in terms), "host")
+
+
+# -- the same as a table ----------------------------------------------------------------------------------------------
+
+
+def _table(found: Timeline) -> Markup:
+    """What every stage spends its step on; rows add up to the step."""
+    names = {name: None for rank in found.ranks for name, seconds in rank.terms_s().items() if seconds > 0}
+    columns = [("stage", False), ("ranks", False), *((term_name(name), True) for name in names)]
+    rows = ((str(rank.stage), _ranks(rank), *(or_none(rank.terms_s()[name]) for name in names)) for rank in found.ranks)
+    return table("Time of a step on each stage by term", columns, rows)

@@ -1,0 +1,139 @@
+"""Where does the time of a step go?  Term by term, and stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+from autoplan.report.page.content import Content
+from autoplan.report.page.html import Markup, tag
+from autoplan.report.page.parts import Segment, bar, bars, folded, key, note, section, table
+from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.result import StageCost
+from autoplan.units import format_percent, format_seconds
+
+MOST_ROWS = 20  # of the usual height
+
+# Kinds of time, each with its colour and terms.
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "compute": ("computing", ("gemm", "attention", "memory_bound", "recompute", "head")),
+    "traffic": (
+        "communication that shows",
+        ("tp_communication", "cp_communication", "ep_communication", "fsdp_communication"),
+    ),
+    "wait": ("waiting in the pipeline", ("pipeline_bubble", "pipeline_send")),
+    "end": ("end of the step", ("data_parallel_reduce", "optimizer", "parameter_gather")),
+    "host": ("host and slow ranks", ("launch", "allocator_retries", "overhead", "stragglers")),
+}
+COLOURS = {term: kind for kind, (_, terms) in KINDS.items() for term in terms}
+
+
+def kind_seconds(terms_s: Mapping[str, float]) -> dict[str, float]:
+    """The terms of a step, or of a stage, summed by kind."""
+    return {kind: sum(terms_s.get(term, 0.0) for term in terms) for kind, (_, terms) in KINDS.items()}
+
+
+def kind_segments(terms_s: Mapping[str, float], whole_s: float) -> Iterator[Segment]:
+    """A bar of the kinds of time; one as long as `whole_s` fills its width."""
+    for kind, seconds in kind_seconds(terms_s).items():
+        yield Segment(name=KINDS[kind][0], colour=kind, share=seconds / whole_s, text=format_seconds(seconds))
+
+
+def kind_key() -> Markup:
+    """The colours of the kinds of time."""
+    return key((kind, name) for kind, (name, _) in KINDS.items())
+
+
+def times(content: Content) -> Markup:
+    """The step as a waterfall, and what keeps every stage busy."""
+    file = content.file
+    return section(
+        "time",
+        "Where the time goes",
+        _says(file.best.terms_s, file.best.step_s),
+        kind_key(),
+        bars("Time of a step by term", ("term", "in a step", "time", "share"), _waterfall(file.best.terms_s), "total"),
+        note("Work is that of the busiest stage; what the others have less of, they wait.")
+        if len(file.stages) > 1
+        else None,
+        _stages(content),
+    )
+
+
+def _says(terms_s: Mapping[str, float], step_s: float) -> str:
+    kinds = sorted(kind_seconds(terms_s).items(), key=lambda one: -one[1])
+    (first, most), *rest = kinds
+    others = ", ".join(f"{format_percent(value / step_s)} {KINDS[kind][0]}" for kind, value in rest[:2] if value > 0)
+    return f"{format_percent(most / step_s)} of a step is {KINDS[first][0]}{f', {others}' if others else ''}."
+
+
+def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str, str]]:
+    """Each term begins where the one before it ends; last all of them."""
+    whole, before = sum(terms_s.values()), 0.0
+    for name, seconds in terms_s.items():
+        if seconds >= LEAST_SHOWN_S:
+            text = format_seconds(seconds)
+            piece = Segment(name=term_name(name), colour=COLOURS[name], share=seconds / whole, text=text)
+            yield term_name(name), bar([piece], start=before / whole), text, format_percent(seconds / whole)
+        before += seconds
+    yield "all", bar(kind_segments(terms_s, whole)), format_seconds(whole), format_percent(1.0)
+
+
+def _stages(content: Content) -> Markup | None:
+    """What every stage does in a step beside the step's time, where there are several."""
+    file = content.file
+    if len(file.stages) == 1:
+        return None
+    microbatches, step_s = file.best.plan.num_microbatches, file.best.step_s
+    kinds = alike(file.stages, lambda stage: (stage.layers, stage.terms_s))
+    rows = []
+    for stages in kinds:
+        terms = {name: microbatches * value for name, value in stages[0].terms_s.items()}
+        busy = sum(terms.values())
+        drawn = bar(kind_segments(terms, step_s))
+        rows.append((stage_name(stages), drawn, format_seconds(busy), format_percent(busy / step_s)))
+    names = [
+        name for name in file.stages[0].terms_s if any(stage.terms_s[name] >= LEAST_SHOWN_S for stage in file.stages)
+    ]
+    columns = [("stage", False), ("layers", True), ("forward", True), ("backward", True)]
+    cells = [
+        (
+            stage_name(stages),
+            str(stages[0].layers),
+            format_seconds(stages[0].forward_s),
+            format_seconds(stages[0].backward_s),
+            *(or_none(stages[0].terms_s[name]) for name in names),
+        )
+        for stages in kinds
+    ]
+    return tag(
+        "div",
+        tag("h3", "Work of each stage"),
+        bars("Work of each stage in a step", ("stage", "in a step", "busy", "share"), rows, dense(rows)),
+        note("The whole width is the time of a step: what a bar leaves open, the stage waits."),
+        folded(
+            "Every stage, for one micro-batch",
+            table("Time of one micro-batch by stage", [*columns, *((term_name(name), True) for name in names)], cells),
+        ),
+    )
+
+
+def or_none(seconds: float) -> str:
+    """A time of a term; what there is nothing of reads as that."""
+    return format_seconds(seconds) if seconds >= LEAST_SHOWN_S else "–"
+
+
+def alike(stages: Iterable[StageCost], of: Callable[[StageCost], object]) -> list[list[StageCost]]:
+    """Neighbouring stages that are the same in something, together."""
+    return [list(same) for _, same in groupby(stages, key=of)]
+
+
+def dense(rows: Sequence[object]) -> str:
+    """The style of a table of so many rows."""
+    return "dense" if len(rows) > MOST_ROWS else ""
+
+
+def stage_name(stages: list[StageCost]) -> str:
+    """What a row of stages that are alike is called."""
+    first, last = stages[0].stage, stages[-1].stage
+    return f"{first}" if first == last else f"{first}–{last}"

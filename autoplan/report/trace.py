@@ -1,0 +1,93 @@
+"""What does a step look like in Perfetto?  A timeline as Chrome trace events, which ui.perfetto.dev and others open.
+
+One process is one pipeline stage, whose ranks all do the same, one thread a stream of its work; a counter is the
+memory.  Format: Chrome's "Trace Event Format", JSON object form, times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from autoplan import __version__
+from autoplan.cost.timeline import STREAMS, Event, RankTimeline, Timeline
+from autoplan.report.terminal import number_ranges
+
+
+def trace_json(line: Timeline) -> str:
+    """The trace of one step as a file has it."""
+    return msgspec.json.encode(
+        {
+            "traceEvents": [event for rank in line.ranks for event in _process(rank)],
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "made by": f"autoplan {__version__}",
+                "plan": line.plan.describe(),
+                "step_s": line.step_s,
+                "memory_capacity_bytes": line.capacity_bytes,
+            },
+        }
+    ).decode()
+
+
+def _process(rank: RankTimeline) -> Iterator[dict[str, Any]]:
+    """All that is told of a stage: names first, then slices by thread, then the counter."""
+    pid = rank.stage + 1  # 0 stands for the idle process of a machine
+    ranks = f"rank{'s' * (len(rank.ranks) > 1)} {number_ranges(rank.ranks)}"
+    yield _named(pid, 0, "process_name", f"stage {rank.stage}: {ranks}")
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": rank.stage}}
+    by_stream: dict[str, list[Event]] = {}
+    for event in rank.events():
+        by_stream.setdefault(event.stream, []).append(event)
+    tid = 0
+    for stream in STREAMS:
+        for lane, events in enumerate(_lanes(by_stream.get(stream, ()))):
+            tid += 1
+            yield _named(pid, tid, "thread_name", stream if lane == 0 else f"{stream} ({lane + 1})")
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+            yield from (_slice(pid, tid, event, start, end) for event, start, end in events)
+    for time, held in zip(rank.memory_time_s.tolist(), rank.memory_bytes.tolist(), strict=True):
+        counted = {"ph": "C", "pid": pid, "name": "reserved memory", "args": {"bytes": round(held)}}
+        yield counted | {"ts": _microseconds(_nanoseconds(time))}
+
+
+def _named(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
+
+
+def _lanes(events: Iterable[Event]) -> list[list[tuple[Event, int, int]]]:
+    """(event, start, end in nanoseconds) in as few lanes as keep events apart: slices of a thread must nest."""
+    lanes: list[list[tuple[Event, int, int]]] = []
+    for event in sorted(events, key=lambda one: one.start_s):
+        start, end = _nanoseconds(event.start_s), _nanoseconds(event.start_s + event.duration_s)
+        lane = next((lane for lane in lanes if lane[-1][2] <= start), None)
+        if lane is None:
+            lane = []
+            lanes.append(lane)
+        lane.append((event, start, end))
+    return lanes
+
+
+def _slice(pid: int, tid: int, event: Event, start: int, end: int) -> dict[str, Any]:
+    told = {"microbatch": event.microbatch, "chunk": event.chunk}
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": event.name,
+        "cat": event.kind,
+        "ts": _microseconds(start),
+        "dur": _microseconds(end - start),
+        "args": {name: value for name, value in told.items() if value is not None},
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    """To which readers round, so that here neighbours keep a common border."""
+    return round(seconds * 1e9)
+
+
+def _microseconds(nanoseconds: int) -> float:
+    return nanoseconds / 1000

@@ -1,0 +1,52 @@
+"""How are trials told on a terminal?"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+
+from autoplan.report.terminal import labelled, print_part, print_table
+from autoplan.result import TriedPlan, TuneReport
+from autoplan.units import format_percent, format_seconds
+
+
+def print_tuned(console: Console, report: TuneReport) -> None:
+    """The best plan, all trials in the order of their measured steps, and why there were no more."""
+    if report.best is not None:
+        best = report.best
+        assert best.measured_s is not None
+        console.print(
+            f"{escape(best.plan.describe())}: {format_seconds(best.measured_s)} a step, measured in trial "
+            f"{best.number} of {len(report.trials)}\n"
+        )
+    columns = (("trial", True), ("plan", False), ("predicted", True), ("measured", True), ("off", True), ("end", False))
+    rows = [_row(one) for one in sorted(report.trials, key=_order)]
+    print_table(console, columns, rows)
+    console.print()
+    grid = labelled()
+    for one in report.trials:
+        if one.reason:
+            grid.add_row(f"trial {one.number}", escape(one.reason))
+    grid.add_row("ended", escape(report.ended))
+    if report.best is not None:
+        grid.add_row("model", f"steps take {report.ratio:.2f} times as long as predicted, in the median of the trials")
+        grid.add_row("left", f"{report.left} of {report.candidates} plans may still be faster and were not run")
+    count = len(report.trials)
+    grid.add_row("spent", f"{count} trial{'s' * (count != 1)}, {report.gpu_hours:.2g} device-hours")
+    print_part(console, grid)
+
+
+def _order(one: TriedPlan) -> tuple[bool, float, int]:
+    """Measured ones first, the fastest of them first."""
+    is_timed = one.measured_s is not None
+    pace = one.measured_s / one.plan.global_batch if one.measured_s is not None else 0.0
+    return not is_timed, pace, one.number
+
+
+def _row(one: TriedPlan) -> tuple[str, ...]:
+    measured = off = "-"
+    if one.measured_s is not None:
+        ratio = one.predicted_s / one.measured_s
+        measured = format_seconds(one.measured_s)
+        off = f"{'+' if ratio >= 1 else '-'}{format_percent(abs(ratio - 1))}"
+    return str(one.number), escape(one.plan.describe()), format_seconds(one.predicted_s), measured, off, one.end

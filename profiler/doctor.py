@@ -1,0 +1,273 @@
+"""What is installed, visible and reachable here?  Every part looked at on its own, so that none hides another."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from autoplan import __version__
+from autoplan.errors import AutoplanError
+from autoplan.files import is_file
+from autoplan.units import cleaned, format_bytes
+from profiler.hardware import SYS, amd_gpus, nics, nvidia_gpus
+
+State = Literal["ok", "absent", "problem"]  # absent: not there, and not needed for everything
+
+TORCH_S = 60.0  # what talks to a device in trouble may never end
+STALE_DAYS = 180
+# What is asked of torch, in a process of its own.
+ASK_TORCH = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
+    "devices": [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())] if cuda else [],
+    "nccl": list(torch.cuda.nccl.version()) if cuda else [],
+}))
+"""
+# The framework, by the names of its distribution.
+FRAMEWORKS = {
+    "Megatron-Core": "megatron-core",
+    "Megatron-Bridge": "megatron-bridge",
+    "NeMo": "nemo-toolkit",
+    "Primus": "primus",
+    "torchtitan": "torchtitan",
+    "nanotron": "nanotron",
+    "DeepSpeed": "deepspeed",
+    "accelerate": "accelerate",
+    "Transformer Engine": "transformer-engine",
+    "FlashAttention": "flash-attn",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One part, how it is, and what mends it where it is not well."""
+
+    part: str
+    state: State
+    says: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkup:
+    """All that was looked at."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def num_problems(self) -> int:
+        """Of the parts."""
+        return sum(check.state == "problem" for check in self.checks)
+
+
+def check_up(url: str | None = None, *, variables: Mapping[str, str] = os.environ, sys_path: Path = SYS) -> Checkup:
+    """Look at everything; `url` names the timing database.  Nothing is written, and no password is told."""
+    return Checkup(
+        checks=(
+            _python(),
+            *_libraries(),
+            *_devices(sys_path),
+            _network(sys_path),
+            _database(url),
+            _slurm(variables),
+            *_frameworks(),
+        )
+    )
+
+
+def _python() -> Check:
+    says = f"{platform.python_version()} at {sys.executable}, autoplan {__version__}"
+    return Check(part="python", state="ok", says=says)
+
+
+# -- libraries ---------------------------------------------------------------------------------------------------------
+
+
+def _libraries() -> Iterator[Check]:
+    """What autoplan needs, then every extra."""
+    groups: dict[str, list[str]] = {}
+    for text in importlib.metadata.requires("autoplan") or ():
+        named = re.match(r"[A-Za-z0-9._-]+", text)
+        wanted = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", text)
+        if named:
+            groups.setdefault(wanted[1] if wanted else "", []).append(named[0])
+    for extra, names in groups.items():
+        if extra == "dev":
+            continue
+        held = {name: _version(name) for name in dict.fromkeys(names)}
+        missing = [name for name, version in held.items() if not version]
+        says = ", ".join(f"{name} {version}" for name, version in held.items() if version)
+        if missing:
+            says = f"{says}{'; ' * bool(says)}without {', '.join(missing)}"
+        what = f"autoplan[{extra}]" if extra else "autoplan"
+        yield Check(
+            part=f"extra {extra}" if extra else "libraries",
+            state="ok" if not missing else "absent" if extra else "problem",
+            says=says,
+            remedy=f"pip install '{what}'" if missing else "",
+        )
+
+
+def _version(distribution: str) -> str:
+    """Of what is installed; empty where it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def _devices(sys_path: Path) -> Iterator[Check]:
+    """What the driver shows, and what torch makes of it."""
+    gpus, _ = nvidia_gpus()
+    source = "NVML"
+    if not gpus:
+        gpus, _ = amd_gpus(sys_path)
+        source = "amdkfd"
+    names = [gpu.name for gpu in gpus]
+    has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").is_dir()
+    if names:
+        yield Check(part="devices", state="ok", says=f"{_counted(names)} by {source}")
+    elif has_driver:
+        remedy = "pip install 'autoplan[profile]'" if not _version("nvidia-ml-py") else "see what nvidia-smi says"
+        yield Check(part="devices", state="problem", says="a driver of NVIDIA, but no device by NVML", remedy=remedy)
+    else:
+        says = "no accelerator on this machine: plans need none, measuring does"
+        yield Check(part="devices", state="absent", says=says)
+    yield _torch(len(names))
+
+
+def _torch(num_devices: int) -> Check:
+    if not _version("torch"):
+        remedy = "pip install 'autoplan[profile]', to profile and to run plans with the built-in trainer"
+        return Check(part="torch", state="absent", says="not installed", remedy=remedy)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK_TORCH],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TORCH_S,
+            check=True,
+        )
+        told: dict[str, Any] = msgspec.json.decode(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        says = f"{_version('torch')}, does not answer within {TORCH_S:.0f} s"
+        return Check(part="torch", state="problem", says=says, remedy="see whether nvidia-smi or rocm-smi answers")
+    except (subprocess.CalledProcessError, OSError, IndexError, msgspec.DecodeError) as error:
+        lines = (getattr(error, "stderr", b"") or b"").decode(errors="replace").strip().splitlines()
+        says = f"{_version('torch')}, cannot be imported: {cleaned(lines[-1] if lines else str(error))}"
+        return Check(
+            part="torch", state="problem", says=says, remedy="install it anew: pip install --force-reinstall torch"
+        )
+    runtime = f"ROCm {told['hip']}" if told["hip"] else f"CUDA {told['cuda']}" if told["cuda"] else "for CPU alone"
+    library = f", {'RCCL' if told['hip'] else 'NCCL'} {'.'.join(map(str, told['nccl']))}" if told["nccl"] else ""
+    says = f"{told['version']}, {runtime}{library}, sees {_counted(told['devices']) or 'no accelerator'}"
+    if num_devices > len(told["devices"]):
+        remedy = (
+            "unset CUDA_VISIBLE_DEVICES, or see whether the driver is as new as the CUDA of torch"
+            if told["cuda"] or told["hip"]
+            else "install the build of torch for this accelerator"
+        )
+        return Check(part="torch", state="problem", says=f"{says} of {num_devices}", remedy=remedy)
+    return Check(part="torch", state="ok", says=says)
+
+
+def _counted(names: list[str]) -> str:
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _network(sys_path: Path) -> Check:
+    ports = [port for port in nics(sys_path) if port.is_up]
+    if not ports:
+        return Check(part="network", state="absent", says="no InfiniBand or RoCE port is up: one node alone needs none")
+    return Check(part="network", state="ok", says=_counted([str(port) for port in ports]))
+
+
+# -- what is around ----------------------------------------------------------------------------------------------------
+
+
+def _database(url: str | None) -> Check:
+    """Where the timings are, of which devices, and how old."""
+    from profiler.store import default_path, open_store
+
+    if url is None and "AUTOPLAN_DB" not in os.environ and not default_path().exists():
+        return Check(
+            part="database",
+            state="absent",
+            says=f"none yet ({default_path()}): steps rest on reference times",
+            remedy="autoplan profile measures into it, autoplan db pull or import fills it",
+        )
+    try:
+        with open_store(url, writable=False) as store:
+            holdings, schema, name = store.holdings(), store.schema, store.name
+    except AutoplanError as error:
+        remedy = "see `autoplan db info --help` for --db and AUTOPLAN_DB"
+        return Check(part="database", state="problem", says=cleaned(" ".join(str(error).split())), remedy=remedy)
+    size = f", {format_bytes(Path(name).stat().st_size)}" if is_file(Path(name)) else ""
+    newest: dict[str, str] = {}
+    count: dict[str, int] = {}
+    for one in holdings:
+        device = one.fingerprint.device
+        newest[device] = max(newest.get(device, ""), one.newest)
+        count[device] = count.get(device, 0) + one.num_records
+    held = ", ".join(f"records of {device}: {count[device]:,}, newest {newest[device][:10]}" for device in newest)
+    says = f"{name}, schema {schema}{size}; {held or 'empty'}"
+    stale = [device for device, moment in newest.items() if _age_days(moment) > STALE_DAYS]
+    if stale:
+        remedy = f"{', '.join(stale)}: older than {STALE_DAYS} days, autoplan profile measures anew"
+        return Check(part="database", state="ok", says=says, remedy=remedy)
+    return Check(part="database", state="ok", says=says)
+
+
+def _age_days(moment: str) -> float:
+    try:
+        then = datetime.datetime.fromisoformat(moment)
+    except ValueError:
+        return 0.0
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=datetime.UTC)
+    return (datetime.datetime.now(datetime.UTC) - then).total_seconds() / 86400
+
+
+def _slurm(variables: Mapping[str, str]) -> Check:
+    from profiler.discover.allocation import job_hosts
+
+    if "SLURM_JOB_ID" in variables:
+        try:
+            hosts = len(job_hosts(variables))
+        except AutoplanError as error:
+            says = f"job {variables['SLURM_JOB_ID']}, whose nodes cannot be read: {error}"
+            return Check(part="slurm", state="problem", says=cleaned(says), remedy="see SLURM_JOB_NODELIST")
+        return Check(part="slurm", state="ok", says=f"job {variables['SLURM_JOB_ID']} on {hosts} nodes")
+    if shutil.which("sbatch"):
+        return Check(part="slurm", state="ok", says="installed, outside of a job")
+    return Check(part="slurm", state="absent", says="not installed here")
+
+
+def _frameworks() -> Iterator[Check]:
+    found = {name: version for name, distribution in FRAMEWORKS.items() if (version := _version(distribution))}
+    says = ", ".join(f"{name} {version}" for name, version in found.items())
+    yield Check(part="frameworks", state="ok" if found else "absent", says=says or "none: files for them need none")
+    version = _version("optuna-dashboard")
+    yield Check(
+        part="live view",
+        state="ok" if version else "absent",
+        says=f"optuna-dashboard {version}" if version else "optuna-dashboard is not installed",
+        remedy="" if version else "pip install optuna-dashboard, to watch a search that runs with --storage",
+    )

@@ -1,0 +1,117 @@
+"""How fast are plans that nobody has run, given those that were?  A Gaussian over the logarithms of their steps.
+
+A measured step is the predicted one times three things: a factor that all plans of a cluster and framework share, a
+factor for each component of the model, weighted by the share of the step that it takes, so that plans which spend their
+steps on the same things are wrong alike (`search.choice`), and what is off for each plan alone.  One erratic run, slow
+whatever the factors, teaches little about the others.  No spread is fitted to sweeps of plans: all are those of
+calibrations and choices (`benchmarks/tune_replay.py`: the number of trials hardly depends on them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.calibration import FACTOR_SPREAD
+from autoplan.result import RankedPlan, probability_above
+from autoplan.timing import Calibration
+from search.choice import OWN_SPREAD, pace, shares
+
+Floats = NDArray[np.float64]
+
+# Standard deviations of logarithms.
+COMMON_SPREAD = Calibration().time_spread  # of all plans of a cluster and framework: of a model without calibration
+# What one plan is off by itself: `OWN_SPREAD` is that of a ratio, of two plans.
+PLAN_SPREAD = OWN_SPREAD / math.sqrt(2.0)
+RUN_SPREAD = 0.01  # of the same plan run again; steps of one run say what they can of it, and no less than this
+
+_ROUNDS = 50  # of reweighting; ten are enough for any sweep seen
+_SETTLED = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The step of the plan at index `at`, and the standard deviation of its logarithm."""
+
+    at: int
+    step_s: float
+    spread: float = RUN_SPREAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """Logarithms of seconds per sequence: mean and standard deviation of every plan."""
+
+    mean: Floats
+    spread: Floats
+
+    @classmethod
+    def of(cls, plans: Sequence[RankedPlan], measured: Sequence[Measured] = ()) -> Belief:
+        """That about `plans` once some of them were measured."""
+        predicted = np.log([pace(one) for one in plans])
+        parts = shares({name: np.array([one.terms_s[name] for one in plans]) for name in plans[0].terms_s})
+        alike = np.minimum(parts[:, None, :], parts[None, :, :]).sum(axis=-1)
+        shared = COMMON_SPREAD**2 + FACTOR_SPREAD**2 * alike
+        if not measured:
+            return cls(mean=predicted, spread=np.sqrt(np.diag(shared) + PLAN_SPREAD**2))
+        rows = np.array([one.at for one in measured])
+        batches = np.array([plans[one.at].plan.global_batch for one in measured])
+        found = np.log([one.step_s for one in measured]) - np.log(batches)
+        variance = PLAN_SPREAD**2 + np.square([one.spread for one in measured])
+        weights, inverse = _robust(shared[np.ix_(rows, rows)], found - predicted[rows], variance)
+        gain = shared[:, rows]
+        left = np.diag(shared) - np.einsum("ij,jk,ik->i", gain, inverse, gain)
+        mean, spread = predicted + gain @ weights, np.sqrt(np.maximum(left, 0.0) + PLAN_SPREAD**2)
+        # What was measured is known, however erratic.
+        np.put(mean, rows, found)
+        np.put(spread, rows, [one.spread for one in measured])
+        return cls(mean=mean, spread=spread)
+
+    def improvement(self, bar: float) -> Floats:
+        """By how much the logarithm is expected to fall below `bar`, counting nothing where it does not."""
+        z = (bar - self.mean) / self.spread
+        return np.asarray(self.spread * (z * _normal_cdf(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)))
+
+    def chance_below(self, bar: float) -> Floats:
+        """Probability that the logarithm is below `bar`."""
+        return _normal_cdf((bar - self.mean) / self.spread)
+
+
+def _robust(shared: Floats, off: Floats, variance: Floats) -> tuple[Floats, Floats]:
+    """(weights, inverse covariance) of measured plans that are `off` by so much, each with a variance of its own.
+
+    A step may be slow for reasons that have nothing to do with its plan, but never fast: own errors have the tail of
+    Cauchy's distribution on the slow side, by reweighting from the prediction on.  Runs that are slow one by one are
+    erratic, until enough of them agree.
+    """
+    expected: Floats = np.zeros_like(off)
+    for _ in range(_ROUNDS):
+        slower = np.maximum(off - expected, 0.0)
+        tails = np.maximum(1.0, (1.0 + slower**2 / variance) / 2.0)
+        inverse: Floats = np.asarray(np.linalg.inv(shared + np.diag(variance * tails)), dtype=np.float64)
+        before, expected = expected, shared @ (inverse @ off)
+        if np.abs(expected - before).max() < _SETTLED:
+            break
+    return inverse @ off, inverse
+
+
+def _normal_cdf(z: Floats) -> Floats:
+    """Of the standard normal distribution."""
+    return np.array([probability_above(float(one)) for one in np.ravel(z)]).reshape(np.shape(z))
+
+
+def fit_chance(plans: Sequence[RankedPlan], finished: Sequence[int], out_of_memory: Sequence[int]) -> Floats:
+    """Probability that each plan fits, given which plans did and which ran out of memory.
+
+    What is predicted to need no more than a plan that finished fits; what needs as much as one that ran out does not,
+    unless a plan that needs even more has finished.
+    """
+    needed = np.array([one.memory_bytes for one in plans])
+    most = needed[list(finished)].max(initial=0.0)
+    least = min((needed[at] for at in out_of_memory if needed[at] > most), default=math.inf)
+    chance = np.array([1.0 - one.oom_probability for one in plans])
+    return np.where(needed <= most, 1.0, np.where(needed >= least, 0.0, chance))

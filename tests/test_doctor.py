@@ -1,0 +1,100 @@
+"""Does the doctor see what is there, name what mends the rest, and keep passwords to itself?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from autoplan import __version__
+from commands import run
+from profiler import doctor
+from profiler.doctor import Check, check_up
+from profiler.store import open_store
+from stores import GEMM, some_records
+
+
+def part(name: str, **arguments: object) -> Check:
+    return next(one for one in check_up(**arguments).checks if one.part == name)  # type: ignore[arg-type]
+
+
+def told(**answer: object) -> mock._patch[mock.MagicMock]:
+    """Torch, as it would answer on another machine."""
+    usual = {"version": "2.9.0", "cuda": "12.8", "hip": None, "devices": [], "nccl": [2, 28, 3]}
+    done = subprocess.CompletedProcess([], 0, json.dumps(usual | answer).encode(), b"")
+    return mock.patch.object(subprocess, "run", return_value=done)
+
+
+@pytest.fixture(autouse=True)
+def _own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.delenv("AUTOPLAN_DB", raising=False)
+
+
+def test_it_says_what_runs_and_exits_well(tmp_path: Path) -> None:
+    with told():
+        answer = run(tmp_path, "doctor")
+    assert answer.returncode == 0
+    words = " ".join(answer.stdout.split())  # a long path of Python's breaks the line
+    assert f"autoplan {__version__}" in words
+    assert "numpy" in words
+    assert "none yet" in answer.stdout
+    assert max(map(len, answer.stdout.splitlines())) <= 80
+
+
+def test_every_part_that_is_not_well_has_a_remedy(tmp_path: Path) -> None:
+    with told(), mock.patch.object(doctor, "_version", return_value=""):
+        found = json.loads(run(tmp_path, "doctor", "--json", "--db", "nothing.db").stdout)["checks"]
+    problems = {one["part"] for one in found if one["state"] == "problem"}
+    assert problems == {"libraries", "database"}
+    for one in found:
+        assert one["remedy"] or one["state"] == "ok" or one["part"] in ("devices", "network", "slurm", "frameworks")
+
+
+def test_a_password_is_never_told(tmp_path: Path) -> None:
+    with told():
+        answer = run(tmp_path, "doctor", "--json", AUTOPLAN_DB="postgresql://me:hush@127.0.0.1:1/none")
+    assert answer.returncode == 0
+    assert "postgresql://me@127.0.0.1:1/none" in answer.stdout
+    assert "hush" not in answer.stdout + answer.stderr
+
+
+def test_a_database_is_told_with_its_devices_and_a_stale_one_with_its_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "timings.db"
+    with open_store(str(path)) as store:
+        store.add([GEMM, *some_records(1, 2)])
+    with told():
+        one = part("database", url=str(path))
+    assert one.state == "ok"
+    assert "records of h100-sxm: 3, newest 2026-11-21" in one.says
+    assert "schema" in one.says
+    with told(), mock.patch.object(doctor, "STALE_DAYS", -1):
+        assert "autoplan profile measures anew" in part("database", url=str(path)).remedy
+
+
+def test_torch_that_sees_fewer_devices_than_the_driver_is_a_problem() -> None:
+    gpu = mock.Mock()
+    gpu.name = "NVIDIA H200"
+    with told(devices=["NVIDIA H200"]), mock.patch.object(doctor, "nvidia_gpus", return_value=([gpu, gpu], {})):
+        assert part("devices").says == "2 x NVIDIA H200 by NVML"
+        one = part("torch")
+    assert one.state == "problem"
+    assert "NCCL 2.28.3, sees 1 x NVIDIA H200 of 2" in one.says
+    assert "CUDA_VISIBLE_DEVICES" in one.remedy
+
+
+def test_torch_that_hangs_or_breaks_is_told_and_waited_for_no_longer() -> None:
+    with mock.patch.object(subprocess, "run", side_effect=subprocess.TimeoutExpired("python", 60)):
+        assert "does not answer" in part("torch").says
+    broken = subprocess.CalledProcessError(1, "python", stderr=b"Traceback\nImportError: libcudart.so.12\n")
+    with mock.patch.object(subprocess, "run", side_effect=broken):
+        assert part("torch").says.endswith("cannot be imported: ImportError: libcudart.so.12")
+
+
+def test_a_job_of_slurm_is_told_with_its_nodes() -> None:
+    with told():
+        one = part("slurm", variables={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-03,07]"})
+    assert one.says == "job 7 on 4 nodes"

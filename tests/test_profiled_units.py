@@ -1,0 +1,120 @@
+"""Do the units that are timed compute what a layer, its halves and the ends of a model compute?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from autoplan.errors import InputError  # noqa: E402
+from autoplan.timing import TRAINER_UNITS, Operation  # noqa: E402
+from profiler.maker import Maker, Staged  # noqa: E402
+from profiler.units import UNITS, Grids, _Layer, _plan, build, implementation, meets  # noqa: E402
+
+CPU = torch.device("cpu")
+LAYER = (1, 64, 32, 48, 4, 2, 8, 1)
+MAKER = Maker(device=CPU, dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def grids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grids]:
+    """Of a job with one rank, this process."""
+    place: Path = tmp_path_factory.mktemp("ranks") / "meeting"
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
+    yield Grids(1, 1, CPU)
+    dist.destroy_process_group()
+
+
+def flops(operation: Operation, shape: tuple[int, ...], grids: Grids) -> float:
+    """Operations of the products that are timed, as torch counts them."""
+    unit = build(operation, shape, MAKER, grids)
+    made = unit.before() if isinstance(unit, Staged) else None
+    with FlopCounterMode(display=False) as counter:
+        unit.run(made) if isinstance(unit, Staged) else unit()
+    return float(counter.get_total_flops())
+
+
+def test_a_layer_computes_its_matrices_and_its_halves_those_of_its_backward_pass(grids: Grids) -> None:
+    _, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, _ = LAYER
+    matrices = 2 * seq_len * hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size)
+    assert flops("layer", LAYER, grids) == matrices  # torch counts no flash attention of a CPU
+    assert flops("layer_backward", LAYER, grids) == 2 * matrices
+    assert flops("layer_input_gradient", LAYER, grids) == matrices
+    assert flops("layer_weight_gradient", LAYER, grids) == matrices
+    assert flops("replicated_layer", (*LAYER, 1, 1), grids) == 3 * matrices
+
+
+def test_ends_are_a_table_and_one_product_with_its_gradients(grids: Grids) -> None:
+    assert flops("head", (48, 32, 100, 1), grids) == 3 * 2 * 48 * 32 * 100
+    assert flops("embedding", (48, 32, 100, 1), grids) == 0.0
+
+
+class Counted(TorchDispatchMode):
+    """Counts products and attention kernels as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("operation", "products", "cores"),
+    # Two for each of seven matrices; all but the last of them, whose output nothing needs, are run again.
+    [("layer_backward", 14, 0), ("layer_backward_selective", 14, 1), ("layer_backward_full", 14 + 6, 1)],
+)
+def test_a_layer_recomputes_what_it_is_asked_to_every_time(
+    operation: Operation, products: int, cores: int, grids: Grids
+) -> None:
+    unit = build(operation, LAYER, MAKER, grids)
+    assert isinstance(unit, Staged)
+    for _ in range(2):
+        made = unit.before()
+        with Counted() as counted:
+            unit.run(made)
+        forward = "_scaled_dot_product_flash_attention_for_cpu"
+        assert (counted.calls["mm"], counted.calls[forward]) == (products, cores)
+        assert counted.calls[forward + "_backward"] == 1
+
+
+def test_halves_give_the_gradients_of_the_whole(grids: Grids) -> None:
+    layer = _Layer(_plan(1, 1), LAYER, MAKER, grids)
+    layer.backward(layer.forward())
+    whole = [one.grad.clone() for one in (layer.x, *layer.module.parameters())]
+    layer.module.zero_grad()
+    layer.rest(layer.half(layer.forward()))
+    for one, other in zip((layer.x, *layer.module.parameters()), whole, strict=True):
+        torch.testing.assert_close(one.grad, other)
+
+
+def test_ranks_that_wait_for_each_other_are_told_by_their_shape() -> None:
+    assert not meets("layer", LAYER)
+    assert meets("layer", (*LAYER[:-1], 2))
+    assert not meets("replicated_layer", (*LAYER, 1, 1))
+    assert meets("sharded_layer", (*LAYER, 2, 2))
+    assert not meets("pipeline_actions", (4, 2, 2))
+
+
+def test_the_trainer_computes_in_its_own_types_alone() -> None:
+    assert set(UNITS) == TRAINER_UNITS
+    assert all(implementation(one, "bf16") == "trainer" for one in UNITS)
+    assert implementation("layer", "fp16") == implementation("gemm", "bf16") == ""
+
+
+def test_groups_that_there_is_no_room_for_are_refused(grids: Grids) -> None:
+    with pytest.raises(InputError, match="2 devices do not divide the 1 ranks"):
+        build("layer", (*LAYER[:-1], 2), MAKER, grids)
+    with pytest.raises(InputError, match="2 devices have 1 of them on a node, got 2"):
+        build("sharded_layer", (*LAYER, 2, 2), MAKER, grids)

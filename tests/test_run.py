@@ -1,0 +1,166 @@
+"""`autoplan run` with the built-in trainer: what is shown and kept of a run, whether it ends well or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from autoplan.children import Children
+from autoplan.trainer import run as trainer_run
+from autoplan.trainer.task import Advance, Report
+from commands import run
+from profiler.runs import RunRecord
+from profiler.store import open_store
+
+MODEL = """
+name = "small"
+num_layers = 2
+hidden_size = 32
+vocab_size = 256
+num_heads = 4
+ffn_size = 64
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with plan.json, of two ranks, and huge.json, of the same for a model that no machine holds."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "small.toml").write_text(MODEL)
+    made = run(
+        folder, "search", "small.toml", "--cluster", "cpu:1x2", "--global-batch", "4", "--seq-len", "16",
+        "--framework", "torch", "--fix", "tp=1", "--fix", "pp=1", "--quiet",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["model"] |= {"hidden_size": 2**20, "vocab_size": 2**20}
+    (folder / "huge.json").write_text(json.dumps(plan))
+    return folder
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The process ids of the ranks, which must be gone in the end."""
+    pids: list[int] = []
+
+    class Watched(Children):
+        def start(self) -> object:
+            answer = super().start()
+            pids.extend(self.pids)
+            return answer
+
+    monkeypatch.setattr(trainer_run, "Children", Watched)
+    yield pids
+    end = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def striking(strike: Callable[[], None]) -> Callable[..., Report | None]:
+    """Training in which something happens after the second step."""
+
+    def train(task: object, place: object, *, advance: Callable[[Advance], None]) -> Report | None:
+        def seen(now: Advance) -> None:
+            advance(now)
+            if now.step == 1:
+                strike()
+
+        return run_task(task, place, advance=seen)  # type: ignore[arg-type]
+
+    run_task = trainer_run.run_task
+    return train
+
+
+def kept(folder: Path, name: str) -> list[RunRecord]:
+    with open_store(str(folder / name), writable=False) as store:
+        return list(store.runs())
+
+
+def test_a_run_is_compared_with_its_prediction_and_kept(folder: Path) -> None:
+    flags = ("--steps", "3", "--warmup", "1", "--check", "--db", "ok.db", "--out", "ok.json")
+    done = run(folder, "run", "plan.json", *flags, "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert "losses, gradients and weights of the first steps are those of one process" in done.stdout
+    measured = json.loads((folder / "ok.json").read_text())["measured"]
+    (record,) = kept(folder, "ok.db")
+    assert list(record.step_s) == measured["step_s"]
+    assert len(record.step_s) == 3
+    assert record.peak_bytes == max(measured["peak_bytes"])
+    assert (record.status, record.source, record.framework) == ("ok", "built-in trainer", "torch")
+
+
+def test_a_model_that_does_not_fit_is_kept_as_out_of_memory(folder: Path, started: list[int]) -> None:
+    done = run(folder, "run", "huge.json", "--db", "oom.db", "--quiet")
+    assert done.returncode == 1
+    assert "out of memory" in done.stderr
+    assert done.stderr.count("\n") == 1
+    (record,) = kept(folder, "oom.db")
+    assert (record.status, record.source) == ("oom", "built-in trainer")
+    assert "out of memory" in record.reason
+
+
+def test_a_run_that_loses_a_rank_is_kept_as_failed(
+    folder: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_run, "run_task", striking(lambda: os.kill(started[1], signal.SIGKILL)))
+    done = run(folder, "run", "plan.json", "--steps", "10000", "--db", "lost.db", "--out", "lost.json", "--quiet")
+    assert done.returncode == 1
+    assert done.stderr == "autoplan: rank 1 was ended by SIGKILL\n"
+    (record,) = kept(folder, "lost.db")
+    assert (record.status, record.reason) == ("failed", "rank 1 was ended by SIGKILL")
+    assert not (folder / "lost.json").exists()
+
+
+def test_ctrl_c_ends_the_ranks(folder: Path, started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_run, "run_task", striking(lambda: os.kill(os.getpid(), signal.SIGINT)))
+    done = run(folder, "run", "plan.json", "--steps", "10000", "--db", "left.db", "--quiet")
+    assert done.returncode == 1
+    assert done.stderr == "autoplan: interrupted after 2 steps: the ranks were ended\n"
+    assert kept(folder, "left.db") == []
+
+
+def test_ranks_end_when_the_program_is_killed(folder: Path) -> None:
+    """By nobody: they see that the line to it is cut."""
+    command = [sys.executable, "-c", "from autoplan.cli import main; main()", "run", "plan.json", "--steps", "1000000"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL) as program:
+        end = time.monotonic() + 120
+        ranks: list[int] = []
+        while len(ranks) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+            ranks = [rank for server in children(program.pid) for rank in children(server)]
+        program.kill()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def test_a_port_in_use_is_refused_before_ranks_wait_at_it(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SLURM_LOCALID": "0"}
+        done = run(folder, "run", "plan.json", "--quiet", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="2", **place)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"autoplan: ranks cannot meet at port {port} of this host: Address already in use; set MASTER_PORT to another\n"
+    )

@@ -1,0 +1,88 @@
+"""Do the answers read well on terminals of any width, and plainly where there is none?"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from autoplan.files import decode
+from autoplan.report.terminal import make_console, print_estimate, print_memory, print_search
+from autoplan.result import PlanFile
+from autoplan.units import format_seconds
+from commands import run
+
+WIDTHS = (60, 80, 120, 200)
+PLACE = ("deepseek-v3", "--cluster", "h100-sxm:32x8", "--global-batch", "1024", "--seq-len", "4096")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> PlanFile:
+    folder = tmp_path_factory.mktemp("wide")
+    done = run(folder, "search", *PLACE, "--quiet", "--json")
+    assert done.returncode == 0, done.stderr
+    return decode(PlanFile, json.loads(done.stdout), "plan.json")
+
+
+def shown(show: Any, file: PlanFile, width: int, **terminal: Any) -> str:
+    stream = io.StringIO()
+    show(Console(file=stream, width=width, highlight=False, emoji=False, **terminal), file)
+    return stream.getvalue()
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("show", [print_search, print_estimate, print_memory])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_no_line_is_too_long_and_nothing_is_cut(file: PlanFile, show: Any, width: int, is_terminal: bool) -> None:
+    text = plain(shown(show, file, width, force_terminal=is_terminal))
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    words = " ".join(line.strip("│ ") for line in text.splitlines())
+    assert f"step      {format_seconds(file.best.step_s)}" in words
+    for says in ("tokens/s per device", "MFU", "Megatron model FLOPs", "GiB on the stages", "proven best of"):
+        assert says in re.sub(r"\s+", " ", words)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_numbers_of_the_ranking_are_never_folded(file: PlanFile, width: int) -> None:
+    text = plain(shown(print_search, file, width, force_terminal=True))
+    for one in (file.best, *file.alternatives[:9]):
+        assert re.search(rf" {re.escape(format_seconds(one.step_s))}  ", text)
+
+
+def test_the_answer_comes_first_in_a_panel_on_a_terminal_and_without_one_elsewhere(file: PlanFile) -> None:
+    lines = plain(shown(print_search, file, 120, force_terminal=True)).splitlines()
+    assert lines[2].startswith("╭")
+    assert lines[3].startswith("│ plan ")
+    assert "╭" not in shown(print_search, file, 120)
+
+
+def test_colours_are_for_terminals_that_want_them(file: PlanFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[1;32m" in shown(print_search, file, 80, force_terminal=True, color_system="standard")
+    monkeypatch.setenv("NO_COLOR", "1")
+    no_colour = shown(print_search, file, 80, force_terminal=True)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", no_colour)
+    stream = io.StringIO()
+    print_search(make_console(stream), file)
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_stdout_holds_the_answer_and_stderr_nothing_but_remarks(tmp_path: Path) -> None:
+    asked = ("llama3-8b", "--cluster", "h100-sxm:2x8", "--global-batch", "32", "--seq-len", "4096")
+    done = run(tmp_path, "search", *asked)
+    assert done.stderr == "wrote plan.json\n"
+    why, following = done.stdout.rstrip().splitlines()[-2:]
+    assert why == "why:   autoplan explain plan.json"
+    assert following.startswith("next:  autoplan export plan.json --to megatron-lm")
+    quiet = run(tmp_path, "search", *asked, "--force", "--quiet")
+    assert quiet.stderr == ""
+    assert quiet.stdout == done.stdout
