@@ -1,38 +1,38 @@
-"""How true is a step that is predicted from a profile of this very machine, and from nothing else?
+"""Profile, predict, run: how true is the prediction of a plan of two ranks, and how good is the plan that it picks?
 
-usage: python benchmarks/closed_loop.py [--model NAME ...] [--rounds N] [--steps N] [--busy] [--report FILE]
+usage: python benchmarks/closed_loop.py PART FOLDER [--budget TIME] [--model NAME ...] [--out FILE]
 
-Profiles small models on one rank without accelerators, prices training steps through `estimate` from these timings in
-a database of their own, and runs the steps: plain torch in bf16, with the layers that the profiler measures, AdamW on
-fp32 weights, several micro-batches, with and without recomputation.  Every second size of micro-batch is not profiled
-but interpolated.  Profile and steps take turns, and medians over the rounds count.  What other programs used more than
-6 % of the machine beside does not count; with --busy it does where nothing else is left: then times are the process's
-own CPU time, and the row says that none was clean.
+Three small models on two ranks without accelerators: every plan of the search space, run by the trainer of `autoplan
+run` and predicted from a profile of this machine.  `profile` measures what `autoplan profile` does for the framework
+torch into a database in FOLDER; `launch` runs plans, one launch of each in turn, until each has enough that no other
+load disturbed; `track` counts the bytes of each, which needs no quiet machine; `report` predicts, compares and writes
+what it found as Markdown.  Each stops within its budget and goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import functools
+import gc
+import itertools
 import os
 import platform
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
+from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-# One thread for each rank, as the profiler has; before torch is there.
-os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
-
+import msgspec
 import numpy as np
-import torch
-import torch.nn.functional as F  # noqa: N812 - its customary name
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from autoplan.cli.inputs import with_timings
+from autoplan.children import Children, Place
+from autoplan.cli.inputs import make_space, parse_duration, with_timings
+from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate
 from autoplan.cost.provenance import shares
 from autoplan.errors import AutoplanError, InputError
@@ -42,251 +42,438 @@ from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
-from autoplan.timing import PROVENANCES, Operation
+from autoplan.timing import Operation, Provenance
+from autoplan.trainer.run import PRELOAD, run_task
+from autoplan.trainer.task import Report, Task
 from autoplan.training import TrainingSpec
-from profiler.kernels import Layer
 from profiler.launch import Crew
-from profiler.maker import Maker
 from profiler.protocol import Job, Rules
-from profiler.record import Fingerprint, Record
-from profiler.sensors import Sensors, foreign_load
 from profiler.store import open_store
 from profiler.sweep import Progress, run
-from profiler.wishes import Key, Wish, plan
+from profiler.wishes import HALVES, SHARED, Key, Wish, plan
 
 Floats = NDArray[np.float64]
 
-SMALL = ModelSpec(name="wide", num_layers=4, hidden_size=1024, vocab_size=8192, num_heads=16, ffn_size=2816)
+RANKS = 2
+GLOBAL_BATCH = 8
+MICRO_BATCHES = (1, 2, 4, 8)
 MODELS = {
-    model.name: model
-    for model in (
-        SMALL,
-        replace(SMALL, name="grouped", num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=2, ffn_size=1536),
-        replace(SMALL, name="deep", num_layers=16, hidden_size=256, num_heads=4, ffn_size=768, tied_embeddings=True),
-    )
+    "tiny": (
+        ModelSpec(name="tiny", num_layers=16, hidden_size=192, vocab_size=1024, num_heads=6, ffn_size=512),
+        64,
+    ),
+    "small": (
+        ModelSpec(name="small", num_layers=8, hidden_size=256, vocab_size=4096, num_heads=4, ffn_size=768),
+        128,
+    ),
+    "medium": (
+        ModelSpec(name="medium", num_layers=4, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1408),
+        128,
+    ),
 }
-SEQ_LEN, GLOBAL_BATCH = 256, 4
-PROFILED, TRAINED = (1, 4), (1, 2, 4)  # sequences in a micro-batch
-# What a step on one rank is made of; kernels of their own would only stand in for layers that were not measured.
-OPERATIONS: tuple[Operation, ...] = ("layer", "layer_backward", "head", "optimizer")
-FRAMEWORK = load_framework("torch")
-WARMUP = 2
+ALLOWED = ("zero2", "zero3", *(f"schedule={name}" for name in ("gpipe", "zb-h1", "zb-v", "dualpipe-v")))
 MOST_FOREIGN = Rules().most_foreign
+LAUNCHES = 3  # of each plan that no other load disturbed
+MOST_LAUNCHES = 9  # of each plan in all
+WARMUP, STEPS = 1, 2
+START_S, LAUNCH_S = 10.0, 5.0  # for which there must be time left
+VISITS = 3  # of what is measured for the profile, until it is clean
+CAPS = (0.5, 0.25)  # memory of which so many plans fit
+# What steps of two ranks are made of; kernels of their own would only stand in for units that were not measured.
+OPERATIONS: tuple[Operation, ...] = (
+    "layer",
+    "layer_backward",
+    *HALVES,
+    *SHARED,
+    "embedding",
+    "head",
+    "optimizer",
+    "pipeline_actions",
+    "send_recv",
+)
+FAR_APART = 0.10  # plans that are closer may come in either order
+
+
+def problem_of(name: str, folder: Path | None = None) -> Problem:
+    """A model on two ranks of this machine, with the times of the profile in `folder`."""
+    model, seq_len = MODELS[name]
+    problem = Problem(
+        model=model,
+        training=TrainingSpec(seq_len=seq_len),
+        cluster=load_cluster(f"cpu:1x{RANKS}"),
+        framework=load_framework("torch"),
+    )
+    return problem if folder is None else with_timings(problem, "db", str(folder / "timings.db"))
+
+
+def plans_of(name: str) -> list[ParallelPlan]:
+    """Every plan of two ranks with layers spread evenly, up to two chunks a rank, without recomputation."""
+    problem = problem_of(name)
+    space = make_space(problem, str(GLOBAL_BATCH), fix=["recompute=none"], at_most=["vp=2"], allow=list(ALLOWED))
+    batch, _ = space.plans(space.cells())
+    plans = [batch.plan(at) for at in range(len(batch))]
+    return [one for one in plans if one.layers_per_chunk is None]
+
+
+def label(plan: ParallelPlan) -> str:
+    """A plan in words, with how it is told apart from all others."""
+    words = plan.describe()
+    return words if plan.pp == 1 or plan.vp > 1 or plan.schedule != "1f1b" else f"{words}, 1f1b"
+
+
+def family(plan: ParallelPlan) -> str:
+    """What a plan does with its two ranks."""
+    return plan.schedule if plan.pp > 1 else "tp" if plan.tp > 1 else f"dp {plan.sharding}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One step as it was measured."""
+class Launch:
+    """One run of a plan, or the bytes that its ranks held in one."""
 
-    wall_s: float
-    own_s: float  # of the process on its core
-    foreign: float  # share of the machine that others used
+    model: str
+    plan: str
+    step_s: tuple[float, ...] = ()
+    passes_s: tuple[float, ...] = ()
+    optimizer_s: tuple[float, ...] = ()
+    foreign: float = 0.0  # share of the machine that others used
+    peak_bytes: float = 0.0
 
     @property
     def is_clean(self) -> bool:
-        """Whether other load left it alone."""
-        return self.foreign <= MOST_FOREIGN
+        """Whether it ran, and other load left it alone."""
+        return bool(self.step_s) and self.foreign <= MOST_FOREIGN
+
+    @property
+    def seconds(self) -> float:
+        """Of its steps, the middle one."""
+        return float(np.median(self.step_s))
 
 
-class Kept:
-    """The records of one profile."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def known(self, fingerprint: Fingerprint) -> list[Key]:
-        """Nothing: every round measures everything."""
-        return []
-
-    def add(self, records: Iterable[Record]) -> None:
-        """Keep records."""
-        self.records += records
+def kept(folder: Path) -> list[Launch]:
+    """What earlier calls left."""
+    path = folder / "launches.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [msgspec.json.decode(line, type=Launch) for line in lines]
 
 
-class Gpt(torch.nn.Module):
-    """A decoder of the profiler's layers, computing in bf16."""
-
-    def __init__(self, model: ModelSpec, micro_batch: int, *, recomputes: bool) -> None:
-        super().__init__()
-        maker = Maker(device=torch.device("cpu"), dtype="bf16")
-        sizes = (model.hidden_size, model.ffn_size, model.num_heads, model.kv_heads, model.qk_head_dim)
-        layers = (Layer(maker, micro_batch, SEQ_LEN, *sizes, 1) for _ in range(model.num_layers))
-        self.layers, self.recomputes = torch.nn.ModuleList(layers), recomputes
-        self.table = torch.nn.Parameter(maker.weight(model.vocab_size, model.hidden_size).detach())
-        self.head = self.table
-        if not model.tied_embeddings:
-            self.head = torch.nn.Parameter(maker.weight(model.vocab_size, model.hidden_size).detach())
-        self.norm = torch.nn.Parameter(torch.ones(model.hidden_size, dtype=torch.bfloat16))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of predicting each token from those before it; `tokens` are (sequences, SEQ_LEN + 1)."""
-        x = F.embedding(tokens[:, :-1].reshape(-1), self.table)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
-        logits = F.rms_norm(x, x.shape[-1:], self.norm) @ self.head.t()
-        return F.cross_entropy(logits.float(), tokens[:, 1:].reshape(-1))
+def keep(folder: Path, launch: Launch) -> None:
+    """Add a launch to them."""
+    with (folder / "launches.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(launch) + b"\n")
 
 
-def steps(model: ModelSpec, plan: ParallelPlan) -> Iterator[None]:
-    """Train with random tokens: every turn is one step."""
-    torch.manual_seed(0)
-    gpt = Gpt(model, plan.micro_batch, recomputes=plan.recompute == "full")
-    weights = list(gpt.parameters())
-    masters = [weight.detach().float().requires_grad_() for weight in weights]
-    adam = torch.optim.AdamW(masters, lr=1e-4, fused=True)
-    num_micro_batches = plan.global_batch // plan.micro_batch
+def foreign(report: Report) -> float:
+    """Share of the machine that others used during the steps (`closed-loop` 2.2)."""
+    others_s = sum(report.busy_s) - sum(report.cpu_s)
+    return max(others_s / (sum(report.step_s) * (os.cpu_count() or 1)), 0.0)
+
+
+def launch_all(folder: Path, names: list[str], budget_s: float) -> None:
+    """Start ranks again and again, each time with every plan of a model in turn, those with the fewest clean launches
+    first.
+    """
+    until = time.monotonic() + budget_s
     while True:
-        batch = torch.randint(model.vocab_size, (num_micro_batches, plan.micro_batch, SEQ_LEN + 1))
-        for tokens in batch:
-            (gpt(tokens) / num_micro_batches).backward()
-        for master, weight in zip(masters, weights, strict=True):
-            assert weight.grad is not None
-            master.grad = weight.grad.float()
-            weight.grad = None
-        adam.step()
-        with torch.no_grad():
-            for master, weight in zip(masters, weights, strict=True):
-                weight.copy_(master)
-        yield
+        wanted, clean, tried = {}, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for one in kept(folder):
+            if not one.peak_bytes:
+                clean[one.model, one.plan] += one.is_clean
+                tried[one.model, one.plan] += 1
+        for name in names:
+            plans = {(name, label(one)): one for one in plans_of(name)}
+            left = [key for key in plans if clean[key] < LAUNCHES and tried[key] < MOST_LAUNCHES]
+            wanted[name] = [plans[key] for key in sorted(left, key=lambda key: (clean[key], tried[key]))]
+        done = sum(min(clean[name, label(one)], LAUNCHES) for name in names for one in plans_of(name))
+        print(f"{done} of {LAUNCHES * sum(len(plans_of(name)) for name in names)} launches are clean", flush=True)
+        name = min(names, key=lambda name: min((clean[name, label(one)] for one in wanted[name]), default=LAUNCHES))
+        if not wanted[name] or time.monotonic() + START_S > until:
+            return
+        launch(folder, name, wanted[name], until)
 
 
-def train(model: ModelSpec, plan: ParallelPlan, num_steps: int) -> list[Step]:
-    """Run some steps."""
-    sensors, training, found = Sensors(torch.device("cpu"), "here"), steps(model, plan), []
-    for _ in range(WARMUP):
-        next(training)
-    for _ in range(num_steps):
-        sensors.start()
-        next(training)
-        window = sensors.stop()
-        foreign = foreign_load([window], on_cpu=True)
-        found.append(Step(wall_s=window.wall_s, own_s=window.own_core_s, foreign=foreign))
-    return found
+def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> None:
+    """Start ranks once, and train by one plan after the other until there is no time left for the next."""
+    model, seq_len = MODELS[name]
+    tasks = [
+        Task(
+            model=model,
+            plan=one,
+            seq_len=seq_len,
+            dtype="bf16",
+            num_steps=STEPS,
+            num_warmup=WARMUP,
+            data="synthetic",
+            tracks_memory=False,
+        )
+        for one in plans
+    ]
+    work = functools.partial(train_all, tasks=tasks, until=until)
+    with Children(work, None, RANKS, limit_s=60.0, preload=PRELOAD) as ranks:
+        answer, plans_left = ranks.start(), iter(plans)
+        while answer is not None:
+            if isinstance(answer, Report):
+                seen = Launch(
+                    model=name,
+                    plan=label(next(plans_left)),
+                    step_s=answer.step_s,
+                    passes_s=answer.passes_s,
+                    optimizer_s=answer.optimizer_s,
+                    foreign=foreign(answer),
+                )
+                keep(folder, seen)
+            answer = ranks.answer()
 
 
-def profile(model: ModelSpec, budget_s: float) -> list[Record]:
-    """Measure the operations of a model on one rank."""
-    wish = Wish(model=model, framework=FRAMEWORK, seq_len=SEQ_LEN, micro_batches=PROFILED, only=OPERATIONS)
-    kept = Kept()
-    with Crew(Job(dtypes=("bf16",)), None, 1) as crew:
+def train_all(place: Place, line: Connection, *, tasks: list[Task], until: float) -> None:
+    """Be a rank of one plan after the other: rank 0 sends what `autoplan run` gets of each, and None at the end."""
+    import torch.distributed as dist
+
+    from autoplan.trainer.rank import join, train
+
+    device = join(place, 60.0)
+    for task in tasks:
+        goes_on = [time.monotonic() + LAUNCH_S < until]
+        dist.broadcast_object_list(goes_on, 0)
+        if not goes_on[0]:
+            break
+        with Path(os.devnull).open("w") as nowhere:
+            report = train(task, place.rank, device, line, nowhere)
+            faulthandler.cancel_dump_traceback_later()
+        if place.rank == 0:
+            line.send(report)
+        gc.collect()
+    if place.rank == 0:
+        line.send(None)
+    dist.barrier()
+    os._exit(0)
+
+
+def track_all(folder: Path, names: list[str], budget_s: float) -> None:
+    """Count the bytes of each plan in one untimed step, but for those that were counted."""
+    began = time.monotonic()
+    done = {(one.model, one.plan) for one in kept(folder) if one.peak_bytes}
+    for name in names:
+        model, seq_len = MODELS[name]
+        for one in plans_of(name):
+            if (name, label(one)) in done:
+                continue
+            if time.monotonic() - began > budget_s:
+                print("the budget is spent; the same command goes on")
+                return
+            task = Task(
+                model=model, plan=one, seq_len=seq_len, dtype="bf16", num_steps=1, num_warmup=0, data="synthetic"
+            )
+            report = run_task(task)
+            assert report is not None
+            keep(folder, Launch(model=name, plan=label(one), peak_bytes=max(report.peak_bytes)))
+    print("the bytes of every plan are counted")
+
+
+def profile_all(folder: Path, names: list[str], budget_s: float) -> None:
+    """Measure what plans of two ranks are made of, as `autoplan profile` does: all once, then again what was not clean.
+
+    A virtual machine may never be quiet: after `VISITS` what was seen has to do.
+    """
+    until = time.monotonic() + budget_s
+    with open_store(str(folder / "timings.db")) as store, Crew(Job(dtypes=("bf16",)), None, RANKS) as crew:
         hello = crew.start()
         assert hello is not None
-        planned = plan(wish, hello, ())
-        run(crew, hello, kept, planned, budget_s=budget_s, progress=Progress(total=len(planned)))
-    return kept.records
-
-
-def settled(records: Iterable[Record], *, is_busy: bool) -> list[Record]:
-    """One record of each shape, with the median over the rounds: of clean ones, else on request of the others."""
-    shapes: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
-        if record.samples_s:
-            shapes.setdefault((record.operation, record.shape), []).append(record)
-    found = []
-    for repeats in shapes.values():
-        usable = [one for one in repeats if one.status == "ok"] or (repeats if is_busy else [])
-        if usable:
-            median_s = float(np.median([one.seconds for one in usable]))
-            found.append(replace(usable[0], status="ok", reason="", samples_s=(median_s,)))
-    return found
-
-
-def plans() -> list[ParallelPlan]:
-    """What is trained: every micro-batch size with and without recomputation."""
-    base = ParallelPlan(global_batch=GLOBAL_BATCH, sharding="none", param_gather_overlap=False)
-    return [
-        replace(base, micro_batch=micro_batch, recompute=recompute)
-        for recompute in ("none", "full")
-        for micro_batch in TRAINED
-    ]
-
-
-def predict(model: ModelSpec, records: Iterable[Record], url: str) -> tuple[Floats, list[str]]:
-    """(step times of the plans in seconds, what each rests on), from these records and nothing else."""
-    with open_store(url) as store:
-        store.add(records)
-    training = TrainingSpec(seq_len=SEQ_LEN)
-    problem = Problem(model=model, training=training, cluster=load_cluster("cpu:1x1"), framework=FRAMEWORK)
-    problem, batch = with_timings(problem, "db", url), PlanBatch.of(plans(), model.num_layers)
-    found = shares(problem, batch)
-    rests = [" / ".join(f"{100 * found[name][at]:.0f}" for name in PROVENANCES) for at in range(len(batch))]
-    return estimate(problem, batch).step_s, rests
-
-
-def compare(model: ModelSpec, url: str, options: argparse.Namespace) -> Iterator[tuple[float, bool, str]]:
-    """(error, whether its steps were clean, row) of every plan of a model."""
-    records: list[Record] = []
-    trained: dict[ParallelPlan, list[Step]] = {one: [] for one in plans()}
-    for _ in range(options.rounds):
-        records += profile(model, options.budget)
-        for one, own in trained.items():
-            own += train(model, one, options.steps)
-    usable = settled(records, is_busy=options.busy)
-    if not usable:
-        raise InputError("other load spoilt every measurement: wait until the machine is quiet, or say --busy")
-    predicted, rests = predict(model, usable, url)
-    for at, (one, own) in enumerate(trained.items()):
-        clean = [step.wall_s for step in own if step.is_clean]
-        measured = float(np.median(clean or [step.own_s for step in own]))
-        error = float(predicted[at]) / measured - 1
-        foreign = float(np.median([step.foreign for step in own]))
-        row = (
-            f"| {model.name} | {one.micro_batch} | {one.recompute} | {1e3 * measured:.0f} ms "
-            f"| {1e3 * float(predicted[at]):.0f} ms | {100 * error:+.1f} % | {rests[at]} "
-            f"| {len(clean)} of {len(own)} | {100 * foreign:.0f} % |"
+        visits: Counter[Key] = Counter(
+            (one.operation, one.shape, one.dtype, one.kernel, one.mode)
+            for one in store.records()
+            if one.fingerprint == hello.fingerprint
         )
-        yield error, bool(clean), row
-    ok = sum(record.status == "ok" for record in records)
-    print(f"{model.name}: {ok} of {len(records)} measurements of the profile were clean", file=sys.stderr)
+        for visit, name in itertools.product(range(VISITS), names):
+            model, seq_len = MODELS[name]
+            wish = Wish(
+                model=model,
+                framework=load_framework("torch"),
+                seq_len=seq_len,
+                tps=(1, RANKS),
+                micro_batches=MICRO_BATCHES,
+                only=OPERATIONS,
+            )
+            seen = {key for key, count in visits.items() if count > visit}
+            planned = plan(wish, hello, seen | store.known(hello.fingerprint))
+            progress = Progress(total=len(planned))
+            left_s = until - time.monotonic()
+            run(crew, hello, store, planned, budget_s=left_s, progress=progress, num_visits=1)
+            visits.update(task.key for task in progress.outcomes)
+            counts = sum(progress.counts().values(), Counter())
+            print(f"{name}, visit {visit + 1}: {dict(counts)}, {progress.num_left} left", flush=True)
 
 
-HEAD = """| model | micro-batch | recomputed | measured | predicted | error | rests on, % | clean steps | other load |
-|---|--:|---|--:|--:|--:|--:|--:|--:|"""
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The plans of a model, predicted and run."""
+
+    plans: list[ParallelPlan]
+    predicted_s: Floats
+    measured_s: Floats  # median over the clean launches of a plan
+    noise: Floats  # of one launch: half of what a plan's launches lie apart, over their median; NaN of a single one
+    launches: list[int]
+    bytes_needed: Floats  # predicted
+    bytes_held: Floats  # counted
+    rests: dict[Provenance, Floats]  # share of the predicted step by provenance
+
+    @property
+    def held(self) -> Floats:
+        """Counted bytes, or where some plan's were not, predicted ones of all."""
+        return self.bytes_needed if np.isnan(self.bytes_held).any() else self.bytes_held
+
+    @property
+    def errors(self) -> Floats:
+        """Relative, of every plan."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def compare(folder: Path, name: str) -> Compared:
+    """Predict the plans of a model that ran clean, from the profile alone."""
+    problem, plans = problem_of(name, folder), plans_of(name)
+    launches: dict[str, list[float]] = {label(one): [] for one in plans}
+    held: dict[str, float] = {}
+    for one in kept(folder):
+        if one.model == name and one.plan in launches:
+            if one.is_clean:
+                launches[one.plan].append(one.seconds)
+            if one.peak_bytes:
+                held[one.plan] = one.peak_bytes
+    plans = [one for one in plans if launches[label(one)]]
+    if not plans:
+        raise InputError(f"no plan of {name} has run: launch first")
+    times = [np.array(launches[label(one)]) for one in plans]
+    batch = PlanBatch.of(plans, problem.model.num_layers)
+    cost = estimate(problem, batch)
+    return Compared(
+        plans=plans,
+        predicted_s=cost.step_s,
+        measured_s=np.array([np.median(one) for one in times]),
+        noise=np.array([np.ptp(one) / 2 / np.median(one) if len(one) > 1 else np.nan for one in times]),
+        launches=[len(one) for one in times],
+        bytes_needed=cost.logged_memory_bytes,
+        bytes_held=np.array([held.get(label(one), np.nan) for one in plans]),
+        rests=shares(problem, batch),
+    )
+
+
+def spearman(found: Compared, apart: float = 0.0) -> tuple[float, int]:
+    """(Spearman's rank correlation over the pairs of plans whose times are `apart`, number of these pairs).
+
+    Over all pairs, the sum of products of differences of ranks over the root of the sums of their squares is Spearman's
+    coefficient.
+    """
+    measured, predicted = (np.argsort(np.argsort(one)) for one in (found.measured_s, found.predicted_s))
+    ratio = found.measured_s[:, None] / found.measured_s
+    counts = np.maximum(ratio, 1 / ratio) > 1 + apart
+    ours, theirs = ((one[:, None] - one)[counts].astype(np.float64) for one in (measured, predicted))
+    return float((ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum())), int(counts.sum() // 2)
+
+
+def choice(found: Compared, cap_bytes: float) -> str:
+    """What is picked under a cap, and how much longer it takes than the best plan that fits."""
+    fits, seems_to_fit = found.held <= cap_bytes, found.bytes_needed <= cap_bytes
+    pick = int(np.argmin(np.where(seems_to_fit, found.predicted_s, np.inf)))
+    best = int(np.argmin(np.where(fits, found.measured_s, np.inf)))
+    regret = found.measured_s[pick] / found.measured_s[best] - 1
+    noise = np.hypot(found.noise[pick], found.noise[best])
+    cap = "no cap" if np.isinf(cap_bytes) else f"{cap_bytes / 1e6:.0f} MB"
+    fit = "" if fits[pick] else ", and does not fit"
+    return (
+        f"| {cap} | {fits.sum()} | {label(found.plans[pick])}{fit} | {label(found.plans[best])} "
+        f"| {100 * regret:.1f} % | {percent(float(noise))} |"
+    )
+
+
+def percent(share: float) -> str:
+    """A share, or a dash where it is not known."""
+    return "-" if np.isnan(share) else f"{100 * share:.1f} %"
+
+
+def told(name: str, found: Compared) -> list[str]:
+    """What is found of a model, as Markdown."""
+    model, seq_len = MODELS[name]
+    errors = np.abs(found.errors)
+    correlation, pairs = spearman(found, FAR_APART)
+    rests = ", ".join(
+        f"{100 * share.mean():.0f} % {kind}" for kind, share in found.rests.items() if share.mean() > 5e-3
+    )
+    lines = [
+        f"## {name}",
+        "",
+        f"{count_parameters(model) / 1e6:.1f} M parameters: {model.num_layers} layers of {model.hidden_size}, "
+        f"vocabulary {model.vocab_size}, {GLOBAL_BATCH} sequences of {seq_len} a step.  {len(found.plans)} of "
+        f"{len(plans_of(name))} plans ran undisturbed, {min(found.launches)} to {max(found.launches)} times each "
+        f"({LAUNCHES} are wanted); the step rests on {rests}.",
+        "",
+        f"* error: median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "
+        f"bias {100 * np.median(found.errors):+.1f} %",
+        f"* noise of a launch: median {100 * np.nanmedian(found.noise):.1f} %, "
+        f"worst {100 * np.nanmax(found.noise):.1f} %",
+        f"* Spearman over the {pairs} pairs more than {100 * FAR_APART:.0f} % apart: {correlation:.3f}; "
+        f"over all plans {spearman(found)[0]:.3f}",
+        "",
+        f"| {'counted' if found.held is found.bytes_held else 'predicted'} memory | plans that fit | picked | best "
+        "| regret | noise of the two |",
+        "|---|--:|---|---|--:|--:|",
+        *(choice(found, cap) for cap in (np.inf, *np.quantile(found.held, CAPS))),
+        "",
+    ]
+    lines += ["| family | plans | median error | worst | bias |", "|---|--:|--:|--:|--:|"]
+    families = [family(one) for one in found.plans]
+    for kind in dict.fromkeys(families):
+        own = found.errors[np.array([one == kind for one in families])]
+        lines.append(
+            f"| {kind} | {len(own)} | {100 * np.median(np.abs(own)):.1f} % | {100 * np.abs(own).max():.1f} % "
+            f"| {100 * np.median(own):+.1f} % |"
+        )
+    lines += ["", "| plan | predicted | measured | error | launches | noise |", "|---|--:|--:|--:|--:|--:|"]
+    for at in np.argsort(found.measured_s):
+        lines.append(
+            f"| {label(found.plans[at])} | {1e3 * found.predicted_s[at]:.0f} ms | {1e3 * found.measured_s[at]:.0f} ms "
+            f"| {100 * found.errors[at]:+.1f} % | {found.launches[at]} | {percent(float(found.noise[at]))} |"
+        )
+    return [*lines, ""]
+
+
+def report_all(folder: Path, names: list[str], path: Path | None) -> None:
+    """Compare, print, and write it to `path`."""
+    intro = (__doc__ or "").split("\n\n")[2].replace("\n", " ")
+    where = (
+        f"On {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}, products in bf16.  Measured: the "
+        f"median over launches in which other load took at most {100 * MOST_FOREIGN:.0f} % of the machine, each of "
+        f"{STEPS} steps after {WARMUP}, the plans in turn.  Noise: half of what a plan's launches lie apart."
+    )
+    lines = [f"# Plans predicted and run, {time.strftime('%Y-%m-%d')}", "", intro, "", where, ""]
+    for name in names:
+        lines += told(name, compare(folder, name))
+    print("\n".join(lines))
+    if path:
+        write_text(path, "\n".join(lines), force=True)
 
 
 def main() -> int:
-    """Profile, predict, train and compare."""
+    """Do a part of the loop."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", choices=("profile", "launch", "track", "report"))
+    parser.add_argument("folder", type=Path, help="of the database and the launches")
+    parser.add_argument("--budget", type=parse_duration, default=parse_duration("10m"), help="such as 90s or 10m")
     parser.add_argument("--model", action="append", choices=tuple(MODELS), help="only this one; may be repeated")
-    parser.add_argument("--rounds", type=int, default=2, help="of profile and steps")
-    parser.add_argument("--steps", type=int, default=4, help="of each plan in a round")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the profile of a model")
-    parser.add_argument("--busy", action="store_true", help="take what was measured beside other load as well")
-    parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
+    parser.add_argument("--out", type=Path, help="write the report to this Markdown file as well")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    models = [MODELS[name] for name in options.model or MODELS]
-    lines: list[str] = []
-    errors: list[tuple[float, bool]] = []
-
-    def tell(text: str) -> None:
-        print(text, flush=True)
-        lines.append(text)
-
-    with tempfile.TemporaryDirectory() as folder:
-        url = str(Path(folder) / "timings.db")
-        try:
-            tell(HEAD)
-            for model in models:
-                for error, is_clean, row in compare(model, url, options):
-                    errors.append((abs(error), is_clean))
-                    tell(row)
-        except AutoplanError as error:
-            print(error, file=sys.stderr)
-            return 1
-    clean = [error for error, is_clean in errors if is_clean]
-    tell("")
-    for name, some in (("all", [error for error, _ in errors]), ("clean", clean)):
-        if some:
-            median, worst = 100 * np.median(some), 100 * max(some)
-            tell(f"{name}: median error {median:.1f} %, worst {worst:.1f} % of {len(some)} plans")
-    if options.report:
-        intro = (__doc__ or "").split("\n\n")[2].replace("\n", " ")
-        where = f"On {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}."
-        text = f"# Steps predicted from a profile, {time.strftime('%Y-%m-%d')}\n\n{intro}\n\n{where}\n\n" + "\n".join(
-            lines
-        )
-        write_text(options.report, text + "\n", force=True)
+    names = options.model or list(MODELS)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if options.part == "report":
+            report_all(options.folder, names, options.out)
+        else:
+            part = {"profile": profile_all, "launch": launch_all, "track": track_all}[options.part]
+            part(options.folder, names, options.budget)
+    except AutoplanError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

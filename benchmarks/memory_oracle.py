@@ -10,10 +10,13 @@ is compared are bytes of tensors: no gaps of an allocator, no context, no commun
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +84,25 @@ def real_questions() -> Iterator[Question]:
         {"pp": 2},
         {"pp": 2, "schedule": "gpipe"},
         {"pp": 2, "vp": 2, "schedule": "interleaved"},
+        {"pp": 2, "vp": 2, "schedule": "zb-v"},
+        {"pp": 2, "recompute": "full"},
         {"tp": 2, "sp": True, "dp_shard": 2, "sharding": "zero3"},
         {"pp": 2, "tp": 2, "sp": True},
         {"pp": 2, "dp_shard": 2, "sharding": "zero1"},
         {"dp_shard": 4, "sharding": "zero3", "recompute": "full"},
         {"dp_shard": 2, "dp_replicate": 2, "sharding": "zero3"},
         {"pp": 4},
+        {"pp": 4, "schedule": "gpipe", "recompute": "full"},
+        {"pp": 4, "schedule": "zb-h1"},
     )
     for spread in spreads:
         plan = ParallelPlan(**{"global_batch": 8, "micro_batch": 1, "sharding": "none", **spread})
         yield Question(model=SMALL, plan=plan, seq_len=256, fused_norm=False)
-    for sharded in ({"dp_shard": 2, "sharding": "zero3"}, {"dp_shard": 2, "sharding": "zero1", "recompute": "full"}):
+    for sharded in (
+        {"dp_shard": 2, "sharding": "zero3"},
+        {"dp_shard": 2, "sharding": "zero1", "recompute": "full"},
+        {"pp": 2, "sharding": "none"},
+    ):
         plan = ParallelPlan(**{"global_batch": 8, "micro_batch": 1, **sharded})  # type: ignore[arg-type]
         yield Question(model=SMALL_MOE, plan=plan, seq_len=256, fused_norm=False)
 
@@ -166,7 +177,7 @@ def compared(title: str, questions: Iterator[Question], truth: Any) -> str:
     size = np.abs(errors)
     summary = f"{len(errors)} peaks: median {np.median(size):.1%}, worst {size.max():.1%}"
     head = f"{'model':15}{'plan':66}{'st':>2}{'predicted':>10}{'counted':>10}{'error':>8}   took"
-    return "\n".join([f"## {title}", "", summary, "", "```", head, *rows, "```", ""])
+    return "\n".join([f"## {title}", "", summary, "", "```", head, *rows, "```"])
 
 
 def main() -> int:
@@ -182,10 +193,12 @@ def main() -> int:
             sections.append(compared("Tracked on real gloo ranks, MiB", real_questions(), tracked))
         if options.large or not options.real:
             sections.append(compared("Counted by the memory oracle, MiB", large_questions(), counted))
-        text = "# Predicted memory of plain torch\n\n" + "\n".join(sections)
+        head = f"# Predicted memory of plain torch, {datetime.now(UTC):%Y-%m-%d}"
+        told = f"`python benchmarks/memory_oracle.py`: torch {version('torch')}, Python {platform.python_version()}."
+        text = "\n\n".join([head, told, *sections])
         print(text)
         if options.report:
-            write_text(options.report, text, force=True)
+            write_text(options.report, text + "\n", force=True)
     except AutoplanError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,0 +1,168 @@
+"""Does `autoplan tune` find the fastest plan on this machine in five trials?
+
+Runs every plan that tune would consider on two ranks, several times each, in turn, so that a slow minute hits all of
+them; the medians are the truth.  Then tune has its trials, runs of their own.  Its regret is how much slower the plan
+that it keeps is than the fastest, by that truth, beside what two runs of one plan differ by.
+
+Give it a machine of its own.  What was run is kept in FOLDER; after --budget seconds it stops, and the same call goes
+on from there.
+
+usage: python benchmarks/tune_local.py FOLDER [--rounds N] [--trials N] [--budget SECONDS] [--report REPORT.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+import autoplan
+from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
+from autoplan.cli.planfile import make_plan_file
+from autoplan.cli.trials import Budget, Trials, read_result
+from autoplan.files import encode, write_text
+from autoplan.jobs import OUTCOME, PLAN, JobStatus, LocalJobs
+from autoplan.model import ModelSpec
+from autoplan.problem import Problem
+from autoplan.read.logs import LogReader
+from autoplan.result import RankedPlan
+from search.choice import distinct
+from search.storage import opened
+from search.study import search
+from search.tune import MARGIN, TunedTrial, Tuning
+
+MODEL = ModelSpec(name="small", num_layers=8, hidden_size=256, vocab_size=4096, num_heads=8, ffn_size=704)
+SEQ_LEN, GLOBAL_BATCH = 128, "8"
+STEPS, WARMUP = 6, 2
+OPTIONS = ("--steps", str(STEPS), "--warmup", str(WARMUP))
+NEAR = 0.02
+POLL_S = 0.1
+
+
+def main() -> int:
+    """Measure what is missing, print, and write the report if asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="two or more say what runs of one plan differ by")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of this call")
+    parser.add_argument("--report", type=Path)
+    options = parser.parse_args()
+    until_s = time.monotonic() + options.budget
+    problem = make_problem(
+        TrainingFlags(
+            model=MODEL, cluster="cpu:1x2", seq_len=SEQ_LEN, precision="bf16", attention="flash", framework="torch",
+            reserve_memory="0",
+        )
+    )  # fmt: skip
+    plans = distinct(search(problem, make_space(problem, GLOBAL_BATCH, fix=[], at_most=[], allow=[]), margin=MARGIN))
+    tried = tune(problem, plans, options.folder, options.trials, until_s)
+    truth = measure(problem, plans, options.folder / "truth", options.rounds, until_s)
+    text = "\n".join(table(plans, truth, tried))
+    print(text)
+    if options.report:
+        head = (
+            f"# Tuning on this machine, {datetime.date.today().isoformat()}\n\n"
+            f"autoplan {autoplan.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores; "
+            f"`python benchmarks/tune_local.py --rounds {options.rounds} --trials {options.trials}`.\n"
+        )
+        write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)
+    return 0
+
+
+def tune(
+    problem: Problem, plans: Sequence[RankedPlan], folder: Path, most: int, until_s: float
+) -> tuple[TunedTrial, ...]:
+    """The trials of `autoplan tune`, stopped by nothing but their number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with opened(str(folder / "study.journal")) as storage:
+        tuning = Tuning.joined(storage, problem, plans, name="tune", about={"options": " ".join(OPTIONS)})
+        trials = Trials(
+            tuning=tuning,
+            jobs=LocalJobs(OPTIONS),
+            problem=problem,
+            folder=folder / "tune",
+            prepare=lambda at: encode(make_plan_file(problem, [plans[at]], None)),
+            budget=Budget(trials=most, seconds=until_s - time.monotonic()),
+            parallel=1,
+            warmup=WARMUP,
+            limit_s=120.0,
+            show=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        print(trials.run(), file=sys.stderr)
+        return tuning.trials()
+
+
+def measure(
+    problem: Problem, plans: Sequence[RankedPlan], folder: Path, rounds: int, until_s: float
+) -> list[list[float]]:
+    """Step times of every plan, by round."""
+    found: list[list[float]] = [[] for _ in plans]
+    for round_ in range(rounds):
+        for at, one in enumerate(plans):
+            run = folder / f"{round_}-{at:02d}"
+            if not (run / OUTCOME).is_file():
+                if time.monotonic() > until_s:
+                    sys.exit(f"{round_} rounds and {at} plans of {rounds} rounds are done: call again")
+                run.mkdir(parents=True, exist_ok=True)
+                write_text(run / PLAN, encode(make_plan_file(problem, [one], None)), force=True)
+                finish(run)
+            result = read_result(run, LogReader(), JobStatus(state="ended", status=0), seconds=0.0)
+            if result.step_s is None:
+                print(f"{one.plan.describe()}: {result.reason}", file=sys.stderr)
+            else:
+                found[at].append(result.step_s)
+    return found
+
+
+def finish(run: Path) -> None:
+    """Run a prepared trial to its end."""
+    jobs = LocalJobs(OPTIONS)
+    name = jobs.start(run)
+    try:
+        while jobs.poll([name])[name].state != "ended":
+            time.sleep(POLL_S)
+    finally:
+        jobs.cancel([name])
+
+
+def table(plans: Sequence[RankedPlan], truth: Sequence[Sequence[float]], tried: Sequence[TunedTrial]) -> Iterator[str]:
+    """Every plan, in the order of its truth, and what tune made of them."""
+    middle = np.array([median(some) if some else np.inf for some in truth])
+    best = float(middle.min())
+    ratios = [abs(np.log(one / two)) for some in truth for one, two in pairwise(some)]
+    trials = {one.at: one for one in tried}
+    yield f"{len(plans)} plans of {MODEL.num_layers} layers of {MODEL.hidden_size} on two ranks, {STEPS} steps each"
+    yield "predicted   truth of rounds                over the best  trial"
+    for at in np.argsort(middle, kind="stable").tolist():
+        rounds = " ".join(f"{1000 * one:6.1f}" for one in truth[at])
+        said = ""
+        if at in trials and (result := trials[at].result) is not None:
+            step = "" if result.step_s is None else f" {1000 * result.step_s:.1f} ms"
+            said = f"{trials[at].number}: {result.how}{step}"
+        predicted, over = 1000 * plans[at].step_s, middle[at] / best - 1
+        yield f"{predicted:6.1f} ms  {rounds} ms  {over:8.1%}  {said:24} {plans[at].plan.describe()}"
+    kept = [(one.result.step_s, one.at) for one in tried if one.result and one.result.how == "measured"]
+    regret = float("inf")
+    if kept:
+        _, at = min((step_s, at) for step_s, at in kept if step_s is not None)
+        regret = middle[at] / best - 1
+        yield f"\nkept: {plans[at].plan.describe()}"
+    noise = (
+        f"{np.median(ratios):.1%} (median), {np.percentile(ratios, 90):.1%} (p90)" if ratios else "what is not known"
+    )
+    yield f"regret after {len(tried)} trials: {regret:.1%}; two runs of one plan differ by {noise}"
+    yield f"the plan predicted best is {middle[0] / best - 1:.1%} over the best; aim: {NEAR:.0%}, or the noise"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

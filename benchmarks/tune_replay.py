@@ -1,0 +1,348 @@
+"""How many measured trials find the best plan?
+
+Replays published sweeps: to run a plan is to look up its row.  Runs that ran out of memory, failed or were refused
+answer so, and cost a trial.  A group holds the plans of one source, framework, model, cluster, length and batch; those
+with 8 plans and 2 finished ones or more are replayed.  A group is found when a plan within 2 % of its best was
+measured.  `autoplan tune` is compared with prediction's own order, random order, and Optuna's TPE, cold and with
+prediction's first plans enqueued.
+
+Predictions come from calibrations that have not seen the group's source, or another one of the same people; the
+spreads of the belief are constants of the product, none of which was fitted here.  Traits of frameworks that presets
+list as fitted stay as they ship, with all runs in view.  As predictions of a framework that nobody has measured are
+worse, the same is shown with spoiled ones: times of every component are off by a factor of their own, and every plan
+by another one.
+
+usage: python benchmarks/tune_replay.py [--runs RUNS.csv] [--seeds N] [--report REPORT.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import optuna
+from accuracy import SHARED, Fits, by_key, read_cases
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import TrialState
+
+import autoplan
+from autoplan.cost.estimate import estimate
+from autoplan.errors import AutoplanError
+from autoplan.files import write_text
+from autoplan.plan import PlanBatch
+from autoplan.read.outcomes import read_outcomes
+from autoplan.read.runs import Run, read_runs
+from autoplan.result import Outcome, RankedPlan, TrialEnd
+from autoplan.timing import Calibration
+from search.choice import COMPONENTS, pace
+from search.ranking import ranked
+from search.tune import TrialResult, TunedTrial, look
+
+SOURCES = ("bloom", "vtrain", "hagemann", "nanotron")
+ERRATIC = ("nanotron_mn",)  # a third of whose runs take several times as long as their neighbours
+LEAST_PLANS, LEAST_FINISHED = 8, 2
+NEAR = 0.02
+ENQUEUED = 3  # of prediction's first plans, for a warm TPE
+MOST_REPEATS = 20  # proposals that were made before, after which TPE takes any plan
+SPOILED_COMPONENT, SPOILED_PLAN = 0.25, 0.10  # standard deviations; twice what good predictions have
+MOST_TRIALS = 50  # that are counted: later ones are as bad as never
+AIM = (3.0, 8.0)  # trials: median, 90th percentile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One decision: plans with their predictions, and what running each comes to."""
+
+    source: str
+    title: str
+    plans: tuple[RankedPlan, ...]  # that can be priced
+    answers: tuple[TrialResult, ...]
+    axes: tuple[tuple[str, ...], ...]  # of every plan, as the table writes them
+    size: int  # with those that cannot be priced
+    best_s: float
+
+    def is_found(self, at: int) -> bool:
+        """Whether running this plan ends the search."""
+        step_s = self.answers[at].step_s
+        return step_s is not None and step_s <= (1 + NEAR) * self.best_s
+
+
+def main() -> int:
+    """Replay, print and, if asked, write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=SHARED / "data" / "measured_runs.csv")
+    parser.add_argument("--seeds", type=int, default=20, help="of random order and of TPE")
+    parser.add_argument("--report", type=Path, help="write the tables to this Markdown file as well")
+    options = parser.parse_args()
+    if not options.runs.is_file():
+        print(f"{options.runs} is not there: name it with --runs", file=sys.stderr)
+        return 1
+    groups = read_groups(options.runs)
+    text = "\n".join(tables(groups, options.seeds))
+    print(text)
+    if options.report:
+        head = (
+            f"# Trials until the best plan is found, {datetime.date.today().isoformat()}\n\n"
+            f"autoplan {autoplan.__version__}; `python benchmarks/tune_replay.py --seeds {options.seeds}`.\n"
+        )
+        write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)
+    return 0
+
+
+# -- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def family(source: str) -> str:
+    """Sources of the same people on the same cluster, which are left out together."""
+    return source.removesuffix("_mn")
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The groups that are replayed, each priced by calibrations without its family."""
+    runs = list(read_runs(path))
+    cases = read_cases(path, runs)
+    fits = Fits(cases)
+    calibrations: dict[tuple[str, tuple[str, str]], Calibration] = {}
+    for name in {family(source) for source in (*SOURCES, *ERRATIC)}:
+        own = [case for case in cases if family(case.source) == name]
+        unseen = frozenset(case.run.id for case in own)
+        calibrations |= {(name, key): fits.without(key, unseen) for key in by_key(own)}
+    rows: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[Run, Outcome]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for run, outcome in zip(runs, read_outcomes(path), strict=True):
+        if outcome.source in (*SOURCES, *ERRATIC):
+            rows[outcome.decision][outcome.plan].append((run, outcome))
+    made = (_group(decision, plans, calibrations) for decision, plans in rows.items() if len(plans) >= LEAST_PLANS)
+    return [one for one in made if one is not None]
+
+
+def _group(
+    decision: tuple[str, ...],
+    rows: dict[tuple[str, ...], list[tuple[Run, Outcome]]],
+    calibrations: dict[tuple[str, tuple[str, str]], Calibration],
+) -> Group | None:
+    answers = {plan: _answer([outcome for _, outcome in some]) for plan, some in rows.items()}
+    steps = [one.step_s for one in answers.values() if one.step_s is not None]
+    if len(steps) < LEAST_FINISHED:
+        return None
+    priced = {
+        plan: one
+        for plan, some in rows.items()
+        if (one := _priced(some[0][0], family(decision[0]), calibrations)) is not None
+    }
+    _, framework, year, model, *_, gpu, num_gpus, seq_len, batch = decision[:11]
+    return Group(
+        source=decision[0],
+        title=f"{decision[0]}: {framework} {year}, {model}, {num_gpus} {gpu}, {seq_len} tokens, batch {batch}",
+        plans=tuple(priced.values()),
+        answers=tuple(answers[plan] for plan in priced),
+        axes=tuple(priced),
+        size=len(rows),
+        best_s=min(steps),
+    )
+
+
+def _answer(outcomes: Sequence[Outcome]) -> TrialResult:
+    """What running a plan comes to; of repeats that finished, the mean."""
+    steps = [one.step_s for one in outcomes if one.is_finished and one.step_s is not None]
+    if steps:
+        return TrialResult(how="measured", step_s=float(np.mean(steps)))
+    how: TrialEnd = "oom" if outcomes[0].status == "oom" else "failed"
+    return TrialResult(how=how, reason=outcomes[0].status)
+
+
+def _priced(run: Run, name: str, calibrations: dict[tuple[str, tuple[str, str]], Calibration]) -> RankedPlan | None:
+    """The row's prediction under a calibration that has not seen its family; None where there is none."""
+    if run.problem is None or run.plan is None:
+        return None
+    problem = run.problem
+    key = (problem.framework.calibration_name, problem.cluster.device.generation)
+    unseen = calibrations.get((name, key), Calibration())
+    problem = replace(problem, calibration=replace(unseen, memory_spread=problem.calibration.memory_spread))
+    try:
+        cost = estimate(problem, PlanBatch.of([run.plan], problem.model.num_layers))
+    except AutoplanError:
+        return None
+    return ranked(problem, cost, [0])[0]
+
+
+# -- policies: the order in which plans are run ------------------------------------------------------------------------
+
+Policy = Callable[[Group, int], Iterator[int]]  # plans of a group, by seed
+
+
+def tuned(group: Group, seed: int) -> Iterator[int]:
+    """As `autoplan tune` chooses, beyond the point where it would stop."""
+    trials: list[TunedTrial] = []
+    while len(trials) < len(group.plans):
+        view = look(group.plans, trials)
+        if view.next is not None:
+            at = view.next
+        else:
+            done = {one.at for one in trials}
+            at = min((at for at in range(len(group.plans)) if at not in done), key=lambda one: view.belief.mean[one])
+        yield at
+        trials.append(TunedTrial(number=len(trials), at=at, job="", result=group.answers[at]))
+
+
+def spoiled(group: Group, seed: int) -> Group:
+    """The group with predictions that are off, by `SPOILED_COMPONENT` and `SPOILED_PLAN` (of logarithms)."""
+    rng = np.random.default_rng(seed)
+    factors = {name: float(np.exp(SPOILED_COMPONENT * rng.standard_normal())) for name in COMPONENTS}
+    factor_of = {term: factors[name] for name, terms in COMPONENTS.items() for term in terms}
+    plans = []
+    for one in group.plans:
+        own = float(np.exp(SPOILED_PLAN * rng.standard_normal()))
+        terms = {name: own * factor_of.get(name, 1.0) * value for name, value in one.terms_s.items()}
+        step_s = sum(terms.values())
+        plans.append(replace(one, terms_s=terms, step_s=step_s, low_s=step_s, high_s=step_s))
+    return replace(group, plans=tuple(plans))
+
+
+def tuned_spoiled(group: Group, seed: int) -> Iterator[int]:
+    """As `autoplan tune` chooses with worse predictions."""
+    return tuned(spoiled(group, seed), seed)
+
+
+def in_spoiled_order(group: Group, seed: int) -> Iterator[int]:
+    """As predicted, worse."""
+    return in_order(spoiled(group, seed), seed)
+
+
+def in_order(group: Group, seed: int) -> Iterator[int]:
+    """As predicted: plans that fit, then those at risk, then those that do not fit, each the fastest first."""
+    level = {"fits": 0, "risky": 1, "oom": 2}
+    yield from sorted(range(len(group.plans)), key=lambda at: (level[group.plans[at].verdict], pace(group.plans[at])))
+
+
+def at_random(group: Group, seed: int) -> Iterator[int]:
+    """In any order."""
+    yield from np.random.default_rng(seed).permutation(len(group.plans)).tolist()
+
+
+def by_tpe(group: Group, seed: int, *, warm: bool = False) -> Iterator[int]:
+    """As Optuna's TPE proposes; what was no plan of the group or was proposed before costs no trial."""
+    first = list(in_order(group, seed))[:ENQUEUED] if warm else []
+    words = [sorted({row[column] for row in group.axes}) for column in range(len(group.axes[0]))]
+    distributions: dict[str, BaseDistribution] = {
+        f"axis {column}": CategoricalDistribution(some) for column, some in enumerate(words) if len(some) > 1
+    }
+    known = {tuple(row[int(name[5:])] for name in distributions): at for at, row in enumerate(group.axes)}
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    for at in first:
+        study.enqueue_trial({name: group.axes[at][int(name[5:])] for name in distributions})
+    done: set[int] = set()
+    repeats, rng = 0, np.random.default_rng(seed)
+    while len(done) < len(known):
+        trial = study.ask(distributions)
+        at = known.get(tuple(trial.params[name] for name in distributions), -1)
+        if (at < 0 or at in done) and (repeats := repeats + 1) < MOST_REPEATS:
+            _tell(study, trial, group.answers[at] if at in done else None)
+            continue
+        if at < 0 or at in done:
+            at = int(rng.choice([one for one in known.values() if one not in done]))
+        repeats = 0
+        done.add(at)
+        yield at
+        _tell(study, trial, group.answers[at])
+
+
+def _tell(study: optuna.Study, trial: optuna.Trial, answer: TrialResult | None) -> None:
+    if answer is None or answer.step_s is None:
+        study.tell(trial, state=TrialState.PRUNED)
+    else:
+        study.tell(trial, answer.step_s)
+
+
+def by_warm_tpe(group: Group, seed: int) -> Iterator[int]:
+    """TPE after prediction's first plans."""
+    return by_tpe(group, seed, warm=True)
+
+
+POLICIES: dict[str, tuple[Policy, bool]] = {  # and whether the seed matters
+    "autoplan tune": (tuned, False),
+    "prediction in order": (in_order, False),
+    "TPE, warm": (by_warm_tpe, True),
+    "TPE, cold": (by_tpe, True),
+    "random": (at_random, True),
+    "tune, spoiled": (tuned_spoiled, True),
+    "in order, spoiled": (in_spoiled_order, True),
+}
+
+
+# -- what they come to ------------------------------------------------------------------------------------------------
+
+
+def trials_to_find(group: Group, order: Iterator[int]) -> int:
+    """Trials up to the first one near the best, or `MOST_TRIALS`."""
+    return next((count for count, at in enumerate(islice(order, MOST_TRIALS), 1) if group.is_found(at)), MOST_TRIALS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Where `autoplan tune` stops by itself."""
+
+    trials: int
+    regret: float
+    stop: str
+
+
+def stopped(group: Group) -> Ended:
+    """As if there was no other budget."""
+    trials: list[TunedTrial] = []
+    while (view := look(group.plans, trials)).stop != "separated" and view.next is not None:
+        answer = group.answers[view.next]
+        trials.append(TunedTrial(number=len(trials), at=view.next, job="", result=answer))
+    step_s = view.best.result.step_s if view.best and view.best.result else None
+    return Ended(
+        trials=len(trials), regret=step_s / group.best_s - 1 if step_s else float("inf"), stop=view.stop or "exhausted"
+    )
+
+
+def tables(groups: Sequence[Group], seeds: int) -> Iterator[str]:
+    """All lines of the report."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    for sources, what in ((SOURCES, "the sweeps of the aim"), (ERRATIC, "a sweep with erratic runs, beyond the aim")):
+        some = [one for one in groups if one.source in sources]
+        yield f"{what}: {len(some)} groups, {sum(one.size for one in some)} plans"
+        num_seeds = seeds if sources == SOURCES else 1
+        yield f"trials until a plan within {NEAR:.0%} of the best was measured; {num_seeds} seeds where there is chance"
+        yield f"{'':22}{'median':>8}{'p90':>8}{'mean':>8}   mean of {', '.join(sources)}"
+        for name, (policy, is_seeded) in POLICIES.items():
+            counts: dict[str, list[int]] = defaultdict(list)
+            for group in some:
+                for seed in range(num_seeds if is_seeded else 1):
+                    counts[group.source].append(trials_to_find(group, policy(group, seed)))
+            everything = np.concatenate([counts[source] for source in sources])
+            means = "  ".join(f"{np.mean(counts[source]):6.2f}" for source in sources)
+            middle, high = np.median(everything), np.percentile(everything, 90)
+            yield f"{name:22}{middle:8.1f}{high:8.1f}{everything.mean():8.2f}   {means}"
+        if sources == SOURCES:
+            yield f"{'aim':22}{AIM[0]:8.1f}{AIM[1]:8.1f}"
+        ends = [stopped(group) for group in some]
+        regrets = np.array([one.regret for one in ends])
+        counted = [one.trials for one in ends]
+        middle, high = np.median(counted), np.percentile(counted, 90)
+        yield (
+            f"left to itself, autoplan tune stops after {middle:.0f} trials (median; p90 {high:.0f}), "
+            f"{np.mean(regrets <= NEAR):.0%} of the time within {NEAR:.0%} of the best; "
+            f"regret: mean {regrets.mean():.2%}, worst {regrets.max():.1%}"
+        )
+        yield ""
+    yield "group by group: plans, finished ones; trials of autoplan tune until found and until it stops, regret then"
+    for group in groups:
+        end, found = stopped(group), trials_to_find(group, tuned(group, 0))
+        finished = sum(one.step_s is not None for one in group.answers)
+        yield f"{group.size:4}{finished:4}{found:5}{end.trials:5}{end.regret:9.1%}  {group.title}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
