@@ -78,6 +78,7 @@ MOST_LAUNCHES = 9  # of each plan in all
 WARMUP, STEPS = 1, 2
 START_S, LAUNCH_S = 10.0, 5.0  # for which there must be time left
 VISITS = 3  # of what is measured for the profile, until it is clean
+COPIED, COPIES = 2**22, 20  # fp32 numbers, times
 CAPS = (0.5, 0.25)  # memory of which so many plans fit
 # What steps of two ranks are made of; kernels of their own would only stand in for units that were not measured.
 OPERATIONS: tuple[Operation, ...] = (
@@ -136,6 +137,7 @@ class Launch:
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
     foreign: float = 0.0  # share of the machine that others used
+    copy_s: float = 0.0  # what copying took on both ranks at once, before and after: memory is shared with neighbours
     peak_bytes: float = 0.0
 
     @property
@@ -210,7 +212,10 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
     work = functools.partial(train_all, tasks=tasks, until=until)
     with Children(work, None, RANKS, limit_s=60.0, preload=PRELOAD) as ranks:
         answer, plans_left = ranks.start(), iter(plans)
+        copy_s = 0.0
         while answer is not None:
+            if isinstance(answer, float):
+                copy_s = answer
             if isinstance(answer, Report):
                 seen = Launch(
                     model=name,
@@ -219,6 +224,7 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
                     passes_s=answer.passes_s,
                     optimizer_s=answer.optimizer_s,
                     foreign=foreign(answer),
+                    copy_s=copy_s,
                 )
                 keep(folder, seen)
             answer = ranks.answer()
@@ -236,16 +242,37 @@ def train_all(place: Place, line: Connection, *, tasks: list[Task], until: float
         dist.broadcast_object_list(goes_on, 0)
         if not goes_on[0]:
             break
+        before_s = copied_s()
         with Path(os.devnull).open("w") as nowhere:
             report = train(task, place.rank, device, line, nowhere)
             faulthandler.cancel_dump_traceback_later()
+        copy_s = (before_s + copied_s()) / 2
         if place.rank == 0:
+            line.send(copy_s)
             line.send(report)
         gc.collect()
     if place.rank == 0:
         line.send(None)
     dist.barrier()
     os._exit(0)
+
+
+def copied_s() -> float:
+    """Seconds of a copy that no cache holds, while all ranks copy; the mean over them."""
+    import torch
+    import torch.distributed as dist
+
+    source, target = torch.ones(COPIED), torch.empty(COPIED)
+    target.copy_(source)
+    times = []
+    dist.barrier()
+    for _ in range(COPIES):
+        began = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began)
+    found = torch.tensor(np.median(times))
+    dist.all_reduce(found)
+    return float(found) / dist.get_world_size()
 
 
 def track_all(folder: Path, names: list[str], budget_s: float) -> None:

@@ -2,15 +2,19 @@
 
 Sums of kernels and collectives leave out what lies between them, 10 to 40 % of small models' steps (`closed-loop` 3):
 DTensor's dispatch, FSDP2's hooks and copies, a pipeline's runtime.  Here the trainer's own modules run, spread by its
-own means, so that a profile cannot drift away from what it is a profile of.
+own means, so that a profile cannot drift away from what it is a profile of.  As many of them take turns as a cache does
+not hold: a step comes back to a layer when all others have run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +28,12 @@ from autoplan.timing import SHAPES, Operation
 from autoplan.trainer.parallel import DTYPES, Grid, announce, make_grid, passes, share, spread
 from autoplan.trainer.step import loss_of
 from autoplan.trainer.transformer import Transformer
-from profiler.maker import Maker, Run, Staged
+from profiler.maker import Maker, Run, Staged, in_turns, num_sets
 
 KERNEL = "trainer"
 
 _RECOMPUTED = {"layer_backward_selective": "selective", "layer_backward_full": "full"}
+_TOUCHED_BYTES = 8  # of a weight: its value and its gradient, both in fp32
 _SHARDED = {"replicated_layer": "none", "sharded_layer": "zero1", "resharded_layer": "zero3"}
 
 
@@ -132,18 +137,40 @@ def _plan(
     )
 
 
+def _layers(plan: ParallelPlan, shape: tuple[int, ...], maker: Maker, grids: Grids, *, is_last: bool) -> list[_Layer]:
+    first = _Layer(plan, shape, maker, grids)
+    num_weights = sum(weight.numel() for weight in first.module.parameters())
+    count = num_sets(_TOUCHED_BYTES * num_weights // plan.tp, maker.device)
+    layers = [first, *(_Layer(plan, shape, maker, grids) for _ in range(count - 1))]
+    for layer in layers:
+        announce(layer.module, plan, is_last=is_last)
+    return layers
+
+
+def _staged(layers: Sequence[_Layer], prepare: Callable[[_Layer], Any], run: Callable[[_Layer, Any], object]) -> Staged:
+    """`run` on what `prepare` made of a layer before it prepared all the others."""
+    waiting = deque((layer, prepare(layer)) for layer in layers[1:])
+    turns = itertools.cycle(layers)
+
+    def before() -> tuple[_Layer, Any]:
+        layer = next(turns)
+        waiting.append((layer, prepare(layer)))
+        return waiting.popleft()
+
+    return Staged(before=before, run=lambda made: run(*made))
+
+
 def _pass(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run | Staged:
     """One pass of a micro-batch in the middle of a step."""
     plan = _plan(shape[0], shape[-1], recompute=_RECOMPUTED.get(operation, "none"))
-    layer = _Layer(plan, shape, maker, grids)
-    announce(layer.module, plan, is_last=False)
+    layers = _layers(plan, shape, maker, grids, is_last=False)
     if operation == "layer":
-        return layer.forward
+        return in_turns([layer.forward for layer in layers])
     if operation == "layer_input_gradient":
-        return Staged(before=layer.forward, run=layer.half)
+        return _staged(layers, _Layer.forward, _Layer.half)
     if operation == "layer_weight_gradient":
-        return Staged(before=lambda: layer.half(layer.forward()), run=layer.rest)
-    return Staged(before=layer.forward, run=layer.backward)
+        return _staged(layers, lambda layer: layer.half(layer.forward()), _Layer.rest)
+    return _staged(layers, _Layer.forward, _Layer.backward)
 
 
 def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run:
@@ -151,14 +178,13 @@ def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, gr
     *sizes, num_devices, devices_per_domain = shape
     grids.check(num_devices, devices_per_domain, stride=sizes[-1])
     plan = _plan(sizes[0], sizes[-1], num_devices=num_devices, sharding=_SHARDED[operation])
-    layer = _Layer(plan, tuple(sizes), maker, grids)
-    announce(layer.module, plan, is_last=True)
+    layers = _layers(plan, tuple(sizes), maker, grids, is_last=True)
 
-    def run() -> None:
-        layer.backward(layer.forward())
+    def finish(layer: _Layer, output: Tensor) -> None:
+        layer.backward(output)
         layer.module.zero_grad()
 
-    return run
+    return functools.partial(_staged(layers, _Layer.forward, finish))
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
@@ -171,25 +197,30 @@ def _end(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grid
     model = ModelSpec(
         name=operation, num_layers=1, hidden_size=hidden_size, vocab_size=vocab_size, num_heads=1, ffn_size=1
     )
-    with maker.device:
-        part = Transformer(model, tokens, 0, 0, is_first=not is_head, is_last=is_head)
-    spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
-    announce(part, plan, is_last=False)
     ids = torch.randint(vocab_size, (1, tokens), device=maker.device)
-    hidden, gradient = (maker.normal(1, tokens // tp, hidden_size, grad=True) for _ in range(2))
     context = loss_parallel if tp > 1 else contextlib.nullcontext
     # An embedding alone returns a view, which is not written to here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-    def run() -> None:
-        if not is_head:
-            torch.autograd.backward(part(ids), gradient)
-            return
-        hidden.grad = None
-        with context():
-            torch.autograd.backward(loss_of(part(hidden), ids))
+    def make() -> Run:
+        with maker.device:
+            part = Transformer(model, tokens, 0, 0, is_first=not is_head, is_last=is_head)
+        spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+        announce(part, plan, is_last=False)
+        hidden, gradient = (maker.normal(1, tokens // tp, hidden_size, grad=True) for _ in range(2))
 
-    return run
+        def run() -> None:
+            if not is_head:
+                torch.autograd.backward(part(ids), gradient)
+                return
+            hidden.grad = None
+            with context():
+                torch.autograd.backward(loss_of(part(hidden), ids))
+
+        return run
+
+    count = num_sets(_TOUCHED_BYTES * hidden_size * vocab_size // tp, maker.device)
+    return in_turns([make() for _ in range(count)])
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
