@@ -611,7 +611,8 @@ class TuneReport:
 
     ended: str  # why there were no more of them, in words
     is_separated: bool  # no plan is left that is likely to be faster
-    best: TriedPlan | None
+    best: TriedPlan | None  # the last run of the fastest plan
+    best_s: float | None  # of a step of that plan: the geometric mean of its runs
     trials: tuple[TriedPlan, ...]
     candidates: int
     left: int  # of them, plans that were not run and may still be faster
