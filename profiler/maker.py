@@ -29,6 +29,18 @@ class Staged:
         return self.run(self.before())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """What runs `num_links` of a kind at once, as each hides behind the next one: a link's share is what is timed."""
+
+    run: Run
+    num_links: int
+
+    def __call__(self) -> object:
+        """All of them."""
+        return self.run()
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

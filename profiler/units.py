@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor.parallel import loss_parallel
 
+from autoplan.cost.arithmetic import count_parameters
 from autoplan.errors import InputError
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan
@@ -28,12 +30,13 @@ from autoplan.timing import SHAPES, Operation
 from autoplan.trainer.parallel import DTYPES, Grid, announce, make_grid, passes, share, spread
 from autoplan.trainer.step import loss_of
 from autoplan.trainer.transformer import Transformer
-from profiler.maker import Maker, Run, Staged, in_turns, num_sets
+from profiler.maker import Chain, Maker, Run, Staged, in_turns, num_sets
 
 KERNEL = "trainer"
 
 _RECOMPUTED = {"layer_backward_selective": "selective", "layer_backward_full": "full"}
 _TOUCHED_BYTES = 8  # of a weight: its value and its gradient, both in fp32
+_NUM_LINKS = 4  # layers in a chain: of so many all but the last one send their gradients while another computes
 _SHARDED = {"replicated_layer": "none", "sharded_layer": "zero1", "resharded_layer": "zero3"}
 
 
@@ -80,27 +83,48 @@ def build(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Gri
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
+def _model(shape: Sequence[int], num_layers: int) -> ModelSpec:
+    _, _, hidden_size, ffn_size, num_heads, num_kv_heads, head_dim, _ = shape
+    return ModelSpec(
+        name="layers",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=2,  # the least; the layers have no table
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=ffn_size,
+    )
+
+
+def _chunk(plan: ParallelPlan, shape: Sequence[int], num_layers: int, maker: Maker, grids: Grids) -> Transformer:
+    """So many layers of the trainer, spread by a plan."""
+    with maker.device:
+        part = Transformer(_model(shape, num_layers), shape[1], 0, num_layers, is_first=False, is_last=False)
+    spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+    return part
+
+
+def _ends(shape: Sequence[int], maker: Maker) -> tuple[Tensor, Tensor]:
+    """(the input of a chunk, the gradient of its output)."""
+    size = shape[0], shape[1] // shape[-1], shape[2]
+    return maker.normal(*size, grad=True), maker.normal(*size)
+
+
+def _num_layers(shape: Sequence[int], maker: Maker) -> int:
+    """How many of them a cache does not hold."""
+    num_weights = count_parameters(_model(shape, 1)) // shape[-1]
+    return num_sets(_TOUCHED_BYTES * num_weights, maker.device)
+
+
 class _Layer:
     """One layer of the trainer, spread by a plan, with an input."""
 
-    def __init__(self, plan: ParallelPlan, shape: tuple[int, ...], maker: Maker, grids: Grids) -> None:
-        batch, seq_len, hidden_size, ffn_size, num_heads, num_kv_heads, head_dim, tp = shape
-        model = ModelSpec(
-            name="layer",
-            num_layers=1,
-            hidden_size=hidden_size,
-            vocab_size=2,  # the least; the layer has no table
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            ffn_size=ffn_size,
-        )
-        with maker.device:
-            part = Transformer(model, seq_len, 0, 1, is_first=False, is_last=False)
-        spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+    def __init__(self, plan: ParallelPlan, shape: Sequence[int], maker: Maker, grids: Grids) -> None:
+        part = _chunk(plan, shape, 1, maker, grids)
         self.module, self.angles = part.layers["0"], part.angles(maker.device)
-        self.x = maker.normal(batch, seq_len // tp, hidden_size, grad=True)
-        self.gradient = maker.normal(batch, seq_len // tp, hidden_size)
+        self.x, self.gradient = _ends(shape, maker)
+        announce(self.module, plan, is_last=False)
 
     def forward(self) -> Tensor:
         """The output."""
@@ -137,16 +161,6 @@ def _plan(
     )
 
 
-def _layers(plan: ParallelPlan, shape: tuple[int, ...], maker: Maker, grids: Grids, *, is_last: bool) -> list[_Layer]:
-    first = _Layer(plan, shape, maker, grids)
-    num_weights = sum(weight.numel() for weight in first.module.parameters())
-    count = num_sets(_TOUCHED_BYTES * num_weights // plan.tp, maker.device)
-    layers = [first, *(_Layer(plan, shape, maker, grids) for _ in range(count - 1))]
-    for layer in layers:
-        announce(layer.module, plan, is_last=is_last)
-    return layers
-
-
 def _staged(layers: Sequence[_Layer], prepare: Callable[[_Layer], Any], run: Callable[[_Layer, Any], object]) -> Staged:
     """`run` on what `prepare` made of a layer before it prepared all the others."""
     waiting = deque((layer, prepare(layer)) for layer in layers[1:])
@@ -163,7 +177,7 @@ def _staged(layers: Sequence[_Layer], prepare: Callable[[_Layer], Any], run: Cal
 def _pass(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run | Staged:
     """One pass of a micro-batch in the middle of a step."""
     plan = _plan(shape[0], shape[-1], recompute=_RECOMPUTED.get(operation, "none"))
-    layers = _layers(plan, shape, maker, grids, is_last=False)
+    layers = [_Layer(plan, shape, maker, grids) for _ in range(_num_layers(shape, maker))]
     if operation == "layer":
         return in_turns([layer.forward for layer in layers])
     if operation == "layer_input_gradient":
@@ -173,18 +187,25 @@ def _pass(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Gri
     return _staged(layers, _Layer.forward, _Layer.backward)
 
 
-def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run:
-    """Both passes of the only micro-batch of a step."""
+def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Chain:
+    """Both passes of the only micro-batch of a step through a chain of layers, which gather and reduce in turn."""
     *sizes, num_devices, devices_per_domain = shape
     grids.check(num_devices, devices_per_domain, stride=sizes[-1])
     plan = _plan(sizes[0], sizes[-1], num_devices=num_devices, sharding=_SHARDED[operation])
-    layers = _layers(plan, tuple(sizes), maker, grids, is_last=True)
 
-    def finish(layer: _Layer, output: Tensor) -> None:
-        layer.backward(output)
-        layer.module.zero_grad()
+    def make() -> Run:
+        part, (x, gradient) = _chunk(plan, sizes, _NUM_LINKS, maker, grids), _ends(sizes, maker)
+        announce(part, plan, is_last=True)
 
-    return functools.partial(_staged(layers, _Layer.forward, finish))
+        def run() -> None:
+            x.grad = None
+            torch.autograd.backward(part(x), gradient)
+            part.zero_grad()
+
+        return run
+
+    num_chains = math.ceil(_num_layers(sizes, maker) / _NUM_LINKS)
+    return Chain(run=in_turns([make() for _ in range(num_chains)]), num_links=_NUM_LINKS)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

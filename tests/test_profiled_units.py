@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from autoplan.errors import InputError  # noqa: E402
 from autoplan.timing import TRAINER_UNITS, Operation  # noqa: E402
-from profiler.maker import MOST_SETS, Maker, Staged, in_turns, num_sets  # noqa: E402
+from profiler.maker import MOST_SETS, Chain, Maker, Staged, in_turns, num_sets  # noqa: E402
 from profiler.units import UNITS, Grids, _Layer, _plan, _staged, build, implementation, meets  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -35,12 +35,12 @@ def grids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grids]:
 
 
 def flops(operation: Operation, shape: tuple[int, ...], grids: Grids) -> float:
-    """Operations of the products that are timed, as torch counts them."""
+    """Operations of the products that are timed, as torch counts them; of a chain those of a link."""
     unit = build(operation, shape, MAKER, grids)
     made = unit.before() if isinstance(unit, Staged) else None
     with FlopCounterMode(display=False) as counter:
         unit.run(made) if isinstance(unit, Staged) else unit()
-    return float(counter.get_total_flops())
+    return float(counter.get_total_flops()) / (unit.num_links if isinstance(unit, Chain) else 1)
 
 
 def test_a_layer_computes_its_matrices_and_its_halves_those_of_its_backward_pass(grids: Grids) -> None:
