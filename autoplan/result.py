@@ -451,7 +451,7 @@ class MixedExplanation:
     command: str
     plan: MixedCost
     stages: tuple[PlacedStage, ...]  # kind after kind of replica
-    changes: tuple[MixedNeighbour, ...]  # fastest first
+    changes: tuple[MixedNeighbour, ...]  # of every thing that can be changed the fastest, and the fastest that fits
     alternatives: tuple[MixedCost, ...]  # of the search, best first
     certificate: MixedCertificate | None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import get_args
 
@@ -14,6 +14,7 @@ from autoplan.errors import AutoplanError
 from autoplan.mixed import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
 from autoplan.plan import Recompute, Sharding
 from autoplan.result import MixedExplanation, MixedNeighbour, MixedPlanFile
+from search.ranking import TIE
 
 MOST_ALTERNATIVES = 3
 
@@ -24,18 +25,28 @@ def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanatio
     """What the stages of the best plan of `file` do and hold, and what plans beside it would take."""
     changed = dict(_priced(problem, file.best.plan))
     best, *others = estimate_mixed(problem, [file.best.plan, *changed])
-    found = (
+    found = [
         MixedNeighbour(change=change, plan=other, ratio=best.sequences_per_s / other.sequences_per_s)
         for change, other in zip(changed.values(), others, strict=True)
-    )
+    ]
     return MixedExplanation(
         command=file.command,
         plan=best,
         stages=mixed_stages(problem, file.best.plan),
-        changes=tuple(sorted(found, key=lambda one: one.ratio)),
+        changes=_telling(found),
         alternatives=file.alternatives[:MOST_ALTERNATIVES],
         certificate=file.certificate,
     )
+
+
+def _telling(found: Iterable[MixedNeighbour]) -> tuple[MixedNeighbour, ...]:
+    """Of changes of one thing that make a difference the fastest, and the fastest that fits."""
+    kept: dict[tuple[str, bool], MixedNeighbour] = {}
+    for near in sorted((one for one in found if abs(one.ratio - 1) > TIE), key=lambda one: one.ratio):
+        fits = near.plan.verdict == "fits"
+        if fits or (near.change[0], True) not in kept:
+            kept.setdefault((near.change[0], fits), near)
+    return tuple(kept.values())
 
 
 def _priced(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedPlan, Change]]:
@@ -99,8 +110,9 @@ def _shifted(plan: MixedPlan, one: int, two: int) -> Iterator[tuple[Change, dict
     counts = (kinds[one].num_microbatches - moved // rounds[0], kinds[two].num_microbatches + moved // rounds[1])
     if counts[0] < 1:
         return
-    before = f"{kinds[one].num_microbatches}, {kinds[two].num_microbatches}"
     for at, count in zip((one, two), counts, strict=True):
         kinds[at] = replace(kinds[at], num_microbatches=count)
-    what = f"micro-batches of {plan.letters[one]}, {plan.letters[two]}"
-    yield (what, before, f"{counts[0]}, {counts[1]}"), {"kinds": tuple(kinds)}
+    both = sorted((one, two))
+    before, after = (", ".join(str(of[at].num_microbatches) for at in both) for of in (plan.kinds, kinds))
+    what = f"micro-batches of {', '.join(plan.letters[at] for at in both)}"
+    yield (what, before, after), {"kinds": tuple(kinds)}

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.cli.planfile import make_mixed_file
 from autoplan.cost.estimate import STEP_TERMS, stage_costs
 from autoplan.cost.messages import ROWS
 from autoplan.cost.mixed import estimate_mixed
@@ -23,6 +24,7 @@ from autoplan.read.cluster import load_cluster
 from autoplan.report.trace import trace_json
 from mixed_cases import SMALL, problem_of, replicas, scaled, stages, whole
 from pipeline_oracle import simulate_blocking
+from search.explain_mixed import explain_mixed
 from test_timeline import EXACT, fill_the_step, passes_of
 
 H2, H4 = load_cluster("h100-sxm:2x8"), load_cluster("h100-sxm:4x8")
@@ -237,3 +239,44 @@ def test_a_mixed_step_that_is_too_long_is_refused() -> None:
     plan = MixedPlan(kinds=(replicas(1, 2**18, (0, 8, 6), (1, 8, 6)),))
     with pytest.raises(InputError, match="too long for a timeline"):
         mixed_timeline(problem_of(H4, A4), plan)
+
+
+# -- plans beside it --------------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_told_with_what_the_estimate_says_of_it() -> None:
+    problem = problem_of(H4, HALF)
+    kinds = (replicas(2, 8, (0, 8, 12), micro_batch=2), replicas(2, 4, (0, 8, 5), (1, 8, 7)))
+    plan = MixedPlan(kinds=kinds)
+    (cost,) = estimate_mixed(problem, [plan])
+    found = explain_mixed(problem, make_mixed_file(problem, [cost], None))
+    assert found.plan == cost
+    assert found.stages == mixed_stages(problem, plan)
+    told = {near.change: near for near in found.changes}
+    assert {what for what, _, _ in told} == {
+        "recomputation",
+        "sharding",
+        "micro-batch of B",  # that of A leaves the step as it is: A waits for B
+        "layers of A",
+        "micro-batches of A, B",
+    }
+    for (what, before, after), near in told.items():
+        assert before != after
+        assert near.plan == estimate_mixed(problem, [near.plan.plan])[0]
+        assert near.ratio == pytest.approx(cost.sequences_per_s / near.plan.sequences_per_s)
+        assert near.plan.plan.global_batch == plan.global_batch, what
+    # One of every thing that fits, and the fastest where that does not.
+    assert len({(what, near.plan.verdict) for (what, _, _), near in told.items()}) == len(told)
+    assert [near.ratio for near in found.changes] == sorted(near.ratio for near in found.changes)
+
+
+def test_a_change_that_lacks_memory_is_told_where_it_would_be_the_fastest() -> None:
+    problem = problem_of(H4, HALF)
+    full = MixedPlan(kinds=(replicas(1, 16, (0, 8, 12), micro_batch=4), replicas(1, 16, (1, 8, 12))), recompute="full")
+    capacity = max(stage.cost.memory_bytes for stage in mixed_stages(problem, full)) * 1.2
+    tight = replace(problem, reserve_bytes=HALF.device.visible_memory_bytes - capacity)
+    (cost,) = estimate_mixed(tight, [full])
+    changes = explain_mixed(tight, make_mixed_file(tight, [cost], None)).changes
+    without = [near for near in changes if near.change[0] == "recomputation"]
+    assert without[0].ratio < 1
+    assert without[0].plan.oom_z > cost.oom_z

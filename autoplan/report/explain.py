@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -77,7 +77,7 @@ def print_mixed_explanation(console: Console, file: MixedPlanFile, found: MixedE
     _print_terms(console, found.plan, found.stages)
     console.print()
     grid = labelled()
-    for label, text in waiting(found.plan, found.stages):
+    for label, text in (*waiting(found.plan, found.stages), *_binding(found, names)):
         grid.add_row(label, escape(text))
     if found.certificate:
         grid.add_row("sure", escape(certificate_line(found.certificate, names)))
@@ -177,14 +177,25 @@ def _print_changes(console: Console, found: Explanation, names: Names) -> None:
     print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)
 
 
+def _binding(found: MixedExplanation, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(label, text) of the memory that the faster plan with least of it lacks."""
+    faster = [near.plan for near in found.changes if near.ratio < 1 - LEVEL and near.plan.verdict != "fits"]
+    if faster:
+        yield "binds", f"memory: a faster plan {_needed(min(faster, key=lambda plan: plan.oom_z), names)}"
+
+
+def _needed(plan: MixedCost, names: Sequence[str]) -> str:
+    """What the stage that is nearest to the capacity of its devices takes of it."""
+    stages = [stage for kind in plan.kinds for stage in kind.stages]
+    worst = max(stages, key=lambda stage: stage.memory_bytes / stage.capacity_bytes)
+    return f"needs {format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)} on {names[worst.part]}"
+
+
 def _print_mixed_changes(console: Console, found: MixedExplanation, names: Sequence[str]) -> None:
     rows = []
     telling = [near for near in found.changes if abs(near.ratio - 1) >= LEVEL]
     for near in telling[:SHOWN_CHANGES]:
-        stages = [stage for kind in near.plan.kinds for stage in kind.stages]
-        worst = max(stages, key=lambda stage: stage.memory_bytes / stage.capacity_bytes)
-        needed = f"needs {format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)}"
-        why = [f"{needed} on {names[worst.part]}"] if near.plan.verdict != "fits" else []
+        why = [_needed(near.plan, names)] if near.plan.verdict != "fits" else []
         why.append(reasons(near.plan, found.plan) if near.ratio > 1 else _faster(near.ratio))
         what, before, after = near.change
         rows.append((f"{what} {before} -> {after}", format_seconds(near.plan.step_s), escape("; ".join(why))))

@@ -99,11 +99,10 @@ def waiting(cost: MixedCost, stages: Sequence[PlacedStage]) -> Iterator[tuple[st
         yield "slowest", f"{slowest.place.words}: at work {format_percent(slowest.busy_s / cost.step_s)} of the step"
     there = f"{format_bytes(fullest.cost.memory_bytes)} of {format_bytes(fullest.place.capacity_bytes)}"
     yield "fullest", f"{fullest.place.words}: {there}, {format_percent(fullest.cost.oom_probability)} risk"
-    last_s = max(kind.pipeline_s for kind in cost.kinds)
-    early = {letter: last_s - kind.pipeline_s for letter, kind in zip(cost.plan.letters, cost.kinds, strict=True)}
-    if waits := [f"{letter} {format_seconds(wait)}" for letter, wait in early.items() if wait >= LEAST_SHOWN_S]:
-        last = next(letter for letter, wait in early.items() if wait == 0)
-        yield "replicas", f"those of {last} are last; for them wait {', '.join(waits)}"
+    last_s, last = max((kind.pipeline_s, letter) for kind, letter in zip(cost.kinds, cost.plan.letters, strict=True))
+    early = zip((last_s - kind.pipeline_s for kind in cost.kinds), cost.plan.letters, strict=True)
+    if waits := [f"{letter} {format_seconds(wait_s)}" for wait_s, letter in early if wait_s >= LEAST_SHOWN_S]:
+        yield "replicas", f"those of {last} are last; the others wait for them: {', '.join(waits)}"
 
 
 def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> None:

@@ -140,7 +140,7 @@ def parts(content: MixedContent) -> Markup:
         "parts",
         "The parts of the cluster",
         f"{words[0].upper()}{words[1:]}.",
-        table("The parts of the cluster", columns, rows),
+        table("Devices of each part", columns, rows),
         tag("h3", "How each of them looks"),
         *drawings,
         note("What a step moves over which links is not counted where parts are unlike."),
