@@ -29,6 +29,7 @@ from autoplan.cost.messages import ROWS
 from autoplan.cost.order import Operation, chunks_of_ranks, rank_orders
 from autoplan.cost.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.tail import reduction_s
+from autoplan.cost.whole import FORWARD_SHARE
 from autoplan.errors import InputError
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
@@ -205,10 +206,14 @@ def _pass_terms(
             backward[name] += count[0] * cost.backward_s[name][0] + again[0] * cost.repeat_s[name][0]
         weight["gemm"] += count[0] * cost.weight_s[0]
     # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
-    for one, first, head, last in zip((forward, backward), laid.first, laid.head, laid.last, strict=True):
-        one["fsdp_communication"][0] += first[0]
+    embedding = (share * laid.work.embedding_s[0] for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+    ends = (laid.first, embedding, laid.head, laid.last)
+    for one, first, table, head, last in zip((forward, backward), *ends, strict=True):
+        one["head"][0] += table
+        one["fsdp_communication"][0] += first[0] - table
         one["head"][-1] += head[0]
         one["fsdp_communication"][-1] += last[0] - head[0]
+        one["launch"] += laid.work.action_s[0]
     weight["head"][-1] += laid.head_weight_s[0]
     for stage, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
         retries = laid.retries_s[0, stage] / plan.vp
