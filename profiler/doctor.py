@@ -150,7 +150,9 @@ def _devices(sys_path: Path) -> Iterator[Check]:
     has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").is_dir()
     if lost:
         says = f"{_counted(names) or 'none'} by NVML; {lost} more do{'es' * (lost == 1)} not answer"
-        yield Check(part="devices", state="problem", says=says, remedy="see what nvidia-smi says, then restart the node")
+        yield Check(
+            part="devices", state="problem", says=says, remedy="see what nvidia-smi says, then restart the node"
+        )
     elif names:
         yield Check(part="devices", state="ok", says=f"{_counted(names)} by {source}")
     elif has_driver:
