@@ -88,6 +88,7 @@ def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Pat
         ("crash", "failed (1) after 2 timed steps: ValueError: the data ran dry"),
         ("oom", "ran out of memory after 2 timed steps: torch.OutOfMemoryError: CUDA out of memory."),
         ("killed", "was killed after 2 timed steps, as systems do where the host's memory runs out"),
+        ("nameless", "was ended by signal 40 after 2 timed steps"),
         ("hang", "wrote nothing for 3 s after 2 timed steps and was ended (--limit)"),
     ],
 )
