@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import selectors
 import signal
 import subprocess
 import sys
@@ -58,6 +59,37 @@ def assert_gone(pids: Path) -> None:
     numbers = [int(one) for one in pids.read_text().split()]
     assert len(numbers) == 3
     assert not [one for one in numbers if is_running(one)]
+
+
+def test_what_a_program_writes_as_it_ends_is_heard_however_late_one_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look for output times out just before the program writes its last words and ends."""
+    pid, go = tmp_path / "pid", tmp_path / "go"
+    source = (
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+        f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "print('last words')\n"
+        "raise SystemExit(3)\n"
+    )
+
+    class LateSelector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if go.exists():
+                return super().select(timeout)
+            while not (pid.exists() and pid.read_text()):
+                time.sleep(0.01)
+            go.touch()
+            while is_running(int(pid.read_text())):
+                time.sleep(0.01)
+            return []
+
+    monkeypatch.setattr(program.selectors, "DefaultSelector", LateSelector)
+    heard: list[bytes] = []
+    ending = run_program([sys.executable, "-c", source], lambda data, _: bool(heard.append(data)), limit_s=60)
+    assert b"".join(heard) == b"last words\n"
+    assert (ending.kind, ending.status) == ("by itself", 3)
 
 
 def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Path, tmp_path: Path) -> None:
