@@ -141,6 +141,14 @@ def local_places(num_ranks: int, meeting_file: Path) -> list[Place]:
     return [Place(rank=rank, num_ranks=num_ranks, local_rank=rank, meeting_point=url) for rank in range(num_ranks)]
 
 
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class Children:
     """The ranks that this program started.  Use it as a context: leaving it ends them.
 
@@ -250,7 +258,7 @@ class Children:
                             words[at] = message
                 code = process.exitcode
                 if code is not None and code < 0:
-                    killed[at] = f"was ended by {signal.Signals(-code).name}"
+                    killed[at] = f"was ended by {signal_name(-code)}"
                 elif code == _HUNG_STATUS and at not in words:
                     killed[at] = f"did not end within {self._limit_s:.0f} s"
                 elif code is not None and at not in words:

@@ -131,6 +131,7 @@ def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], boo
         selector.register(process.stdout, selectors.EVENT_READ)
         heard = time.monotonic()
         while True:
+            has_ended = process.poll() is not None  # asked first: what it wrote before is then there to read
             if selector.select(_POLL_S):
                 data = os.read(process.stdout.fileno(), _CHUNK)
                 heard = time.monotonic()
@@ -138,7 +139,7 @@ def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], boo
                     return Ending(kind="enough")
                 if not data:  # nobody can write any more
                     return _wait(process, limit_s)
-            elif process.poll() is not None:  # only children of it could still write
+            elif has_ended:  # only children of it could still write
                 return Ending(kind="by itself", status=process.returncode)
             elif time.monotonic() - heard >= limit_s:
                 return Ending(kind="silent")

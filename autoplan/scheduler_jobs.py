@@ -7,8 +7,8 @@ submission was not answered is found again instead of submitted twice, and the n
 from __future__ import annotations
 
 import contextlib
-import getpass
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -25,6 +25,7 @@ from autoplan.export.targets import exported
 from autoplan.files import decode, encode, is_file, read_table, replacing, write_text
 from autoplan.job_template import JobTemplate, Meaning, Row
 from autoplan.jobs import LOG, MESSAGES, OUTCOME, PLAN, JobStatus, SilentError
+from autoplan.person import user_name
 from autoplan.result import PlanFile
 from autoplan.units import cleaned
 
@@ -336,7 +337,7 @@ class SchedulerJobs:
             "steps": str(self._num_steps),
             "time_limit": f"{limit_s // 3600}:{limit_s // 60 % 60:02}:{limit_s % 60:02}",
             "time_limit_s": str(limit_s),
-            "user": getpass.getuser(),
+            "user": user_name() or str(os.getuid()),  # schedulers take either
             "job": job.job,
             "id": job.id,
         }

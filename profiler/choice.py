@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from autoplan.cluster import DeviceSpec
@@ -23,6 +24,7 @@ LEAST_GEMM = (128, 256, 256)  # m, n and k of products that training has
 
 MOST_LOAD = 0.5  # share of the machine
 DISTURBED: tuple[Status, ...] = ("unstable", "contaminated")
+_LOAD = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) %")  # as the timer tells it; a record from elsewhere may hold any words
 
 
 def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, str]) -> bool:
@@ -34,9 +36,9 @@ def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, 
     too long there, and five times too short from sums of kernels in their place.
     """
     if status == "contaminated" and conditions.get("clock") != "cpu time":
-        load = conditions.get("other_load", "").removesuffix(" %")
+        load = _LOAD.fullmatch(conditions.get("other_load", ""))
         most = MOST_LOAD if operation in TRAINER_UNITS else Rules().most_foreign
-        return bool(load) and float(load) <= 100 * most
+        return load is not None and float(load[1]) <= 100 * most
     return status in DISTURBED
 
 

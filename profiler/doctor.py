@@ -21,7 +21,7 @@ from autoplan import __version__
 from autoplan.errors import AutoplanError
 from autoplan.files import is_file
 from autoplan.units import cleaned, format_bytes
-from profiler.hardware import SYS, amd_gpus, nics, nvidia_gpus
+from profiler.hardware import SYS, amd_gpus, nics, num_lost_gpus, nvidia_gpus
 
 State = Literal["ok", "absent", "problem"]  # absent: not there, and not needed for everything
 
@@ -99,8 +99,14 @@ def _python() -> Check:
 
 def _libraries() -> Iterator[Check]:
     """What autoplan needs, then every extra."""
+    try:
+        required = importlib.metadata.requires("autoplan") or ()
+    except importlib.metadata.PackageNotFoundError:
+        says = "autoplan runs from its files and is not installed: what it needs is not known"
+        yield Check(part="libraries", state="problem", says=says, remedy="pip install autoplan, or -e of its files")
+        return
     groups: dict[str, list[str]] = {}
-    for text in importlib.metadata.requires("autoplan") or ():
+    for text in required:
         named = re.match(r"[A-Za-z0-9._-]+", text)
         wanted = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", text)
         if named:
@@ -140,9 +146,14 @@ def _devices(sys_path: Path) -> Iterator[Check]:
     if not gpus:
         gpus, _ = amd_gpus(sys_path)
         source = "amdkfd"
-    names = [gpu.name for gpu in gpus]
+    names, lost = [gpu.name for gpu in gpus], num_lost_gpus()
     has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").is_dir()
-    if names:
+    if lost:
+        says = f"{_counted(names) or 'none'} by NVML; {lost} more do{'es' * (lost == 1)} not answer"
+        yield Check(
+            part="devices", state="problem", says=says, remedy="see what nvidia-smi says, then restart the node"
+        )
+    elif names:
         yield Check(part="devices", state="ok", says=f"{_counted(names)} by {source}")
     elif has_driver:
         remedy = "pip install 'autoplan[profile]'" if not _version("nvidia-ml-py") else "see what nvidia-smi says"

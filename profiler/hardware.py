@@ -103,12 +103,29 @@ def nvml() -> Any | None:
     return pynvml
 
 
+def _nvidia_handles(library: Any) -> tuple[list[Any], int]:
+    """(the GPUs that answer, how many NVML counts that do not, such as one that fell off the bus)."""
+    handles, count = [], library.nvmlDeviceGetCount()
+    for at in range(count):
+        with suppress(library.NVMLError):
+            handle = library.nvmlDeviceGetHandleByIndex(at)
+            library.nvmlDeviceGetPciInfo(handle)
+            handles.append(handle)
+    return handles, count - len(handles)
+
+
+def num_lost_gpus() -> int:
+    """How many GPUs of NVIDIA the driver knows that do not answer."""
+    library = nvml()
+    return _nvidia_handles(library)[1] if library else 0
+
+
 def nvidia_gpus() -> tuple[list[Gpu], Links]:
-    """The GPUs that NVML counts, and the NVLinks between them."""
+    """The GPUs that answer NVML, and the NVLinks between them."""
     library = nvml()
     if library is None:
         return [], {}
-    handles = [library.nvmlDeviceGetHandleByIndex(at) for at in range(library.nvmlDeviceGetCount())]
+    handles, _ = _nvidia_handles(library)
     gpus = [_nvidia_gpu(library, handle) for handle in handles]
     addresses = [gpu.pci for gpu in gpus]
     counts: dict[tuple[int, int], int] = {}

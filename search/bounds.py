@@ -303,12 +303,13 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
         kept_bytes=_kept_bytes(problem, batch),
         stored_bytes=framework.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
         boundary_bytes=framework.reserved_factor * boundary_bytes(problem, batch),
+        fixed_bytes=_fixed_bytes(problem, batch),
         **_held_bytes(problem, batch),
     )
 
 
 def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
-    """Those of `KindCosts` that do not depend on activations."""
+    """Those of `KindCosts` that the states decide."""
     dense, expert = _parameters(problem.model, batch)
     per_dense, per_expert, per_end = (
         _state_bytes(problem, batch, *one) for one in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
@@ -316,7 +317,6 @@ def _held_bytes(problem: Problem, batch: PlanBatch) -> dict[str, Any]:
     return {
         "state_bytes": per_dense[:, None] * dense + per_expert[:, None] * expert,
         "embedding_bytes": per_end * problem.model.vocab_size * problem.model.hidden_size / batch.tp,
-        "fixed_bytes": _fixed_bytes(problem, batch),
     }
 
 

@@ -40,6 +40,8 @@ def main(what: str, count: int, pids: str) -> None:
             raise SystemExit(1)
         case "killed":
             os.kill(os.getpid(), 9)
+        case "nameless":
+            os.kill(os.getpid(), 40)
         case "endless":
             number = count
             while True:

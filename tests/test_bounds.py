@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autoplan.cost.estimate import estimate
 from autoplan.model import Experts, LatentAttention, ModelSpec
-from autoplan.plan import SCHEDULES, PlanBatch
+from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework, preset_frameworks
@@ -151,6 +151,17 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
         assert (group_s[of_group[some]] <= first).all()
         assert (kind_bytes[some] <= least).all()
         assert (group_bytes[of_group[some]] <= least).all()
+
+
+def test_a_group_with_fixed_replicas_may_hold_whole_states_with_fewer_communicators() -> None:
+    tiny = replace(DENSE, name="tiny", num_layers=2, hidden_size=256, vocab_size=1000, ffn_size=512)
+    problem, space = make(tiny, "h100-sxm:2x8", "megatron-core", (16,), 2048, False)
+    space = replace(space, limits=with_wishes(space.limits, fix=("dp_replicate=2",), at_most=(), allow=()))
+    groups, kinds, of_group = some_kinds(space, 10_000, 0)
+    _, least_bytes = group_bounds(problem, space, groups)
+    plans, kind = space.plans_in(kinds)
+    assert {"none", "zero1"} <= {SHARDINGS[at] for at in plans.sharding}
+    assert (least_bytes[of_group[kind]] <= estimate(problem, plans).memory_bytes * (1 + 1e-9)).all()
 
 
 @settings(max_examples=6, deadline=None)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -106,6 +107,13 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert back == "1 in use again, 0 were not hidden\n"
     good(folder, "pull", "b.db", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db")
+
+
+def test_a_user_without_a_name_hides_records_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a number which no file lists."""
+    monkeypatch.setattr("getpass.getuser", mock.Mock(side_effect=KeyError("getpwuid(): uid not found: 12345")))
+    assert json.loads(good(folder, "hide", GEMM.key[:8], "--reason", "hot", "--db", "a.db", "--json"))["changed"] == 1
+    assert json.loads(good(folder, "show", GEMM.key, "--db", "a.db", "--json"))["hidden"]["by"] == ""
 
 
 def test_push_quarantines_what_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,16 @@ def test_what_cannot_show_a_fabric_does_not_deny_it() -> None:
     assert "hwloc XML shows no nvlink: it is assumed" in found.warnings[0]
 
 
+def test_reports_in_which_no_source_speaks_are_refused() -> None:
+    with pytest.raises(InputError, match="no source tells of a node"):
+        describe_all(found_in([Report(host="n1", seen=())]))
+
+
+def test_links_of_devices_that_no_source_tells_of_are_none() -> None:
+    odd = SeenNode(source="a file", links=(SeenLink(a=0, b=1, path="fabric"),))
+    assert describe(odd, device="h100-sxm").cluster.levels == load_cluster("h100-sxm").levels
+
+
 def test_a_fabric_wider_than_the_node_is_as_wide_as_seen(tmp_path: Path) -> None:
     tray = hgx(name="NVIDIA GB200", size=4, nics=4)
     assert describe(tray, num_nodes=18).cluster.levels == load_cluster("gb200-nvl72:18x4").levels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 from pathlib import Path
@@ -98,3 +99,25 @@ def test_a_job_of_slurm_is_told_with_its_nodes() -> None:
     with told():
         one = part("slurm", variables={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-03,07]"})
     assert one.says == "job 7 on 4 nodes"
+
+
+def test_files_that_are_not_installed_are_told_and_hide_nothing() -> None:
+    missing = importlib.metadata.PackageNotFoundError("autoplan")
+    with told(), mock.patch.object(importlib.metadata, "requires", side_effect=missing):
+        found = check_up().checks
+    assert next(one for one in found if one.part == "libraries").state == "problem"
+    assert {"python", "devices", "torch", "database"} <= {one.part for one in found}
+
+
+def test_a_device_that_fell_off_the_bus_is_a_problem() -> None:
+    gpu = mock.Mock()
+    gpu.name = "NVIDIA H200"
+    with (
+        told(devices=["NVIDIA H200"]),
+        mock.patch.object(doctor, "nvidia_gpus", return_value=([gpu], {})),
+        mock.patch.object(doctor, "num_lost_gpus", return_value=1),
+    ):
+        one = part("devices")
+    assert one.state == "problem"
+    assert one.says == "1 x NVIDIA H200 by NVML; 1 more does not answer"
+    assert "nvidia-smi" in one.remedy

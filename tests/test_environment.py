@@ -198,6 +198,20 @@ def test_nvidia_gpus_and_their_links_are_counted(monkeypatch: pytest.MonkeyPatch
     }
 
 
+def test_a_gpu_that_fell_off_the_bus_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneLost(TwoGpus):
+        def nvmlDeviceGetHandleByIndex(self, at: int) -> int:  # noqa: N802
+            if at == 0:
+                raise self.NVMLError("GPU is lost")
+            return at
+
+    monkeypatch.setattr(hardware, "nvml", OneLost)
+    gpus, links = hardware.nvidia_gpus()
+    assert [gpu.pci for gpu in gpus] == ["0000:a3:00.0"]
+    assert {pair: str(link) for pair, link in links.items()} == {(0, 0): "nvlink x3"}
+    assert hardware.num_lost_gpus() == 1
+
+
 def test_amd_gpus_and_links_are_read_from_the_kernel(tmp_path: Path) -> None:
     nodes = tmp_path / "class/kfd/kfd/topology/nodes"
     write(nodes / "0/properties", "cpu_cores_count 96\nsimd_count 0")

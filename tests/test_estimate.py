@@ -805,3 +805,12 @@ def test_a_step_takes_as_long_as_its_slowest_rank(num_devices: int, beyond: floa
     terms = terms_of(problem_of(), plan)
     waiting = terms.pop("stragglers")
     assert waiting == pytest.approx(0.01 * beyond * sum(terms.values()), rel=0.01)
+
+
+@pytest.mark.parametrize(("model", "ep"), [("dense", 1), ("moe", 8)])
+def test_without_sharding_the_split_of_replicas_changes_nothing(model: str, ep: int) -> None:
+    problem = problem_of(model)
+    splits = [single(global_batch=32, ep=ep, sharding="none", dp_replicate=n, dp_shard=16 // n) for n in (1, 2, 4, 16)]
+    costs = [price(problem, plan) for plan in splits]
+    for name in ("step_s", "memory_bytes", "host_memory_bytes"):
+        assert len({float(getattr(cost, name)[0]) for cost in costs}) == 1, name

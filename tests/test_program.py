@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import selectors
 import signal
 import subprocess
 import sys
@@ -60,6 +61,37 @@ def assert_gone(pids: Path) -> None:
     assert not [one for one in numbers if is_running(one)]
 
 
+def test_what_a_program_writes_as_it_ends_is_heard_however_late_one_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look for output times out just before the program writes its last words and ends."""
+    pid, go = tmp_path / "pid", tmp_path / "go"
+    source = (
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+        f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "print('last words')\n"
+        "raise SystemExit(3)\n"
+    )
+
+    class LateSelector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if go.exists():
+                return super().select(timeout)
+            while not (pid.exists() and pid.read_text()):
+                time.sleep(0.01)
+            go.touch()
+            while is_running(int(pid.read_text())):
+                time.sleep(0.01)
+            return []
+
+    monkeypatch.setattr(program.selectors, "DefaultSelector", LateSelector)
+    heard: list[bytes] = []
+    ending = run_program([sys.executable, "-c", source], lambda data, _: bool(heard.append(data)), limit_s=60)
+    assert b"".join(heard) == b"last words\n"
+    assert (ending.kind, ending.status) == ("by itself", 3)
+
+
 def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Path, tmp_path: Path) -> None:
     log, out, pids = tmp_path / "run.log", tmp_path / "run.json", tmp_path / "pids"
     flags = ("--steps", "3", "--log", str(log), "--out", str(out))
@@ -88,6 +120,7 @@ def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Pat
         ("crash", "failed (1) after 2 timed steps: ValueError: the data ran dry"),
         ("oom", "ran out of memory after 2 timed steps: torch.OutOfMemoryError: CUDA out of memory."),
         ("killed", "was killed after 2 timed steps, as systems do where the host's memory runs out"),
+        ("nameless", "was ended by signal 40 after 2 timed steps"),
         ("hang", "wrote nothing for 3 s after 2 timed steps and was ended (--limit)"),
     ],
 )

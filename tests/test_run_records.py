@@ -153,6 +153,8 @@ def test_commands_of_the_database_take_runs_along(folder: Path) -> None:
     assert good(folder, "import", "t.gz", "--db", "c.db") == "0 new, 6 held already\n"
     refused = run(folder, "db", "list", "--runs", "--operation", "gemm", "--db", "a.db")
     assert "--runs lists training runs" in refused.stderr
+    few = run(folder, "db", "list", "--runs", "--limit", "1", "--db", "a.db")
+    assert "the first 1 are shown" in few.stderr
 
 
 def test_a_command_that_ran_is_kept_and_one_that_failed_too(tmp_path: Path) -> None:
@@ -172,3 +174,20 @@ def test_a_command_that_ran_is_kept_and_one_that_failed_too(tmp_path: Path) -> N
     assert "CUDA out of memory" in oom.reason
     assert crash.reason.endswith("ValueError: the data ran dry")
     assert ok.predicted_s == crash.predicted_s
+
+
+def test_measured_times_of_a_plan_are_read_from_the_database_that_keeps_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("AUTOPLAN_DB", raising=False)
+    with open_store(str(tmp_path / "lab.db")) as store:
+        store.add([GEMM])
+    made = run(
+        tmp_path, "search", "llama3-8b", "--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096",
+        "--fix", "tp=2", "--fix", "pp=1", "--timings", "db", "--db", "lab.db", "--quiet",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    program = str(Path(__file__).parent / "logging_program.py")
+    done = run(tmp_path, "run", "plan.json", "--db", "lab.db", "--command", "--", sys.executable, program, "end", "5")
+    assert done.returncode == 0, done.stderr

@@ -16,8 +16,10 @@ from autoplan.plan import even_chunks
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
 from autoplan.result import RISKY_Z, MixedCost, MixedResult
+from autoplan.rules import Setting, broken
+from autoplan.rules.books import book_of
 from mixed_cases import SMALL, problem_of, replicas, scaled
-from search.mixed import search_mixed
+from search.mixed import alone, search_mixed
 from search.settle import Settler
 from search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
 
@@ -240,3 +242,13 @@ def test_pipelines_use_nearly_all_devices_and_legal_degrees() -> None:
 def test_a_batch_without_a_sequence_for_a_replica_is_refused() -> None:
     with pytest.raises(InputError, match="num_microbatches"):
         ReplicaKind(num_microbatches=0, stages=replicas(1, 1, (0, 1, 12)).stages)
+
+
+def test_what_a_part_reaches_alone_is_a_plan_of_the_framework() -> None:
+    """The built-in trainer has no context parallelism, which Megatron-LM would take for such sequences."""
+    parts = scaled("a100-sxm:1x8", "a100"), scaled("h100-sxm:1x8", "h100")
+    problem = problem_of(*parts, seq_len=65536, framework=load_framework("torch"))
+    found, own = alone(problem, 0, 16), problem.as_if(0, frozenset((0,)))
+    setting = Setting(model=own.model, training=own.training, num_devices=own.cluster.num_devices)
+    assert found is not None
+    assert broken(book_of(own.framework).rules, setting, found.plan) == ()

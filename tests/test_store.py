@@ -287,6 +287,7 @@ CPU_TIME = {"clock": "cpu time", "other_load": "41.0 %"}
         ("contaminated", CPU_TIME, True),
         ("contaminated", {"other_load": "2.0 %"}, True),  # a slow phase of the device
         ("contaminated", {"other_load": "41.0 %"}, False),
+        ("contaminated", {"other_load": "a little"}, False),  # of a file from elsewhere
         ("contaminated", {}, False),
     ],
 )
@@ -366,6 +367,20 @@ def test_the_choice_is_that_of_sorting_them_all(tmp_path_factory: pytest.TempPat
 def test_a_sound_store_has_no_findings(store: Store) -> None:
     store.add([GEMM, *some_records(0, 5)])
     assert list(store.check()) == []
+
+
+def test_a_machine_that_another_process_meets_during_the_check_is_no_harm(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("profiler.store.store.BATCH", 1)
+    bad = replace(GEMM, samples_s=(1e-9,))
+    store.add([bad])
+    store.unhide([bad.key], by="ada", reason="to see it found")
+    findings = store.check()
+    assert next(findings).key == bad.key
+    with open_store(url) as other:
+        other.add([replace(GEMM, fingerprint=replace(LAB, torch="2.14.0"))])
+    assert list(findings) == []
 
 
 @pytest.mark.parametrize(

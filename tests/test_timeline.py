@@ -13,11 +13,12 @@ from autoplan.cost.estimate import STEP_TERMS, estimate, stage_costs
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.timeline import END_TERMS, STREAMS, Event, RankTimeline, Timeline, timeline
 from autoplan.errors import InputError
-from autoplan.plan import SCHEDULES, ParallelPlan, PlanBatch
+from autoplan.plan import SCHEDULES, ParallelPlan, PlanBatch, Schedule
 from autoplan.problem import Problem
 from autoplan.read.framework import load_framework
 from autoplan.timing import Calibration
 from test_estimate import cases, problem_of, problems
+from test_whole import eager
 
 EXACT = 1e-9
 
@@ -137,6 +138,16 @@ def test_a_pass_begins_when_the_message_that_it_needs_is_there(case: tuple[Probl
             giver = passes["forward", microbatch, chunk]
         if giver:
             assert one.start_s >= giver.start_s + giver.duration_s - EXACT * line.step_s
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_what_was_measured_of_a_pipeline_is_in_its_passes(schedule: Schedule) -> None:
+    times = {("pipeline_actions", m, 2, 2): 1.0 + 2 * m * 0.25 for m in (2, 8)}
+    problem = eager(problem_of(), times | {("embedding", 2048, 1024, 32000, 1): 3.0})
+    plan = ParallelPlan(global_batch=8, pp=2, schedule=schedule)
+    check(problem, plan)
+    if schedule != "zb-h1":  # whose passes are three: one more action is told as a wait
+        assert timeline(problem, plan).order_error == pytest.approx(0.0, abs=0.01)
 
 
 def test_two_stages_alternate_as_drawn_in_every_text() -> None:

@@ -23,6 +23,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.errors import InputError
 from autoplan.problem import Problem
 from autoplan.result import SearchResult
+from autoplan.rules.nanotron import layers_per_stage
 from search import study
 from search.findings import FITS, KEPT, Findings
 from search.front import Front, _Field, search_front
@@ -272,6 +273,10 @@ def test_fingerprints_tell_problems_apart_and_processes_agree(asked: tuple[Probl
     others = [replace(problem, reserve_bytes=1.0), replace(problem, model=replace(DENSE, num_layers=23))]
     assert len({fingerprint((one, space)) for one in (problem, *others)}) == 3
     assert fingerprint((problem, space)) != fingerprint((problem, replace(space, rules=space.rules[1:])))
+    # Of a framework that cuts the model in a way of its own.
+    cut = replace(space.limits, split=layers_per_stage)
+    with FORK.Pool(1) as pool:
+        assert pool.apply(fingerprint, (cut,)) == fingerprint(cut) != fingerprint(space.limits)
 
 
 def test_findings_survive_as_text() -> None:

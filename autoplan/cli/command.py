@@ -111,6 +111,8 @@ def run_command(
 
 def _check(ending: Ending, words: LastWords, name: str, num_steps: int, limit_s: float) -> None:
     """Refuse a program that did not end well."""
+    from autoplan.children import signal_name
+
     after = f"after {num_steps} timed steps"
     if ending.kind == "silent":
         raise ProgramError(
@@ -123,7 +125,7 @@ def _check(ending: Ending, words: LastWords, name: str, num_steps: int, limit_s:
     number = -ending.status if ending.status < 0 else ending.status - 128  # as shells report the signal of a child
     if number == signal.SIGKILL:
         raise ProgramError(f"{name} was killed {after}, as systems do where the host's memory runs out: {words.reason}")
-    how = f"was ended by {signal.Signals(-ending.status).name}" if ending.status < 0 else f"failed ({ending.status})"
+    how = f"was ended by {signal_name(-ending.status)}" if ending.status < 0 else f"failed ({ending.status})"
     raise ProgramError(f"{name} {how} {after}: {words.reason}")
 
 

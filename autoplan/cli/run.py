@@ -77,10 +77,11 @@ def run(
     if out is not None:
         check_output(out, force=force)
     limit_s = parse_duration(limit)
-    problem, wanted, _ = read_plan(plan)
+    url = whole_url(context, db)
+    problem, wanted, _ = read_plan(plan, url)
     place = None if command else place_from(os.environ)
     leads = place is None or place.rank == 0
-    keeper = RunKeeper(whole_url(context, db)) if db and leads else None
+    keeper = RunKeeper(url) if db and leads else None
     task: Task | Command
     report: Report | None
     if not program:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import BlockShape
 from autoplan.cost.compute import expert_tokens, norm_tokens, padded_vocab, rank_tokens
 from autoplan.model import Block
-from autoplan.plan import PP_BEFORE_DP, PlanBatch
+from autoplan.plan import PP_BEFORE_DP, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -51,13 +51,15 @@ def groups(batch: PlanBatch) -> Groups:
     """The communicators of every plan.  Expert groups re-use the ranks of a stage: etp fastest, then ep.
 
     Where pipelines come before data parallelism, replicas are whole pipelines and their ranks so much further apart.
+    Without sharding all replicas are one group, however they are split.
     Source: Megatron-LM core/parallel_state.py, RankGenerator.
     """
     ones = np.ones(len(batch), dtype=np.int64)
     stage = batch.tp * batch.cp * batch.dp
-    shard = batch.cp * batch.dp_shard
+    replicas = np.where(batch.sharding == SHARDINGS.index("none"), 1, batch.dp_replicate)
+    shard = batch.cp * batch.dp // replicas
     expert = batch.ep * batch.etp
-    expert_shard = np.maximum(stage // expert // batch.dp_replicate, 1)
+    expert_shard = np.maximum(stage // expert // replicas, 1)
     block, parted = batch.tp * batch.cp, (batch.rank_order == PP_BEFORE_DP) & (batch.pp > 1)
     apart = np.where(parted, batch.pp, 1)
     in_runs = parted & (batch.cp > 1)
@@ -65,7 +67,7 @@ def groups(batch: PlanBatch) -> Groups:
         tp=(ones, batch.tp),
         cp=(batch.tp, batch.cp),
         shard=(np.where(in_runs, batch.tp, batch.tp * apart), shard),
-        replicate=(batch.tp * shard * apart, batch.dp_replicate),
+        replicate=(batch.tp * shard * apart, replicas),
         ep=(batch.etp, batch.ep),
         expert_shard=(expert * apart, expert_shard),
         pp=(np.where(parted, block, stage), batch.pp),

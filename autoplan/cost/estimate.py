@@ -20,6 +20,7 @@ from autoplan.cost.memory import (
     StageMemory,
     StageParameters,
     host_bytes,
+    own_parameters,
     stage_memory,
     stage_parameters,
 )
@@ -29,7 +30,6 @@ from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exp
 from autoplan.cost.tail import (
     first_layers,
     optimizer_s,
-    own_parameters,
     reduction_s,
     shown_gather_s,
     shown_reduce_s,
@@ -345,20 +345,24 @@ def straggler_share(num_devices: Ints) -> Floats:
 
 def work_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     """What keeps one stage of every plan busy for a step, by term."""
-    m, rows = laid.batch.num_microbatches, np.arange(len(laid.batch))
-    terms = {}
-    for name in TERMS:
-        per_microbatch = np.zeros(len(laid.batch))
-        for block, count in laid.blocks.count.items():
-            repeated = laid.blocks.repeated[block][rows, stage]
-            per_microbatch = per_microbatch + laid.work.costs[block].term_s(name, count[rows, stage], repeated)
-        terms[name] = m * per_microbatch
-    on_last = laid.blocks.is_last[rows, stage]
-    terms["fsdp_communication"] += m * (np.where(stage == 0, laid.ends[0], 0.0) + np.where(on_last, laid.ends[1], 0.0))
-    terms["launch"] += 2 * m * laid.batch.vp * laid.work.action_s
-    terms["head"] = np.where(on_last, m * (laid.head[0] + laid.head[1]), 0.0)
-    terms["head"] += np.where(stage == 0, m * laid.work.embedding_s, 0.0)
-    terms["allocator_retries"] = m * laid.retries_s[rows, stage]
+    return {name: laid.batch.num_microbatches * value for name, value in _microbatch_terms(laid, stage).items()}
+
+
+def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
+    """What keeps it busy for one micro-batch."""
+    rows = np.arange(len(laid.batch))
+    is_first, is_last = stage == 0, laid.blocks.is_last[rows, stage]
+    terms = {
+        name: add_up(
+            laid.work.costs[block].term_s(name, count[rows, stage], laid.blocks.repeated[block][rows, stage])
+            for block, count in laid.blocks.count.items()
+        )
+        for name in TERMS
+    }
+    terms["fsdp_communication"] += np.where(is_first, laid.ends[0], 0.0) + np.where(is_last, laid.ends[1], 0.0)
+    terms["launch"] += 2 * laid.batch.vp * laid.work.action_s
+    terms["head"] = np.where(is_last, laid.head[0] + laid.head[1], 0.0) + np.where(is_first, laid.work.embedding_s, 0.0)
+    terms["allocator_retries"] = laid.retries_s[rows, stage]
     return terms
 
 
@@ -463,26 +467,13 @@ def stage_cost(problem: Problem, laid: Stages, at: int, stage: int) -> StageCost
     plan, reserved = laid.batch.plan(at), laid.memory.reserved_bytes[at, stage]
     layers = np.array(laid.batch.layouts[laid.batch.layout[at]])[chunks_of_ranks(plan.schedule, plan.pp, plan.vp)]
     overall = problem.calibration.overall
-    terms = {
-        name: sum(
-            float(laid.work.costs[block].term_s(name, count[:, stage], laid.blocks.repeated[block][:, stage])[at])
-            for block, count in laid.blocks.count.items()
-        )
-        for name in TERMS
-    }
-    terms["fsdp_communication"] += float(laid.ends[0][at]) * (stage == 0)
-    has_head = bool(laid.blocks.is_last[at, stage])
-    terms["fsdp_communication"] += float(laid.ends[1][at]) * has_head
-    terms["launch"] += 2 * plan.vp * float(laid.work.action_s[at])
-    terms["head"] = float(laid.head[0][at] + laid.head[1][at]) * has_head
-    terms["head"] += float(laid.work.embedding_s[at]) * (stage == 0)
-    terms["allocator_retries"] = float(laid.retries_s[at, stage])
+    terms = _microbatch_terms(laid, np.full(len(laid.batch), stage))
     return StageCost(
         stage=stage,
         layers=int(layers[stage].sum()),
         forward_s=overall * float(laid.forward_s[at, stage]),
         backward_s=overall * float(laid.backward_s[at, stage]),
-        terms_s={name: overall * value for name, value in terms.items()},
+        terms_s={name: overall * float(value[at]) for name, value in terms.items()},
         memory_bytes=float(reserved),
         memory_terms_bytes={name: float(value[at, stage]) for name, value in laid.memory.terms.items()},
         oom_probability=probability_above(

@@ -81,6 +81,13 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     return StageParameters(dense=dense + ends, expert=expert, ends=ends)
 
 
+def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
+    """Parameters that a rank of every stage updates: shape (plans, stages)."""
+    places, is_sharded = groups(batch), batch.sharding >= SHARDINGS.index("zero1")
+    own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]
+    return own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
+
+
 def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, repeat_bytes: Floats) -> Floats:
     """Transients of the backward pass of one layer: shape (plans, stages) (`modelling` B6).
 
@@ -619,14 +626,10 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/filesystem_async.py).
     """
     framework, places = problem.framework, groups(batch)
-    sharded = batch.sharding >= SHARDINGS.index("zero1")
-    dense_group, expert_group = places.shard[1], places.expert_shard[1]
-    own = (parameters.dense.T / np.where(sharded, dense_group, 1)).T
-    own = own + (parameters.expert.T / np.where(sharded, expert_group, 1)).T
-    on_host = batch.offload == OFFLOADS.index("optimizer")
-    offloaded = (own.T * on_host).T * (framework.bytes_per_optimizer_state + framework.bytes_per_grad)
-    saved = (parameters.dense.T / (dense_group * batch.dp_replicate)).T
-    saved = saved + (parameters.expert.T / (expert_group * batch.dp_replicate)).T
+    on_host = (batch.offload == OFFLOADS.index("optimizer"))[:, None]
+    offloaded = own_parameters(batch, parameters) * on_host
+    offloaded = offloaded * (framework.bytes_per_optimizer_state + framework.bytes_per_grad)
+    saved = parameters.dense / places.dense_copies[1][:, None] + parameters.expert / places.expert_copies[1][:, None]
     staged = saved * (framework.bytes_per_weight + framework.bytes_per_optimizer_state)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
     return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))

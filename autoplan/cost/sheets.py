@@ -17,7 +17,8 @@ from autoplan.cost.communication import Links
 from autoplan.cost.communicators import groups, tied_table_bytes
 from autoplan.cost.estimate import Stages, lay_out, message_s
 from autoplan.cost.islands import Islands, links_between
-from autoplan.cost.tail import own_parameters, reduction_s, update_s
+from autoplan.cost.memory import own_parameters
+from autoplan.cost.tail import reduction_s, update_s
 from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem

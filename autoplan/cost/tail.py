@@ -163,13 +163,6 @@ def first_layers(blocks: StageBlocks) -> Floats:
     return np.maximum(add_up(count[:, 0].astype(np.float64) for count in blocks.count.values()), 1)
 
 
-def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
-    """Parameters that a rank of every stage updates: shape (plans, stages)."""
-    places, is_sharded = groups(batch), batch.sharding >= SHARDINGS.index("zero1")
-    own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]
-    return own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
-
-
 def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
     """Time of the optimizer on a device that updates `own` parameters and holds the gradients of `held`."""
     framework = problem.framework

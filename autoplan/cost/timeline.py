@@ -29,6 +29,7 @@ from autoplan.cost.messages import ROWS
 from autoplan.cost.order import Operation, chunks_of_ranks, rank_orders
 from autoplan.cost.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.tail import reduction_s
+from autoplan.cost.whole import FORWARD_SHARE
 from autoplan.errors import InputError
 from autoplan.plan import ParallelPlan, PlanBatch, Schedule
 from autoplan.problem import Problem
@@ -265,10 +266,14 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
             backward[name] += count[0] * cost.backward_s[name][at] + again[0] * cost.repeat_s[name][at]
         weight["gemm"] += count[0] * cost.weight_s[at]
     # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
-    for one, first, head, last in zip((forward, backward), laid.first, laid.head, laid.last, strict=True):
-        one["fsdp_communication"][0] += first[at]
+    embedding = (share * laid.work.embedding_s[at] for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
+    ends = (laid.first, embedding, laid.head, laid.last)
+    for one, first, table, head, last in zip((forward, backward), *ends, strict=True):
+        one["head"][0] += table
+        one["fsdp_communication"][0] += first[at] - table
         one["head"][-1] += head[at]
         one["fsdp_communication"][-1] += last[at] - head[at]
+        one["launch"] += laid.work.action_s[at]
     weight["head"][-1] += laid.head_weight_s[at]
     plan = batch.plan(at)
     for stage, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):

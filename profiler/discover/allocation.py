@@ -97,6 +97,8 @@ def describe_all(
     `hosts` are the nodes of the job where not all were seen, or `num_nodes` says how many there are: they are taken to
     be alike.  `tree` holds the switches above them; where no node has a name the cluster is all of it.
     """
+    if not found.nodes:
+        raise InputError("no source tells of a node: add what nvidia-smi topo -m, NCCL or lstopo say of one")
     if len(found.nodes) > 1 or tree is not None:
         hosts = hosts or tuple(host for host in found.nodes if host)
     if tree is not None and not hosts:

@@ -31,10 +31,10 @@ class Fabric:
 
 def fabric_of(node: SeenNode, device: DeviceSpec) -> Fabric | None:
     """The fabric; None where no link of it was seen, or none that joins parts of which a node is made."""
-    direct = [link for link in node.links if link.b is not None and link.path == "fabric"]
+    indices = [one.index for one in node.devices]
+    direct = [link for link in node.links if link.path == "fabric" and {link.a, link.b} <= {*indices}]
     if not direct:
         return None
-    indices = [one.index for one in node.devices]
     parts = _parts(indices, direct)
     size = mode(len(part) for part in parts for _ in part)
     if len(indices) % size:
@@ -79,7 +79,7 @@ def _parts(indices: Sequence[int], links: Sequence[SeenLink]) -> list[list[int]]
     part = {index: {index} for index in indices}
     for link in links:
         assert link.b is not None
-        if link.a in part and link.b in part and part[link.a] is not part[link.b]:
+        if part[link.a] is not part[link.b]:
             part[link.a] |= part[link.b]
             for index in part[link.b]:
                 part[index] = part[link.a]

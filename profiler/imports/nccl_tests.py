@@ -139,7 +139,9 @@ def _row(cells: Sequence[str], run: _Run, device: str | None) -> list[Record]:
     places = ("out of place", "in place") if len(starts) == 2 else ("in place",)
     records = []
     for place, start in zip(places, starts, strict=True):
-        error = next(at for at in range(start, len(run.columns)) if run.columns[at] in ("#wrong", "error"))
+        error = next((at for at in range(start, len(run.columns)) if run.columns[at] in ("#wrong", "error")), None)
+        if error is None:
+            raise InputError("no column says whether results were right (#wrong or error): give the whole output")
         wrong = _num_wrong(cells[error])
         if run.columns[error] == "error":
             wrong = float(wrong > _MOST_DEVIATION.get(head["type"], 0.0) * (len(run.ranks) - 1))

@@ -144,11 +144,8 @@ class Store:
                 query = query.where(records.c[column].in_(list(wanted)))
         if not include_hidden:
             query = query.where(~is_hidden())
-        machines = self._machines()
-        for row in self._rows(query, records.c.id):
-            if row.fingerprint_id not in machines:  # another process met a new machine since
-                machines = self._machines()
-            yield _record(row, machines[row.fingerprint_id])
+        for row, machine in self._rows_with_machines(query, records.c.id):
+            yield _record(row, machine)
 
     def runs(self, *, device: str | None = None, trust: Collection[str] | None = None) -> Iterator[RunRecord]:
         """Training runs in the order in which they were added; `trust` names those whose measurements count."""
@@ -157,11 +154,8 @@ class Store:
             query = query.where(runs.c.fingerprint_id.in_(self._machines(device)))
         if trust is not None:
             query = query.where(runs.c.measured_by.in_(list(trust)))
-        machines = self._machines()
-        for row in self._rows(query, runs.c.id):
-            if row.fingerprint_id not in machines:
-                machines = self._machines()
-            yield _run(row, machines[row.fingerprint_id])
+        for row, machine in self._rows_with_machines(query, runs.c.id):
+            yield _run(row, machine)
 
     def find_run(self, key: str) -> RunRecord | None:
         """The run whose key begins with `key`, if there is one and no second."""
@@ -323,11 +317,10 @@ class Store:
                 if said != "ok":
                     found = " ".join(str(said).split())
                     raise StoreError(f"{self.name} is damaged: put it aside, restore a copy, or pull anew ({found})")
-        machines = self._machines()
-        for row in self._rows(select(records).where(~is_hidden()), records.c.id):
+        for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
             what = f"{row.operation} {row.shape}"
             try:
-                record = _record(row, machines[row.fingerprint_id])
+                record = _record(row, machine)
             except InputError as error:
                 yield Finding(key=row.key, what=what, reason=str(error))
                 continue
@@ -335,9 +328,9 @@ class Store:
                 yield Finding(key=row.key, what=what, reason="was changed in the database: its content has another key")
             elif finding := _finding(row.key, record):
                 yield finding
-        for row in self._rows(select(runs), runs.c.id):
+        for row, machine in self._rows_with_machines(select(runs), runs.c.id):
             try:
-                run = _run(row, machines[row.fingerprint_id])
+                run = _run(row, machine)
             except InputError as error:
                 yield Finding(key=row.key, what=f"run of {row.model}", reason=str(error))
                 continue
@@ -356,6 +349,16 @@ class Store:
                 return
             yield from rows
             last = rows[-1].id
+
+    def _rows_with_machines(
+        self, query: Select[Any], number: ColumnElement[int]
+    ) -> Iterator[tuple[Row[Any], Fingerprint]]:
+        """As `_rows`, each with the machine that it is of."""
+        machines = self._machines()
+        for row in self._rows(query, number):
+            if row.fingerprint_id not in machines:  # another process met a new machine since
+                machines = self._machines()
+            yield row, machines[row.fingerprint_id]
 
     def _machines(self, device: str | None = None) -> dict[int, Fingerprint]:
         query = select(fingerprints.c.id, fingerprints.c.content)
