@@ -489,6 +489,17 @@ def test_a_plan_smaller_than_a_node_uses_part_of_it() -> None:
             node_shape(cluster_of(4), num_devices)
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_image_is_used_or_refused(launcher: Launcher) -> None:
+    try:
+        files = launch_files(TWO, JOB, launcher, IMAGE)
+    except InputError as error:
+        assert "leave it out, or take --launcher trainjob, jobset, pytorchjob or skypilot" in str(error)
+        assert launcher in ("torchrun", "slurm", "mpirun")
+    else:
+        assert IMAGE in files[0].text
+
+
 def test_the_help_of_export_lists_what_there_is(tmp_path: Path) -> None:
     assert set(names.TARGETS) == set(TARGETS)
     said = " ".join(run(tmp_path, "export", "--help", COLUMNS="500").stdout.split())
