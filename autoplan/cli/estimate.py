@@ -41,6 +41,7 @@ RECOMPUTE_HELP = (
     "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
 )
 BESIDE_A_PLAN_FILE = ("model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url")
+BESIDE_A_MIXED_FILE = ("model", "json", "quiet")
 BESIDE_A_LAUNCH_FILE = (
     *BESIDE_A_PLAN_FILE,
     *("launch_file", "variables", "target", "cluster", "global_batch", "seq_len", "precision", "attention"),
@@ -131,9 +132,7 @@ def estimate(
         if written is not None:
             check_output(written, force=force)
     if model is not None and is_mixed(Path(model)):
-        if trace is not None:
-            raise InputError("--trace is not there for mixed clusters yet: leave it out")
-        _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
+        _check_alone(context, BESIDE_A_MIXED_FILE, "a plan of unlike devices is priced as it is")
         estimate_saved(Path(model), json=json)
         return
     flags = TrainingFlags(
@@ -253,10 +252,9 @@ def _verify_memory(problem: Problem, file: PlanFile, *, quiet: bool) -> None:
 
 def _check_alone(context: typer.Context, beside: tuple[str, ...], says: str) -> None:
     """Refuse flags that would change what a file says."""
-    given = [name for name in context.params if name not in beside and is_typed(context, name)]
-    if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise InputError(f"{says}, without {flags}: leave them out, or give a model")
+    flags = [one.opts[0] for one in context.command.params if one.name not in beside and is_typed(context, one.name)]
+    if flags:
+        raise InputError(f"{says}, without {', '.join(flags)}: leave them out, or give a model")
 
 
 def _rest(num_devices: int, degrees: dict[str, int]) -> int:
