@@ -7,7 +7,6 @@ submission was not answered is found again instead of submitted twice, and the n
 from __future__ import annotations
 
 import contextlib
-import getpass
 import math
 import shlex
 import shutil
@@ -27,6 +26,7 @@ from autoplan.job_template import JobTemplate, Meaning, Row
 from autoplan.jobs import LOG, MESSAGES, OUTCOME, PLAN, JobStatus, SilentError
 from autoplan.result import PlanFile
 from autoplan.units import cleaned
+from autoplan.user import user_name
 
 JOB = "job.json"  # in the folder of a trial: its job, as far as it has come
 ANSWER_S = 60.0  # that a command of the scheduler may take
@@ -336,7 +336,7 @@ class SchedulerJobs:
             "steps": str(self._num_steps),
             "time_limit": f"{limit_s // 3600}:{limit_s // 60 % 60:02}:{limit_s % 60:02}",
             "time_limit_s": str(limit_s),
-            "user": getpass.getuser(),
+            "user": user_name(),
             "job": job.job,
             "id": job.id,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from profiler.record import Record
     from profiler.runs import RunRecord
     from profiler.store import Added, Store
+
+T = TypeVar("T")
 
 db = typer.Typer(
     help="The shared timing database: measure once, plan everywhere.", no_args_is_help=True, rich_markup_mode=None
@@ -84,16 +86,13 @@ def list_(
         if operation or hidden:
             raise InputError("--runs lists training runs, which have no operation and are never hidden")
         with _open(context, url, writable=False) as store:
-            held = list(islice(store.runs(device=device, trust=trust or None), limit))
-        _print_runs(held, json=json)
+            held = list(islice(store.runs(device=device, trust=trust or None), limit + 1))
+        _print_runs(_at_most(limit, held), json=json)
         return
     with _open(context, url, writable=False) as store:
         wanted = [operation] if operation else None
         found = store.records(device=device, operations=wanted, trust=trust or None, include_hidden=hidden)
-        rows = [(record.key, record) for record in islice(found, limit + 1)]
-    if len(rows) > limit:
-        rows.pop()
-        print(f"autoplan: the first {limit:,} are shown: raise --limit or narrow the choice", file=sys.stderr)
+        rows = _at_most(limit, [(record.key, record) for record in islice(found, limit + 1)])
     if json:
         _print_json([{"key": key, "seconds": _seconds(one), "record": one} for key, one in rows])
         return
@@ -119,6 +118,13 @@ def list_(
             for key, one in rows
         ],
     )
+
+
+def _at_most(limit: int, found: list[T]) -> list[T]:
+    """The first of what was found, with a word where there are more."""
+    if len(found) > limit:
+        print(f"autoplan: the first {limit:,} are shown: raise --limit or narrow the choice", file=sys.stderr)
+    return found[:limit]
 
 
 def _print_runs(held: list[RunRecord], *, json: bool) -> None:
@@ -302,14 +308,13 @@ def unhide(
 
 def _change(context: typer.Context, keys: list[str], reason: str, url: str | None, *, hides: bool, json: bool) -> int:
     """Hide or unhide; how many that changed."""
-    import getpass
-
     from autoplan.units import cleaned
+    from autoplan.user import user_name
 
     with _open(context, url) as store:
         whole = [store.find(key.lower())[0].key for key in keys]
         change = store.hide if hides else store.unhide
-        num_new = change(whole, by=cleaned(getpass.getuser()), reason=cleaned(reason))
+        num_new = change(whole, by=user_name(), reason=cleaned(reason))
     if json:
         from autoplan.cli.outputs import Changed
 

@@ -162,6 +162,7 @@ def _lead(
     from autoplan.cli.profile_for import Deciding, print_ranking, print_settling
     from autoplan.cli.progress import measuring_bar
     from autoplan.report.terminal import make_console
+    from autoplan.user import user_name
     from profiler.sweep import Progress, extrapolations, outliers, run
     from profiler.wishes import plan, unmeasured
 
@@ -209,7 +210,7 @@ def _lead(
                 budget_s=budget_s,
                 progress=progress,
                 advance=advance,
-                measured_by=_user(),
+                measured_by=user_name(),
             )
     except (KeyboardInterrupt, SystemExit):
         _say(f"interrupted: {_tally(progress)} stored; the same command measures the rest")
@@ -226,15 +227,6 @@ def _lead(
         _say("next: autoplan search MODEL --timings db ..., which takes these times before its own")
     if progress.num_left:
         _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
-
-
-def _user() -> str:
-    import getpass
-
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a number without a name
-        return ""
 
 
 def _say(text: str) -> None:

@@ -75,8 +75,8 @@ class RunKeeper:
         )
 
     def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
-        from autoplan.cli.profile import _user
         from autoplan.units import cleaned
+        from autoplan.user import user_name
         from profiler.runs import RunRecord
         from profiler.store import open_store
 
@@ -86,7 +86,7 @@ class RunKeeper:
             model=problem.model,
             training=problem.training,
             plan=plan,
-            measured_by=_user(),
+            measured_by=user_name(),
             host=cleaned(socket.gethostname()),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             **what,
@@ -153,7 +153,7 @@ def problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
 
 def past_record(problem: Problem, past: PastRun) -> RunRecord:
     """A past run as the database holds it.  Nothing in its content depends on when or where the log was read."""
-    from autoplan.cli.profile import _user
+    from autoplan.user import user_name
     from profiler.record import MOST_SAMPLES
     from profiler.runs import RunRecord
 
@@ -173,7 +173,7 @@ def past_record(problem: Problem, past: PastRun) -> RunRecord:
         status=status,  # type: ignore[arg-type]
         reason=past.reason,
         source=f"log of {past.logged.framework if past.logged else past.launch.target}",
-        measured_by=_user(),
+        measured_by=user_name(),
         measured_at=datetime.fromtimestamp(past.ended_s, UTC).isoformat(timespec="seconds"),
     )
 
