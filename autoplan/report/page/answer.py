@@ -72,7 +72,8 @@ def _warning(file: PlanFile) -> Child:
     if file.best.verdict == "fits":
         return None
     risk = format_percent(file.best.oom_probability)
-    return tag("p", f"No plan fits safely: this one {VERDICTS[file.best.verdict]} (risk {risk}).", class_="warning")
+    which = "No plan fits safely: this one" if file.certificate else "This plan"
+    return tag("p", f"{which} {VERDICTS[file.best.verdict]} (risk {risk}).", class_="warning")
 
 
 def _figures(file: PlanFile) -> Iterator[Markup]:
