@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from statistics import NormalDist
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -14,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.cost.estimate import NORMAL_90
 from autoplan.plan import chunk_layers
 from autoplan.ranks import HostRanks
 from autoplan.result import (
@@ -250,9 +252,12 @@ def rests_on(shares: Mapping[Provenance, float]) -> str:
     return ", ".join(shown)
 
 
-def _print_ranking(console: Console, plans: Sequence[RankedPlan]) -> None:
+def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
+    """The plans in their order; with the quantile of the step by which they are, where that is not the step itself."""
     many = len({one.plan.global_batch for one in plans}) > 1
     columns = [("#", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True), ("memory", True)]
+    if quantile is not None:
+        columns.insert(3, (f"{quantile:g} quantile", True))
     rows = []
     for at, one in enumerate(plans, 1):
         cells = [
@@ -263,6 +268,9 @@ def _print_ranking(console: Console, plans: Sequence[RankedPlan]) -> None:
             format_percent(one.mfu),
             format_bytes(one.memory_bytes),
         ]
+        if quantile is not None:
+            spreads = NormalDist().inv_cdf(quantile) / NORMAL_90
+            cells.insert(3, format_seconds(one.step_s * (one.high_s / one.step_s) ** spreads))
         rows.append([*cells, f"{one.plan.global_batch:,}"] if many else cells)
     print_table(console, [*columns, ("batch", True)] if many else columns, rows, keep=3)
 
@@ -395,7 +403,8 @@ def print_search(console: Console, file: PlanFile) -> None:
     print_answer(console, file)
     console.print()
     if file.alternatives:
-        _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
+        quantile = file.certificate.quantile if file.certificate else None
+        _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]], quantile)
         console.print()
     grid = labelled()
     choice = file.choice
