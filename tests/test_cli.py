@@ -153,6 +153,12 @@ def test_a_search_says_what_would_change_its_answer_and_why_others_lost(folder: 
     assert "at the 0.9 quantile of " in shown
     assert re.search(r"unless [\w -]+ [0-9.]+ % (higher|lower)( at the latest)?: then ", shown)
     assert re.search(r"FSDP alone: [0-9.]+ % slower \(dp 8, .*\): .* more ", shown)
+    shown = run(folder, "search", "llama.json", *PLACE, "--robust", "0.9", "--force", COLUMNS="120").stdout
+    cells = [re.findall(r"[\d.]+ m?s", line) for line in shown.splitlines() if re.match(r" ?\d+  \w", line)]
+    assert "0.9 quantile" in shown
+    assert len(cells) >= 5
+    quantiles = [float(one[1].split()[0]) * (1e-3 if one[1].endswith("ms") else 1) for one in cells]
+    assert quantiles == sorted(quantiles)
     assert_refused(folder, "search", "llama.json", *PLACE, "--force", "--robust", "1.5", says="--robust 1.5")
 
 
@@ -589,3 +595,19 @@ def test_a_search_loads_no_heavy_library(folder: Path) -> None:
 def test_help_loads_next_to_nothing(folder: Path) -> None:
     for arguments in (("--help",), ("search", "--help"), ("--version",)):
         assert not {"numpy", "optuna", "msgspec", "rich"} & modules_after(folder, *arguments)
+
+
+def test_expert_traffic_beside_another_micro_batch_is_priced_and_exported(tmp_path: Path) -> None:
+    asked = ("estimate", "mixtral-8x7b", "--cluster", "h100-sxm:4x8", "--global-batch", "64", "--seq-len", "4096")
+    degrees = ("--pp", "4", "--vp", "2", "--ep", "8", "--quiet")
+    steps = []
+    for name, more in (("plain.json", ()), ("overlapped.json", ("--ep-overlap",))):
+        done = run(tmp_path, *asked, *degrees, *more, "--out", name)
+        assert done.returncode == 0, done.stderr
+        steps.append(decode(PlanFile, read_table(tmp_path / name), name).best.step_s)
+    assert steps[1] < steps[0]
+    script = run(tmp_path, "export", "overlapped.json", "--to", "megatron-lm").stdout
+    assert "--overlap-moe-expert-parallel-comm" in script
+    refused = run(tmp_path, *asked, "--ep", "8", "--ep-overlap", "--framework", "torchtitan", "--sharding", "zero2")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "ep_overlap is known of Megatron-LM and Primus only" in refused.stderr

@@ -93,6 +93,9 @@ def estimate(
         typer.Option(metavar="NODE,NODE,...", help="Nodes in the order of the ranks; as the cluster has them."),
     ] = None,
     tp_overlap: Annotated[bool, typer.Option("--tp-overlap", help="Overlap tensor-parallel traffic.")] = False,
+    ep_overlap: Annotated[
+        bool, typer.Option("--ep-overlap", help="Run expert traffic beside another micro-batch.")
+    ] = False,
     sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism where tp > 1.")] = True,
     precision: PrecisionOption = "bf16",
     attention: AttentionOption = "flash",
@@ -187,6 +190,7 @@ def estimate(
             "rank_order": rank_order,
             "placement": placement.split(",") if placement else None,
             "tp_overlap": tp_overlap,
+            "ep_overlap": ep_overlap,
             "sp": sp and tp > 1 and problem.framework.sequence_parallel,
             "param_gather_overlap": sharding != "none",
             "precision": precision,
