@@ -10,13 +10,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from autoplan.cli import COMMANDS
+from autoplan.cli.run import _read_plan as read_plan_of_run
 from autoplan.files import decode, encode, read_table
 from autoplan.report.terminal import make_console, print_estimate, print_search, why_first
 from autoplan.result import PlanFile, RankedPlan
+from autoplan.timing import NO_TIMINGS
 from commands import run
 from profiler.record import Fingerprint, Record
 from profiler.store import open_store
@@ -259,6 +262,13 @@ def test_timings_of_the_database_take_the_place_of_fitted_curves(searched: Path,
     assert timed.rests_on["measured"] + timed.rests_on["interpolated"] > 0.3
     again = run(tmp_path, "estimate", "timed.json", "--json", "--db", "lab.db")
     assert json.loads(again.stdout)["rests_on"] == timed.rests_on
+    lost = run(tmp_path, "explain", "timed.json", AUTOPLAN_DB="elsewhere.db")
+    assert (lost.returncode, lost.stderr.count("\n")) == (1, 1)
+    assert "name the database that it was made with, by --db or AUTOPLAN_DB (elsewhere.db: no such file" in lost.stderr
+    lab = str(tmp_path / "lab.db")
+    for default, asked in ((lab, None), ("elsewhere.db", lab), (lab, str(tmp_path / "of_runs.db"))):
+        with mock.patch.dict("os.environ", {"AUTOPLAN_DB": default}):
+            assert read_plan_of_run(tmp_path / "timed.json", asked)[0].timings != NO_TIMINGS
     place = ("--cluster", "mi300x:1x8", "--global-batch", "16", "--seq-len", "4096")
     there = ("--timings", "db", "--db", str(tmp_path / "lab.db"))
     assert_refused(searched, "estimate", "llama.json", *place, *there, says="db has no timings of mi300x")
