@@ -28,7 +28,7 @@ from autoplan.result import (
     datasheet_peak,
 )
 from autoplan.timing import Provenance
-from autoplan.units import GIB, format_bytes, format_percent, format_seconds
+from autoplan.units import GIB, format_bytes, format_peak, format_percent, format_seconds
 
 SHOWN_PLANS = 10
 SHOWN_REASONS = 3
@@ -201,7 +201,7 @@ def _answer(file: PlanFile) -> Table:
     grid.add_row(
         "rate",
         f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {format_percent(best.mfu)} "
-        f"(Megatron model FLOPs over the {peak_name} datasheet peak, {peak / 1e12:,.0f} TFLOP/s)",
+        f"(Megatron model FLOPs over the {peak_name} datasheet peak, {format_peak(peak)})",
     )
     risk = format_percent(best.oom_probability) if best.oom_probability >= 0.001 else "under 0.1 %"
     free = best.memory_headroom_bytes
@@ -282,12 +282,13 @@ def _summed(terms_s: dict[str, float]) -> dict[str, float]:
     return {"work": work, **waits, "end_of_step": sum(terms_s.get(name, 0.0) for name in END_OF_STEP)}
 
 
-def why_first(best: RankedPlan, second: RankedPlan) -> str:
+def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False) -> str:
     """Why the winner beats the runner-up: the terms in which their times per sequence differ most."""
     gained = _gained(best, second)
     total = sum(gained.values())
     if total < 1e-6 * best.step_s:
-        return f"level with the runner-up ({second.plan.describe()}): the plainer plan goes first"
+        which = "the one that changes least of today's" if keeps_today else "the plainer plan"
+        return f"level with the runner-up ({second.plan.describe()}): {which} goes first"
     share = total / (best.step_s + total)
     return f"{format_percent(share)} faster than the runner-up ({second.plan.describe()}): {reasons(best, second)}"
 
@@ -409,7 +410,7 @@ def print_search(console: Console, file: PlanFile) -> None:
     grid = labelled()
     choice = file.choice
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
-        grid.add_row("why", escape(why_first(file.best, second)))
+        grid.add_row("why", escape(why_first(file.best, second, keeps_today=file.today is not None)))
     if choice:
         for label, text in choice_lines(file.best, choice):
             grid.add_row(label, escape(text))
