@@ -621,3 +621,12 @@ def test_expert_traffic_beside_another_micro_batch_is_priced_and_exported(tmp_pa
     refused = run(tmp_path, *asked, "--ep", "8", "--ep-overlap", "--framework", "torchtitan", "--sharding", "zero2")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
     assert "ep_overlap is known of Megatron-LM and Primus only" in refused.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("arguments", [("schema", "plan"), ("topo", "h100-sxm:2x8"), ("--version",)])
+def test_a_full_disk_behind_standard_output_is_one_line(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*AUTOPLAN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "autoplan: standard output cannot be written: No space left on device\n"

@@ -50,7 +50,8 @@ def run(
     db: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Keep the run in this timing database, out of memory or not; a plan's times come from it."
+            metavar="URL",
+            help="Keep the run in this timing database, out of memory or not; a plan's times come from it.",
         ),
     ] = None,
     force: ForceOption = False,
