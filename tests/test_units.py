@@ -21,8 +21,8 @@ from autoplan.units import (
     check_positive,
     file_keys,
     format_bytes,
-    format_percent,
     format_peak,
+    format_percent,
     format_rate,
     format_seconds,
 )

@@ -256,7 +256,8 @@ def _verify_memory(problem: Problem, file: PlanFile, *, quiet: bool) -> None:
 
 def _check_alone(context: typer.Context, beside: tuple[str, ...], says: str) -> None:
     """Refuse flags that would change what a file says."""
-    flags = [one.opts[0] for one in context.command.params if one.name not in beside and is_typed(context, one.name)]
+    options = {one.name: one.opts[0] for one in context.command.params if one.name is not None}
+    flags = [flag for name, flag in options.items() if name not in beside and is_typed(context, name)]
     if flags:
         raise InputError(f"{says}, without {', '.join(flags)}: leave them out, or give a model")
 

@@ -56,8 +56,8 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
         raise InputError("model_type " + ("is missing" if kind is None else f"must be text, got {_show(kind)}"))
     if table.get("is_encoder_decoder") not in (None, False):
         raise InputError(
-            f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}, of a {kind}: only causal language models, which "
-            "have a decoder alone, are planned"
+            f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}, of a {kind}: only causal language models, "
+            "which have a decoder alone, are planned"
         )
     if kind in data["wrappers"] and not is_inner:
         text = table.get("text_config")
