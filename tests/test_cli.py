@@ -630,3 +630,18 @@ def test_a_full_disk_behind_standard_output_is_one_line(arguments: tuple[str, ..
         done = subprocess.run([*AUTOPLAN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "autoplan: standard output cannot be written: No space left on device\n"
+
+
+def test_of_level_plans_it_is_said_which_goes_first_and_why(searched: Path) -> None:
+    best = decode(PlanFile, read_table(searched / "plan.json"), "plan.json").best
+    assert why_first(best, best).endswith("the plainer plan goes first")
+    assert why_first(best, best, keeps_today=True).endswith("the one that changes least of today's goes first")
+
+
+def test_a_page_of_a_priced_plan_says_nothing_of_other_plans(tmp_path: Path) -> None:
+    asked = ("llama3-70b", "--cluster", "h100-sxm:1x8", "--global-batch", "8", "--seq-len", "4096", "--tp", "8")
+    assert run(tmp_path, "estimate", *asked, "--out", "large.json", "--quiet").returncode == 0
+    assert run(tmp_path, "report", "large.json", "--out", "large.html", "--quiet").returncode == 0
+    page = (tmp_path / "large.html").read_text()
+    assert "This plan does not fit (risk 100.0 %)" in page
+    assert "No plan fits safely" not in page
