@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import tempfile
 import tomllib
 import types
@@ -62,7 +61,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_table(path: Path) -> dict[str, Any]:
     """The table in a TOML or JSON file; a syntax error names the line and column."""
-    text = read_text(path)
+    text = read_text(path).removeprefix("\ufeff")  # the mark that editors of Windows put before UTF-8
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
     except tomllib.TOMLDecodeError as error:
@@ -260,9 +259,9 @@ def write_text(path: Path, text: str, *, force: bool = False, executable: bool =
 
 
 def check_folder(path: Path, *, force: bool) -> None:
-    """Refuse to write a folder over what exists; over a folder, only with `force`."""
+    """Refuse to write a folder over what exists; into a folder that holds something, only with `force`."""
     try:
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
             if not force and any(path.iterdir()):
                 raise InputError(f"{path} exists: choose another name or pass --force")
         elif path.exists() or path.is_symlink():
@@ -272,27 +271,29 @@ def check_folder(path: Path, *, force: bool) -> None:
 
 
 def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool = False) -> None:
-    """Write a folder of (text, executable) by name, whole or not at all; with `force` in place of another one.
+    """Write a folder of (text, executable) by name: a new one whole or not at all, with `force` into an existing one.
 
-    Files of an older folder that are not written again stay beside the new ones.
+    There each file is replaced whole, once all are written beside them; whatever else is there is not touched: a job
+    may be writing its log, or have left checkpoints.
     """
     check_folder(path, force=force)
     for name in texts:
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
             raise InputError(f"{name!r} is no name of a file")
+        if (path / name).is_dir():
+            raise InputError(f"{path / name} is a folder: choose another name for its own")
     try:
+        is_new = not path.is_dir()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".autoplan-", dir=path.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=".autoplan-", dir=path.parent if is_new else path) as scratch:
             made = Path(scratch) / "made"
-            if path.is_dir():
-                shutil.copytree(path, made, symlinks=True)
-            else:
-                made.mkdir()
+            made.mkdir()
             for name, (text, executable) in texts.items():
-                (made / name).unlink(missing_ok=True)  # a link would lead elsewhere
                 write_text(made / name, text, executable=executable)
-            if path.is_dir():
-                path.rename(Path(scratch) / "old")
-            made.rename(path)
+            if is_new:
+                made.rename(path)
+            else:
+                for name in texts:
+                    (made / name).replace(path / name)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

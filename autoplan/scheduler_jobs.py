@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shlex
 import shutil
 import subprocess
@@ -25,9 +24,9 @@ from autoplan.export.targets import exported
 from autoplan.files import decode, encode, is_file, read_table, replacing, write_text
 from autoplan.job_template import JobTemplate, Meaning, Row
 from autoplan.jobs import LOG, MESSAGES, OUTCOME, PLAN, JobStatus, SilentError
-from autoplan.person import user_name
 from autoplan.result import PlanFile
 from autoplan.units import cleaned
+from autoplan.user import user_name
 
 JOB = "job.json"  # in the folder of a trial: its job, as far as it has come
 ANSWER_S = 60.0  # that a command of the scheduler may take
@@ -337,7 +336,7 @@ class SchedulerJobs:
             "steps": str(self._num_steps),
             "time_limit": f"{limit_s // 3600}:{limit_s // 60 % 60:02}:{limit_s % 60:02}",
             "time_limit_s": str(limit_s),
-            "user": user_name() or str(os.getuid()),  # schedulers take either
+            "user": user_name(),
             "job": job.job,
             "id": job.id,
         }

@@ -79,6 +79,11 @@ def format_rate(value: float) -> str:
     return f"{_three_figures(scaled)} {unit}"
 
 
+def format_peak(value: float) -> str:
+    """`value` operations/s of a device: '989 TFLOP/s', '0.0544 TFLOP/s' of a core."""
+    return f"{value / 1e12:,.0f} TFLOP/s" if value >= 99.5e12 else f"{value / 1e12:.3g} TFLOP/s"
+
+
 def format_volume(value: float) -> str:
     """`value` bytes that are moved, with three figures, decimal as rates are: '47.0 GB', '3.01 MB'."""
     scale, unit = next(((scale, unit) for scale, unit in _VOLUMES if value >= 0.9995 * scale), _VOLUMES[-1])

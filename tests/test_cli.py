@@ -10,13 +10,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from autoplan.cli import COMMANDS
+from autoplan.cli.run import _read_plan as read_plan_of_run
 from autoplan.files import decode, encode, read_table
 from autoplan.report.terminal import make_console, print_estimate, print_search, why_first
 from autoplan.result import PlanFile, RankedPlan
+from autoplan.timing import NO_TIMINGS
 from commands import run
 from profiler.record import Fingerprint, Record
 from profiler.store import open_store
@@ -153,6 +156,12 @@ def test_a_search_says_what_would_change_its_answer_and_why_others_lost(folder: 
     assert "at the 0.9 quantile of " in shown
     assert re.search(r"unless [\w -]+ [0-9.]+ % (higher|lower)( at the latest)?: then ", shown)
     assert re.search(r"FSDP alone: [0-9.]+ % slower \(dp 8, .*\): .* more ", shown)
+    shown = run(folder, "search", "llama.json", *PLACE, "--robust", "0.9", "--force", COLUMNS="120").stdout
+    cells = [re.findall(r"[\d.]+ m?s", line) for line in shown.splitlines() if re.match(r" ?\d+  \w", line)]
+    assert "0.9 quantile" in shown
+    assert len(cells) >= 5
+    quantiles = [float(one[1].split()[0]) * (1e-3 if one[1].endswith("ms") else 1) for one in cells]
+    assert quantiles == sorted(quantiles)
     assert_refused(folder, "search", "llama.json", *PLACE, "--force", "--robust", "1.5", says="--robust 1.5")
 
 
@@ -253,6 +262,13 @@ def test_timings_of_the_database_take_the_place_of_fitted_curves(searched: Path,
     assert timed.rests_on["measured"] + timed.rests_on["interpolated"] > 0.3
     again = run(tmp_path, "estimate", "timed.json", "--json", "--db", "lab.db")
     assert json.loads(again.stdout)["rests_on"] == timed.rests_on
+    lost = run(tmp_path, "explain", "timed.json", AUTOPLAN_DB="elsewhere.db")
+    assert (lost.returncode, lost.stderr.count("\n")) == (1, 1)
+    assert "name the database that it was made with, by --db or AUTOPLAN_DB (elsewhere.db: no such file" in lost.stderr
+    lab = str(tmp_path / "lab.db")
+    for default, asked in ((lab, None), ("elsewhere.db", lab), (lab, str(tmp_path / "of_runs.db"))):
+        with mock.patch.dict("os.environ", {"AUTOPLAN_DB": default}):
+            assert read_plan_of_run(tmp_path / "timed.json", asked)[0].timings != NO_TIMINGS
     place = ("--cluster", "mi300x:1x8", "--global-batch", "16", "--seq-len", "4096")
     there = ("--timings", "db", "--db", str(tmp_path / "lab.db"))
     assert_refused(searched, "estimate", "llama.json", *place, *there, says="db has no timings of mi300x")
@@ -589,3 +605,43 @@ def test_a_search_loads_no_heavy_library(folder: Path) -> None:
 def test_help_loads_next_to_nothing(folder: Path) -> None:
     for arguments in (("--help",), ("search", "--help"), ("--version",)):
         assert not {"numpy", "optuna", "msgspec", "rich"} & modules_after(folder, *arguments)
+
+
+def test_expert_traffic_beside_another_micro_batch_is_priced_and_exported(tmp_path: Path) -> None:
+    asked = ("estimate", "mixtral-8x7b", "--cluster", "h100-sxm:4x8", "--global-batch", "64", "--seq-len", "4096")
+    degrees = ("--pp", "4", "--vp", "2", "--ep", "8", "--quiet")
+    steps = []
+    for name, more in (("plain.json", ()), ("overlapped.json", ("--ep-overlap",))):
+        done = run(tmp_path, *asked, *degrees, *more, "--out", name)
+        assert done.returncode == 0, done.stderr
+        steps.append(decode(PlanFile, read_table(tmp_path / name), name).best.step_s)
+    assert steps[1] < steps[0]
+    script = run(tmp_path, "export", "overlapped.json", "--to", "megatron-lm").stdout
+    assert "--overlap-moe-expert-parallel-comm" in script
+    refused = run(tmp_path, *asked, "--ep", "8", "--ep-overlap", "--framework", "torchtitan", "--sharding", "zero2")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "ep_overlap is known of Megatron-LM and Primus only" in refused.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("arguments", [("schema", "plan"), ("topo", "h100-sxm:2x8"), ("--version",)])
+def test_a_full_disk_behind_standard_output_is_one_line(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*AUTOPLAN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "autoplan: standard output cannot be written: No space left on device\n"
+
+
+def test_of_level_plans_it_is_said_which_goes_first_and_why(searched: Path) -> None:
+    best = decode(PlanFile, read_table(searched / "plan.json"), "plan.json").best
+    assert why_first(best, best).endswith("the plainer plan goes first")
+    assert why_first(best, best, keeps_today=True).endswith("the one that changes least of today's goes first")
+
+
+def test_a_page_of_a_priced_plan_says_nothing_of_other_plans(tmp_path: Path) -> None:
+    asked = ("llama3-70b", "--cluster", "h100-sxm:1x8", "--global-batch", "8", "--seq-len", "4096", "--tp", "8")
+    assert run(tmp_path, "estimate", *asked, "--out", "large.json", "--quiet").returncode == 0
+    assert run(tmp_path, "report", "large.json", "--out", "large.html", "--quiet").returncode == 0
+    page = (tmp_path / "large.html").read_text()
+    assert "This plan does not fit (risk 100.0 %)" in page
+    assert "No plan fits safely" not in page

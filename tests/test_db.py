@@ -92,6 +92,28 @@ def test_list_and_show(folder: Path) -> None:
     assert "known are gemm" in bad(folder, "list", "--db", "a.db", "--operation", "sort")
 
 
+def test_a_list_that_is_cut_says_so(folder: Path) -> None:
+    from test_run_records import RUN
+
+    with open_store(str(folder / "a.db")) as store:
+        store.add([RUN, replace(RUN, measured_at="2026-11-20T10:00:00+00:00", step_s=(9.0,))])
+    for what in ((), ("--runs",)):
+        done = run(folder, "list", "--db", "a.db", "--limit", "1", "--json", *what)
+        assert len(json.loads(done.stdout)) == 1
+        assert done.stderr == "autoplan: the first 1 are shown: raise --limit or narrow the choice\n"
+    assert run(folder, "list", "--db", "a.db", "--runs").stderr == ""
+
+
+def test_a_user_without_a_name_is_known_by_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless() -> str:
+        raise OSError("no such user")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    good(folder, "hide", GEMM.key, "--reason", "hot", "--db", "a.db")
+    hidden = json.loads(good(folder, "show", GEMM.key, "--db", "a.db", "--json"))["hidden"]
+    assert hidden["by"] == str(os.getuid())
+
+
 def test_push_pull_and_hide_travel(folder: Path) -> None:
     with open_store(str(folder / "a.db")) as store:
         store.add([replace(GEMM, shape=(1, 1, 1), measured_by="eve")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 from autoplan.cli.planfile import make_plan_file
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.errors import InputError
+from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
+from autoplan.read.model import load_model
+from autoplan.report.explain import _wish
 from autoplan.result import Explanation, RankedPlan
 from autoplan.rules import Setting, broken
 from autoplan.rules.books import book_of
@@ -141,6 +145,26 @@ def test_changes_that_make_no_other_plan_are_refused(wishes: str, says: str) -> 
         changed(problem, PLAN, wishes)
 
 
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (LARGE, PLAN),
+        (LARGE, replace(PLAN, pp=1, dp_shard=2, offload="optimizer")),
+        (load_model("mixtral-8x7b"), ParallelPlan(global_batch=64, tp=2, sp=True, ep=4, etp=1, dp_shard=8)),
+    ],
+    ids=["pipeline", "replicas", "experts"],
+)
+def test_the_changes_that_are_told_can_be_typed(model: ModelSpec, plan: ParallelPlan) -> None:
+    problem, _ = make(model)
+    told = {near.changes[0][0]: near for near in explained(problem, plan).changes}
+    typed = {axis: wish for axis, near in told.items() if (wish := _wish(near))}
+    assert set(told) - set(typed) <= {"layers", "rank_order"}
+    for axis, wish in typed.items():
+        wanted = told[axis].plan.plan
+        made = replace(changed(problem, plan, wish), global_batch=wanted.global_batch)
+        assert not differing(axes_of(model, made), axes_of(model, wanted)), wish
+
+
 def test_another_plan_is_priced_and_its_changes_alone() -> None:
     problem, _ = make(LARGE)
     other = changed(problem, PLAN, "tp=4,recompute=full")
@@ -176,6 +200,13 @@ def test_an_explanation_fits_the_width(folder: Path, columns: int, versus: tuple
     assert max(len(line) for line in lines if "autoplan explain" not in line) <= columns
     for says in ("matrix products", "binds", "sure", "versus" if versus else "one change"):
         assert says in answer.stdout
+
+
+def test_the_next_command_names_the_file_as_a_shell_reads_it(folder: Path) -> None:
+    (folder / "my plan.json").write_bytes((folder / "plan.json").read_bytes())
+    shown = run(folder, "explain", "my plan.json").stdout.splitlines()
+    (told,) = [line.removeprefix("next:  autoplan ") for line in shown if line.startswith("next:")]
+    assert run(folder, *shlex.split(told)).returncode == 0
 
 
 def test_json_has_what_the_tables_show(folder: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec, DeviceSpec
 from autoplan.errors import InputError
-from autoplan.files import MOST_BYTES, check_target, decode, read_table, read_text, schema, write_text
+from autoplan.files import MOST_BYTES, check_target, decode, read_table, read_text, schema, write_folder, write_text
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
 from autoplan.read.cluster import cluster_schema
@@ -275,7 +275,6 @@ def test_a_junk_table_is_never_a_cluster(table: dict[str, Any]) -> None:
         ("a.toml", 'a = "unclosed', "end of document"),
         ("a.json", '{"a": 1,\n "b": }', "line 2, column 7"),
         ("a.json", "", "line 1, column 1"),
-        ("a.json", "\ufeff{}", "line 1"),
     ],
 )
 def test_a_malformed_file_is_refused_with_the_place(tmp_path: Path, name: str, text: str, place: str) -> None:
@@ -516,6 +515,12 @@ def test_the_schema_of_a_framework_offers_human_keys_for_absolute_sizes_only() -
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.json", '{"a": 1}'), ("a.toml", "a = 1")])
+def test_a_mark_before_the_text_is_passed_over(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read_table(tmp_path / name) == {"a": 1}
+
+
 def test_a_file_is_written_with_its_text_and_ordinary_permissions(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_text(path, "{}\r\n\u00e9\n")
@@ -625,6 +630,46 @@ def test_links_in_a_loop_are_refused(tmp_path: Path) -> None:
     for force in (False, True):
         with pytest.raises(InputError):
             write_text(tmp_path / "a", "{}", force=force)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_folder(tmp_path / "deep" / "launch", {"launch.sh": ("echo\n", True), "plan.yaml": ("a: 1\n", False)})
+    assert sorted(names(tmp_path / "deep" / "launch")) == ["launch.sh", "plan.yaml"]
+    assert os.access(tmp_path / "deep" / "launch" / "launch.sh", os.X_OK)
+    with pytest.raises(InputError, match="not Unicode"):
+        write_folder(tmp_path / "half", {"launch.sh": ("echo\n", True), "plan.yaml": ("\ud800", False)})
+    assert names(tmp_path) == ["deep"]
+
+
+def test_what_else_is_in_a_folder_is_not_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    (folder / "launch.sh").symlink_to("elsewhere")
+    with (folder / "slurm-1.out").open("w") as log:  # of a job that runs
+        inode = (folder / "slurm-1.out").stat().st_ino
+        with pytest.raises(InputError, match="--force"):
+            write_folder(folder, {"launch.sh": ("new\n", True)})
+        write_folder(folder, {"launch.sh": ("new\n", True)}, force=True)
+        log.write("step 2\n")
+    assert (folder / "slurm-1.out").read_text() == "step 2\n"
+    assert (folder / "slurm-1.out").stat().st_ino == inode
+    assert not (folder / "launch.sh").is_symlink()
+    assert (folder / "launch.sh").read_text() == "new\n"
+    assert sorted(names(folder)) == ["launch.sh", "slurm-1.out"]
+    assert names(tmp_path) == ["launch"]
+
+
+def test_a_folder_may_be_the_current_one_or_a_link_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch")
+    write_folder(tmp_path / "link", {"launch.sh": ("new\n", True)})
+    assert (tmp_path / "link").is_symlink()
+    assert names(tmp_path / "scratch") == ["launch.sh"]
+    monkeypatch.chdir(tmp_path)
+    write_folder(Path(), {"launch.sh": ("new\n", True)}, force=True)
+    assert sorted(names(tmp_path)) == ["launch.sh", "link", "scratch"]
+    with pytest.raises(InputError, match="scratch is a folder"):
+        write_folder(Path(), {"scratch": ("new\n", True)}, force=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,9 @@ from autoplan.export.job import File, Group, Job, Setting, Variable
 from autoplan.export.launcher import launch_files
 from autoplan.export.names import LAUNCHERS, Launcher
 from autoplan.export.start import dns_name, node_shape, safe_name
-from autoplan.export.targets import TARGETS
+from autoplan.export.targets import TARGETS, job_of
 from autoplan.files import encode
+from autoplan.read.framework import load_framework
 from autoplan.result import PlanFile
 from autoplan.units import GIB
 from commands import run
@@ -487,6 +488,27 @@ def test_a_plan_smaller_than_a_node_uses_part_of_it() -> None:
     for num_devices in (12, 40):
         with pytest.raises(InputError):
             node_shape(cluster_of(4), num_devices)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_plan_of_another_framework_is_refused_with_the_one_to_plan_with(target: str) -> None:
+    others = (load_framework(name) for name in ("torchtitan", "nanotron"))
+    other = next(one for one in others if one.rules not in TARGETS[target].rules)
+    with pytest.raises(InputError, match="search with --framework ") as caught:
+        job_of(replace(TWO, framework=other), target)
+    named = str(caught.value).partition("--framework ")[2].split()[0]
+    assert load_framework(named).rules in TARGETS[target].rules
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_image_is_used_or_refused(launcher: Launcher) -> None:
+    if launcher in SHELLS:
+        with pytest.raises(
+            InputError, match="leave it out, or take --launcher trainjob, jobset, pytorchjob or skypilot"
+        ):
+            launch_files(TWO, JOB, launcher, IMAGE)
+    else:
+        assert IMAGE in launch_files(TWO, JOB, launcher, IMAGE)[0].text
 
 
 def test_the_help_of_export_lists_what_there_is(tmp_path: Path) -> None:

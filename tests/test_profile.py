@@ -88,6 +88,16 @@ def test_a_dry_run_shows_the_plan_and_stores_nothing(folder: Path) -> None:
     assert list(open_store(f"sqlite:///{folder}/times.db").records()) == []
 
 
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_a_dry_run_fits_the_width(folder: Path, columns: str) -> None:
+    done = profile(folder, *QUICK, "--db", f"sqlite:///{folder}/times.db", "--dry-run", COLUMNS=columns)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    assert lines == [line.rstrip() for line in lines]
+    assert "\u2026" not in done.stdout
+    assert {"operation", "shapes", "takes"} <= set(lines[0].split())
+
+
 def test_what_was_measured_is_not_measured_again(folder: Path) -> None:
     url = f"sqlite:///{folder}/times.db"
     arguments = (*QUICK, "--db", url, "--only", "norm,rope,send_recv")
@@ -105,7 +115,7 @@ def test_an_interrupt_says_what_is_stored(folder: Path, number: signal.Signals, 
     command = [*AUTOPLAN, "profile", "small.toml", *QUICK, "--db", f"sqlite:///{folder}/times.db"]
     process = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert "2 ranks on 1 nodes" in process.stderr.readline()
+    assert "2 ranks on 1 node\n" in process.stderr.readline()
     time.sleep(3)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)

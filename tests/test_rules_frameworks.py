@@ -51,6 +51,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "torchtitan": (
         torchtitan.BOOK,
         (
+            (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
@@ -75,6 +76,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "pytorch-fsdp": (
         fsdp2.BOOK,
         (
+            (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             *PIPELINES,
             (MOE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096, "recompute of moe_act"),
             (DENSE, plan_of(dp_shard=8, sharding="zero1"), 4096, "use 'none' or 'zero2' or 'zero3'"),
@@ -121,6 +123,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "deepspeed": (
         deepspeed.BOOK,
         (
+            (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
             (DENSE, plan_of(pp=2, schedule="gpipe"), 4096, "schedule 'gpipe' does not exist: use '1f1b'"),
             (DENSE, plan_of(cp=2), 4096, "cp_kind 'ring' does not exist"),

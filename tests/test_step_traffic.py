@@ -183,6 +183,11 @@ def test_the_command_shows_the_traffic_of_a_plan_and_draws_it(tmp_path: Path) ->
     other = run(tmp_path, "topo", "h100-sxm:2x8", "--plan", "plan.json")
     assert other.returncode == 1
     assert "the plan is for 32 devices, h100-sxm has 16" in other.stderr
+    (tmp_path / "measured.json").write_text(
+        (tmp_path / "plan.json").read_text().replace('"timings": ""', '"timings": "db"')
+    )
+    elsewhere = run(tmp_path, "topo", "h100-sxm:4x8", "--plan", "measured.json", AUTOPLAN_DB="not-here.db")
+    assert elsewhere.returncode == 0, elsewhere.stderr  # bytes rest on no timings
     (tmp_path / "note.json").write_text("{}")
     strange = run(tmp_path, "topo", "h100-sxm:2x8", "--plan", "note.json")
     assert (strange.returncode, strange.stderr.count("\n")) == (1, 1)

@@ -162,6 +162,13 @@ def test_ties_go_to_the_same_plan_in_any_order() -> None:
     assert [first.plan(at) for at in range(20)] == [again.plan(at) for at in range(20)]
 
 
+def test_of_plans_of_equal_time_that_with_even_chunks_goes_first() -> None:
+    even = ParallelPlan(global_batch=64, pp=2, vp=2, schedule="interleaved", layers_per_chunk=(6, 6, 6, 6))
+    plans = [replace(even, layers_per_chunk=layers) for layers in ((4, 8, 8, 4), (5, 7, 7, 5), (6, 6, 6, 6))]
+    order = ordering(np.ones(3), PlanBatch.of(plans, 24))
+    assert order.tolist() == [2, 1, 0]
+
+
 def test_noise_of_rounding_does_not_decide() -> None:
     _, space = make(DENSE)
     batch, _ = space.plans(space.cells()[:5])

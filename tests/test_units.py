@@ -21,6 +21,7 @@ from autoplan.units import (
     check_positive,
     file_keys,
     format_bytes,
+    format_peak,
     format_percent,
     format_rate,
     format_seconds,
@@ -145,3 +146,10 @@ def test_a_fraction_is_shown_in_percent() -> None:
 )
 def test_a_rate_has_three_figures(value: float, text: str) -> None:
     assert format_rate(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(989e12, "989 TFLOP/s"), (2.25e15, "2,250 TFLOP/s"), (5.44e10, "0.0544 TFLOP/s")]
+)
+def test_a_peak_is_never_nothing(value: float, text: str) -> None:
+    assert format_peak(value) == text

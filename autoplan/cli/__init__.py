@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
@@ -35,6 +37,7 @@ COMMANDS = (
     "doctor",
     "db",
 )
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a file that standard output goes to
 WITHOUT_ARGUMENTS = ("discover", "doctor")  # do something where nothing is given
 
 
@@ -83,4 +86,11 @@ def main() -> None:
     except AutoplanError as error:
         sys.stdout.flush()
         print(f"autoplan: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is not None or error.errno not in NO_ROOM:
+            raise
+        # What is left in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"autoplan: standard output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)

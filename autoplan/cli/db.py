@@ -310,13 +310,13 @@ def unhide(
 
 def _change(context: typer.Context, keys: list[str], reason: str, url: str | None, *, hides: bool, json: bool) -> int:
     """Hide or unhide; how many that changed."""
-    from autoplan.person import user_name
     from autoplan.units import cleaned
+    from autoplan.user import user_name
 
     with _open(context, url) as store:
         whole = [store.find(key.lower())[0].key for key in keys]
         change = store.hide if hides else store.unhide
-        num_new = change(whole, by=cleaned(user_name()), reason=cleaned(reason))
+        num_new = change(whole, by=user_name(), reason=cleaned(reason))
     if json:
         from autoplan.cli.outputs import Changed
 

@@ -92,6 +92,9 @@ def estimate(
         typer.Option(metavar="NODE,NODE,...", help="Nodes in the order of the ranks; as the cluster has them."),
     ] = None,
     tp_overlap: Annotated[bool, typer.Option("--tp-overlap", help="Overlap tensor-parallel traffic.")] = False,
+    ep_overlap: Annotated[
+        bool, typer.Option("--ep-overlap", help="Run expert traffic beside another micro-batch.")
+    ] = False,
     sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism where tp > 1.")] = True,
     precision: PrecisionOption = "bf16",
     attention: AttentionOption = "flash",
@@ -197,6 +200,7 @@ def estimate(
             "rank_order": rank_order,
             "placement": placement.split(",") if placement else None,
             "tp_overlap": tp_overlap,
+            "ep_overlap": ep_overlap,
             "sp": sp and tp > 1 and problem.framework.sequence_parallel,
             "param_gather_overlap": sharding != "none",
             "precision": precision,
@@ -264,10 +268,10 @@ def _verify_memory(problem: Problem, file: PlanFile, *, quiet: bool) -> None:
 
 def _check_alone(context: typer.Context, beside: tuple[str, ...], says: str) -> None:
     """Refuse flags that would change what a file says."""
-    given = [name for name in context.params if name not in beside and is_typed(context, name)]
-    if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise InputError(f"{says}, without {flags}: leave them out, or give a model")
+    options = {one.name: one.opts[0] for one in context.command.params if one.name is not None}
+    flags = [flag for name, flag in options.items() if name not in beside and is_typed(context, name)]
+    if flags:
+        raise InputError(f"{says}, without {', '.join(flags)}: leave them out, or give a model")
 
 
 def _rest(num_devices: int, degrees: dict[str, int]) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.errors import InputError
+from autoplan.errors import AutoplanError, InputError
 from autoplan.urls import redact_arguments
 
 if TYPE_CHECKING:
@@ -95,7 +95,15 @@ def problem_of(file: PlanFile, url: str | None = None) -> Problem:
         calibration=file.calibration,
         reserve_bytes=file.reserve_bytes,
     )
-    return with_timings(problem, file.timings, url) if file.timings else problem
+    if not file.timings:
+        return problem
+    try:
+        return with_timings(problem, file.timings, url)
+    except AutoplanError as error:
+        if file.timings != "db" or url is not None:
+            raise
+        where = "name the database that it was made with, by --db or AUTOPLAN_DB"
+        raise InputError(f"the plan rests on measured times, which are not here: {where} ({error})") from None
 
 
 def make_plan_file(

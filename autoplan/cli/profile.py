@@ -161,8 +161,8 @@ def _lead(
     """What the program beside rank 0 does."""
     from autoplan.cli.profile_for import Deciding, print_ranking, print_settling
     from autoplan.cli.progress import measuring_bar
-    from autoplan.person import user_name
     from autoplan.report.terminal import make_console
+    from autoplan.user import user_name
     from profiler.sweep import Progress, extrapolations, outliers, run
     from profiler.wishes import plan, unmeasured
 
@@ -176,7 +176,9 @@ def _lead(
     else:
         planned, wish = plan(aim, hello, known), aim
     if not quiet:
-        _say(f"{hello.fingerprint.device}: {len(hello.hosts)} ranks on {hello.num_nodes} nodes")
+        ranks, nodes = len(hello.hosts), hello.num_nodes
+        counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
+        _say(f"{hello.fingerprint.device}: {counts}")
         remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
         for remark in [*remarks, *(f"not measured: {what}" for what in unmeasured(wish))]:
             _say(f"warning: {remark}")
@@ -250,28 +252,30 @@ def _check_torch() -> None:
 
 def _print_plan(console: Console, planned: list[Planned], num_known: int, budget_s: float) -> None:
     """What would be measured: one row for each operation and kernel, in the order in which they begin."""
-    from rich.table import Table
-
+    from autoplan.report.terminal import print_part, print_table
     from autoplan.units import format_seconds
 
     rows: dict[tuple[str, ...], list[Planned]] = {}
     for one in planned:
         task = one.task
         rows.setdefault((task.operation, task.dtype, task.kernel, task.mode), []).append(one)
-    table = Table(box=None, pad_edge=False)
-    for name in ("operation", "type", "kernel", "mode"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("shapes", justify="right")
-    table.add_column("takes", justify="right", no_wrap=True)
-    table.add_column("first", no_wrap=True)
-    for names, ones in rows.items():
-        shape = "x".join(str(size) for size in ones[0].task.shape)
-        table.add_row(*names, str(len(ones)), format_seconds(sum(one.expected_s for one in ones)), shape)
-    console.print(table)
+    columns = [(name, False) for name in ("operation", "type", "kernel", "mode")]
+    columns += [("shapes", True), ("takes", True), ("first", False)]
+    cells = [
+        (
+            *names,
+            str(len(ones)),
+            format_seconds(sum(one.expected_s for one in ones)),
+            "x".join(str(size) for size in ones[0].task.shape),
+        )
+        for names, ones in rows.items()
+    ]
+    print_table(console, columns, cells, keep=6)
     expected_s = sum(one.expected_s for one in planned)
-    console.print(
+    print_part(
+        console,
         f"{len(planned)} measurements in about {format_seconds(expected_s)} on a quiet machine; "
-        f"the budget is {format_seconds(budget_s)}; {num_known} are in the database"
+        f"the budget is {format_seconds(budget_s)}; {num_known} are in the database",
     )
 
 
@@ -286,14 +290,12 @@ def _print_json(progress: Progress) -> None:
 
 def _print_outcomes(console: Console, progress: Progress) -> None:
     """How many measurements of each operation ended how."""
-    from rich.table import Table
+    from autoplan.report.terminal import print_table
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("operation")
     statuses = ("ok", "unstable", "contaminated", "failed")
-    for status in statuses:
-        table.add_column(status, justify="right")
-    for operation, counts in sorted(progress.counts().items()):
-        table.add_row(operation, *(str(counts[status] or "") for status in statuses))
-    console.print(table)
+    cells = [
+        (operation, *(str(counts[status] or "") for status in statuses))
+        for operation, counts in sorted(progress.counts().items())
+    ]
+    print_table(console, [("operation", False), *((status, True) for status in statuses)], cells, keep=5)
     console.print(f"{_tally(progress)} in {progress.elapsed_s:.0f} s")

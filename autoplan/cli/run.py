@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,7 +48,11 @@ def run(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON.")] = None,
     db: Annotated[
-        str | None, typer.Option(metavar="URL", help="Keep the run in this timing database, out of memory or not.")
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Keep the run in this timing database, out of memory or not; a plan's times come from it.",
+        ),
     ] = None,
     force: ForceOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")] = False,
@@ -62,7 +67,6 @@ def run(
     from autoplan.children import CrewError, place_from
     from autoplan.cli.command import ProgramError, run_command
     from autoplan.cli.inputs import check_output, parse_duration, whole_url
-    from autoplan.cli.planfile import read_plan
     from autoplan.cli.runs import RunKeeper
     from autoplan.files import encode, write_text
     from autoplan.report.terminal import make_console
@@ -78,7 +82,7 @@ def run(
         check_output(out, force=force)
     limit_s = parse_duration(limit)
     url = whole_url(context, db)
-    problem, wanted, _ = read_plan(plan, url)
+    problem, wanted, _ = _read_plan(plan, url)
     place = None if command else place_from(os.environ)
     leads = place is None or place.rank == 0
     keeper = RunKeeper(url) if db and leads else None
@@ -139,6 +143,19 @@ def run(
             f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "
             f"gradients by {report.check.gradients:.2g}, weights by {report.check.weights:.2g} of their size"
         )
+
+
+def _read_plan(path: Path, url: str | None) -> tuple[Problem, ParallelPlan, str]:
+    """The plan of a file, with times of the database at `url`, or of the user's own where that is for the run alone."""
+    from autoplan.cli.planfile import read_plan
+
+    try:
+        return read_plan(path, url)
+    except AutoplanError:
+        if url is not None:
+            with suppress(AutoplanError):
+                return read_plan(path)
+        raise
 
 
 def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, quiet: bool) -> Report | None:

@@ -75,8 +75,8 @@ class RunKeeper:
         )
 
     def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
-        from autoplan.person import user_name
         from autoplan.units import cleaned
+        from autoplan.user import user_name
         from profiler.runs import RunRecord
         from profiler.store import open_store
 
@@ -153,7 +153,7 @@ def problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
 
 def past_record(problem: Problem, past: PastRun) -> RunRecord:
     """A past run as the database holds it.  Nothing in its content depends on when or where the log was read."""
-    from autoplan.person import user_name
+    from autoplan.user import user_name
     from profiler.record import MOST_SAMPLES
     from profiler.runs import RunRecord
 

@@ -229,5 +229,15 @@ def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Opt
     return tuple(
         OptionChange(option=name, before=before.get(name), after=after.get(name))
         for name in names
-        if before.get(name) != after.get(name)
+        if not _is_same(before.get(name), after.get(name))
     )
+
+
+def _is_same(one: str | None, other: str | None) -> bool:
+    """Whether an option says the same twice: 0 is 0.0."""
+    if one is None or other is None or one == other:
+        return one == other
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return False

@@ -68,14 +68,14 @@ def topo(
 
 def _step_traffic(path: Path, cluster: ClusterSpec) -> StepTraffic:
     """What the plan of a file moves on `cluster`, which need not be the one that it was made for."""
-    from autoplan.cli.planfile import read_plan
+    from autoplan.cli.planfile import load_plan_file, problem_of
     from autoplan.cost.traffic import step_traffic
-    from autoplan.timing import NO_TIMINGS
 
-    problem, plan, _ = read_plan(path)
+    file = replace(load_plan_file(path), timings="")  # bytes rest on none
+    problem, plan = problem_of(file), file.best.plan
     if plan.num_devices != cluster.num_devices:
         raise InputError(
             f"{path}: the plan is for {plan.num_devices} devices, {cluster.name} has {cluster.num_devices}: "
             "give the cluster that it was made for, or one of its size"
         )
-    return step_traffic(replace(problem, cluster=cluster, timings=NO_TIMINGS), plan)
+    return step_traffic(replace(problem, cluster=cluster), plan)

@@ -14,6 +14,8 @@ from autoplan.export.names import Launcher
 from autoplan.ranks import host_order
 from autoplan.result import PlanFile
 
+IN_CONTAINERS: tuple[Launcher, ...] = ("trainjob", "jobset", "pytorchjob", "skypilot")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
@@ -35,6 +37,11 @@ class Start:
         """The start of a plan, named after its model by default; an `InputError` where there are no such nodes."""
         num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
         hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
+        if image is not None and launcher not in IN_CONTAINERS:
+            raise InputError(
+                f"{launcher} starts no container, so that --image would change nothing: leave it out, or take "
+                f"--launcher {', '.join(IN_CONTAINERS[:-1])} or {IN_CONTAINERS[-1]}"
+            )
         if image is not None and not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", image, re.ASCII):
             raise InputError(f"{image!r} is no name of an image: give one such as nvcr.io/nvidia/pytorch:25.06-py3")
         return cls(

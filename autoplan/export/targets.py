@@ -36,6 +36,14 @@ TARGETS: dict[str, Target] = {
     )
 }
 
+# The shipped framework to plan with, by the rules of a target, where it is not called as they are.
+PLANNED_AS = {
+    "megatron-lm": "megatron-core",
+    "deepspeed": "deepspeed-zero",
+    "fsdp2": "pytorch-fsdp",
+    "trainer": "torch",
+}
+
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
     """The job of a plan for the target `to`; an `InputError` says why there is none."""
@@ -43,9 +51,10 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
         raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
     target = TARGETS[to]
     if plan_file.framework.rules not in target.rules:
+        framework = PLANNED_AS.get(target.rules[0], target.rules[0])
         raise InputError(
             f"the plan was made for {plan_file.framework.name}, which {target.says} is not: "
-            "search with --framework for the one that shall run it"
+            f"search with --framework {framework} for one that it runs"
         )
     version = target.versions[0] if version is None else version
     if version not in target.versions:

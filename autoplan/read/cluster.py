@@ -41,7 +41,8 @@ def load_device(name: str) -> DeviceSpec | None:
 
 
 def _closest(word: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.4)
+    longer = [name for name in known if word and word.lower() in name]
+    close = longer[:3] or difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.4)
     return f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}"
 
 

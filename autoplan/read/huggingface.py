@@ -54,6 +54,11 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     data, kind = _data(), table.get("model_type")
     if not isinstance(kind, str):
         raise InputError("model_type " + ("is missing" if kind is None else f"must be text, got {_show(kind)}"))
+    if table.get("is_encoder_decoder") not in (None, False):
+        raise InputError(
+            f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}, of a {kind}: only causal language models, "
+            "which have a decoder alone, are planned"
+        )
     if kind in data["wrappers"] and not is_inner:
         text = table.get("text_config")
         if not isinstance(text, dict):
@@ -67,12 +72,10 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
         if "auto_map" in table:
             raise InputError(f"model_type {_show(kind)} needs code of its own (auto_map), which is not run; {known}")
         raise InputError(f"model_type {_show(kind)} is not known; {known}")
-    if table.get("is_encoder_decoder") not in (None, False):
-        raise InputError(f"is_encoder_decoder = {_show(table['is_encoder_decoder'])}: only causal language models")
     names = table.get("architectures")
-    if names is not None and not (
-        isinstance(names, list) and any(str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in names)
-    ):
+    if names is not None and not isinstance(names, list):
+        raise InputError(f"architectures must be a list of names, got {_show(names)}")
+    if names is not None and not any(str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in names):
         raise InputError(f"architectures = {_show(names)} names no causal language model (...ForCausalLM)")
     return table, kind
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
@@ -37,6 +38,7 @@ from autoplan.result import (
 from autoplan.units import format_bytes, format_percent, format_seconds
 
 SHOWN_CHANGES = 12
+UNSPOKEN = {"layers", "rank_order", "nodes"}  # axes that --versus does not know
 LEVEL = 5e-4  # of two steps that are called level
 Names = Mapping[str, str]
 
@@ -64,9 +66,9 @@ def print_explanation(console: Console, file: PlanFile, found: Explanation, name
             lost = [(one.plan.describe(), one) for one in found.alternatives]
             console.print()
             _print_lost(console, found.plan, lost)
-    first = next((near for near in _telling(found) if near.is_possible), None)
-    if first and not found.versus:
-        print_next_steps(console, ("next", f"autoplan explain {path} --versus {_wish(first)}"))
+    wish = next((wish for near in _telling(found) if near.is_possible and (wish := _wish(near))), "")
+    if wish and not found.versus:
+        print_next_steps(console, ("next", f"autoplan explain {shlex.quote(path)} --versus {wish}"))
 
 
 def print_mixed_explanation(console: Console, file: MixedPlanFile, found: MixedExplanation) -> None:
@@ -145,12 +147,20 @@ def _needs(near: Neighbour, found: Explanation) -> str:
 
 
 def _wish(near: Neighbour) -> str:
-    """The changes as --versus takes them."""
-    wishes = []
-    for axis, _, value in near.changes:
-        word, _, count = value.partition(" ")
-        wishes += [f"{axis}={word}", *([f"vp={count}"] if axis == "schedule" and count else [])]
-    return ",".join(wishes)
+    """The changes as --versus takes them; blank where it has no words for one."""
+    plan, axes = near.plan.plan, [axis for axis, _, _ in near.changes]
+    if not UNSPOKEN.isdisjoint(axes):
+        return ""
+    values = {axis: value for axis, _, value in near.changes}
+    if "etp" in values:
+        values["etp"] = str(plan.etp)
+    if "sharding" in values:
+        values |= {"sharding": plan.sharding, **({"dp_shard": str(plan.dp_shard)} if plan.dp_replicate > 1 else {})}
+    if "schedule" in values:
+        values |= {"schedule": plan.schedule, "vp": str(plan.vp)}
+    if "recompute" in values and plan.recompute_num_layers is not None:
+        values["recompute"] = f"full:{plan.recompute_num_layers}"
+    return ",".join(f"{axis}={value}" for axis, value in values.items())
 
 
 def _room(near: Neighbour, capacity_bytes: float) -> str:

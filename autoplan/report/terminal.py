@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from statistics import NormalDist
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -14,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.cost.estimate import NORMAL_90
 from autoplan.plan import chunk_layers
 from autoplan.ranks import HostRanks
 from autoplan.result import (
@@ -29,7 +31,7 @@ from autoplan.result import (
     placed,
 )
 from autoplan.timing import Provenance
-from autoplan.units import GIB, format_bytes, format_percent, format_seconds
+from autoplan.units import GIB, format_bytes, format_peak, format_percent, format_seconds
 
 SHOWN_PLANS = 10
 SHOWN_REASONS = 3
@@ -202,7 +204,7 @@ def _answer(file: PlanFile) -> Table:
     grid.add_row(
         "rate",
         f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {format_percent(best.mfu)} "
-        f"(Megatron model FLOPs over the {peak_name} datasheet peak, {peak / 1e12:,.0f} TFLOP/s)",
+        f"(Megatron model FLOPs over the {peak_name} datasheet peak, {format_peak(peak)})",
     )
     risk = format_percent(best.oom_probability) if best.oom_probability >= 0.001 else "under 0.1 %"
     free = best.memory_headroom_bytes
@@ -253,9 +255,12 @@ def rests_on(shares: Mapping[Provenance, float]) -> str:
     return ", ".join(shown)
 
 
-def _print_ranking(console: Console, plans: Sequence[RankedPlan]) -> None:
+def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
+    """The plans in their order; with the quantile of the step by which they are, where that is not the step itself."""
     many = len({one.plan.global_batch for one in plans}) > 1
     columns = [("#", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True), ("memory", True)]
+    if quantile is not None:
+        columns.insert(3, (f"{quantile:g} quantile", True))
     rows = []
     for at, one in enumerate(plans, 1):
         cells = [
@@ -266,6 +271,9 @@ def _print_ranking(console: Console, plans: Sequence[RankedPlan]) -> None:
             format_percent(one.mfu),
             format_bytes(one.memory_bytes),
         ]
+        if quantile is not None:
+            spreads = NormalDist().inv_cdf(quantile) / NORMAL_90
+            cells.insert(3, format_seconds(one.step_s * (one.high_s / one.step_s) ** spreads))
         rows.append([*cells, f"{one.plan.global_batch:,}"] if many else cells)
     print_table(console, [*columns, ("batch", True)] if many else columns, rows, keep=3)
 
@@ -277,12 +285,13 @@ def _summed(terms_s: dict[str, float]) -> dict[str, float]:
     return {"work": work, **waits, "end_of_step": sum(terms_s.get(name, 0.0) for name in END_OF_STEP)}
 
 
-def why_first(best: RankedPlan, second: RankedPlan) -> str:
+def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False) -> str:
     """Why the winner beats the runner-up: the terms in which their times per sequence differ most."""
     gained = _gained(best, second)
     total = sum(gained.values())
     if total < 1e-6 * best.step_s:
-        return f"level with the runner-up ({second.plan.describe()}): the plainer plan goes first"
+        which = "the one that changes least of today's" if keeps_today else "the plainer plan"
+        return f"level with the runner-up ({second.plan.describe()}): {which} goes first"
     share = total / (best.step_s + total)
     return f"{format_percent(share)} faster than the runner-up ({second.plan.describe()}): {reasons(best, second)}"
 
@@ -398,12 +407,13 @@ def print_search(console: Console, file: PlanFile) -> None:
     print_answer(console, file)
     console.print()
     if file.alternatives:
-        _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]])
+        quantile = file.certificate.quantile if file.certificate else None
+        _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]], quantile)
         console.print()
     grid = labelled()
     choice = file.choice
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
-        grid.add_row("why", escape(why_first(file.best, second)))
+        grid.add_row("why", escape(why_first(file.best, second, keeps_today=file.today is not None)))
     if choice:
         for label, text in choice_lines(file.best, choice):
             grid.add_row(label, escape(text))

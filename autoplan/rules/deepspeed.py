@@ -84,6 +84,7 @@ CHOICES = (
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
+    universal.NO_EXPERT_OVERLAP,
     universal.ALL_OR_NONE,
     *(choice.rule() for choice in CHOICES),
     shared.no_interleaving(f"{_PIPE}/schedule.py:189"),

@@ -114,6 +114,7 @@ CHOICES = (
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_PARTS,
+    universal.NO_EXPERT_OVERLAP,
     *(choice.rule() for choice in CHOICES),
     *PIPELINE_RULES,
     shared.tied_needs_one_stage("torch/distributed/pipelining/stage.py PipelineStage"),

@@ -77,6 +77,7 @@ CHOICES = (
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_PARTS,
+    universal.NO_EXPERT_OVERLAP,
     universal.ALL_OR_NONE,
     *(choice.rule() for choice in CHOICES),
     *PIPELINE_RULES,

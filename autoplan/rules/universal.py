@@ -46,6 +46,10 @@ def _dualpipe_filled(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.schedule != SCHEDULES.index("dualpipe-v")) | (batch.num_microbatches >= 2 * batch.pp)
 
 
+def _waits_for_experts(setting: Setting, batch: PlanBatch) -> Bools:
+    return ~batch.ep_overlap
+
+
 def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.recompute_modules & ~DEFAULT_MODULE_BITS) == 0
 
@@ -134,6 +138,13 @@ ALL_OR_NONE = Rule(
         f"recompute of {p.recompute_num_layers} layers of a chunk is known of Megatron-LM and plain PyTorch only: "
         "use none or full"
     ),
+)
+
+# Where expert traffic does not run beside another micro-batch, or is not priced so.
+NO_EXPERT_OVERLAP = Rule(
+    source=SOURCE,
+    holds=_waits_for_experts,
+    says=lambda s, p: "ep_overlap is known of Megatron-LM and Primus only: leave it out",
 )
 
 # Where a framework's own rules are not written down.

@@ -9,7 +9,7 @@ from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.parts import Segment, bar, pairs
 from autoplan.report.terminal import certificate_line, layers_line, why_first
 from autoplan.result import PlanFile, datasheet_peak
-from autoplan.units import format_bytes, format_percent, format_seconds
+from autoplan.units import format_bytes, format_peak, format_percent, format_seconds
 
 VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
 
@@ -72,7 +72,8 @@ def _warning(file: PlanFile) -> Child:
     if file.best.verdict == "fits":
         return None
     risk = format_percent(file.best.oom_probability)
-    return tag("p", f"No plan fits safely: this one {VERDICTS[file.best.verdict]} (risk {risk}).", class_="warning")
+    which = "No plan fits safely: this one" if file.certificate else "This plan"
+    return tag("p", f"{which} {VERDICTS[file.best.verdict]} (risk {risk}).", class_="warning")
 
 
 def interval_figure(step_s: float, low_s: float, high_s: float) -> Markup:
@@ -101,7 +102,7 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
         "MFU",
         format_percent(best.mfu),
         bar([Segment(name="MFU", colour="compute", share=best.mfu, text=format_percent(best.mfu))]),
-        f"Megatron model FLOPs over the {name} datasheet peak of {peak / 1e12:,.0f} TFLOP/s",
+        f"Megatron model FLOPs over the {name} datasheet peak of {format_peak(peak)}",
     )
     capacity = best.memory_bytes + best.memory_headroom_bytes
     used = best.memory_bytes / max(capacity, best.memory_bytes)
@@ -132,7 +133,7 @@ def _more(file: PlanFile) -> Iterator[tuple[str, Child]]:
         yield "layers", layers
     choice = file.choice
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
-        yield "why", why_first(file.best, second)
+        yield "why", why_first(file.best, second, keeps_today=file.today is not None)
     if file.run:
         from autoplan.report.runs import run_lines
 
