@@ -216,6 +216,22 @@ def test_the_walk_ends_at_the_best_plan_and_options_are_the_targets_own(folder: 
     assert "--num-layers" not in options
 
 
+def test_what_the_plan_does_not_change_is_no_change_of_an_option(folder: Path) -> None:
+    """The exported file has a tokenizer and figures of its own; the tokenizer of the person's file stays theirs."""
+    script = (folder / "launch" / "launch.sh").read_text()
+    own = {
+        "NullTokenizer": "HuggingFaceTokenizer --tokenizer-model /models/own",
+        "--attention-dropout 0.0": "--attention-dropout 0",
+    }
+    for exported_, mine in own.items():
+        assert exported_ in script
+        script = script.replace(exported_, mine)
+    (folder / "own.sh").write_text(script)
+    options = {one["option"] for one in search_from(folder, "own.sh")["today"]["options"]}
+    assert options == {one["option"] for one in search_from(folder, "launch/launch.sh")["today"]["options"]}
+    assert "--tensor-model-parallel-size" in options
+
+
 def test_the_terminal_says_gap_changes_and_options(folder: Path, found: PlanFile) -> None:
     printed = (folder / "printed.txt").read_text()
     assert found.today is not None

@@ -229,5 +229,14 @@ def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Opt
     return tuple(
         OptionChange(option=name, before=before.get(name), after=after.get(name))
         for name in names
-        if before.get(name) != after.get(name)
+        if not _alike(before.get(name), after.get(name))
     )
+
+
+def _alike(before: str | None, after: str | None) -> bool:
+    """Whether two values of an option are the same, or the same number in other figures."""
+    from autoplan.megatron import is_number
+
+    if before is None or after is None or before == after:
+        return before == after
+    return is_number(before) and is_number(after) and float(before) == float(after)
