@@ -79,6 +79,12 @@ def format_rate(value: float) -> str:
     return f"{_three_figures(scaled)} {unit}"
 
 
+def format_flops(value: float) -> str:
+    """`value` operations per second with three figures or more: '989 TFLOP/s', '160 GFLOP/s'."""
+    scaled, unit = (value / 1e12, "TFLOP/s") if value >= 0.9995e12 else (value / 1e9, "GFLOP/s")
+    return f"{_three_figures(scaled)} {unit}"
+
+
 def format_volume(value: float) -> str:
     """`value` bytes that are moved, with three figures, decimal as rates are: '47.0 GB', '3.01 MB'."""
     scale, unit = next(((scale, unit) for scale, unit in _VOLUMES if value >= 0.9995 * scale), _VOLUMES[-1])

@@ -21,6 +21,7 @@ from autoplan.units import (
     check_positive,
     file_keys,
     format_bytes,
+    format_flops,
     format_percent,
     format_rate,
     format_seconds,
@@ -137,6 +138,14 @@ def test_a_shown_time_keeps_three_figures_from_a_microsecond_up(seconds: float) 
 
 def test_a_fraction_is_shown_in_percent() -> None:
     assert format_percent(0.4567) == "45.7 %"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(989.5e12, "990 TFLOP/s"), (2.5e15, "2,500 TFLOP/s"), (1e12, "1.00 TFLOP/s"), (0.16e12, "160 GFLOP/s")],
+)
+def test_a_peak_has_three_figures_or_more(value: float, text: str) -> None:
+    assert format_flops(value) == text
 
 
 @pytest.mark.parametrize(
