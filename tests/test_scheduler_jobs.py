@@ -201,6 +201,51 @@ def test_a_job_that_was_forgotten_before_its_start_is_submitted_again_and_one_th
     assert num_runs(waits) == 1
 
 
+@pytest.fixture
+def forgotten(stand_in: StandIn, template: JobTemplate, tmp_path: Path) -> tuple[SchedulerJobs, str, Path]:
+    """Jobs, the one of them that ran and that the controller knows no more, and the file of its accounting."""
+    jobs = jobs_of(template)
+    name = jobs.start(trial(tmp_path, "forgotten", "sleep 600"))
+    until(jobs, [name], are("running"))
+    stand_in.clear()
+    return jobs, name, stand_in.state / "accounting"
+
+
+def polled(jobs: SchedulerJobs, name: str) -> JobStatus:
+    """Where a job stands by the next answer."""
+    time.sleep(0.15)
+    return jobs.poll([name])[name]
+
+
+def test_an_accounting_that_is_late_or_down_for_a_while_loses_no_job(
+    forgotten: tuple[SchedulerJobs, str, Path],
+) -> None:
+    jobs, name, accounting = forgotten
+    job = scheduler_jobs._read(Path(name))
+    for says in ("\n", "", "\n"):  # nothing yet, no answer, nothing
+        accounting.write_text(says)
+        assert polled(jobs, name).state == "running"
+    accounting.write_text(f"{job.job}|{job.id}|CANCELLED by 54321\nbatch|{job.id}.batch|CANCELLED\n")
+    assert polled(jobs, name) == JobStatus(state="ended", reason="cancelled (Slurm: CANCELLED)", cause="cancelled")
+
+
+def test_a_job_that_the_accounting_does_not_learn_of_is_lost(
+    forgotten: tuple[SchedulerJobs, str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, name, accounting = forgotten
+    monkeypatch.setattr(scheduler_jobs, "HISTORY_S", 0.2)
+    accounting.write_text("\n")
+    assert polled(jobs, name).state == "running"
+    assert "does not know job 1 any more" in until(jobs, [name], are("lost"))[0].reason
+
+
+def test_an_accounting_that_cannot_be_read_is_told_at_once(forgotten: tuple[SchedulerJobs, str, Path]) -> None:
+    jobs, name, accounting = forgotten
+    accounting.write_text("JobName    State\n")
+    with pytest.raises(InputError, match="sacct wrote 'JobName    State', in which rows"):
+        polled(jobs, name)
+
+
 def test_what_the_scheduler_refuses_is_told_and_starts_nothing(
     stand_in: StandIn, template: JobTemplate, tmp_path: Path
 ) -> None:
