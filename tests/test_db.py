@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 import commands
 from profiler.store import open_store
@@ -106,6 +107,21 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert back == "1 in use again, 0 were not hidden\n"
     good(folder, "pull", "b.db", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db")
+
+
+def test_records_of_another_version_are_passed_over_in_one_line(folder: Path) -> None:
+    old = some_records(0, 3)[0]
+    with open_store(str(folder / "a.db")) as store, store._database.writing() as connection:
+        connection.execute(text(f"UPDATE records SET operation = 'sort' WHERE key = '{old.key}'"))
+    line = (
+        "autoplan: warning: rows of a.db that this version does not understand, and passes over: 1; `autoplan db check`"
+    )
+    for arguments in (("list",), ("push", "b.db"), ("export", "t.jsonl.gz"), ("list", "--device", "h100-sxm")):
+        done = commands.run(folder, "db", *arguments, "--db", "a.db", **environment(folder))
+        assert (done.returncode, done.stderr.count(line)) == (0, 1), done.stderr
+    assert f"{old.key[:12]}  sort " in good(folder, "check", "--db", "a.db")
+    assert json.loads(good(folder, "hide", old.key[:12], "--reason", "old", "--db", "a.db", "--json"))["changed"] == 1
+    assert commands.run(folder, "db", "list", "--db", "a.db", **environment(folder)).stderr == ""
 
 
 def test_push_quarantines_what_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help i
     from autoplan.problem import Problem
     from autoplan.timing import Calibration, Measurement, Operation
     from autoplan.training import TrainingSpec
+    from profiler.store import Store
     from search.space import Space
 
 
@@ -335,15 +338,29 @@ def usable_timings(problem: Problem, url: str | None) -> list[Measurement]:
 def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> list[Measurement]:
     """Of the machine that the cluster file names, else of the one with its device that was measured last."""
     from profiler.record import Fingerprint
-    from profiler.store import open_store
 
     device, machine = cluster.device.name, cluster.machine
-    with open_store(url, writable=False) as store:
+    with opened_store(url, writable=False) as store:
         if machine is not None:
             wanted = Fingerprint(device=device, **asdict(machine))
         else:
             wanted = store.latest(device) or Fingerprint(device=device)
         return store.timings(wanted, operations=operations)
+
+
+@contextmanager
+def opened_store(url: str | None, *, writable: bool) -> Iterator[Store]:
+    """The timing database; in the end one line tells how much of it was passed over."""
+    from profiler.store import open_store
+
+    with open_store(url, writable=writable) as store:
+        yield store
+        if store.num_unread:
+            print(
+                f"autoplan: warning: rows of {store.name} that this version does not understand, and passes over: "
+                f"{store.num_unread:,}; `autoplan db check` lists them",
+                file=sys.stderr,
+            )
 
 
 def check_framework(framework: Framework) -> None:

@@ -199,12 +199,12 @@ def calibration_of(cluster: ClusterSpec, framework: Framework, url: str | None) 
 
 
 def _measured(cluster: ClusterSpec, framework: Framework, url: str | None) -> Iterator[MeasuredRun]:
-    from profiler.store import open_store
+    from autoplan.cli.inputs import opened_store
     from profiler.store.match import match
 
     wanted = _as_described(cluster)
     by_match: dict[int, list[RunRecord]] = {}
-    with open_store(url, writable=False) as store:
+    with opened_store(url, writable=False) as store:
         for run in store.runs(device=cluster.device.name):
             if run.framework in (framework.name, framework.calibration_name) and run.status == "ok":
                 by_match.setdefault(match(run.fingerprint, wanted) or 0, []).append(run)
