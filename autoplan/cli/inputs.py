@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from autoplan.cli.complete import presets, words
+from autoplan.cli.complete import clusters, presets, words
 from autoplan.errors import AutoplanError, InputError, UnpricedError
 from autoplan.export.names import TARGETS
 
@@ -55,8 +55,9 @@ ClusterOption = Annotated[
     str,
     typer.Option(
         metavar="CLUSTER",
-        help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, or unlike ones joined by +.",
-        autocompletion=presets("clusters"),
+        help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, local (this machine), or unlike ones "
+        "joined by +.",
+        autocompletion=clusters,
     ),
 ]
 SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")]
@@ -149,6 +150,7 @@ class TrainingFlags:
     timings: str | None = None
     db: str | None = None
     training: TrainingSpec | None = None  # of a launch file, for what no flag says
+    quiet: bool = False
 
 
 def is_typed(context: typer.Context, name: str) -> bool:
@@ -204,15 +206,32 @@ def parse_batches(text: str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def make_problem(flags: TrainingFlags) -> Problem:
-    """The problem that the flags describe."""
-    from autoplan.parts import MixedCluster
-    from autoplan.problem import Problem
+def named_cluster(text: str, *, quiet: bool) -> ClusterSpec | MixedCluster:
+    """The cluster that a flag names: a shipped one, several joined by +, a file, or `local`, this machine."""
     from autoplan.read.mixed import load_parts
 
-    cluster = load_parts(flags.cluster)
+    if text == "local":
+        from autoplan.cli.discover import local_cluster
+
+        return local_cluster(quiet=quiet)
+    return load_parts(text)
+
+
+def uniform_cluster(text: str, *, quiet: bool) -> ClusterSpec:
+    """The same, of equal nodes."""
+    from autoplan.parts import MixedCluster
+
+    cluster = named_cluster(text, quiet=quiet)
     if isinstance(cluster, MixedCluster):
-        raise InputError(f"{flags.cluster} has unlike parts, for which there is autoplan search only")
+        raise InputError(f"{text} has unlike parts, for which there is autoplan search only")
+    return cluster
+
+
+def make_problem(flags: TrainingFlags) -> Problem:
+    """The problem that the flags describe."""
+    from autoplan.problem import Problem
+
+    cluster = uniform_cluster(flags.cluster, quiet=flags.quiet)
     common = _read_common(flags)
     problem = Problem(
         model=common.model,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.complete import presets
+from autoplan.cli.complete import clusters, presets
 from autoplan.cli.inputs import (
     AttentionOption,
     CalibrationOption,
@@ -55,7 +55,7 @@ def tune(
         bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")
     ] = False,
     cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=presets("clusters"))
+        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=clusters)
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
@@ -171,6 +171,7 @@ def tune(
             calibration=calibration,
             timings=timings,
             db=db,
+            quiet=quiet,
         )
         problem = make_problem(flags)
         plans = _searched(problem, global_batch, fix=fix or [], at_most=max_ or [], allow=allow or [], quiet=quiet)
