@@ -367,6 +367,22 @@ def test_tools_that_fail_or_say_nonsense_are_left_out(tmp_path: Path) -> None:
     assert troubles[1].endswith("is left out: it ended with status 1 no device")
 
 
+def test_cores_are_no_devices_where_gpus_are_seen_that_nothing_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node where nvidia-ml-py is not installed."""
+    monkeypatch.setattr(local, "nvidia_gpus", lambda: ([], {}))
+    tools = {(sys.executable, "-c", f"print({matrix(8, 'NV18')!r})"): nvidia_smi.parse}
+    seen, troubles = local.see(tmp_path, tools)
+    assert troubles == ["NVML was not asked, which names the devices: pip install nvidia-ml-py"]
+    found = found_in([Report(host="gpu1", seen=tuple(seen), troubles=tuple(troubles))])
+    with pytest.raises(InputError, match="does not say which devices these are: pass --device"):
+        describe_all(found)
+    described = describe_all(found, device="h100-sxm")
+    assert (described.cluster.device.name, described.cluster.num_devices) == ("h100-sxm", 8)
+    assert f"gpu1: {troubles[0]}" in described.warnings
+
+
 # Allocations
 
 
