@@ -112,6 +112,23 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(folder: Path, data: st.Da
             assert read_launch(path, given_, target).plan.num_devices >= 1
 
 
+def test_of_a_script_that_starts_what_another_file_describes_that_file_is_named(folder: Path, tmp_path: Path) -> None:
+    file = plan_file(folder / "old.json")
+    plan = ParallelPlan(global_batch=16, dp_shard=8, sharding="zero1")
+    file = replace(file, framework=load_framework("nanotron"), best=replace(file.best, plan=plan))
+    for one in exported(file, "nanotron", "slurm"):
+        (tmp_path / one.name).write_text(one.text)
+    described, inner, script = (tmp_path / name for name in ("nanotron.yaml", "launch.sh", "launch.sbatch"))
+    assert read_launch(described, COMPLETE).plan == plan
+    with pytest.raises(InputError, match=r"launch.sh: says nothing of the plan: read .*nanotron.yaml, which it starts"):
+        read_launch(inner, COMPLETE)
+    with pytest.raises(InputError, match=r"launch.sbatch: says nothing of the plan: read .*nanotron.yaml, which it"):
+        read_launch(script, COMPLETE)
+    inner.write_text("torchrun pretrain_gpt.py\n")
+    with pytest.raises(InputError, match=r"launch.sbatch: says nothing of the plan: read .*launch.sh, which it starts"):
+        read_launch(script, COMPLETE)
+
+
 BAD: dict[str, tuple[bytes, str | None, str]] = {
     "nothing known": (b"pip install torch\n", None, "looks like no launch file that is known: say with --as"),
     "nothing": (b"", None, "looks like no launch file"),
