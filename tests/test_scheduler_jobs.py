@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
 from autoplan import scheduler_jobs
 from autoplan.errors import AutoplanError, InputError
 from autoplan.files import encode
 from autoplan.job_template import JobTemplate, load_job_template
 from autoplan.jobs import JobStatus
+from autoplan.plan import ParallelPlan
 from autoplan.read.logs import read_log
 from autoplan.scheduler_jobs import SchedulerJobs
 from commands import run
+from profiler.store import open_store
 from slurms import RealSlurm, StandIn, slurms, write_program
 from test_export_megatron_lm import LLAMA_8B, plan_file_of
 
@@ -357,16 +360,32 @@ def test_what_is_exported_is_submitted_and_its_log_is_read(
     (tmp_path / "own.toml").write_text('extends = "slurm"\npoll_every_s = 0.1\n')
     done = run(
         tmp_path, "tune", "llama3-8b", "--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096",
-        "--framework", "megatron-core", "--trials", "2", "--steps", "4", "--warmup", "3", "--quiet", "--json",
-        "--template", "own.toml", "--to", "megatron-lm",
+        "--framework", "megatron-core", "--trials", "3", "--steps", "4", "--warmup", "3", "--quiet", "--json",
+        "--template", "own.toml", "--to", "megatron-lm", "--db", "runs.db",
         PATH=f"{tmp_path}:{os.environ['PATH']}", PREFLIGHT="0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert [(one["end"], one["measured_s"]) for one in json.loads(done.stdout)["trials"]] == [("measured", 2.0)] * 2
+    trials = json.loads(done.stdout)["trials"]
+    assert [(one["end"], one["measured_s"]) for one in trials] == [("measured", 2.0)] * 3
     words = (tmp_path / "tune" / "0000" / "log.txt").read_text().splitlines()[-8].split()
     assert words[-2:] == ["--train-iters", "7"]
     assert "--tensor-model-parallel-size" in words
-    assert num_runs(str(tmp_path)) == 2
+    assert num_runs(str(tmp_path)) == 3
+    # What was learned is there for the next search, from the database and from the folder.
+    with open_store(str(tmp_path / "runs.db")) as store:
+        kept = [(one.plan, one.step_s, one.predicted_s) for one in store.runs()]
+    assert kept == [(convert(one["plan"], ParallelPlan), (2.0,), one["predicted_s"]) for one in trials]
+    place = ("--cluster", "h100-sxm:1x8")
+    learned = run(tmp_path, "calibrate", "--from-logs", "tune", *place, "--db", "logs.db")
+    assert "3 runs: 3 new in the database, 0 held already; 0 files passed over" in learned.stdout, learned.stderr
+    for db in ("runs.db", "logs.db"):
+        found = run(
+            tmp_path, "search", "llama3-8b", *place, "--global-batch", "16", "--seq-len", "4096", "--force", "--json",
+            "--framework", "megatron-core", "--calibration", "db", "--db", db,
+        )  # fmt: skip
+        assert (
+            json.loads(found.stdout)["calibration"]["name"] == "megatron-core on h100-sxm, from 3 runs in the database"
+        )
 
 
 # -- Kubernetes --------------------------------------------------------------------------------------------------------

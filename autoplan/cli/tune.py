@@ -124,6 +124,7 @@ def tune(
     from autoplan.cli.planfile import make_plan_file
     from autoplan.cli.profile import _on_terminate
     from autoplan.cli.progress import live_line, say_how_to_watch
+    from autoplan.cli.runs import RunKeeper
     from autoplan.cli.trials import Budget, Trials
     from autoplan.files import encode, write_text
     from autoplan.jobs import LocalJobs
@@ -178,6 +179,7 @@ def tune(
     options = ("--steps", str(steps), "--warmup", str(warmup), *(("--db", db) if db else ()))
     about = {"steps": str(steps), "warmup": str(warmup), "program": shlex.join(program or [])}
     enough = None
+    keeper = None  # of trials that do not keep themselves
     jobs: Jobs
     if template:
         from autoplan.job_template import load_job_template
@@ -198,6 +200,7 @@ def tune(
             plans = _runnable(problem, plans)
         else:
             enough = steps
+            keeper = RunKeeper(db) if db else None
             if scheduler.launcher:
                 plans = _exportable(make_plan_file(problem, plans[:1], None), plans, to, target_version)
     else:
@@ -236,6 +239,8 @@ def tune(
             ended = runs.run()
         except KeyboardInterrupt:
             is_interrupted, ended = True, "interrupted; the same call goes on from here"
+        if keeper:
+            keeper.keep_trials(problem, tuning)
         report = _report(problem, tuning, ended)
     if report.best is None:
         _print(report, json=json)
