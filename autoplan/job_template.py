@@ -214,11 +214,6 @@ def _paths() -> dict[str, Path]:
     return {path.stem: path for path in paths}
 
 
-def preset_job_templates() -> tuple[str, ...]:
-    """Ids of the shipped templates."""
-    return tuple(_paths())
-
-
 def load_job_template(text: str) -> JobTemplate:
     """The template that `text` names: a shipped one's id or the path of a TOML file, which may extend a shipped one."""
     known = _paths()

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from autoplan.errors import InputError, OutOfRangeError
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
 TOKEN_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 # A key of a file may carry a human unit; inside there is one SI unit per quantity.  Bandwidth is decimal, one

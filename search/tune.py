@@ -17,7 +17,6 @@ from typing import Literal
 import msgspec
 import numpy as np
 import optuna
-from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
@@ -29,8 +28,6 @@ from autoplan.problem import Problem
 from autoplan.result import RankedPlan, TrialEnd
 from search.belief import RUN_SPREAD, Belief, Measured, fit_chance
 from search.storage import fingerprint, join_study
-
-Floats = NDArray[np.float64]
 
 TOLERANCE = 0.02  # a plan that is faster by less is no better: runs of one plan differ by as much
 CHANCE = 0.05  # below which a plan is not expected to be better
@@ -87,7 +84,6 @@ class View:
     """What is known at one moment: the belief about all plans and the trials; `best` is the index of the fastest."""
 
     belief: Belief
-    fits: Floats  # probabilities
     trials: tuple[TunedTrial, ...]
     best: TunedTrial | None
     ratio: float | None  # measured over predicted steps, their median
@@ -209,7 +205,6 @@ def look(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> View:
         worth = fits * believed.improvement(min([bar, *(float(belief.mean[one.at]) for one in running)]))
     return View(
         belief=belief,
-        fits=fits,
         trials=tuple(trials),
         best=best,
         ratio=float(np.median([one.step_s / plans[one.at].step_s for one in measured])) if measured else None,

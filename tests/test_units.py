@@ -12,7 +12,6 @@ from autoplan.errors import InputError
 from autoplan.units import (
     FILE_UNITS,
     GIB,
-    KIB,
     MIB,
     check_count,
     check_fraction,
@@ -46,7 +45,7 @@ def test_a_field_is_written_under_its_human_unit(field: str, key: str) -> None:
 
 
 def test_binary_sizes_are_powers_of_two_and_rates_are_decimal() -> None:
-    assert (KIB, MIB, GIB) == (1024, 1024**2, 1024**3)
+    assert (MIB, GIB) == (1024**2, 1024**3)
     factors = {human: factor for human, _, factor in FILE_UNITS}
     assert factors["_gib"] == 2**30
     assert factors["_mib"] == 2**20
