@@ -34,7 +34,15 @@ GRACE_S = 5.0  # that ranks have to say what went wrong before they are ended
 _HUNG_STATUS = 1  # with which faulthandler's watchdog ends a process
 # Ranks inherit: one thread for each, said before torch is there (`closed-loop` 2.1), and of torch's C++ no stack traces
 # of what the ranks say themselves.
-_VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# Memory of the host is kept when it is freed, as that of accelerators is: without it a step faults in again, page by
+# page, what the last one gave back.
+_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most that glibc takes
+}
 _LOG_LEVEL = ("TORCH_CPP_LOG_LEVEL", "FATAL")
 _PORT = 29500  # torch's own default
 _LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from string import ascii_uppercase
 
 from autoplan.cluster import ClusterSpec, WanSpec
 from autoplan.errors import InputError, UnpricedError
@@ -99,6 +100,13 @@ class MixedPlan:
                 raise InputError(f"state_share of all replicas must add up to 1, got {total:.9g}")
 
     @property
+    def letters(self) -> tuple[str, ...]:
+        """What the kinds are called, A and so on; a single one needs no name."""
+        if len(self.kinds) == 1:
+            return ("",)
+        return tuple(ascii_uppercase[at % 26] * (at // 26 + 1) for at in range(len(self.kinds)))
+
+    @property
     def num_replicas(self) -> int:
         """Data-parallel replicas of all kinds."""
         return sum(kind.count for kind in self.kinds)
@@ -126,7 +134,8 @@ class MixedPlan:
         middle = sum(one.layers for one in kind.stages[:stage]) + kind.stages[stage].layers // 2
         held = [(other.count, part_of_layer(other, middle)) for other in self.kinds]
         here = kind.stages[stage].part
-        return sum(count for count, part in held if part == here), len({part for _, part in held} | {here})
+        inside = sum(count for count, part in held if part == here) or kind.count  # a stage without layers
+        return inside, len({part for _, part in held} | {here})
 
 
 def part_of_layer(kind: ReplicaKind, layer: int) -> int:

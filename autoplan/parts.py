@@ -64,6 +64,12 @@ class MixedCluster:
         return sum(part.num_devices for part in self.parts)
 
     @property
+    def part_names(self) -> tuple[str, ...]:
+        """Of the parts; those that share a name are numbered."""
+        names = [part.name for part in self.parts]
+        return tuple(f"{name}#{at}" if names.count(name) > 1 else name for at, name in enumerate(names))
+
+    @property
     def vendors(self) -> tuple[str, ...]:
         """The vendor of every part."""
         return tuple(part.device.vendor for part in self.parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -85,6 +86,55 @@ class StageCost:
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "memory_bytes"):
             check_not_negative(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a pipeline stage sits, in every replica of its kind."""
+
+    kind: str = ""  # of replica: a letter where they are unlike
+    stage: int
+    part: str = ""  # of a mixed cluster, by name
+    num_microbatches: int  # that pass through it in a step
+    capacity_bytes: float  # of one of its devices, that a plan may use
+
+    @property
+    def name(self) -> str:
+        """What the stage is called."""
+        return f"{self.kind}{self.stage}"
+
+    @property
+    def words(self) -> str:
+        """The stage and where it is."""
+        return f"stage {self.name} on {self.part}" if self.part else f"stage {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStage:
+    """A stage with its place."""
+
+    place: Place
+    cost: StageCost
+
+    @property
+    def fill(self) -> float:
+        """Its memory over the capacity of its own devices."""
+        return self.cost.memory_bytes / self.place.capacity_bytes
+
+    @property
+    def busy_s(self) -> float:
+        """Its work in a step."""
+        return self.place.num_microbatches * sum(self.cost.terms_s.values())
+
+
+def placed(stages: Iterable[StageCost], num_microbatches: int, capacity_bytes: float) -> tuple[PlacedStage, ...]:
+    """Stages of a plan whose devices are alike."""
+    return tuple(
+        PlacedStage(
+            place=Place(stage=stage.stage, num_microbatches=num_microbatches, capacity_bytes=capacity_bytes), cost=stage
+        )
+        for stage in stages
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,6 +434,27 @@ class Explanation:
     versus: Versus | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedNeighbour:
+    """A plan of a mixed cluster with one change from another one, kinds of replicas by their letters there."""
+
+    change: tuple[str, str, str]  # what, as there, as here
+    plan: MixedCost
+    ratio: float  # of the times per sequence, to that of the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedExplanation:
+    """Why a plan of a mixed cluster takes as long as it does, and why no other one was taken."""
+
+    command: str
+    plan: MixedCost
+    stages: tuple[PlacedStage, ...]  # kind after kind of replica
+    changes: tuple[MixedNeighbour, ...]  # of every thing that can be changed the fastest, and the fastest that fits
+    alternatives: tuple[MixedCost, ...]  # of the search, best first
+    certificate: MixedCertificate | None
+
+
 def datasheet_peak(device: DeviceSpec, precision: Precision) -> tuple[str, float]:
     """(name, operations per second) of the datasheet figure that an MFU in `precision` refers to.
 
@@ -610,7 +681,8 @@ class TuneReport:
 
     ended: str  # why there were no more of them, in words
     is_separated: bool  # no plan is left that is likely to be faster
-    best: TriedPlan | None
+    best: TriedPlan | None  # the last run of the fastest plan
+    best_s: float | None  # of a step of that plan: the geometric mean of its runs
     trials: tuple[TriedPlan, ...]
     candidates: int
     left: int  # of them, plans that were not run and may still be faster

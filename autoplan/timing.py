@@ -81,10 +81,11 @@ _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 # backward pass finds all that it needs kept, or first runs the core of the attention (`_selective`) or the layer
 # (`_full`) again; `layer_input_gradient` and `layer_weight_gradient` are its halves where a schedule splits it.  A
 # layer whose states `num_devices` replicas share is both passes of a micro-batch that begins and ends a step: it
-# gathers the weights, or casts them, and reduces the gradients.  `replicated_layer` shards nothing, also on one device,
-# `sharded_layer` keeps what it gathered for the backward pass, `resharded_layer` gathers it again.  `embedding` and
-# `head` (the last norm and the loss with it) are both ways.  `pipeline_actions` is what the 2 x num_micro_batches
-# passes of one stage take of the host beyond computation and messages.
+# gathers the weights, or casts them, and reduces the gradients, one among others that compute meanwhile.
+# `replicated_layer` shards nothing, also on one device, `sharded_layer` keeps what it gathered for the backward pass,
+# `resharded_layer` gathers it again.  `embedding` and `head` (the last norm and the loss with it) are both ways.
+# `pipeline_actions` is what the 2 x num_micro_batches passes of one stage take of the host beyond computation and
+# messages.
 SHAPES: dict[Operation, tuple[str, ...]] = {
     "gemm": _PRODUCT,
     "dgrad": _PRODUCT,

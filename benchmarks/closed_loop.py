@@ -78,6 +78,7 @@ MOST_LAUNCHES = 9  # of each plan in all
 WARMUP, STEPS = 1, 2
 START_S, LAUNCH_S = 10.0, 5.0  # for which there must be time left
 VISITS = 3  # of what is measured for the profile, until it is clean
+COPIED, COPIES = 2**22, 20  # fp32 numbers, times
 CAPS = (0.5, 0.25)  # memory of which so many plans fit
 # What steps of two ranks are made of; kernels of their own would only stand in for units that were not measured.
 OPERATIONS: tuple[Operation, ...] = (
@@ -136,6 +137,7 @@ class Launch:
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
     foreign: float = 0.0  # share of the machine that others used
+    copy_s: float = 0.0  # what copying took on both ranks at once, before and after: memory is shared with neighbours
     peak_bytes: float = 0.0
 
     @property
@@ -210,7 +212,10 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
     work = functools.partial(train_all, tasks=tasks, until=until)
     with Children(work, None, RANKS, limit_s=60.0, preload=PRELOAD) as ranks:
         answer, plans_left = ranks.start(), iter(plans)
+        copy_s = 0.0
         while answer is not None:
+            if isinstance(answer, float):
+                copy_s = answer
             if isinstance(answer, Report):
                 seen = Launch(
                     model=name,
@@ -219,6 +224,7 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
                     passes_s=answer.passes_s,
                     optimizer_s=answer.optimizer_s,
                     foreign=foreign(answer),
+                    copy_s=copy_s,
                 )
                 keep(folder, seen)
             answer = ranks.answer()
@@ -236,16 +242,37 @@ def train_all(place: Place, line: Connection, *, tasks: list[Task], until: float
         dist.broadcast_object_list(goes_on, 0)
         if not goes_on[0]:
             break
+        before_s = copied_s()
         with Path(os.devnull).open("w") as nowhere:
             report = train(task, place.rank, device, line, nowhere)
             faulthandler.cancel_dump_traceback_later()
+        copy_s = (before_s + copied_s()) / 2
         if place.rank == 0:
+            line.send(copy_s)
             line.send(report)
         gc.collect()
     if place.rank == 0:
         line.send(None)
     dist.barrier()
     os._exit(0)
+
+
+def copied_s() -> float:
+    """Seconds of a copy that no cache holds, while all ranks copy; the mean over them."""
+    import torch
+    import torch.distributed as dist
+
+    source, target = torch.ones(COPIED), torch.empty(COPIED)
+    target.copy_(source)
+    times = []
+    dist.barrier()
+    for _ in range(COPIES):
+        began = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began)
+    found = torch.tensor(np.median(times))
+    dist.all_reduce(found)
+    return float(found) / dist.get_world_size()
 
 
 def track_all(folder: Path, names: list[str], budget_s: float) -> None:
@@ -314,7 +341,7 @@ class Compared:
     predicted_s: Floats
     measured_s: Floats  # median over the clean launches of a plan
     noise: Floats  # of one launch: half of what a plan's launches lie apart, over their median; NaN of a single one
-    launches: list[int]
+    launches: list[Floats]  # each plan's clean ones
     bytes_needed: Floats  # predicted
     bytes_held: Floats  # counted
     rests: dict[Provenance, Floats]  # share of the predicted step by provenance
@@ -352,24 +379,39 @@ def compare(folder: Path, name: str) -> Compared:
         predicted_s=cost.step_s,
         measured_s=np.array([np.median(one) for one in times]),
         noise=np.array([np.ptp(one) / 2 / np.median(one) if len(one) > 1 else np.nan for one in times]),
-        launches=[len(one) for one in times],
+        launches=times,
         bytes_needed=cost.logged_memory_bytes,
         bytes_held=np.array([held.get(label(one), np.nan) for one in plans]),
         rests=shares(problem, batch),
     )
 
 
-def spearman(found: Compared, apart: float = 0.0) -> tuple[float, int]:
+def spearman(measured_s: Floats, predicted_s: Floats, apart: float = 0.0) -> tuple[float, int]:
     """(Spearman's rank correlation over the pairs of plans whose times are `apart`, number of these pairs).
 
     Over all pairs, the sum of products of differences of ranks over the root of the sums of their squares is Spearman's
     coefficient.
     """
-    measured, predicted = (np.argsort(np.argsort(one)) for one in (found.measured_s, found.predicted_s))
-    ratio = found.measured_s[:, None] / found.measured_s
+    measured, predicted = (np.argsort(np.argsort(one)) for one in (measured_s, predicted_s))
+    ratio = measured_s[:, None] / measured_s
     counts = np.maximum(ratio, 1 / ratio) > 1 + apart
     ours, theirs = ((one[:, None] - one)[counts].astype(np.float64) for one in (measured, predicted))
     return float((ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum())), int(counts.sum() // 2)
+
+
+def as_good_as_a_launch(found: Compared) -> tuple[float, float]:
+    """(median error, Spearman's coefficient as `spearman` has it) of a launch as prediction of the plan's others.
+
+    No prediction can be told to be better than that.  The mean over the turns in which each plan has a launch to spare.
+    """
+    turns = min(len(one) for one in found.launches)
+    errors, ranks = [], []
+    for turn in range(turns if turns > 1 else 0):
+        others_s = np.array([np.median(np.delete(one, turn)) for one in found.launches])
+        launch_s = np.array([one[turn] for one in found.launches])
+        errors.append(np.median(np.abs(launch_s / others_s - 1)))
+        ranks.append(spearman(others_s, launch_s, FAR_APART)[0])
+    return (float(np.mean(errors)), float(np.mean(ranks))) if errors else (float("nan"), float("nan"))
 
 
 def choice(found: Compared, cap_bytes: float) -> str:
@@ -396,7 +438,9 @@ def told(name: str, found: Compared) -> list[str]:
     """What is found of a model, as Markdown."""
     model, seq_len = MODELS[name]
     errors = np.abs(found.errors)
-    correlation, pairs = spearman(found, FAR_APART)
+    correlation, pairs = spearman(found.measured_s, found.predicted_s, FAR_APART)
+    launch_error, launch_rank = as_good_as_a_launch(found)
+    launches = [len(one) for one in found.launches]
     rests = ", ".join(
         f"{100 * share.mean():.0f} % {kind}" for kind, share in found.rests.items() if share.mean() > 5e-3
     )
@@ -405,7 +449,7 @@ def told(name: str, found: Compared) -> list[str]:
         "",
         f"{count_parameters(model) / 1e6:.1f} M parameters: {model.num_layers} layers of {model.hidden_size}, "
         f"vocabulary {model.vocab_size}, {GLOBAL_BATCH} sequences of {seq_len} a step.  {len(found.plans)} of "
-        f"{len(plans_of(name))} plans ran undisturbed, {min(found.launches)} to {max(found.launches)} times each "
+        f"{len(plans_of(name))} plans ran undisturbed, {min(launches)} to {max(launches)} times each "
         f"({LAUNCHES} are wanted); the step rests on {rests}.",
         "",
         f"* error: median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "
@@ -413,7 +457,9 @@ def told(name: str, found: Compared) -> list[str]:
         f"* noise of a launch: median {100 * np.nanmedian(found.noise):.1f} %, "
         f"worst {100 * np.nanmax(found.noise):.1f} %",
         f"* Spearman over the {pairs} pairs more than {100 * FAR_APART:.0f} % apart: {correlation:.3f}; "
-        f"over all plans {spearman(found)[0]:.3f}",
+        f"over all plans {spearman(found.measured_s, found.predicted_s)[0]:.3f}",
+        f"* a launch in place of the prediction of the plan's other ones: error {percent(launch_error)} in the median, "
+        f"Spearman {launch_rank:.3f}",
         "",
         f"| {'counted' if found.held is found.bytes_held else 'predicted'} memory | plans that fit | picked | best "
         "| regret | noise of the two |",
@@ -433,7 +479,7 @@ def told(name: str, found: Compared) -> list[str]:
     for at in np.argsort(found.measured_s):
         lines.append(
             f"| {label(found.plans[at])} | {1e3 * found.predicted_s[at]:.0f} ms | {1e3 * found.measured_s[at]:.0f} ms "
-            f"| {100 * found.errors[at]:+.1f} % | {found.launches[at]} | {percent(float(found.noise[at]))} |"
+            f"| {100 * found.errors[at]:+.1f} % | {len(found.launches[at])} | {percent(float(found.noise[at]))} |"
         )
     return [*lines, ""]
 

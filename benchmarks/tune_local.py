@@ -38,7 +38,7 @@ from autoplan.result import RankedPlan
 from search.choice import distinct
 from search.storage import opened
 from search.study import search
-from search.tune import MARGIN, TunedTrial, Tuning
+from search.tune import MARGIN, TunedTrial, Tuning, look
 
 MODEL = ModelSpec(name="small", num_layers=8, hidden_size=256, vocab_size=4096, num_heads=8, ffn_size=704)
 SEQ_LEN, GLOBAL_BATCH = 128, "8"
@@ -140,28 +140,29 @@ def table(plans: Sequence[RankedPlan], truth: Sequence[Sequence[float]], tried: 
     middle = np.array([median(some) if some else np.inf for some in truth])
     best = float(middle.min())
     ratios = [abs(np.log(one / two)) for some in truth for one, two in pairwise(some)]
-    trials = {one.at: one for one in tried}
     yield f"{len(plans)} plans of {MODEL.num_layers} layers of {MODEL.hidden_size} on two ranks, {STEPS} steps each"
     yield "predicted   truth of rounds                over the best  trial"
     for at in np.argsort(middle, kind="stable").tolist():
         rounds = " ".join(f"{1000 * one:6.1f}" for one in truth[at])
-        said = ""
-        if at in trials and (result := trials[at].result) is not None:
-            step = "" if result.step_s is None else f" {1000 * result.step_s:.1f} ms"
-            said = f"{trials[at].number}: {result.how}{step}"
+        said = ", ".join(_said(one) for one in tried if one.at == at)
         predicted, over = 1000 * plans[at].step_s, middle[at] / best - 1
         yield f"{predicted:6.1f} ms  {rounds} ms  {over:8.1%}  {said:24} {plans[at].plan.describe()}"
-    kept = [(one.result.step_s, one.at) for one in tried if one.result and one.result.how == "measured"]
-    regret = float("inf")
+    kept, regret = look(plans, tried).best, float("inf")
     if kept:
-        _, at = min((step_s, at) for step_s, at in kept if step_s is not None)
-        regret = middle[at] / best - 1
-        yield f"\nkept: {plans[at].plan.describe()}"
+        regret = middle[kept.at] / best - 1
+        yield f"\nkept: {plans[kept.at].plan.describe()}"
     noise = (
         f"{np.median(ratios):.1%} (median), {np.percentile(ratios, 90):.1%} (p90)" if ratios else "what is not known"
     )
     yield f"regret after {len(tried)} trials: {regret:.1%}; two runs of one plan differ by {noise}"
     yield f"the plan predicted best is {middle[0] / best - 1:.1%} over the best; aim: {NEAR:.0%}, or the noise"
+
+
+def _said(trial: TunedTrial) -> str:
+    """A trial in a word or two."""
+    if trial.result is None or trial.result.step_s is None:
+        return f"{trial.number}: {trial.result.how if trial.result else 'under way'}"
+    return f"{trial.number}: {trial.result.how} {1000 * trial.result.step_s:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ run alone, on a graph that is kept.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,10 +17,8 @@ from torch import Tensor
 
 from autoplan.timing import Operation
 from profiler import attention
-from profiler.maker import Maker, Run, backward
+from profiler.maker import Maker, Run, backward, in_turns, num_sets
 
-CPU_CACHE_BYTES = 32 * 2**20  # of a core's share of the last level, roughly
-MOST_SETS = 8
 _ROPE_BASE = 10_000.0
 
 
@@ -85,19 +82,11 @@ def _first_working(
 def build(operation: Operation, shape: tuple[int, ...], maker: Maker, *, cache_bytes: int | None = None) -> Run:
     """A call that runs `operation` of `shape` once, on the next set of inputs; memory is taken here.
 
-    `cache_bytes` is what the sets together shall exceed twice over; by default the device's last cache.
+    `cache_bytes` is as `num_sets` takes it.
     """
-    make = _BUILDERS[operation]
-    if cache_bytes is None:
-        cache_bytes = CPU_CACHE_BYTES
-        if maker.device.type != "cpu":
-            cache_bytes = torch.cuda.get_device_properties(maker.device).L2_cache_size
-    first = make(maker, *shape)
-    # Small sets stay in the cache in a model too: what comes before a small kernel has just written its input.
     touched = _input_bytes(operation, shape, maker)
-    num_sets = min(MOST_SETS, 1 + math.ceil(2 * cache_bytes / touched)) if touched else 1
-    turns = itertools.cycle([first, *(make(maker, *shape) for _ in range(num_sets - 1))])
-    return lambda: next(turns)()
+    count = num_sets(touched, maker.device, cache_bytes) if touched else 1
+    return in_turns([_BUILDERS[operation](maker, *shape) for _ in range(count)])
 
 
 def _input_bytes(operation: Operation, shape: tuple[int, ...], maker: Maker) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+CPU_CACHE_BYTES = 32 * 2**20  # of a core's share of the last level, roughly
+MOST_SETS = 8
 
 Run = Callable[[], object]
 
@@ -23,6 +27,18 @@ class Staged:
     def __call__(self) -> object:
         """Both."""
         return self.run(self.before())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """What runs `num_links` of a kind at once, as each hides behind the next one: a link's share is what is timed."""
+
+    run: Run
+    num_links: int
+
+    def __call__(self) -> object:
+        """All of them."""
+        return self.run()
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,6 +72,24 @@ class Maker:
     def weight(self, outputs: int, inputs: int) -> Tensor:
         """A matrix that keeps the variance of what passes through it."""
         return (torch.randn(outputs, inputs, device=self.device) / math.sqrt(inputs)).to(self.number).requires_grad_()
+
+
+def num_sets(touched_bytes: int, device: torch.device, cache_bytes: int | None = None) -> int:
+    """How many sets of what one call touches exceed twice the last cache, so that each has left it by its next turn.
+
+    `MOST_SETS` at most.
+    """
+    if cache_bytes is None:
+        cache_bytes = CPU_CACHE_BYTES
+        if device.type != "cpu":
+            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(MOST_SETS, 1 + 2 * cache_bytes // touched_bytes)
+
+
+def in_turns(runs: Sequence[Run]) -> Run:
+    """A call of the next of them."""
+    turns = itertools.cycle(runs)
+    return lambda: next(turns)()
 
 
 def backward(out: Tensor, inputs: list[Tensor]) -> Run:

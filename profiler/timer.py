@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from autoplan.units import cleaned
-from profiler.maker import Run, Staged
+from profiler.maker import Chain, Run, Staged
 from profiler.protocol import Outcome, Rules
 from profiler.sensors import Sensors, Window, foreign_load
 
@@ -191,8 +191,9 @@ def _round(
     else:
         lengths = _device_samples_s(run, num_calls, rules.num_samples, sensors)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    each = num_calls * (run.num_links if isinstance(run, Chain) else 1)
     return _Report(
-        samples_s=tuple((lengths / num_calls).tolist()), wall_over_cpu=wall / max(cpu, 1e-9), window=sensors.stop()
+        samples_s=tuple((lengths / each).tolist()), wall_over_cpu=wall / max(cpu, 1e-9), window=sensors.stop()
     )
 
 

@@ -2,21 +2,27 @@
 
 Sums of kernels and collectives leave out what lies between them, 10 to 40 % of small models' steps (`closed-loop` 3):
 DTensor's dispatch, FSDP2's hooks and copies, a pipeline's runtime.  Here the trainer's own modules run, spread by its
-own means, so that a profile cannot drift away from what it is a profile of.
+own means, so that a profile cannot drift away from what it is a profile of.  As many of them take turns as a cache does
+not hold: a step comes back to a layer when all others have run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor.parallel import loss_parallel
 
+from autoplan.cost.arithmetic import count_parameters
 from autoplan.errors import InputError
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan
@@ -24,11 +30,13 @@ from autoplan.timing import SHAPES, Operation
 from autoplan.trainer.parallel import DTYPES, Grid, announce, make_grid, passes, share, spread
 from autoplan.trainer.step import loss_of
 from autoplan.trainer.transformer import Transformer
-from profiler.maker import Maker, Run, Staged
+from profiler.maker import Chain, Maker, Run, Staged, in_turns, num_sets
 
 KERNEL = "trainer"
 
 _RECOMPUTED = {"layer_backward_selective": "selective", "layer_backward_full": "full"}
+_TOUCHED_BYTES = 8  # of a weight: its value and its gradient, both in fp32
+_NUM_LINKS = 4  # layers in a chain: of so many all but the last one send their gradients while another computes
 _SHARDED = {"replicated_layer": "none", "sharded_layer": "zero1", "resharded_layer": "zero3"}
 
 
@@ -75,27 +83,48 @@ def build(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Gri
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
+def _model(shape: Sequence[int], num_layers: int) -> ModelSpec:
+    _, _, hidden_size, ffn_size, num_heads, num_kv_heads, head_dim, _ = shape
+    return ModelSpec(
+        name="layers",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=2,  # the least; the layers have no table
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=ffn_size,
+    )
+
+
+def _chunk(plan: ParallelPlan, shape: Sequence[int], num_layers: int, maker: Maker, grids: Grids) -> Transformer:
+    """So many layers of the trainer, spread by a plan."""
+    with maker.device:
+        part = Transformer(_model(shape, num_layers), shape[1], 0, num_layers, is_first=False, is_last=False)
+    spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+    return part
+
+
+def _ends(shape: Sequence[int], maker: Maker) -> tuple[Tensor, Tensor]:
+    """(the input of a chunk, the gradient of its output)."""
+    size = shape[0], shape[1] // shape[-1], shape[2]
+    return maker.normal(*size, grad=True), maker.normal(*size)
+
+
+def _num_layers(shape: Sequence[int], maker: Maker) -> int:
+    """How many of them a cache does not hold."""
+    num_weights = count_parameters(_model(shape, 1)) // shape[-1]
+    return num_sets(_TOUCHED_BYTES * num_weights, maker.device)
+
+
 class _Layer:
     """One layer of the trainer, spread by a plan, with an input."""
 
-    def __init__(self, plan: ParallelPlan, shape: tuple[int, ...], maker: Maker, grids: Grids) -> None:
-        batch, seq_len, hidden_size, ffn_size, num_heads, num_kv_heads, head_dim, tp = shape
-        model = ModelSpec(
-            name="layer",
-            num_layers=1,
-            hidden_size=hidden_size,
-            vocab_size=2,  # the least; the layer has no table
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            ffn_size=ffn_size,
-        )
-        with maker.device:
-            part = Transformer(model, seq_len, 0, 1, is_first=False, is_last=False)
-        spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+    def __init__(self, plan: ParallelPlan, shape: Sequence[int], maker: Maker, grids: Grids) -> None:
+        part = _chunk(plan, shape, 1, maker, grids)
         self.module, self.angles = part.layers["0"], part.angles(maker.device)
-        self.x = maker.normal(batch, seq_len // tp, hidden_size, grad=True)
-        self.gradient = maker.normal(batch, seq_len // tp, hidden_size)
+        self.x, self.gradient = _ends(shape, maker)
+        announce(self.module, plan, is_last=False)
 
     def forward(self) -> Tensor:
         """The output."""
@@ -132,33 +161,51 @@ def _plan(
     )
 
 
+def _staged(layers: Sequence[_Layer], prepare: Callable[[_Layer], Any], run: Callable[[_Layer, Any], object]) -> Staged:
+    """`run` on what `prepare` made of a layer before it prepared all the others."""
+    waiting = deque((layer, prepare(layer)) for layer in layers[1:])
+    turns = itertools.cycle(layers)
+
+    def before() -> tuple[_Layer, Any]:
+        layer = next(turns)
+        waiting.append((layer, prepare(layer)))
+        return waiting.popleft()
+
+    return Staged(before=before, run=lambda made: run(*made))
+
+
 def _pass(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run | Staged:
     """One pass of a micro-batch in the middle of a step."""
     plan = _plan(shape[0], shape[-1], recompute=_RECOMPUTED.get(operation, "none"))
-    layer = _Layer(plan, shape, maker, grids)
-    announce(layer.module, plan, is_last=False)
+    layers = [_Layer(plan, shape, maker, grids) for _ in range(_num_layers(shape, maker))]
     if operation == "layer":
-        return layer.forward
+        return in_turns([layer.forward for layer in layers])
     if operation == "layer_input_gradient":
-        return Staged(before=layer.forward, run=layer.half)
+        return _staged(layers, _Layer.forward, _Layer.half)
     if operation == "layer_weight_gradient":
-        return Staged(before=lambda: layer.half(layer.forward()), run=layer.rest)
-    return Staged(before=layer.forward, run=layer.backward)
+        return _staged(layers, lambda layer: layer.half(layer.forward()), _Layer.rest)
+    return _staged(layers, _Layer.forward, _Layer.backward)
 
 
-def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run:
-    """Both passes of the only micro-batch of a step."""
+def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Chain:
+    """Both passes of the only micro-batch of a step through a chain of layers, which gather and reduce in turn."""
     *sizes, num_devices, devices_per_domain = shape
     grids.check(num_devices, devices_per_domain, stride=sizes[-1])
     plan = _plan(sizes[0], sizes[-1], num_devices=num_devices, sharding=_SHARDED[operation])
-    layer = _Layer(plan, tuple(sizes), maker, grids)
-    announce(layer.module, plan, is_last=True)
 
-    def run() -> None:
-        layer.backward(layer.forward())
-        layer.module.zero_grad()
+    def make() -> Run:
+        part, (x, gradient) = _chunk(plan, sizes, _NUM_LINKS, maker, grids), _ends(sizes, maker)
+        announce(part, plan, is_last=True)
 
-    return run
+        def run() -> None:
+            x.grad = None
+            torch.autograd.backward(part(x), gradient)
+            part.zero_grad()
+
+        return run
+
+    num_chains = math.ceil(_num_layers(sizes, maker) / _NUM_LINKS)
+    return Chain(run=in_turns([make() for _ in range(num_chains)]), num_links=_NUM_LINKS)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
@@ -171,25 +218,30 @@ def _end(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grid
     model = ModelSpec(
         name=operation, num_layers=1, hidden_size=hidden_size, vocab_size=vocab_size, num_heads=1, ffn_size=1
     )
-    with maker.device:
-        part = Transformer(model, tokens, 0, 0, is_first=not is_head, is_last=is_head)
-    spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
-    announce(part, plan, is_last=False)
     ids = torch.randint(vocab_size, (1, tokens), device=maker.device)
-    hidden, gradient = (maker.normal(1, tokens // tp, hidden_size, grad=True) for _ in range(2))
     context = loss_parallel if tp > 1 else contextlib.nullcontext
     # An embedding alone returns a view, which is not written to here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-    def run() -> None:
-        if not is_head:
-            torch.autograd.backward(part(ids), gradient)
-            return
-        hidden.grad = None
-        with context():
-            torch.autograd.backward(loss_of(part(hidden), ids))
+    def make() -> Run:
+        with maker.device:
+            part = Transformer(model, tokens, 0, 0, is_first=not is_head, is_last=is_head)
+        spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+        announce(part, plan, is_last=False)
+        hidden, gradient = (maker.normal(1, tokens // tp, hidden_size, grad=True) for _ in range(2))
 
-    return run
+        def run() -> None:
+            if not is_head:
+                torch.autograd.backward(part(ids), gradient)
+                return
+            hidden.grad = None
+            with context():
+                torch.autograd.backward(loss_of(part(hidden), ids))
+
+        return run
+
+    count = num_sets(_TOUCHED_BYTES * hidden_size * vocab_size // tp, maker.device)
+    return in_turns([make() for _ in range(count)])
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------

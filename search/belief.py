@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 COMMON_SPREAD = Calibration().time_spread  # of all plans of a cluster and framework: of a model without calibration
 # What one plan is off by itself: `OWN_SPREAD` is that of a ratio, of two plans.
 PLAN_SPREAD = OWN_SPREAD / math.sqrt(2.0)
-RUN_SPREAD = 0.01  # of the same plan run again; steps of one run say what they can of it, and no less than this
+# Of the same plan run again, as long as none was; steps of one run say what they can of it, and no less than this.
+RUN_SPREAD = 0.01
 
 _ROUNDS = 50  # of reweighting; ten are enough for any sweep seen
 _SETTLED = 1e-6
@@ -40,6 +41,27 @@ class Measured:
     at: int
     step_s: float
     spread: float = RUN_SPREAD
+    num_runs: int = 1
+
+
+def pooled(runs: Sequence[Measured]) -> list[Measured]:
+    """One for each plan: the geometric mean of its runs.
+
+    How far runs of one plan lie apart, whichever plan it is, counts for all: with `RUN_SPREAD` as the first thing known
+    of it, weighing as much as one repeated run.
+    """
+    by_plan: dict[int, list[Measured]] = {}
+    for one in runs:
+        by_plan.setdefault(one.at, []).append(one)
+    around = sum(float(np.var(np.log([one.step_s for one in some])) * len(some)) for some in by_plan.values())
+    apart = (RUN_SPREAD**2 + around) / (1 + len(runs) - len(by_plan))
+    found = []
+    for at, some in by_plan.items():
+        own = float(np.mean([one.spread**2 for one in some])) - RUN_SPREAD**2
+        step_s = float(np.exp(np.mean(np.log([one.step_s for one in some]))))
+        spread = math.sqrt((max(own, 0.0) + apart) / len(some))
+        found.append(Measured(at=at, step_s=step_s, spread=spread, num_runs=len(some)))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from autoplan import __version__
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
-from autoplan.result import RankedPlan, TrialEnd
-from search.belief import RUN_SPREAD, Belief, Measured, fit_chance
+from autoplan.result import RankedPlan, TrialEnd, probability_above
+from search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
 from search.storage import fingerprint, join_study
 
 TOLERANCE = 0.02  # a plan that is faster by less is no better: runs of one plan differ by as much
@@ -36,6 +36,7 @@ MOST_ALIKE = 3  # trials that fail for the same reason before any has finished: 
 # How much slower than the best a plan may be predicted and still be tried: beyond, the belief gives it no such chance
 # unless it spends its step on other things altogether.
 MARGIN = 0.3
+MOST_RUNS = 3  # of a plan whose lead over another one is within what runs of one plan differ by
 MOST_PLANS = 500  # of which more would not be told apart by a few trials
 
 STATES: Mapping[TrialEnd, TrialState] = {
@@ -49,7 +50,7 @@ STATES: Mapping[TrialEnd, TrialState] = {
 }
 # How much of the two tries that a plan has each end takes: a job that is lost, once, says nothing of its plan.
 _TRIES: Mapping[TrialEnd, int] = {"cancelled": 0, "lost": 1}
-Stop = Literal["separated", "exhausted", "failing"]
+Stop = Literal["separated", "alike", "exhausted", "failing"]
 
 _AXES = (
     "tp", "cp", "pp", "vp", "schedule", "ep", "etp", "dp_replicate", "dp_shard", "sharding", "micro_batch",
@@ -81,14 +82,16 @@ class TunedTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What is known at one moment: the belief about all plans and the trials; `best` is the index of the fastest."""
+    """What is known at one moment: the belief about all plans and the trials; `best` ran the fastest plan last."""
 
     belief: Belief
     trials: tuple[TunedTrial, ...]
+    measured: tuple[Measured, ...]  # plans that were timed, the fastest first, each over all its runs
     best: TunedTrial | None
+    best_s: float | None  # of a step of that plan, over all its runs
     ratio: float | None  # measured over predicted steps, their median
     left: tuple[int, ...]  # plans not tried that may still be better than the best
-    next: int | None  # of them the one to try
+    next: int | None  # the plan to try: of these, or again of those that are too close to tell
     stop: Stop | None
 
 
@@ -175,24 +178,27 @@ class Tuning:
 def look(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> View:
     """What trials tell of `plans`: a function of them alone."""
     ended = [(one, one.result) for one in trials if one.result is not None]
-    measured = [
+    timed = [
         Measured(at=one.at, step_s=result.step_s, spread=result.spread)
         for one, result in ended
         if result.step_s is not None and result.how in ("measured", "slower")
     ]
+    measured = pooled(timed)
+    measured.sort(key=lambda one: one.step_s / plans[one.at].plan.global_batch)
     belief = Belief.of(plans, measured)
     fits = fit_chance(plans, [one.at for one in measured], [one.at for one, result in ended if result.how == "oom"])
-    finished = [one for one, result in ended if result.how == "measured"]
-    best = min(finished, key=lambda one: _pace(plans, one), default=None)
+    finished = {one.at: one for one, result in ended if result.how == "measured"}
+    best = next((one for one in measured if one.at in finished), None)
     tries: Counter[int] = Counter()
     for one in trials:
         tries[one.at] += _TRIES.get(one.result.how, 2) if one.result else 2
     untried = np.array([tries[at] < 2 for at in range(len(plans))], dtype=np.bool_)
+    again: list[int] = []
     if best is None:
         likely = untried & (fits >= min(FIRST_CHANCE, fits[untried].max(initial=0.0))) & (fits > 0)
         left, worth = np.flatnonzero(untried & (fits > 0)), np.where(likely, -belief.mean, -np.inf)
     else:
-        bar = math.log(_pace(plans, best))
+        bar = float(belief.mean[best.at])
         chance = fits * belief.chance_below(bar + math.log1p(-TOLERANCE))
         left = np.flatnonzero(untried & (chance >= CHANCE))
         # What runs now is taken to come out as believed.
@@ -201,32 +207,50 @@ def look(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> View:
             for one in trials
             if one.result is None
         ]
-        believed = Belief.of(plans, [*measured, *running]) if running else belief
+        believed = Belief.of(plans, pooled([*timed, *running])) if running else belief
         worth = fits * believed.improvement(min([bar, *(float(belief.mean[one.at]) for one in running)]))
+        again = _too_close(belief, measured, best)
+    runs = Counter(one.at for one in trials if one.result is None or one.result.how != "cancelled")
+    under_way = {one.at for one in trials if one.result is None}
+    repeatable = [at for at in again if runs[at] < MOST_RUNS and at not in under_way]
+    following = int(left[np.argmax(worth[left])]) if len(left) else min(repeatable, key=runs.__getitem__, default=None)
     return View(
         belief=belief,
         trials=tuple(trials),
-        best=best,
+        measured=tuple(measured),
+        best=finished[best.at] if best else None,
+        best_s=best.step_s if best else None,
         ratio=float(np.median([one.step_s / plans[one.at].step_s for one in measured])) if measured else None,
         left=tuple(left.tolist()),
-        next=int(left[np.argmax(worth[left])]) if len(left) else None,
-        stop=_stop(ended, has_best=best is not None, is_left=len(left) > 0),
+        next=following,
+        stop=_stop(ended, has_best=best is not None, is_left=following is not None, is_close=bool(again)),
     )
 
 
-def _stop(ended: Sequence[tuple[TunedTrial, TrialResult]], *, has_best: bool, is_left: bool) -> Stop | None:
+def _too_close(belief: Belief, measured: Sequence[Measured], best: Measured) -> list[int]:
+    """The best plan and those that may be faster, all measured: runs of one plan differ by as much as these do.
+
+    Empty where the best is told from all others.
+    """
+    lead = belief.mean - belief.mean[best.at] - math.log1p(-TOLERANCE)
+    spread = np.hypot(belief.spread, belief.spread[best.at])
+    rivals = [
+        one.at
+        for one in measured
+        if one is not best and probability_above(-float(lead[one.at] / spread[one.at])) >= CHANCE
+    ]
+    return [best.at, *rivals] if rivals else []
+
+
+def _stop(
+    ended: Sequence[tuple[TunedTrial, TrialResult]], *, has_best: bool, is_left: bool, is_close: bool
+) -> Stop | None:
     if not is_left:
-        return "separated" if has_best else "exhausted"
+        return ("alike" if is_close else "separated") if has_best else "exhausted"
     last = [(result.how, re.sub(r"\d+", "", result.reason)) for _, result in ended[-MOST_ALIKE:]]  # but for numbers
     if not has_best and len(last) == MOST_ALIKE and len(set(last)) == 1 and last[0][0] != "oom":
         return "failing"
     return None
-
-
-def _pace(plans: Sequence[RankedPlan], trial: TunedTrial) -> float:
-    assert trial.result is not None
-    assert trial.result.step_s is not None
-    return trial.result.step_s / plans[trial.at].plan.global_batch
 
 
 def _name(plan: ParallelPlan) -> str:

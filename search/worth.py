@@ -25,7 +25,7 @@ from autoplan.cluster import LinkLevel
 from autoplan.cost.estimate import estimate
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
-from autoplan.result import RankedPlan
+from autoplan.result import RankedPlan, probability_above
 from autoplan.timing import Measurement, Operation, Provenance
 from search.choice import OWN_SPREAD, first_of_kinds, pace
 from search.ranking import seconds_per_sequence
@@ -224,18 +224,18 @@ def expected_gain(lead: float, variance: float) -> float:
     if variance <= 0:
         return 0.0
     scale = float(np.sqrt(variance))
-    return scale * _STANDARD.pdf(lead / scale) - lead * _STANDARD.cdf(-lead / scale)
+    return scale * _STANDARD.pdf(lead / scale) - lead * probability_above(-lead / scale)
 
 
 def expected_sure(lead: float, learns: float, stays: float) -> float:
     """How probable it will be that the plan then chosen is the faster one; `learns` and `stays` are variances."""
     if learns <= 0:
-        return _STANDARD.cdf(lead / np.sqrt(stays))
+        return probability_above(lead / np.sqrt(stays))
     # What it will look like, from 8 standard deviations below to 8 above, and how sure one will be then.
     steps = np.linspace(-8.0, 8.0, 401)
     weights = np.exp(-(steps**2) / 2.0)
     leads = lead + np.sqrt(learns) * steps
-    sure = np.array([_STANDARD.cdf(abs(one)) for one in (leads / np.sqrt(stays)).tolist()])
+    sure = np.array([probability_above(abs(one)) for one in (leads / np.sqrt(stays)).tolist()])
     return float(weights @ sure / weights.sum())
 
 
@@ -272,6 +272,6 @@ def _settled(plans: Sequence[RankedPlan], leads: Floats, shares: Floats, groups:
     return Settling(
         best=plans[0],
         rival=plans[1 + rival],
-        sure=_STANDARD.cdf(float(leads[rival]) / float(np.sqrt(whole[rival]))),
+        sure=probability_above(float(leads[rival]) / float(np.sqrt(whole[rival]))),
         worth=tuple(worth),
     )

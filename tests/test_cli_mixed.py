@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from autoplan.files import decode, read_table
-from autoplan.result import MixedPlanFile
+from autoplan.result import MixedExplanation, MixedPlanFile
+from autoplan.units import format_bytes
 from commands import run
 
 LLAMA = {
@@ -62,9 +64,74 @@ def test_a_mixed_plan_is_not_exported(searched: Path) -> None:
     assert "no framework that is known here starts a plan whose replicas or stages are unlike" in done.stderr
 
 
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_an_explanation_tells_every_stage_on_its_own_devices(searched: Path, columns: int) -> None:
+    done = run(searched, "explain", "plan.json", COLUMNS=str(columns))
+    assert done.returncode == 0, done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()) <= columns
+    for words in (
+        "matrix products",
+        "all",
+        "memory",
+        "free",
+        "fullest",
+        "sure",
+        "one change",
+        "why the next best lost",
+    ):
+        assert words in done.stdout
+    file = decode(MixedPlanFile, read_table(searched / "plan.json"), "plan.json")
+    if columns == 140:
+        for kind in file.best.kinds:
+            assert all(format_bytes(stage.memory_bytes) in done.stdout for stage in kind.stages)
+
+
+def test_an_explanation_as_json_holds_stages_with_their_places(searched: Path) -> None:
+    done = run(searched, "explain", "plan.json", "--json", "--trace", "explained.json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    found = decode(MixedExplanation, json.loads(done.stdout), "explanation")
+    file = decode(MixedPlanFile, read_table(searched / "plan.json"), "plan.json")
+    assert found.plan == file.best
+    priced = [stage for kind in file.best.kinds for stage in kind.stages]
+    assert [one.cost.memory_bytes for one in found.stages] == [stage.memory_bytes for stage in priced]
+    assert [one.place.capacity_bytes for one in found.stages] == [stage.capacity_bytes for stage in priced]
+    assert json.loads((searched / "explained.json").read_text())["otherData"]["step_s"] == pytest.approx(
+        file.best.step_s
+    )
+
+
+def test_estimate_writes_the_trace_and_the_memory_of_a_mixed_plan(searched: Path) -> None:
+    done = run(searched, "estimate", "plan.json", "--trace", "step.json", "--out", "again.json", "--memory")
+    assert done.returncode == 0, done.stderr
+    assert "wrote step.json: open it in ui.perfetto.dev" in done.stderr
+    assert "optimizer states" in done.stdout
+    told = json.loads((searched / "step.json").read_text())
+    assert told["otherData"]["plan"].startswith(tuple("123456789"))
+    first, again = (json.loads((searched / name).read_text())["best"] for name in ("plan.json", "again.json"))
+    assert first == again
+
+
+def test_a_mixed_plan_has_a_page(searched: Path) -> None:
+    done = run(searched, "report", "plan.json")
+    assert done.returncode == 0, done.stderr
+    page = (searched / "report.html").read_text()
+    sections = re.findall(r'<section[^>]* id="(\w+)"', page)
+    assert sections == ["answer", "time", "schedule", "memory", "plans", "parts", "sources", "next"]
+    file = decode(MixedPlanFile, read_table(searched / "plan.json"), "plan.json")
+    content = json.loads(
+        page.partition('<figure class="chart gantt">')[2].partition('class="content">')[2].partition("</")[0]
+    )
+    assert content["step_s"] == pytest.approx(file.best.step_s)
+    assert len(content["rows"]) == sum(len(kind.stages) for kind in file.best.kinds)
+    for part in file.cluster.parts:
+        assert f"Drawing of {part.name}" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("explain", "plan.json", "--versus", "tp=2"), "--versus is not there for mixed clusters"),
+        (("estimate", "plan.json", "--verify-memory"), "--verify-memory is not there for mixed clusters"),
         (("search", "llama.json", *MIXED, "--fix", "tp=2", "--force"), "--fix and --max do not narrow"),
         (("search", "llama.json", *MIXED, "--allow", "offload", "--force"), "only zero2 and zero3 may be allowed"),
         (("search", "llama.json", *MIXED[:3], "8:16", *MIXED[4:], "--force"), "takes one number, not a range"),

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from autoplan.errors import InputError  # noqa: E402
 from autoplan.timing import TRAINER_UNITS, Operation  # noqa: E402
-from profiler.maker import Maker, Staged  # noqa: E402
-from profiler.units import UNITS, Grids, _Layer, _plan, build, implementation, meets  # noqa: E402
+from profiler.maker import MOST_SETS, Chain, Maker, Staged, in_turns, num_sets  # noqa: E402
+from profiler.units import UNITS, Grids, _Layer, _plan, _staged, build, implementation, meets  # noqa: E402
 
 CPU = torch.device("cpu")
 LAYER = (1, 64, 32, 48, 4, 2, 8, 1)
@@ -35,12 +35,12 @@ def grids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grids]:
 
 
 def flops(operation: Operation, shape: tuple[int, ...], grids: Grids) -> float:
-    """Operations of the products that are timed, as torch counts them."""
+    """Operations of the products that are timed, as torch counts them; of a chain those of a link."""
     unit = build(operation, shape, MAKER, grids)
     made = unit.before() if isinstance(unit, Staged) else None
     with FlopCounterMode(display=False) as counter:
         unit.run(made) if isinstance(unit, Staged) else unit()
-    return float(counter.get_total_flops())
+    return float(counter.get_total_flops()) / (unit.num_links if isinstance(unit, Chain) else 1)
 
 
 def test_a_layer_computes_its_matrices_and_its_halves_those_of_its_backward_pass(grids: Grids) -> None:
@@ -118,3 +118,29 @@ def test_groups_that_there_is_no_room_for_are_refused(grids: Grids) -> None:
         build("layer", (*LAYER[:-1], 2), MAKER, grids)
     with pytest.raises(InputError, match="2 devices have 1 of them on a node, got 2"):
         build("sharded_layer", (*LAYER, 2, 2), MAKER, grids)
+
+
+def test_a_layer_comes_back_when_all_others_have_run() -> None:
+    calls: list[tuple[str, str]] = []
+    layers: Any = ["a", "b", "c"]
+    unit = _staged(
+        layers, lambda layer: calls.append(("before", str(layer))), lambda layer, _: calls.append(("run", str(layer)))
+    )
+    for _ in range(6):
+        unit()
+    before = [layer for what, layer in calls if what == "before"]
+    runs = [layer for what, layer in calls if what == "run"]
+    assert runs == ["b", "c", "a", "b", "c", "a"]
+    assert before == ["b", "c", "a", "b", "c", "a", "b", "c"]  # each as often as it runs, and two ahead
+    alone = _staged(layers[:1], lambda layer: calls.append(("before", str(layer))), lambda layer, _: None)
+    calls.clear()
+    alone()
+    assert calls == [("before", "a")]
+
+
+def test_what_takes_turns_is_more_than_twice_a_cache() -> None:
+    for touched in (100, 1000, 1999, 2000, 2001, 5000):
+        count = num_sets(touched, torch.device("cpu"), cache_bytes=1000)
+        assert count == MOST_SETS or count * touched > 2000 >= (count - 1) * touched
+    turns = in_turns([lambda: 1, lambda: 2])
+    assert [turns(), turns(), turns()] == [1, 2, 1]

@@ -65,7 +65,7 @@ def check(problem: Problem, plan: ParallelPlan) -> None:
         assert rank.memory_bytes.max() == pytest.approx(stage.memory_bytes, rel=EXACT)
         assert (np.diff(rank.memory_time_s) > 0).all()
         assert rank.memory_time_s[-1] <= step + tiny
-        held = chunks_of_ranks(plan.schedule, plan.pp, plan.vp)[rank.stage].tolist()
+        held = chunks_of_ranks(plan.schedule, plan.pp, plan.vp)[rank.place.stage].tolist()
         assert passes_of(rank) == {(microbatch, chunk) for microbatch in range(plan.num_microbatches) for chunk in held}
     # One of the ranks has every term as the estimate tells it: the critical one.
     assert any(own == pytest.approx(terms, rel=1e-6, abs=1e-6 * step) for own in sums)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from profiler.maker import Chain  # noqa: E402
 from profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
 from profiler.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
 from profiler.timer import measure, median_interval, scatter, spread  # noqa: E402
@@ -102,10 +103,16 @@ def test_rounds_on_a_core_that_has_become_slower_are_marked() -> None:
 
 
 def test_a_median_that_does_not_settle_is_marked() -> None:
-    outcome = measured(Alone(), replace(CALM, most_spread=-1.0, allowance_s=0.5))
+    class Clock(Alone):
+        answers = iter((1.0, 0.1, 9.0))  # the length of a sample; what has gone by after one round and after two
+
+        def decide(self, mine: float) -> float:
+            return next(self.answers)
+
+    outcome = measured(Clock(), replace(CALM, most_spread=-1.0, allowance_s=0.5))
     assert outcome.status == "unstable"
     assert "the median is known to" in outcome.reason
-    assert len(outcome.samples_s) > 5  # it was given its allowance
+    assert len(outcome.samples_s) == 10  # it was given its allowance
     assert measured(Alone(), replace(CALM, most_scatter=-1.0)).status == "unstable"
 
 
@@ -132,6 +139,13 @@ def test_kernels_on_a_cpu_are_timed_by_their_own_time_and_collectives_by_the_wal
     )
     assert float(idle.conditions["wall_over_cpu"]) > 1.05
     assert idle.conditions["clock"] == "cpu time"
+
+
+def test_of_a_chain_a_link_is_timed() -> None:
+    rules, sensors = replace(CALM, sample_s=1e-3), Sensors(CPU, "here")
+    chain = Chain(run=lambda: time.sleep(8e-3), num_links=4)
+    found = measure(chain, team=Alone(), device=CPU, sensors=sensors, rules=rules, is_collective=True)
+    assert 2e-3 <= min(found.samples_s) < 8e-3
 
 
 def test_the_interval_of_a_median_narrows_with_agreement() -> None:

@@ -47,7 +47,7 @@ def busy_by_stream(processor: Processor) -> dict[tuple[str, str], float]:
 def test_perfetto_computes_the_busy_times_of_the_estimate(framework: str) -> None:
     problem, plan = problem_of(framework=load_framework(framework)), PLANS[framework]
     line = timeline(problem, plan)
-    processor = Processor(trace_json(line).encode())
+    processor = Processor(trace_json(line, plan.describe()).encode())
     busy = busy_by_stream(processor)
     events = sum(len([*rank.events()]) for rank in line.ranks)
     for stage in stage_costs(problem, plan):
@@ -77,12 +77,12 @@ def check_whole(processor: Processor, line: Timeline, events: int) -> None:
     )
     for row, rank in zip(sorted(peaks, key=lambda one: one.stage), line.ranks, strict=True):
         assert row.peak == round(float(rank.memory_bytes.max()))
-        assert row.stage.startswith(f"stage {rank.stage}: rank")
+        assert row.stage.startswith(f"{rank.place.words}: rank")
 
 
 def test_a_slice_says_which_pass_it_is() -> None:
     line = timeline(problem_of(), ParallelPlan(global_batch=4, pp=2))
-    events = json.loads(trace_json(line))["traceEvents"]
+    events = json.loads(trace_json(line, "a plan"))["traceEvents"]
     first = next(one for one in events if one["ph"] == "X")
     assert first["name"] == "forward 0"
     assert first["args"] == {"microbatch": 0, "chunk": 0}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +29,11 @@ from autoplan.read.logs import LogReader, read_log
 from autoplan.result import RankedPlan
 from commands import run
 from profiler.store import open_store
-from search.belief import RUN_SPREAD, Belief, Measured, fit_chance
+from search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
 from search.choice import distinct
 from search.storage import opened
 from search.study import search
-from search.tune import MARGIN, TOLERANCE, TrialResult, TunedTrial, Tuning, look
+from search.tune import MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, look
 
 TINY = 'name = "tiny"\nnum_layers = 4\nhidden_size = 64\nnum_heads = 4\nffn_size = 176\nvocab_size = 256\n'
 
@@ -136,6 +137,19 @@ def test_out_of_memory_rules_out_what_needs_as_much_unless_more_has_fit(plans: S
     assert (fit_chance(plans, [high], [middle])[needed <= needed[high]] == 1).all()
 
 
+def test_runs_of_one_plan_that_disagree_make_all_less_certain_and_runs_that_agree_make_it_more_so() -> None:
+    single = Measured(at=1, step_s=2.0)
+    assert pooled([single]) == [single]
+    alike = {one.at: one for one in pooled([Measured(at=0, step_s=1.0), Measured(at=0, step_s=1.0), single])}
+    # The one degree of freedom of the prior and that of the pair: half the variance, over two runs.
+    assert alike[0].spread == pytest.approx(RUN_SPREAD / 2)
+    assert alike[1].spread == pytest.approx(RUN_SPREAD / np.sqrt(2))
+    apart = {one.at: one for one in pooled([Measured(at=0, step_s=1.0), Measured(at=0, step_s=1.21), single])}
+    assert apart[0].step_s == pytest.approx(1.1)
+    assert apart[1].spread == pytest.approx(np.sqrt((RUN_SPREAD**2 + np.log(1.21) ** 2 / 2) / 2))
+    assert apart[0].spread == pytest.approx(apart[1].spread / np.sqrt(2))
+
+
 # -- choosing and stopping --------------------------------------------------------------------------------------------
 
 
@@ -162,6 +176,34 @@ def test_trials_go_on_until_no_plan_is_likely_to_be_faster(plans: Sequence[Ranke
     bar = np.log(plans[0].step_s / 64) + np.log1p(-TOLERANCE)
     rest = [at for at in range(len(plans)) if at not in {one.at for one in trials}]
     assert view.belief.chance_below(float(bar))[rest].max() < 0.05
+
+
+def test_plans_that_are_as_far_apart_as_their_own_runs_are_run_again(plans: Sequence[RankedPlan]) -> None:
+    rng, truth = np.random.default_rng(1), {0: 1.0, 1: 1.03}
+    trials: list[TunedTrial] = []
+    while (view := look(plans, trials)).stop is None:
+        assert view.next is not None
+        # Runs of one plan differ by 10 %; but for two all are far slower.
+        step_s = plans[0].step_s * truth.get(view.next, 1.6) * float(np.exp(rng.normal(0.0, 0.1)))
+        result = TrialResult(how="measured", step_s=step_s, spread=0.1, peak_bytes=1.0)
+        trials.append(trial(len(trials), view.next, result))
+    runs = Counter(one.at for one in trials)
+    assert view.stop == "alike"
+    assert runs[0] == runs[1] == MOST_RUNS
+    assert max(count for at, count in runs.items() if at not in truth) == 1
+    own = [one.result.step_s for one in trials if one.at == 0 and one.result and one.result.step_s]
+    middle = {one.at: one.step_s for one in view.measured}
+    assert middle[0] == pytest.approx(np.exp(np.mean(np.log(own))))
+    assert view.best_s == min(middle.values())
+
+
+def test_a_repeated_run_that_fails_is_not_run_for_ever(plans: Sequence[RankedPlan]) -> None:
+    trials = [trial(at, at, measured(plans, 0, 1.0 + at / 1000)) for at in range(len(plans))]
+    while (view := look(plans, trials)).stop is None:
+        assert view.next is not None
+        trials.append(trial(len(trials), view.next, TrialResult(how="failed", reason=f"fault {len(trials)}")))
+    assert view.stop == "alike"
+    assert max(Counter(one.at for one in trials).values()) == MOST_RUNS
 
 
 def test_a_plan_out_of_memory_is_no_candidate_again_and_takes_those_above_with_it(plans: Sequence[RankedPlan]) -> None:

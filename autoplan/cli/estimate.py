@@ -119,8 +119,14 @@ def estimate(
     The data-parallel degree is what the other degrees leave of the cluster.
     """
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, uniform_cluster, whole_url
-    from autoplan.cli.mixed import estimate_saved, is_mixed
-    from autoplan.cli.planfile import is_plan_file, make_plan_file, read_plan, write_trace
+    from autoplan.cli.planfile import (
+        is_mixed_file,
+        is_plan_file,
+        load_mixed_file,
+        make_plan_file,
+        read_plan,
+        write_trace,
+    )
     from autoplan.files import decode, encode, write_text
     from autoplan.plan import ParallelPlan, parse_recompute
     from autoplan.rules.books import book_of
@@ -130,11 +136,14 @@ def estimate(
     for written in (out, trace):
         if written is not None:
             check_output(written, force=force)
-    if model is not None and is_mixed(Path(model)):
-        if trace is not None:
-            raise InputError("--trace is not there for mixed clusters yet: leave it out")
+    if model is not None and is_mixed_file(Path(model)):
+        from autoplan.cli.mixed import estimate_saved
+
         _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
-        estimate_saved(Path(model), json=json)
+        if verify_memory:
+            raise InputError("--verify-memory is not there for mixed clusters: leave it out")
+        saved = load_mixed_file(Path(model))
+        estimate_saved(saved, out, trace, memory=memory, force=force, json=json, quiet=quiet)
         return
     flags = TrainingFlags(
         model=model or "",
@@ -211,7 +220,9 @@ def estimate(
     if out is not None:
         write_text(out, text, force=force)
     if trace is not None:
-        write_trace(problem, plan, trace, force=force, quiet=quiet)
+        from autoplan.cost.timeline import timeline
+
+        write_trace(timeline(problem, plan), plan.describe(), trace, force=force, quiet=quiet)
     if json:
         typer.echo(text, nl=False)
     else:

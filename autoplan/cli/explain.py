@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, TraceOption
+from autoplan.errors import InputError
 
 if TYPE_CHECKING:
     from autoplan.plan import ParallelPlan
@@ -32,21 +33,31 @@ def explain(
 ) -> None:
     """Say where time and memory of a plan go, what binds it, what faster plans would need, and why others lost.
 
-    Looks at all plans that differ in one or two choices, legal or not.
+    Looks at all plans that differ in one or two choices, legal or not; where the parts of a cluster are unlike, at
+    plans with one change of sharding, recomputation, micro-batches or layers.
     """
     from autoplan.cli.inputs import check_output, whole_url
-    from autoplan.cli.planfile import load_plan_file, read_plan, write_trace
+    from autoplan.cli.planfile import load_any_plan_file, problem_of, write_trace
+    from autoplan.cost.timeline import timeline
     from autoplan.files import encode
+    from autoplan.result import MixedPlanFile
     from search.explain import explain as explained
 
     if trace is not None:
         check_output(trace, force=force)
+    file = load_any_plan_file(plan)
+    if isinstance(file, MixedPlanFile):
+        from autoplan.cli.mixed import explain_saved
+
+        if against:
+            raise InputError("--versus is not there for mixed clusters yet: leave it out")
+        explain_saved(file, trace, force=force, json=json, quiet=quiet)
+        return
     db = whole_url(context, url)
-    file = load_plan_file(plan)
-    problem, best, _ = read_plan(plan, db)
+    problem, best = problem_of(file, db), file.best.plan
     found = explained(problem, file, _versus(problem, best, against, db) if against else None)
     if trace is not None:
-        write_trace(problem, best, trace, force=force, quiet=quiet)
+        write_trace(timeline(problem, best), best.describe(), trace, force=force, quiet=quiet)
     if json:
         typer.echo(encode(found), nl=False)
         return

@@ -46,6 +46,7 @@ def export(
 ) -> None:
     """Write the files that start a plan."""
     from autoplan.cli.nearest import startable
+    from autoplan.cli.starting import NOT_STARTED
     from autoplan.export.targets import exported
     from autoplan.files import check_folder, decode, read_table, write_folder
     from autoplan.result import PlanFile
@@ -57,7 +58,7 @@ def export(
         check_folder(out, force=force)
     table = read_table(plan)
     if "mixed_schema_version" in table:
-        raise NoPlanError(f"{plan}: no framework that is known here starts a plan whose replicas or stages are unlike")
+        raise NoPlanError(f"{plan}: {NOT_STARTED}")
     plan_file = decode(PlanFile, table, str(plan))
     if plan_file.best.verdict == "oom":
         raise NoPlanError(

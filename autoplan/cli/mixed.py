@@ -1,7 +1,8 @@
-"""What do `search` and `estimate` do where a cluster has unlike parts?"""
+"""What do `search`, `estimate` and `explain` do where a cluster has unlike parts?"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -13,7 +14,7 @@ from autoplan.errors import InputError, NoPlanError
 if TYPE_CHECKING:
     from autoplan.mixed import MixedProblem
     from autoplan.plan import Sharding
-    from autoplan.result import MixedCost, MixedPlanFile, MixedResult
+    from autoplan.result import MixedPlanFile, MixedResult
 
 SHARDINGS = ("zero2", "zero3")  # that may be allowed
 
@@ -25,11 +26,12 @@ def search_parts(
     narrowed: bool,
     allow: list[str],
     out: Path,
+    page: Path | None,
     force: bool,
     json: bool,
     quiet: bool,
 ) -> None:
-    """Find the fastest plan of a mixed cluster, print it and write it to `out`."""
+    """Find the fastest plan of a mixed cluster, print it and write it to `out`, and its page."""
     from autoplan.cli.inputs import parse_batches
     from autoplan.cli.planfile import make_mixed_file
     from autoplan.files import encode, write_text
@@ -46,6 +48,14 @@ def search_parts(
     text = encode(file)
     write_text(out, text, force=force)
     _show(file, text, json=json)
+    if not json:
+        from autoplan.report.terminal import make_console, print_next_steps
+
+        print_next_steps(make_console(), ("why", f"autoplan explain {shlex.quote(str(out))}"))
+    if page is not None:
+        from autoplan.cli.report import write_page
+
+        write_page(file, out, page, url=None, force=force, quiet=quiet)
     if quiet:
         return
     for part, plan in zip(problem.cluster.parts, result.alone, strict=True):
@@ -97,30 +107,62 @@ def _show(file: MixedPlanFile, text: str, *, json: bool) -> None:
         print_mixed(make_console(), file)
 
 
-def is_mixed(path: Path) -> bool:
-    """Whether a path names a plan file of a mixed cluster."""
-    from autoplan.files import read_table
-
-    return path.suffix == ".json" and path.is_file() and "mixed_schema_version" in read_table(path)
-
-
-def estimate_saved(path: Path, *, json: bool) -> None:
-    """Price the plan of a mixed cluster in a plan file again, and print it."""
-    from autoplan.cli.planfile import make_mixed_file
+def estimate_saved(
+    file: MixedPlanFile,
+    out: Path | None,
+    trace: Path | None,
+    *,
+    memory: bool,
+    force: bool,
+    json: bool,
+    quiet: bool,
+) -> None:
+    """Price the plan of a file again, and print it."""
+    from autoplan.cli.planfile import make_mixed_file, mixed_problem_of
     from autoplan.cost.mixed import estimate_mixed
-    from autoplan.files import decode, encode, read_table
-    from autoplan.mixed import MixedProblem
-    from autoplan.result import MixedPlanFile
+    from autoplan.files import encode, write_text
 
-    saved = decode(MixedPlanFile, read_table(path), str(path))
-    problem = MixedProblem(
-        model=saved.model,
-        training=saved.training,
-        cluster=saved.cluster,
-        framework=saved.framework,
-        calibrations=saved.calibrations,
-        reserve_bytes=saved.reserve_bytes,
-    )
-    costs: tuple[MixedCost, ...] = estimate_mixed(problem, [saved.best.plan])
-    file = make_mixed_file(problem, costs, None)
-    _show(file, encode(file), json=json)
+    problem = mixed_problem_of(file)
+    again = make_mixed_file(problem, estimate_mixed(problem, [file.best.plan]), None)
+    text = encode(again)
+    if out is not None:
+        write_text(out, text, force=force)
+    if trace is not None:
+        _trace(problem, again, trace, force=force, quiet=quiet)
+    if memory and not json:
+        from autoplan.cost.mixed_stages import mixed_stages
+        from autoplan.report.mixed import print_mixed_answer
+        from autoplan.report.terminal import make_console, print_waterfall
+
+        print_mixed_answer(make_console(), again)
+        print_waterfall(make_console(), mixed_stages(problem, again.best.plan))
+    else:
+        _show(again, text, json=json)
+
+
+def explain_saved(file: MixedPlanFile, trace: Path | None, *, force: bool, json: bool, quiet: bool) -> None:
+    """Say where time and memory of the plan of a file go, and why others lost."""
+    from autoplan.cli.planfile import mixed_problem_of
+    from autoplan.files import encode
+    from autoplan.report.explain import print_mixed_explanation
+    from autoplan.report.terminal import make_console
+    from search.explain_mixed import explain_mixed
+
+    problem = mixed_problem_of(file)
+    found = explain_mixed(problem, file)
+    if trace is not None:
+        _trace(problem, file, trace, force=force, quiet=quiet)
+    if json:
+        typer.echo(encode(found), nl=False)
+    else:
+        print_mixed_explanation(make_console(), file, found)
+
+
+def _trace(problem: MixedProblem, file: MixedPlanFile, path: Path, *, force: bool, quiet: bool) -> None:
+    from autoplan.cli.planfile import write_trace
+    from autoplan.cost.mixed_stages import mixed_timeline
+    from autoplan.report.mixed import describe
+
+    plan = file.best.plan
+    words = describe(plan, file.cluster.part_names)
+    write_trace(mixed_timeline(problem, plan), words, path, force=force, quiet=quiet)

@@ -14,6 +14,7 @@ from autoplan.errors import InputError
 from autoplan.urls import redact_arguments
 
 if TYPE_CHECKING:
+    from autoplan.cost.timeline import Timeline
     from autoplan.mixed import MixedProblem
     from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
@@ -39,6 +40,13 @@ def is_plan_file(path: Path) -> bool:
     return path.suffix == ".json" and path.is_file() and "schema_version" in read_table(path)
 
 
+def is_mixed_file(path: Path) -> bool:
+    """Whether a path names a plan file of a mixed cluster."""
+    from autoplan.files import read_table
+
+    return path.suffix == ".json" and path.is_file() and "mixed_schema_version" in read_table(path)
+
+
 def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan, str]:
     """The problem, the best plan and the timings that a plan file names; these are read from the database at `url`."""
     file = load_plan_file(path)
@@ -57,6 +65,21 @@ def load_plan_file(path: Path) -> PlanFile:
         )
         raise InputError(f"{path} is no plan file of a cluster of equal nodes: {what}")
     return decode(PlanFile, table, str(path))
+
+
+def load_mixed_file(path: Path) -> MixedPlanFile:
+    """The plan file at `path`, of a mixed cluster."""
+    from autoplan.files import decode, read_table
+    from autoplan.result import MixedPlanFile
+
+    return decode(MixedPlanFile, read_table(path), str(path))
+
+
+def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
+    """The plan file at `path`, of whatever cluster."""
+    from autoplan.files import read_table
+
+    return load_mixed_file(path) if "mixed_schema_version" in read_table(path) else load_plan_file(path)
 
 
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:
@@ -118,15 +141,28 @@ def make_plan_file(
     )
 
 
-def write_trace(problem: Problem, plan: ParallelPlan, path: Path, *, force: bool, quiet: bool) -> None:
-    """One step of a plan as a Chrome trace."""
-    from autoplan.cost.timeline import timeline
+def write_trace(line: Timeline, plan: str, path: Path, *, force: bool, quiet: bool) -> None:
+    """One step of a plan, which is told in words, as a Chrome trace."""
     from autoplan.files import write_text
     from autoplan.report.trace import trace_json
 
-    write_text(path, trace_json(timeline(problem, plan)), force=force)
+    write_text(path, trace_json(line, plan), force=force)
     if not quiet:
         print(f"wrote {path}: open it in ui.perfetto.dev", file=sys.stderr)
+
+
+def mixed_problem_of(file: MixedPlanFile) -> MixedProblem:
+    """The problem that the plan file of a mixed cluster answers."""
+    from autoplan.mixed import MixedProblem
+
+    return MixedProblem(
+        model=file.model,
+        training=file.training,
+        cluster=file.cluster,
+        framework=file.framework,
+        calibrations=file.calibrations,
+        reserve_bytes=file.reserve_bytes,
+    )
 
 
 def make_mixed_file(

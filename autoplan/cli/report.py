@@ -16,8 +16,8 @@ from autoplan.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
     from autoplan.problem import Problem
-    from autoplan.report.page.content import Content, Step
-    from autoplan.result import PlanFile, RankedPlan, SearchResult, Sensitivity, SizeOutcome
+    from autoplan.report.page.content import MixedContent, PlanContent, Step
+    from autoplan.result import MixedPlanFile, PlanFile, RankedPlan, SearchResult, Sensitivity, SizeOutcome
     from search.space import Space
 
 T = TypeVar("T")
@@ -40,32 +40,61 @@ def report(
     on fewer and more nodes, and the numbers that the answer hangs on.
     """
     from autoplan.cli.inputs import check_output, whole_url
-    from autoplan.cli.planfile import load_plan_file
+    from autoplan.cli.planfile import load_any_plan_file
 
     check_output(out, force=force)
-    write_page(load_plan_file(plan), plan, out, url=whole_url(context, url), force=force, quiet=quiet)
+    write_page(load_any_plan_file(plan), plan, out, url=whole_url(context, url), force=force, quiet=quiet)
 
 
-def write_page(file: PlanFile, path: Path, out: Path, *, url: str | None, force: bool, quiet: bool) -> None:
+def write_page(
+    file: PlanFile | MixedPlanFile, path: Path, out: Path, *, url: str | None, force: bool, quiet: bool
+) -> None:
     """The page of `file`, which lies at `path`, into the file `out`."""
     from autoplan.cli.planfile import problem_of
     from autoplan.files import write_text
     from autoplan.report.page.page import page
+    from autoplan.result import PlanFile
 
-    content = _content(file, path, problem_of(file, url), quiet=quiet)
+    content: PlanContent | MixedContent
+    if isinstance(file, PlanFile):
+        content = _content(file, path, problem_of(file, url), quiet=quiet)
+    else:
+        content = _mixed_content(file, path)
     write_text(out, page(content), force=force)
     if not quiet:
         print(f"wrote {out}", file=sys.stderr)
 
 
-def _content(file: PlanFile, path: Path, problem: Problem, *, quiet: bool) -> Content:
+def _mixed_content(file: MixedPlanFile, path: Path) -> MixedContent:
+    """What the page of a plan of a mixed cluster shows."""
+    from autoplan.cli.planfile import mixed_problem_of
+    from autoplan.cli.starting import NOT_STARTED
+    from autoplan.cost.mixed_stages import mixed_stages, mixed_timeline
+    from autoplan.report.page.content import MixedContent
+
+    problem, missing = mixed_problem_of(file), {"start": NOT_STARTED}
+    try:
+        schedule = mixed_timeline(problem, file.best.plan)
+    except AutoplanError as error:
+        schedule, missing["schedule"] = None, str(error)
+    return MixedContent(
+        file=file,
+        stages=mixed_stages(problem, file.best.plan),
+        schedule=schedule,
+        steps=tuple(_look(path)),
+        missing=missing,
+    )
+
+
+def _content(file: PlanFile, path: Path, problem: Problem, *, quiet: bool) -> PlanContent:
     """Everything that the page shows; what cannot be had is said instead."""
     from autoplan.cli.progress import progress_bar
     from autoplan.cost.provenance import term_shares
     from autoplan.cost.timeline import timeline
     from autoplan.cost.traffic import step_traffic
     from autoplan.plan import PlanBatch
-    from autoplan.report.page.content import Content
+    from autoplan.report.page.content import PlanContent
+    from autoplan.result import placed
 
     plan, missing, done = file.best.plan, dict[str, str](), list[str]()
     with progress_bar(quiet=quiet, doing="preparing the page", unit="parts") as advance:
@@ -82,8 +111,9 @@ def _content(file: PlanFile, path: Path, problem: Problem, *, quiet: bool) -> Co
                     advance(len(done), PARTS)
 
         start: tuple[Step, ...] = tried("start", lambda: _start(file, path), ())
-        return Content(
+        return PlanContent(
             file=file,
+            stages=placed(file.stages, plan.num_microbatches, problem.capacity_bytes),
             traffic=step_traffic(problem, plan),
             rests_on=term_shares(problem, PlanBatch.of([plan], problem.model.num_layers)),
             schedule=tried("schedule", lambda: timeline(problem, plan), None),
@@ -184,8 +214,16 @@ def _refine(file: PlanFile, path: Path) -> Iterator[Step]:
         force = "" if "--force" in file.command else " --force"
         yield Step(purpose="Search again with what was measured", command=f"{file.command} --timings db{force}")
     plan = shlex.quote(str(path))
-    yield Step(purpose="See what binds, and what faster plans would need", command=f"autoplan explain {plan}")
     yield Step(purpose="See which changes of the plan would free memory", command=f"autoplan estimate {plan} --memory")
+    yield from _look(path)
+
+
+def _look(path: Path) -> Iterator[Step]:
+    """Commands that tell more of the plan."""
+    from autoplan.report.page.content import Step
+
+    plan = shlex.quote(str(path))
+    yield Step(purpose="See what binds, and what faster plans would need", command=f"autoplan explain {plan}")
     trace = f"autoplan estimate {plan} --trace trace.json"
     yield Step(purpose="Open the step of every rank in Perfetto (ui.perfetto.dev)", command=trace)
 

@@ -89,13 +89,13 @@ def _printed(kind: str) -> dict[str, Any]:
     from autoplan.cli.from_logs import Imported
     from autoplan.read.launch import Launch
     from autoplan.report.compare import Compared
-    from autoplan.result import Explanation, TuneReport
+    from autoplan.result import Explanation, MixedExplanation, TuneReport
     from profiler.discover.report import ReportFile
     from profiler.doctor import Checkup
     from profiler.store import Added, Finding
 
     types: dict[str, Any] = {
-        "explain": Explanation,
+        "explain": Explanation | MixedExplanation,
         "compare": list[Compared],
         "export": outputs.Exported,
         "read": Launch,

@@ -232,12 +232,16 @@ def search(
             raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
         if run_flags.are_given:
             raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
-        if page is not None:
-            raise InputError("no page shows the plan of a mixed cluster yet: leave --report out")
-        narrowed = bool(fix or bounds)
-        mixed = make_mixed_problem(flags, parts)
         search_parts(
-            mixed, global_batch, narrowed=narrowed, allow=allow or [], out=out, force=force, json=json, quiet=quiet
+            make_mixed_problem(flags, parts),
+            global_batch,
+            narrowed=bool(fix or bounds),
+            allow=allow or [],
+            out=out,
+            page=page,
+            force=force,
+            json=json,
+            quiet=quiet,
         )
         return
     if storage and not storage.startswith("grpc:") and not quiet:

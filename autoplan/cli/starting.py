@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from autoplan.result import PlanFile
 
 
+NOT_STARTED = "no framework that is known here starts a plan whose replicas or stages are unlike"
+
+
 def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
     """The command that writes what starts the plan of the file at `path`; an `AutoplanError` says why there is none."""
     from autoplan.export.targets import TARGETS, job_of

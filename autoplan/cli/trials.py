@@ -103,6 +103,8 @@ class Trials:
         num_trials = sum(one.result is None or one.result.how != "cancelled" for one in view.trials)
         if view.stop == "separated":
             return "the best plan is separated from the rest"
+        if view.stop == "alike" and not self._running:
+            return "the fastest plans differ by no more than runs of one plan do"
         if view.stop == "failing":
             last = next(one.result for one in reversed(view.trials) if one.result)
             return f"trials fail alike, which is not for the plans: {last.reason}"
@@ -207,10 +209,11 @@ class Trials:
         from autoplan.units import format_seconds
         from search.tune import TOLERANCE
 
-        if view.best is None or view.best.result is None or view.best.result.step_s is None or logged is None:
+        is_again = any(run.at == one.at for run in view.measured)  # all its steps are wanted
+        if view.best is None or view.best_s is None or logged is None or is_again:
             return None
         batches = [self.tuning.plans[at].plan.global_batch for at in (one.at, view.best.at)]
-        bar_s = view.best.result.step_s * batches[0] / batches[1]
+        bar_s = view.best_s * batches[0] / batches[1]
         fastest_s = logged.interval_s[0]
         if len(logged.step_s) < LEAST_STEPS or fastest_s <= bar_s * (1 + TOLERANCE):
             return None

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoplan.jobs import Jobs
+    from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
     from autoplan.result import PlanFile, RankedPlan, TriedPlan, TuneReport
-    from search.tune import TunedTrial, Tuning
+    from search.tune import TunedTrial, Tuning, View
 
 
 def tune(
@@ -241,12 +242,14 @@ def tune(
             is_interrupted, ended = True, "interrupted; the same call goes on from here"
         if keeper:
             keeper.keep_trials(problem, tuning)
-        report = _report(problem, tuning, ended)
+        view = tuning.view()
+        report = _report(problem, tuning, view, ended)
     if report.best is None:
         _print(report, json=json)
         raise NoPlanError(f"no trial has finished: {ended}")
     best = next(one for one in plans if one.plan == report.best.plan)
-    others = sorted((one for one in plans if one is not best), key=lambda one: _rank(report, one))
+    timed = [tuning.plans[one.at].plan for one in view.measured]
+    others = sorted((one for one in plans if one is not best), key=lambda one: _rank(timed, one))
     file = make_plan_file(problem, [best, *others], None, timings=timings or "")
     write_text(out, encode(file), force=force)
     _print(report, json=json)
@@ -347,24 +350,20 @@ def _exportable(file: PlanFile, plans: Sequence[RankedPlan], to: str, version: s
     return tuple(kept)
 
 
-def _rank(report: TuneReport, one: RankedPlan) -> tuple[int, float]:
+def _rank(timed: Sequence[ParallelPlan], one: RankedPlan) -> tuple[int, float]:
     """Measured plans first, the fastest of them before the others."""
-    measured = [
-        tried.measured_s for tried in report.trials if tried.plan == one.plan and tried.end in ("measured", "slower")
-    ]
-    found = [step_s for step_s in measured if step_s is not None]
-    return (0, min(found)) if found else (1, one.step_s)
+    return (timed.index(one.plan), 0.0) if one.plan in timed else (len(timed), one.step_s)
 
 
-def _report(problem: Problem, tuning: Tuning, ended: str) -> TuneReport:
+def _report(problem: Problem, tuning: Tuning, view: View, ended: str) -> TuneReport:
     from autoplan.cli.trials import spent_hours
     from autoplan.result import TuneReport
 
-    view = tuning.view()
     return TuneReport(
         ended=ended,
         is_separated=view.stop == "separated",
         best=_tried(tuning, view.best) if view.best else None,
+        best_s=view.best_s,
         trials=tuple(_tried(tuning, one) for one in view.trials if one.result),
         candidates=len(tuning.plans),
         left=len(view.left),

@@ -454,37 +454,37 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     """Time per micro-batch and memory of every pipeline rank of one plan."""
     problem = problem.placed(plan.placement)
     laid = lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
-    reserved = laid.memory.reserved_bytes
-    risk_z = np.log(reserved[0] / problem.capacity_bytes) / problem.calibration.memory_spread
-    layers = np.array(laid.batch.layouts[0])[chunks_of_ranks(plan.schedule, plan.pp, plan.vp)].sum(axis=1)
+    return tuple(stage_cost(problem, laid, 0, stage) for stage in range(plan.pp))
+
+
+def stage_cost(problem: Problem, laid: Stages, at: int, stage: int) -> StageCost:
+    """That of one pipeline rank of the plan `at` a place in the batch."""
+    plan, reserved = laid.batch.plan(at), laid.memory.reserved_bytes[at, stage]
+    layers = np.array(laid.batch.layouts[laid.batch.layout[at]])[chunks_of_ranks(plan.schedule, plan.pp, plan.vp)]
     overall = problem.calibration.overall
-    result = []
-    for stage in range(plan.pp):
-        terms = {
-            name: sum(
-                float(laid.work.costs[block].term_s(name, count[:, stage], laid.blocks.repeated[block][:, stage])[0])
-                for block, count in laid.blocks.count.items()
-            )
-            for name in TERMS
-        }
-        terms["fsdp_communication"] += float(laid.ends[0][0]) * (stage == 0)
-        has_head = bool(laid.blocks.is_last[0, stage])
-        terms["fsdp_communication"] += float(laid.ends[1][0]) * has_head
-        terms["launch"] += 2 * plan.vp * float(laid.work.action_s[0])
-        terms["head"] = float(laid.head[0][0] + laid.head[1][0]) * has_head
-        terms["head"] += float(laid.work.embedding_s[0]) * (stage == 0)
-        terms["allocator_retries"] = float(laid.retries_s[0, stage])
-        terms = {name: overall * value for name, value in terms.items()}
-        result.append(
-            StageCost(
-                stage=stage,
-                layers=int(layers[stage]),
-                forward_s=overall * float(laid.forward_s[0, stage]),
-                backward_s=overall * float(laid.backward_s[0, stage]),
-                terms_s=terms,
-                memory_bytes=float(reserved[0, stage]),
-                memory_terms_bytes={name: float(value[0, stage]) for name, value in laid.memory.terms.items()},
-                oom_probability=probability_above(float(risk_z[stage])),
-            )
+    terms = {
+        name: sum(
+            float(laid.work.costs[block].term_s(name, count[:, stage], laid.blocks.repeated[block][:, stage])[at])
+            for block, count in laid.blocks.count.items()
         )
-    return tuple(result)
+        for name in TERMS
+    }
+    terms["fsdp_communication"] += float(laid.ends[0][at]) * (stage == 0)
+    has_head = bool(laid.blocks.is_last[at, stage])
+    terms["fsdp_communication"] += float(laid.ends[1][at]) * has_head
+    terms["launch"] += 2 * plan.vp * float(laid.work.action_s[at])
+    terms["head"] = float(laid.head[0][at] + laid.head[1][at]) * has_head
+    terms["head"] += float(laid.work.embedding_s[at]) * (stage == 0)
+    terms["allocator_retries"] = float(laid.retries_s[at, stage])
+    return StageCost(
+        stage=stage,
+        layers=int(layers[stage].sum()),
+        forward_s=overall * float(laid.forward_s[at, stage]),
+        backward_s=overall * float(laid.backward_s[at, stage]),
+        terms_s={name: overall * value for name, value in terms.items()},
+        memory_bytes=float(reserved),
+        memory_terms_bytes={name: float(value[at, stage]) for name, value in laid.memory.terms.items()},
+        oom_probability=probability_above(
+            float(np.log(reserved / problem.capacity_bytes)) / problem.calibration.memory_spread
+        ),
+    )

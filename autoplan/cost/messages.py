@@ -64,6 +64,11 @@ class _Messages:
             return ()
         return ((self._num_chunks + chunk - 1) * self._num_microbatches + microbatch,)
 
+    def hop(self, message: int) -> int:
+        """Over which hop a message goes: that behind the chunk of this number."""
+        towards, chunk = divmod(message // self._num_microbatches, self._num_chunks)
+        return chunk if towards else chunk - 1
+
 
 def _row(operation: Operation, num_chunks: int) -> int:
     return ROWS["joined" if operation.joined else operation.kind] * num_chunks + operation.chunk
@@ -156,14 +161,20 @@ def _posts(call: Operation | _Call | None) -> tuple[int, ...]:
     return (*(2 * message for message in call.sends), *(2 * message + 1 for message in call.receives))
 
 
-def _blocking(calls: Sequence[Operation | _Call], num_chunks: int) -> tuple[tuple[int, ...], list[Step]]:
-    """(what is given before the first step, steps): a call needs that the other end of each message is there too."""
+def _blocking(
+    messages: _Messages, calls: Sequence[Operation | _Call], num_chunks: int
+) -> tuple[tuple[int, ...], list[Step]]:
+    """(what is given before the first step, steps): a call needs that the other end of each message is there too.
+
+    The calls of a chain go over one hop each; hops of a ring are alike.
+    """
     kept = [call for call in calls if not isinstance(call, _Call) or call.sends or call.receives]
     steps = []
     for call, after in itertools.zip_longest(kept, kept[1:]):
         if isinstance(call, _Call):
             needs = tuple(post ^ 1 for post in _posts(call))
-            steps.append(Step(len(ROWS) * num_chunks, needs, _posts(after)))
+            hop = messages.hop((*call.sends, *call.receives)[0])
+            steps.append(Step(len(ROWS) * num_chunks + hop, needs, _posts(after)))
         else:
             steps.append(Step(_row(call, num_chunks), (), _posts(after)))
     return _posts(kept[0]), steps
@@ -198,7 +209,7 @@ def blocking_steps(stages: int, chunks: int, num_microbatches: int) -> Steps:
     for rank, order in enumerate(orders):
         warmup = warmup_forwards(rank, stages, chunks, num_microbatches, group)
         calls = _plain_calls(messages, order, warmup) if chunks == 1 else _ring_calls(messages, orders, rank, warmup)
-        given, steps = _blocking(calls, stages * chunks)
+        given, steps = _blocking(messages, calls, stages * chunks)
         ranks.append(steps)
         early += given
     return Steps(ranks, early, 2 * messages.count)

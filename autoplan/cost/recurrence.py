@@ -186,11 +186,11 @@ def _ends(program: _Program, times: Floats, send_s: Floats) -> Floats:
     return ends
 
 
-def _table(forward_s: Floats, input_gradient_s: Floats, weight_gradient_s: Floats, send_s: Floats) -> Floats:
+def _table(forward_s: Floats, input_gradient_s: Floats, weight_gradient_s: Floats, hop_s: Floats) -> Floats:
     """How long the step of every row takes, in the order of `messages.ROWS`: shape (rows, plans)."""
     backward_s = input_gradient_s + weight_gradient_s
     joined_s = forward_s + backward_s[:, ::-1]  # the other chunk of the rank, in a V
-    tables = (forward_s, backward_s, input_gradient_s, weight_gradient_s, joined_s, send_s[:, None])
+    tables = (forward_s, backward_s, input_gradient_s, weight_gradient_s, joined_s, hop_s)
     return np.ascontiguousarray(np.concatenate(tables, axis=1).T)
 
 
@@ -233,9 +233,10 @@ def pipeline_times(
     program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
     held = chunks_of_ranks(schedule, stages, chunks)
     busy_s = num_microbatches * (forward_s + (input_gradient_s + weight_gradient_s))[:, held].sum(axis=2)
-    times = _table(forward_s, input_gradient_s, weight_gradient_s, send_s)
+    hops = stages * chunks - 1
+    times = _table(forward_s, input_gradient_s, weight_gradient_s, np.repeat(send_s[:, None], hops, axis=1))
     free = times.copy()
-    free[-1] = 0.0
+    free[len(times) - hops :] = 0.0
     end_s, send_free_s = np.empty((len(send_s), stages)), np.empty(len(send_s))
     block = max(BLOCK_VALUES // program.size, 16)
     for start in range(0, len(send_s), block):
@@ -266,18 +267,18 @@ def rank_steps(
     forward_s: Floats,
     input_gradient_s: Floats,
     weight_gradient_s: Floats,
-    send_s: float,
+    hop_s: Floats,
     blocking: bool = False,
 ) -> tuple[RankSteps, ...]:
     """Every step of every rank of one plan, whose last end is the makespan of `pipeline_times`.
 
-    Arguments as there, times of shape (stages x chunks).
+    Arguments as there, times of shape (stages x chunks).  `hop_s` is one message over each hop between chunks, shape
+    (stages x chunks - 1); only the blocking calls of plain 1F1B may take unlike times.
     """
     program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
     passes = (forward_s[None], input_gradient_s[None], weight_gradient_s[None])
-    send = np.array([send_s])
-    times = _table(*passes, send)
-    ends = _ends(program, times, send)[:, 0]
+    times = _table(*passes, hop_s[None])
+    ends = _ends(program, times, hop_s[:1])[:, 0]
     previous = np.concatenate([level.previous for level in program.levels])
     rows = np.concatenate([level.rows for level in program.levels])
     found = []

@@ -120,17 +120,34 @@ def _share_factors(sheet: Sheet, members: Sequence[Member]) -> Floats:
     return np.array([1.0 if share is None else share * replicas for share, replicas in shares])
 
 
+def _shared_terms(sheet: Sheet, member: Member) -> tuple[str, ...]:
+    """The terms of memory that grow with a replica's share of states."""
+    sharding, names = member.plan.sharding, _SHARDED[member.plan.sharding]
+    accumulates = not sheet.problem.framework.zero2_reduces_every_microbatch and member.kind.num_microbatches > 1
+    return tuple(name for name in names if not (name == "gradients" and sharding == "zero2" and accumulates))
+
+
 def _sharded_bytes(sheet: Sheet, members: Sequence[Member]) -> Floats:
     """Of the memory of every stage, what grows with the share of states, fragmentation included."""
     framework, terms = sheet.problem.framework, sheet.laid.memory.terms
     result = np.zeros_like(sheet.laid.forward_s)
     for row, at in enumerate(sheet.member):
-        for name in _SHARDED[members[at].plan.sharding]:
-            keeps = name == "gradients" and members[at].plan.sharding == "zero2"
-            if keeps and not framework.zero2_reduces_every_microbatch and members[at].kind.num_microbatches > 1:
-                continue
+        for name in _shared_terms(sheet, members[at]):
             result[row] += framework.reserved_factor * terms[name][row]
     return result
+
+
+def memory_terms(sheet: Sheet, members: Sequence[Member], row: int) -> dict[str, Floats]:
+    """The terms of memory of every stage of a row, with its share of states."""
+    more, framework = float(_share_factors(sheet, members)[row]) - 1.0, sheet.problem.framework
+    terms = {name: value[row] for name, value in sheet.laid.memory.terms.items()}
+    for name in _shared_terms(sheet, members[sheet.member[row]]):
+        added = more * terms[name]
+        terms |= {
+            name: terms[name] + added,
+            "fragmentation": terms["fragmentation"] + (framework.reserved_factor - 1.0) * added,
+        }
+    return terms
 
 
 def _chain(sheet: Sheet, members: Sequence[Member]) -> PlanBatch:

@@ -30,9 +30,10 @@ from autoplan.cost.order import Operation, chunks_of_ranks, rank_orders
 from autoplan.cost.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.tail import reduction_s
 from autoplan.errors import InputError
-from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.plan import ParallelPlan, PlanBatch, Schedule
 from autoplan.problem import Problem
 from autoplan.ranks import coordinates
+from autoplan.result import Place
 
 Floats = NDArray[np.float64]
 
@@ -62,6 +63,7 @@ STREAMS = tuple(dict.fromkeys(STREAM_OF.values()))
 PASSES = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 WORK_TERMS = (*TERMS, "head", "allocator_retries")  # of a stage, in one pass or another
 END_TERMS = ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead", "stragglers")  # as they follow
+HIDING = ("data_parallel_reduce", "parameter_gather")  # of them, what may hide beside passes
 PIPELINE_TERMS = tuple(name for name in STEP_TERMS if name not in END_TERMS)
 LEAST_S = 1e-12  # a shorter wait is rounding
 
@@ -87,7 +89,7 @@ class Event(NamedTuple):
 class RankTimeline:
     """One pipeline rank in one step."""
 
-    stage: int
+    place: Place
     ranks: tuple[int, ...]  # global ranks that do the same
     passes: tuple[Event, ...]  # whole, with what they wait for inside them: every stream at once
     pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of a pass of each (kind, chunk), zeros left out
@@ -124,14 +126,35 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step of one plan: its ranks by stage."""
+    """One step of one plan: its ranks by stage, of plans of a mixed cluster kind after kind of replica."""
 
-    plan: ParallelPlan
     step_s: float
     pipeline_s: float  # of it, until the last backward pass is over
     order_error: float  # the estimate of `pipeline_s` over what the order takes pass by pass, less 1
-    capacity_bytes: float
     ranks: tuple[RankTimeline, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What the timeline of a replica is made of.  Arrays have one element a stage, those of chunks one a chunk."""
+
+    schedule: Schedule
+    vp: int
+    places: tuple[Place, ...]
+    ranks: Sequence[tuple[int, ...]]  # global ranks of every stage
+    pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of one pass, by (kind, chunk) and term
+    hop_s: Floats  # one message over each hop between chunks
+    blocking: bool  # messages hold both of their ranks
+    pipeline_s: float  # until the last backward pass is over, as the estimate has it
+    send_s: float  # of it, what messages add
+    alive_bytes: Floats  # activations of one micro-batch, by chunk
+    levels: Mapping[str, Floats]  # of memory (`memory_levels`)
+    end_s: Mapping[str, Floats]  # all of the gradient reduction and of the gather of parameters, shown or hidden
+
+    @property
+    def num_microbatches(self) -> int:
+        """That pass through every stage."""
+        return self.places[0].num_microbatches
 
 
 def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
@@ -140,37 +163,79 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
     Raises InputError for a step of more passes than a recurrence runs (`recurrence.MAX_OPERATIONS`).
     """
     problem = problem.placed(plan.placement)
+    check_length(plan.schedule, plan.pp, plan.vp, plan.num_microbatches)
     batch = PlanBatch.of([plan], problem.model.num_layers)
-    if not is_recurrent(plan.schedule, plan.pp, plan.vp, plan.num_microbatches):
+    terms = {name: float(value[0]) for name, value in estimate(problem, batch).terms_s.items()}
+    laid = lay_out(problem, batch, plan.pp)
+    overall, stage_of = problem.calibration.overall, coordinates(plan)["pp"]
+    has_room = plan.vp == 1 or (not problem.framework.p2p_overlap and plan.num_microbatches >= plan.pp)
+    both = reduction_s(problem, batch, laid.blocks, laid.parameters, laid.work.links)
+    pipeline = Pipeline(
+        schedule=plan.schedule,
+        vp=plan.vp,
+        places=tuple(
+            Place(stage=stage, num_microbatches=plan.num_microbatches, capacity_bytes=problem.capacity_bytes)
+            for stage in range(plan.pp)
+        ),
+        ranks=[tuple(np.flatnonzero(stage_of == stage).tolist()) for stage in range(plan.pp)],
+        pass_terms_s=pass_terms(problem, laid, 0),
+        hop_s=np.full(plan.pp * plan.vp - 1, overall * float(laid.work.message_s[0])),
+        blocking=plan.pp > 1 and plan.schedule in ("1f1b", "interleaved") and has_room,
+        pipeline_s=float(add_up(np.array(terms[name]) for name in PIPELINE_TERMS)),
+        send_s=terms["pipeline_send"],
+        alive_bytes=chunk_activation_bytes(problem, batch)[0],
+        levels=memory_levels(problem, laid.memory, 0),
+        end_s={name: overall * (plan.num_devices > 1) * one[0] for name, one in zip(HIDING, both, strict=True)},
+    )
+    return step_timeline([pipeline], terms)
+
+
+def check_length(schedule: Schedule, stages: int, chunks: int, num_microbatches: int) -> None:
+    """Refuse a step of more passes than a recurrence runs."""
+    if not is_recurrent(schedule, stages, chunks, num_microbatches):
         raise InputError(
-            f"a step of {plan.num_microbatches:,} micro-batches through {plan.pp * plan.vp} chunks is too long for a "
+            f"a step of {num_microbatches:,} micro-batches through {stages * chunks} chunks is too long for a "
             "timeline: give a smaller --global-batch, which repeats the same steady state"
         )
-    cost = estimate(problem, batch)
-    terms = {name: float(value[0]) for name, value in cost.terms_s.items()}
-    laid = lay_out(problem, batch, plan.pp)
-    overall = problem.calibration.overall
-    pass_terms = _pass_terms(problem, laid, plan, overall)
-    send_s = overall * float(laid.work.message_s[0])
-    steps = _run(problem, plan, pass_terms, send_s)
-    pipeline_s = float(add_up(np.array(terms[name]) for name in PIPELINE_TERMS))
+
+
+def step_timeline(pipelines: Sequence[Pipeline], terms: Mapping[str, float]) -> Timeline:
+    """The step of replicas that are alike in each of the `pipelines`; its end is told by the `terms` of the estimate.
+
+    All wait for the slowest pipeline before the step ends.
+    """
+    last_s = max(one.pipeline_s for one in pipelines)
+    drawn = [_draw(one, terms, last_s) for one in pipelines]
+    return Timeline(
+        step_s=float(add_up(np.array(seconds) for seconds in terms.values())),
+        pipeline_s=last_s,
+        order_error=max((error for _, error in drawn), key=abs),
+        ranks=tuple(rank for ranks, _ in drawn for rank in ranks),
+    )
+
+
+def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tuple[list[RankTimeline], float]:
+    """(the stages of a pipeline, its `order_error`); the slowest pipeline takes `last_s`."""
+    steps = _run(pipeline)
     exact_s = max(float(one.end_s[-1]) for one in steps)
-    levels = _levels(problem, laid.memory)
-    alive = chunk_activation_bytes(problem, batch)[0]
-    stage_of = coordinates(plan)["pp"]
-    held = chunks_of_ranks(plan.schedule, plan.pp, plan.vp)
-    beside = _beside(problem, laid, terms, pipeline_s)
+    held = chunks_of_ranks(pipeline.schedule, len(pipeline.places), pipeline.vp)
+    orders = rank_orders(pipeline.schedule, len(pipeline.places), pipeline.vp, pipeline.num_microbatches)
     ranks = []
-    for stage, order in enumerate(rank_orders(plan.schedule, plan.pp, plan.vp, plan.num_microbatches)):
-        own = {key: value for key, value in pass_terms.items() if key[1] in held[stage]}
-        passes, calls = _placed(plan, order, steps[stage], own, exact_s, pipeline_s)
-        messages = calls or _messages(plan, order, passes, send_s)
-        others = [*messages, *_waits(passes, terms, pipeline_s), *_end(terms, pipeline_s), *beside[stage]]
-        memory = _memory(passes, others, alive, {name: float(value[stage]) for name, value in levels.items()})
+    for stage, order in enumerate(orders):
+        own = {key: value for key, value in pipeline.pass_terms_s.items() if key[1] in held[stage]}
+        passes, calls = _placed(pipeline, order, steps[stage], own, exact_s)
+        others = [
+            *(calls or _messages(pipeline, order, passes)),
+            *_waits(passes, pipeline),
+            *_end(terms, pipeline.pipeline_s, last_s),
+            *_beside(terms, last_s, {name: float(seconds[stage]) for name, seconds in pipeline.end_s.items()}),
+        ]
+        levels = {name: float(value[stage]) for name, value in pipeline.levels.items()}
+        memory = _memory(passes, others, pipeline.alive_bytes, levels)
         ranks.append(
             RankTimeline(
-                stage=stage,
-                ranks=tuple(np.flatnonzero(stage_of == stage).tolist()),
+                place=pipeline.places[stage],
+                ranks=pipeline.ranks[stage],
                 passes=tuple(passes),
                 pass_terms_s=own,
                 others=tuple(others),
@@ -178,40 +243,36 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
                 memory_bytes=memory[1],
             )
         )
-    return Timeline(
-        plan=plan,
-        step_s=float(cost.step_s[0]),
-        pipeline_s=pipeline_s,
-        order_error=pipeline_s / exact_s - 1.0,
-        capacity_bytes=cost.capacity_bytes,
-        ranks=tuple(ranks),
-    )
+    return ranks, pipeline.pipeline_s / exact_s - 1.0
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
-def _pass_terms(
-    problem: Problem, laid: Stages, plan: ParallelPlan, overall: float
-) -> dict[tuple[str, int], dict[str, float]]:
-    """Seconds of one micro-batch through every chunk by (pass, chunk) and term, without the terms that are zero."""
-    layout = np.array([laid.batch.layouts[laid.batch.layout[0]]])
+def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int], dict[str, float]]:
+    """Seconds of one micro-batch through every chunk by (pass, chunk) and term, without the terms that are zero.
+
+    Of the plan `at` a place in the batch that is laid out.
+    """
+    batch, overall = laid.batch, problem.calibration.overall
+    layout = np.array([batch.layouts[batch.layout[at]]])
     chunks = layout.shape[1]
     forward, backward, weight = ({name: np.zeros(chunks) for name in WORK_TERMS} for _ in range(3))
-    for block, (count, again) in chunk_blocks(problem.model, layout, laid.batch.recompute_num_layers).items():
+    for block, (count, again) in chunk_blocks(problem.model, layout, batch.recompute_num_layers[[at]]).items():
         cost = laid.work.costs[block]
         for name in TERMS:
-            forward[name] += count[0] * cost.forward_s[name][0]
-            backward[name] += count[0] * cost.backward_s[name][0] + again[0] * cost.repeat_s[name][0]
-        weight["gemm"] += count[0] * cost.weight_s[0]
+            forward[name] += count[0] * cost.forward_s[name][at]
+            backward[name] += count[0] * cost.backward_s[name][at] + again[0] * cost.repeat_s[name][at]
+        weight["gemm"] += count[0] * cost.weight_s[at]
     # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
     for one, first, head, last in zip((forward, backward), laid.first, laid.head, laid.last, strict=True):
-        one["fsdp_communication"][0] += first[0]
-        one["head"][-1] += head[0]
-        one["fsdp_communication"][-1] += last[0] - head[0]
-    weight["head"][-1] += laid.head_weight_s[0]
+        one["fsdp_communication"][0] += first[at]
+        one["head"][-1] += head[at]
+        one["fsdp_communication"][-1] += last[at] - head[at]
+    weight["head"][-1] += laid.head_weight_s[at]
+    plan = batch.plan(at)
     for stage, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
-        retries = laid.retries_s[0, stage] / plan.vp
+        retries = laid.retries_s[at, stage] / plan.vp
         forward["allocator_retries"][held] += retries / 3
         backward["allocator_retries"][held] += retries * 2 / 3
     inputs = {name: backward[name] - weight[name] for name in WORK_TERMS}
@@ -224,42 +285,38 @@ def _pass_terms(
     }
 
 
-def _run(
-    problem: Problem, plan: ParallelPlan, pass_terms: Mapping[tuple[str, int], Mapping[str, float]], send_s: float
-) -> tuple[RankSteps, ...]:
-    """The order of the plan, pass by pass, with messages that block where the closed form has them so."""
-    chunks = plan.pp * plan.vp
+def _run(pipeline: Pipeline) -> tuple[RankSteps, ...]:
+    """The order of the pipeline, pass by pass, with messages that block where the closed form has them so."""
+    stages = len(pipeline.places)
     forward, inputs, weight = (
-        np.array([sum(pass_terms[kind, chunk].values()) for chunk in range(chunks)])
+        np.array([sum(pipeline.pass_terms_s[kind, chunk].values()) for chunk in range(stages * pipeline.vp)])
         for kind in ("forward", "input_gradient", "weight_gradient")
     )
-    has_room = plan.vp == 1 or (not problem.framework.p2p_overlap and plan.num_microbatches >= plan.pp)
     return rank_steps(
-        plan.schedule,
-        plan.pp,
-        plan.vp,
-        plan.num_microbatches,
+        pipeline.schedule,
+        stages,
+        pipeline.vp,
+        pipeline.num_microbatches,
         forward_s=forward,
         input_gradient_s=inputs,
         weight_gradient_s=weight,
-        send_s=send_s,
-        blocking=plan.pp > 1 and plan.schedule in ("1f1b", "interleaved") and has_room,
+        hop_s=pipeline.hop_s,
+        blocking=pipeline.blocking,
     )
 
 
 def _placed(
-    plan: ParallelPlan,
+    pipeline: Pipeline,
     order: Sequence[Operation],
     steps: RankSteps,
-    pass_terms: Mapping[tuple[str, int], Mapping[str, float]],
+    own_terms_s: Mapping[tuple[str, int], Mapping[str, float]],
     exact_s: float,
-    pipeline_s: float,
 ) -> tuple[list[Event], list[Event]]:
     """(passes, calls that block) of a rank in the estimate's time: the work as it is, all waits longer or shorter."""
-    seconds = {key: sum(terms.values()) for key, terms in pass_terms.items()}
-    is_call = steps.rows == len(ROWS) * plan.pp * plan.vp
+    seconds = {key: sum(terms.values()) for key, terms in own_terms_s.items()}
+    is_call = steps.rows >= len(ROWS) * len(pipeline.places) * pipeline.vp
     idle_s = exact_s - float(steps.duration_s[~is_call].sum())
-    scale = (pipeline_s - exact_s) / idle_s + 1.0 if idle_s > LEAST_S * exact_s else 0.0
+    scale = (pipeline.pipeline_s - exact_s) / idle_s + 1.0 if idle_s > LEAST_S * exact_s else 0.0
     passes: list[Event] = []
     calls: list[Event] = []
     done = now = 0.0  # work until here, and when it was over
@@ -286,17 +343,19 @@ def _message(name: str, start_s: float, duration_s: float, microbatch: int | Non
     return Event(STREAM_OF["message"], "message", name, start_s, duration_s, microbatch, beside=True)
 
 
-def _messages(plan: ParallelPlan, order: Sequence[Operation], passes: Sequence[Event], send_s: float) -> list[Event]:
+def _messages(pipeline: Pipeline, order: Sequence[Operation], passes: Sequence[Event]) -> list[Event]:
     """What a rank sends when a pass is over, while it goes on; of a joined pair when both are."""
-    rank_of = np.empty(plan.pp * plan.vp, dtype=np.int64)
-    for rank, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
+    stages = len(pipeline.places)
+    rank_of = np.empty(stages * pipeline.vp, dtype=np.int64)
+    for rank, held in enumerate(chunks_of_ranks(pipeline.schedule, stages, pipeline.vp)):
         rank_of[held] = rank
     messages = []
     for at, (kind, chunk, microbatch, joined) in enumerate(order):
         to = chunk + {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
         if 0 <= to < len(rank_of) and rank_of[to] != rank_of[chunk]:
             last = passes[at + joined]
-            name = f"{passes[at].name} to stage {rank_of[to]}"
+            name = f"{passes[at].name} to stage {pipeline.places[rank_of[to]].name}"
+            send_s = float(pipeline.hop_s[min(to, chunk)])
             messages.append(_message(name, last.start_s + last.duration_s, send_s, microbatch))
     return messages
 
@@ -304,13 +363,14 @@ def _messages(plan: ParallelPlan, order: Sequence[Operation], passes: Sequence[E
 # -- what else takes time ----------------------------------------------------------------------------------------------
 
 
-def _waits(passes: Sequence[Event], terms: Mapping[str, float], pipeline_s: float) -> Iterator[Event]:
+def _waits(passes: Sequence[Event], pipeline: Pipeline) -> Iterator[Event]:
     """The gaps between the passes, each for the order's sake and for messages in the shares of their sums.
 
     Messages add as much to the step of every rank; the rest of what a rank waits is its bubble.
     """
+    pipeline_s = pipeline.pipeline_s
     idle = pipeline_s - sum(one.duration_s for one in passes)
-    share = min(terms["pipeline_send"] / idle, 1.0) if idle > LEAST_S * pipeline_s else 0.0
+    share = min(pipeline.send_s / idle, 1.0) if idle > LEAST_S * pipeline_s else 0.0
     ends = [0.0, *(one.start_s + one.duration_s for one in passes)]
     starts = [*(one.start_s for one in passes), pipeline_s]
     for end, start in zip(ends, starts, strict=True):
@@ -326,56 +386,52 @@ def _of_term(name: str, start_s: float, duration_s: float) -> Event:
     return Event(STREAM_OF[name], name, name.replace("_", " "), start_s, duration_s)
 
 
-def _end(terms: Mapping[str, float], pipeline_s: float) -> Iterator[Event]:
-    """What follows the last backward pass, on every rank."""
-    now = pipeline_s
+def _end(terms: Mapping[str, float], own_s: float, last_s: float) -> Iterator[Event]:
+    """What follows the last backward pass on every rank, which waits for the slowest pipeline."""
+    if last_s - own_s > LEAST_S * last_s:
+        yield _of_term("stragglers", own_s, last_s - own_s)
+    now = last_s
     for name in END_TERMS:
         if terms[name] > 0:
             yield _of_term(name, now, terms[name])
             now += terms[name]
 
 
-def _beside(problem: Problem, laid: Stages, terms: Mapping[str, float], pipeline_s: float) -> list[list[Event]]:
-    """Of every stage the gradient reduction and the gather of parameters that hide beside the passes."""
-    overall = problem.calibration.overall
-    found: list[list[Event]] = [[] for _ in range(laid.forward_s.shape[1])]
-    if laid.batch.num_devices[0] == 1:
-        return found
-    both = reduction_s(problem, laid.batch, laid.blocks, laid.parameters, laid.work.links)
-    for name, all_of_it in zip(("data_parallel_reduce", "parameter_gather"), both, strict=True):
-        for events, seconds in zip(found, all_of_it[0].tolist(), strict=True):
-            hidden = min(overall * seconds - terms[name], pipeline_s)
-            if hidden > LEAST_S * pipeline_s:
-                start = pipeline_s - hidden if name == "data_parallel_reduce" else 0.0
-                words = f"{name} beside passes".replace("_", " ")
-                events.append(Event(STREAM_OF[name], name, words, start, hidden, beside=True))
-    return found
+def _beside(terms: Mapping[str, float], last_s: float, end_s: Mapping[str, float]) -> Iterator[Event]:
+    """What of the gradient reduction and the gather of parameters hides beside the passes, of `end_s` in all."""
+    for name, seconds in end_s.items():
+        hidden = min(seconds - terms[name], last_s)
+        if hidden > LEAST_S * last_s:
+            start = last_s - hidden if name == "data_parallel_reduce" else 0.0
+            words = f"{name} beside passes".replace("_", " ")
+            yield Event(STREAM_OF[name], name, words, start, hidden, beside=True)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _levels(problem: Problem, memory: StageMemory) -> dict[str, Floats]:
+def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, Floats]:
     """What stages reserve beside activations, while "forward", "backward" and "update" run, and "activations" at most.
 
-    Between passes it is as in a forward pass.  The largest is what the estimate says the device has to hold.
+    Between passes it is as in a forward pass.  The largest is what the estimate says the device has to hold.  Of the
+    plan `at` a place in the batch.
     """
-    terms = {name: value[0] for name, value in memory.terms.items()}
+    terms = {name: value[at] for name, value in memory.terms.items()}
     activations = terms["activations"]
     states = add_up(terms[name] for name in ("weights", "optimizer", "wgrad_buffers"))
     if memory.moments:
         whole = {
-            phase: np.max([add_up(value[0] for value in moment.values()) for moment in moments], axis=0)
+            phase: np.max([add_up(value[at] for value in moment.values()) for moment in moments], axis=0)
             for phase, moments in memory.moments.items()
         }
-        activations = np.max([moment["activations"][0] for moment in memory.moments["forward"]], axis=0)
+        activations = np.max([moment["activations"][at] for moment in memory.moments["forward"]], axis=0)
         forward, backward = (states + whole[phase] - activations for phase in ("forward", "backward"))
         update = states + whole["update"]
     else:
         states = states + terms["gradients"]
         forward = states + terms["gathered"]
         backward = forward + terms["logits"] + terms["transients"]
-        update = states + memory.update_bytes[0]
+        update = states + memory.update_bytes[at]
     allocated = add_up(terms[name] for name in ALLOCATED_TERMS)
     update = np.where(terms["update"] > 0, allocated, update)
     outside = add_up(terms[name] for name in ("cached", "communicators", "context"))

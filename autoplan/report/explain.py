@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
+from autoplan.report.mixed import certificate_line, describe, print_mixed_answer, waiting
 from autoplan.report.terminal import (
     END_OF_STEP,
     LEAST_SHOWN_S,
@@ -20,7 +21,19 @@ from autoplan.report.terminal import (
     reasons,
     term_name,
 )
-from autoplan.result import AxisChange, Explanation, Neighbour, PlanFile, RankedPlan, StageCost, Versus
+from autoplan.result import (
+    AxisChange,
+    Explanation,
+    MixedCost,
+    MixedExplanation,
+    MixedPlanFile,
+    Neighbour,
+    PlacedStage,
+    PlanFile,
+    RankedPlan,
+    Versus,
+    placed,
+)
 from autoplan.units import format_bytes, format_percent, format_seconds
 
 SHOWN_CHANGES = 12
@@ -32,7 +45,8 @@ def print_explanation(console: Console, file: PlanFile, found: Explanation, name
     """All of it; `names` are those of axes that are not called on screen as they are inside."""
     print_answer(console, file)
     console.print()
-    _print_terms(console, found)
+    stages = placed(found.stages, found.plan.plan.num_microbatches, found.capacity_bytes)
+    _print_terms(console, found.plan, stages)
     console.print()
     grid = labelled()
     for at, says in enumerate(found.binds or ("neither memory nor a rule: no plan with one or two changes is faster",)):
@@ -47,36 +61,60 @@ def print_explanation(console: Console, file: PlanFile, found: Explanation, name
         console.print()
         _print_changes(console, found, names)
         if found.alternatives:
-            console.print("\nwhy the next best lost")
-            _print_lost(console, found)
+            lost = [(one.plan.describe(), one) for one in found.alternatives]
+            console.print()
+            _print_lost(console, found.plan, lost)
     first = next((near for near in _telling(found) if near.is_possible), None)
     if first and not found.versus:
         print_next_steps(console, ("next", f"autoplan explain {path} --versus {_wish(first)}"))
 
 
-def _print_terms(console: Console, found: Explanation) -> None:
+def print_mixed_explanation(console: Console, file: MixedPlanFile, found: MixedExplanation) -> None:
+    """The same of a plan of a mixed cluster, with the plans that one change makes of it."""
+    names = file.cluster.part_names
+    print_mixed_answer(console, file)
+    console.print()
+    _print_terms(console, found.plan, found.stages)
+    console.print()
+    grid = labelled()
+    for label, text in (*waiting(found.plan, found.stages), *_binding(found, names)):
+        grid.add_row(label, escape(text))
+    if found.certificate:
+        grid.add_row("sure", escape(certificate_line(found.certificate, names)))
+    print_part(console, grid)
+    console.print()
+    _print_mixed_changes(console, found, names)
+    if found.alternatives:
+        console.print()
+        _print_lost(console, found.plan, [(describe(one.plan, names), one) for one in found.alternatives])
+
+
+def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequence[PlacedStage]) -> None:
     """A row a term: of the step, and of every kind of stage, stages that are alike in one column."""
-    kinds: dict[tuple[float, ...], list[StageCost]] = {}
-    for stage in found.stages:
-        kinds.setdefault((*stage.terms_s.values(), stage.memory_bytes), []).append(stage)
+    kinds: dict[tuple[float | str, ...], list[PlacedStage]] = {}
+    for stage in stages:
+        cost, place = stage.cost, stage.place
+        kinds.setdefault((place.kind, place.part, *cost.terms_s.values(), cost.memory_bytes), []).append(stage)
     groups = [*kinds.values()][:MOST_MEMORY_COLUMNS]
-    best, count = found.plan, found.plan.plan.num_microbatches
+    firsts = [group[0] for group in groups]
     pipeline_s = sum(value for name, value in best.terms_s.items() if name not in (*END_OF_STEP, "stragglers"))
     rows = []
     for name, value in best.terms_s.items():
-        of_stages = [count * stages[0].terms_s.get(name, 0.0) for stages in groups]
+        of_stages = [one.place.num_microbatches * one.cost.terms_s.get(name, 0.0) for one in firsts]
         if max(value, *of_stages) < LEAST_SHOWN_S:
             continue
         cells = [_seconds(seconds) for seconds in of_stages]
         rows.append((term_name(name), format_seconds(value), format_percent(value / best.step_s), *cells))
-    waits = [pipeline_s - count * sum(stages[0].terms_s.values()) for stages in groups]
-    if len(found.stages) > 1:
-        rows.append(("(waits for other stages)", "", "", *(format_seconds(max(wait, 0.0)) for wait in waits)))
+    if len(stages) > 1:
+        waits = (format_seconds(max(pipeline_s - one.busy_s, 0.0)) for one in firsts)
+        rows.append(("(waits for others)", "", "", *waits))
     rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0), *[""] * len(groups)))
-    memory = [stages[0].memory_bytes for stages in groups]
-    rows.append(("memory", "", "", *map(format_bytes, memory)))
-    rows.append(("free", "", "", *(format_bytes(found.capacity_bytes - size) for size in memory)))
-    heads = [f"stage {number_ranges(stage.stage for stage in stages)}" for stages in groups]
+    rows.append(("memory", "", "", *(format_bytes(one.cost.memory_bytes) for one in firsts)))
+    free = (format_bytes(one.place.capacity_bytes - one.cost.memory_bytes) for one in firsts)
+    rows.append(("free", "", "", *free))
+    if any(one.place.part for one in firsts):
+        rows.append(("on", "", "", *(escape(one.place.part) for one in firsts)))
+    heads = [f"stage {group[0].place.kind}{number_ranges(stage.place.stage for stage in group)}" for group in groups]
     columns = [("time of a step", False), ("", True), ("share", True), *((head, True) for head in heads)]
     print_table(console, columns, rows, keep=3)
 
@@ -139,11 +177,37 @@ def _print_changes(console: Console, found: Explanation, names: Names) -> None:
     print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)
 
 
-def _print_lost(console: Console, found: Explanation) -> None:
-    rows = [
-        (escape(one.plan.describe()), format_seconds(one.step_s), escape(reasons(one, found.plan)))
-        for one in found.alternatives
-    ]
+def _binding(found: MixedExplanation, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(label, text) of the memory that the faster plan with least of it lacks."""
+    faster = [near.plan for near in found.changes if near.ratio < 1 - LEVEL and near.plan.verdict != "fits"]
+    if faster:
+        yield "binds", f"memory: a faster plan {_needed(min(faster, key=lambda plan: plan.oom_z), names)}"
+
+
+def _needed(plan: MixedCost, names: Sequence[str]) -> str:
+    """What the stage that is nearest to the capacity of its devices takes of it."""
+    stages = [stage for kind in plan.kinds for stage in kind.stages]
+    worst = max(stages, key=lambda stage: stage.memory_bytes / stage.capacity_bytes)
+    return f"needs {format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)} on {names[worst.part]}"
+
+
+def _print_mixed_changes(console: Console, found: MixedExplanation, names: Sequence[str]) -> None:
+    rows = []
+    telling = [near for near in found.changes if abs(near.ratio - 1) >= LEVEL]
+    for near in telling[:SHOWN_CHANGES]:
+        why = [_needed(near.plan, names)] if near.plan.verdict != "fits" else []
+        why.append(reasons(near.plan, found.plan) if near.ratio > 1 else _faster(near.ratio))
+        what, before, after = near.change
+        rows.append((f"{what} {before} -> {after}", format_seconds(near.plan.step_s), escape("; ".join(why))))
+    print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)
+
+
+def _print_lost(
+    console: Console, best: RankedPlan | MixedCost, lost: Sequence[tuple[str, RankedPlan | MixedCost]]
+) -> None:
+    """Other plans, by their descriptions."""
+    console.print("why the next best lost")
+    rows = [(escape(words), format_seconds(one.step_s), escape(reasons(one, best))) for words, one in lost]
     print_table(console, (("plan", False), ("step", True), ("why", False)), rows, keep=3)
 
 

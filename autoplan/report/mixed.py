@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,16 +10,10 @@ from rich.markup import escape
 from autoplan.mixed import MixedPlan, ReplicaKind
 from autoplan.parts import MixedCluster
 from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, runs, term_name
-from autoplan.result import MixedCost, MixedPlanFile
+from autoplan.result import MixedCertificate, MixedCost, MixedPlanFile, PlacedStage
 from autoplan.units import format_bytes, format_percent, format_seconds
 
 SHOWN_PLANS = 8
-
-
-def _names(cluster: MixedCluster) -> list[str]:
-    """Of the parts; those that share a name are numbered."""
-    names = [part.name for part in cluster.parts]
-    return [f"{name}#{at}" if names.count(name) > 1 else name for at, name in enumerate(names)]
 
 
 def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
@@ -41,14 +35,18 @@ def describe(plan: MixedPlan, names: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def print_mixed(console: Console, file: MixedPlanFile) -> None:
-    """The answer, its stages, where its time goes, what else would do, and how sure."""
-    names, best = _names(file.cluster), file.best
-    sizes = " + ".join(f"{part.num_nodes} x {part.devices_per_node} {part.device.name}" for part in file.cluster.parts)
+def sizes(cluster: MixedCluster) -> str:
+    """The parts in a few words: '8 x 8 h100-sxm + 16 x 8 a100-sxm'."""
+    return " + ".join(f"{part.num_nodes} x {part.devices_per_node} {part.device.name}" for part in cluster.parts)
+
+
+def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
+    """What was asked, and the plan with its figures."""
+    names, best = file.cluster.part_names, file.best
     print_part(
         console,
         escape(
-            f"{file.model.name} on {sizes}, {file.training.precision}, {file.training.seq_len:,} tokens, "
+            f"{file.model.name} on {sizes(file.cluster)}, {file.training.precision}, {file.training.seq_len:,} tokens, "
             f"global batch {best.plan.global_batch:,}"
         ),
     )
@@ -63,6 +61,12 @@ def print_mixed(console: Console, file: MixedPlanFile) -> None:
     if idle:
         grid.add_row("idle", escape(", ".join(idle)))
     print_part(console, grid)
+
+
+def print_mixed(console: Console, file: MixedPlanFile) -> None:
+    """The answer, its stages, where its time goes, what else would do, and how sure."""
+    names, best = file.cluster.part_names, file.best
+    print_mixed_answer(console, file)
     console.print()
     _print_stages(console, best, names)
     console.print()
@@ -72,17 +76,33 @@ def print_mixed(console: Console, file: MixedPlanFile) -> None:
         _print_ranking(console, [best, *file.alternatives[: SHOWN_PLANS - 1]], names)
     if file.certificate:
         console.print()
-        certificate, grid = file.certificate, labelled()
-        rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
-        side = "below" if certificate.gap >= 0 else "above"
-        grid.add_row(
-            "sure",
-            f"{certificate.plans:,} plans of {certificate.structures:,} structures priced; "
-            f"{format_percent(abs(certificate.gap))} {side} the sum of what the parts reach alone "
-            f"(sequences/s: {escape(rates)})",
-        )
-        grid.add_row("space", escape("; ".join(certificate.limits)))
+        grid = labelled()
+        grid.add_row("sure", escape(certificate_line(file.certificate, names)))
+        grid.add_row("space", escape("; ".join(file.certificate.limits)))
         print_part(console, grid)
+
+
+def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str:
+    """How far the answer is from what its parts reach alone, in one sentence."""
+    rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
+    side = "below" if certificate.gap >= 0 else "above"
+    return (
+        f"{certificate.plans:,} plans of {certificate.structures:,} structures priced; "
+        f"{format_percent(abs(certificate.gap))} {side} the sum of what the parts reach alone (sequences/s: {rates})"
+    )
+
+
+def waiting(cost: MixedCost, stages: Sequence[PlacedStage]) -> Iterator[tuple[str, str]]:
+    """(label, text) of the stage with most work, of the one nearest to its capacity, and of replicas that wait."""
+    slowest, fullest = max(stages, key=lambda one: one.busy_s), max(stages, key=lambda one: one.fill)
+    if len(stages) > 1:
+        yield "slowest", f"{slowest.place.words}: at work {format_percent(slowest.busy_s / cost.step_s)} of the step"
+    there = f"{format_bytes(fullest.cost.memory_bytes)} of {format_bytes(fullest.place.capacity_bytes)}"
+    yield "fullest", f"{fullest.place.words}: {there}, {format_percent(fullest.cost.oom_probability)} risk"
+    last_s, last = max((kind.pipeline_s, letter) for kind, letter in zip(cost.kinds, cost.plan.letters, strict=True))
+    early = zip((last_s - kind.pipeline_s for kind in cost.kinds), cost.plan.letters, strict=True)
+    if waits := [f"{letter} {format_seconds(wait_s)}" for wait_s, letter in early if wait_s >= LEAST_SHOWN_S]:
+        yield "replicas", f"those of {last} are last; the others wait for them: {', '.join(waits)}"
 
 
 def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> None:
@@ -90,7 +110,7 @@ def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> No
     rows = [
         (
             str(kind.count) if at == 0 else "",
-            str(at),
+            f"{letter}{at}",
             escape(names[stage.part]),
             str(stage.tp),
             str(stage.layers),
@@ -99,7 +119,7 @@ def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> No
             format_bytes(stage.memory_bytes),
             format_bytes(stage.capacity_bytes),
         )
-        for kind, price in zip(cost.plan.kinds, cost.kinds, strict=True)
+        for letter, kind, price in zip(cost.plan.letters, cost.plan.kinds, cost.kinds, strict=True)
         for at, stage in enumerate(price.stages)
     ]
     print_table(console, [(name, name != "part") for name in columns], rows, keep=5)

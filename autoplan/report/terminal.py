@@ -19,11 +19,14 @@ from autoplan.ranks import HostRanks
 from autoplan.result import (
     Certificate,
     Choice,
+    MixedCost,
     Obvious,
+    PlacedStage,
     PlanFile,
     RankedPlan,
     StageCost,
     datasheet_peak,
+    placed,
 )
 from autoplan.timing import Provenance
 from autoplan.units import GIB, format_bytes, format_flops, format_percent, format_seconds
@@ -291,7 +294,7 @@ def why_first(best: RankedPlan, second: RankedPlan) -> str:
     return f"{format_percent(share)} faster than the runner-up ({second.plan.describe()}): {reasons(best, second)}"
 
 
-def reasons(one: RankedPlan, other: RankedPlan) -> str:
+def reasons(one: RankedPlan | MixedCost, other: RankedPlan | MixedCost) -> str:
     """The terms in which two plans' times per sequence differ most, as the first of them has them: more or less."""
     gained = _gained(one, other)
     largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
@@ -303,7 +306,7 @@ def reasons(one: RankedPlan, other: RankedPlan) -> str:
     )
 
 
-def _gained(best: RankedPlan, second: RankedPlan) -> dict[str, float]:
+def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dict[str, float]:
     """By how much every term of the second plan is longer, for as many sequences as the best has in a step."""
     scale = best.plan.global_batch / second.plan.global_batch
     terms, others = best.terms_s, second.terms_s
@@ -520,39 +523,45 @@ def summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
 def print_memory(console: Console, file: PlanFile) -> None:
     """Where the memory of one plan goes, stage by stage, and which change would free how much."""
     print_answer(console, file)
-    console.print("\nmemory in GiB, stage by stage")
-    _print_waterfall(console, file)
+    capacity = file.best.memory_bytes + file.best.memory_headroom_bytes
+    print_waterfall(console, placed(file.stages, file.best.plan.num_microbatches, capacity))
     console.print()
     _print_knobs(console, file)
 
 
-def _print_waterfall(console: Console, file: PlanFile) -> None:
-    """One row a term and one column a stage; stages that are alike share a column."""
-    capacity = file.best.memory_bytes + file.best.memory_headroom_bytes
-    kinds: dict[tuple[float, ...], list[StageCost]] = {}
-    for stage in file.stages:
-        kinds.setdefault(tuple(stage.memory_terms_bytes.values()), []).append(stage)
-    columns = [stages[0] for stages in kinds.values()]
-    worst = max(columns, key=lambda stage: stage.memory_bytes)
-    if len(columns) > MOST_MEMORY_COLUMNS:
-        kept = {0, len(columns) - 1, columns.index(worst), *range(MOST_MEMORY_COLUMNS - 2)}
-        columns = [stage for at, stage in enumerate(columns) if at in kept]
-    names = [name for name in file.stages[0].memory_terms_bytes if any(s.memory_terms_bytes[name] for s in columns)]
+def print_waterfall(console: Console, stages: Sequence[PlacedStage]) -> None:
+    """The memory of stages: one row a term and one column a stage; stages that are alike share a column."""
+    console.print("\nmemory in GiB, stage by stage")
+    kinds: dict[tuple[float | str, ...], list[PlacedStage]] = {}
+    for stage in stages:
+        place = stage.place
+        kinds.setdefault((place.kind, place.part, *stage.cost.memory_terms_bytes.values()), []).append(stage)
+    groups = [*kinds.values()]
+    worst = max(groups, key=lambda group: group[0].fill)
+    if len(groups) > MOST_MEMORY_COLUMNS:
+        kept = {0, len(groups) - 1, groups.index(worst), *range(MOST_MEMORY_COLUMNS - 2)}
+        groups = [group for at, group in enumerate(groups) if at in kept]
+    firsts = [group[0] for group in groups]
+    terms = [one.cost.memory_terms_bytes for one in firsts]
     rows = [
-        (MEMORY_NAMES[name], *(f"{stage.memory_terms_bytes[name] / GIB:,.2f}" for stage in columns)) for name in names
+        (MEMORY_NAMES[name], *(f"{one[name] / GIB:,.2f}" for one in terms))
+        for name in terms[0]
+        if any(one[name] for one in terms)
     ]
-    rows.append(("[bold]all[/]", *(f"[bold]{stage.memory_bytes / GIB:,.2f}[/]" for stage in columns)))
-    rows.append(("free", *(f"{(capacity - stage.memory_bytes) / GIB:,.2f}" for stage in columns)))
-    rows.append(("risk", *(format_percent(stage.oom_probability) for stage in columns)))
-    heads = [_numbers(kinds[tuple(stage.memory_terms_bytes.values())]) for stage in columns]
-    print_table(console, [("stage", False), *((head, True) for head in heads)], rows)
+    rows.append(("[bold]all[/]", *(f"[bold]{one.cost.memory_bytes / GIB:,.2f}[/]" for one in firsts)))
+    rows.append(("free", *(f"{(one.place.capacity_bytes - one.cost.memory_bytes) / GIB:,.2f}" for one in firsts)))
+    rows.append(("risk", *(format_percent(one.cost.oom_probability) for one in firsts)))
+    if any(one.place.part for one in firsts):
+        rows.append(("on", *(escape(one.place.part) for one in firsts)))
+    print_table(console, [("stage", False), *((_numbers(group), True) for group in groups)], rows)
 
 
-def _numbers(stages: list[StageCost]) -> str:
-    first, last = stages[0].stage, stages[-1].stage
+def _numbers(stages: list[PlacedStage]) -> str:
+    first, last = stages[0].place, stages[-1].place
     if first == last:
-        return str(first)
-    return f"{first}-{last}" if last - first == len(stages) - 1 else f"{first}..{last}"
+        return first.name
+    is_whole = last.stage - first.stage == len(stages) - 1
+    return f"{first.name}-{last.name}" if is_whole else f"{first.name}..{last.name}"
 
 
 def _print_knobs(console: Console, file: PlanFile) -> None:

@@ -16,28 +16,28 @@ from autoplan.cost.timeline import STREAMS, Event, RankTimeline, Timeline
 from autoplan.report.terminal import number_ranges
 
 
-def trace_json(line: Timeline) -> str:
-    """The trace of one step as a file has it."""
+def trace_json(line: Timeline, plan: str) -> str:
+    """The trace of one step of a plan, which is told in words, as a file has it."""
     return msgspec.json.encode(
         {
-            "traceEvents": [event for rank in line.ranks for event in _process(rank)],
+            "traceEvents": [event for at, rank in enumerate(line.ranks) for event in _process(at, rank)],
             "displayTimeUnit": "ms",
             "otherData": {
                 "made by": f"autoplan {__version__}",
-                "plan": line.plan.describe(),
+                "plan": plan,
                 "step_s": line.step_s,
-                "memory_capacity_bytes": line.capacity_bytes,
+                "memory_capacity_bytes": {rank.place.name: rank.place.capacity_bytes for rank in line.ranks},
             },
         }
     ).decode()
 
 
-def _process(rank: RankTimeline) -> Iterator[dict[str, Any]]:
+def _process(at: int, rank: RankTimeline) -> Iterator[dict[str, Any]]:
     """All that is told of a stage: names first, then slices by thread, then the counter."""
-    pid = rank.stage + 1  # 0 stands for the idle process of a machine
+    pid = at + 1  # 0 stands for the idle process of a machine
     ranks = f"rank{'s' * (len(rank.ranks) > 1)} {number_ranges(rank.ranks)}"
-    yield _named(pid, 0, "process_name", f"stage {rank.stage}: {ranks}")
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": rank.stage}}
+    yield _named(pid, 0, "process_name", f"{rank.place.words}: {ranks}")
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": at}}
     by_stream: dict[str, list[Event]] = {}
     for event in rank.events():
         by_stream.setdefault(event.stream, []).append(event)

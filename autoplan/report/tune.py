@@ -12,12 +12,13 @@ from autoplan.units import format_percent, format_seconds
 
 def print_tuned(console: Console, report: TuneReport) -> None:
     """The best plan, all trials in the order of their measured steps, and why there were no more."""
-    if report.best is not None:
-        best = report.best
-        assert best.measured_s is not None
+    if report.best is not None and report.best_s is not None:
+        plan = report.best.plan
+        runs = [str(one.number) for one in report.trials if one.plan == plan and one.measured_s is not None]
+        which = f"trial {runs[0]}" if len(runs) == 1 else f"trials {', '.join(runs)}"
         console.print(
-            f"{escape(best.plan.describe())}: {format_seconds(best.measured_s)} a step, measured in trial "
-            f"{best.number} of {len(report.trials)}\n"
+            f"{escape(plan.describe())}: {format_seconds(report.best_s)} a step, measured in {which} of "
+            f"{len(report.trials)}\n"
         )
     columns = (("trial", True), ("plan", False), ("predicted", True), ("measured", True), ("off", True), ("end", False))
     rows = [_row(one) for one in sorted(report.trials, key=_order)]

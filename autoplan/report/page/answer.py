@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.report.page.content import Content
+from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.parts import Segment, bar, pairs
 from autoplan.report.terminal import certificate_line, layers_line, mfu_convention, why_first
@@ -14,7 +14,7 @@ from autoplan.units import format_bytes, format_percent, format_seconds
 VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
 
 
-def headline(content: Content) -> Markup:
+def headline(content: PlanContent) -> Markup:
     """What was asked."""
     file = content.file
     cluster, training = file.cluster, file.training
@@ -32,7 +32,7 @@ def headline(content: Content) -> Markup:
     )
 
 
-def answer(content: Content) -> Markup:
+def answer(content: PlanContent) -> Markup:
     """The plan and the figures that people ask for."""
     file = content.file
     choice = tag("p", sure(file), class_="sure") if file.certificate else None
@@ -75,30 +75,28 @@ def _warning(file: PlanFile) -> Child:
     return tag("p", f"No plan fits safely: this one {VERDICTS[file.best.verdict]} (risk {risk}).", class_="warning")
 
 
+def interval_figure(step_s: float, low_s: float, high_s: float) -> Markup:
+    """The step time with its interval."""
+    widest, text = 1.04 * high_s, f"{format_seconds(low_s)} to {format_seconds(high_s)}"
+    drawn = bar(
+        [Segment(name="90 % interval", colour="interval", share=(high_s - low_s) / widest, text=text)],
+        start=low_s / widest,
+        mark=step_s / widest,
+    )
+    return figure("Step time", format_seconds(step_s), drawn, f"90 % interval {text}")
+
+
 def _figures(file: PlanFile) -> Iterator[Markup]:
     best, cluster = file.best, file.cluster
-    widest = 1.04 * best.high_s
-    interval = bar(
-        [
-            Segment(
-                name="90 % interval",
-                colour="interval",
-                share=(best.high_s - best.low_s) / widest,
-                text=f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}",
-            )
-        ],
-        start=best.low_s / widest,
-        mark=best.step_s / widest,
-    )
-    yield _figure("Step time", format_seconds(best.step_s), interval, f"90 % interval {_interval(file)}")
+    yield interval_figure(best.step_s, best.low_s, best.high_s)
     rate = best.tokens_per_s_per_device
-    yield _figure(
+    yield figure(
         "Throughput",
         f"{rate:,.0f}",
         None,
         f"tokens/s per device; {rate * cluster.num_devices:,.0f} tokens/s in all",
     )
-    yield _figure(
+    yield figure(
         "MFU",
         format_percent(best.mfu),
         bar([Segment(name="MFU", colour="compute", share=best.mfu, text=format_percent(best.mfu))]),
@@ -107,7 +105,7 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
     capacity = best.memory_bytes + best.memory_headroom_bytes
     used = best.memory_bytes / max(capacity, best.memory_bytes)
     risk = format_percent(best.oom_probability) if best.oom_probability >= 0.001 else "under 0.1 %"
-    yield _figure(
+    yield figure(
         "Memory",
         format_bytes(best.memory_bytes),
         bar([Segment(name="worst stage", colour="memory", share=used, text=format_bytes(best.memory_bytes))]),
@@ -115,11 +113,8 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
     )
 
 
-def _interval(file: PlanFile) -> str:
-    return f"{format_seconds(file.best.low_s)} to {format_seconds(file.best.high_s)}"
-
-
-def _figure(label: str, value: str, drawn: Child, says: str) -> Markup:
+def figure(label: str, value: str, drawn: Child, says: str) -> Markup:
+    """A figure with its label, a bar, and what it means."""
     return tag(
         "div",
         tag("p", label, class_="label"),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autoplan.cost.timeline import Timeline
 from autoplan.cost.traffic import StepTraffic
-from autoplan.result import PlanFile, RankedPlan, Sensitivity, SizeOutcome
+from autoplan.result import MixedPlanFile, PlacedStage, PlanFile, RankedPlan, Sensitivity, SizeOutcome
 from autoplan.timing import Provenance
 
 Floats = NDArray[np.float64]
@@ -25,18 +25,33 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """All that a page shows; a part that could not be had is empty, and `missing` says why, by the part's name."""
+    """What any page shows; a part that could not be had is empty, and `missing` says why, by the part's name."""
 
-    file: PlanFile
-    traffic: StepTraffic
-    rests_on: dict[str, dict[Provenance, Floats]]  # shares of every term of the step, a batch of one plan
+    file: PlanFile | MixedPlanFile
+    stages: tuple[PlacedStage, ...]
     schedule: Timeline | None = None
-    front: tuple[RankedPlan, ...] = ()  # that no plan beats in both step time and memory, the fastest first
-    sizes: tuple[SizeOutcome, ...] = ()  # the best plans on fewer and on more nodes
-    sensitivity: Sensitivity | None = None
     steps: tuple[Step, ...] = ()
     missing: dict[str, str]
 
     def why_not(self, part: str) -> str:
         """Why a part is not shown, as a sentence."""
         return f"Not shown: {self.missing[part]}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanContent(Content):
+    """The page of a plan of equal nodes."""
+
+    file: PlanFile
+    traffic: StepTraffic
+    rests_on: dict[str, dict[Provenance, Floats]]  # shares of every term of the step, a batch of one plan
+    front: tuple[RankedPlan, ...] = ()  # that no plan beats in both step time and memory, the fastest first
+    sizes: tuple[SizeOutcome, ...] = ()  # the best plans on fewer and on more nodes
+    sensitivity: Sensitivity | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedContent(Content):
+    """The page of a plan of a mixed cluster."""
+
+    file: MixedPlanFile

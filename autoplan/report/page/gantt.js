@@ -154,7 +154,7 @@ function gantt(figure) {
     const y = (bytes) => top + MEMORY * (1 - bytes / most);
     context.fillStyle = colours.quiet;
     context.textAlign = "left";
-    context.fillText(`memory of stage ${memory.stage}; line: ${gib(memory.capacity)} capacity`, LEFT, top - 10);
+    context.fillText(`memory of ${memory.stage}; line: ${gib(memory.capacity)} capacity`, LEFT, top - 10);
     context.fillStyle = colours["m-activations"];
     context.beginPath();
     context.moveTo(LEFT, top + MEMORY);
@@ -194,7 +194,7 @@ function gantt(figure) {
       for (let at = 0; at < starts.length && starts[at] <= time + margin; at++) if (time <= starts[at] + lengths(at) + margin) found = at;
       return found;
     };
-    const where = `stage ${row.stage}, rank${/^\d+$/.test(row.ranks) ? "" : "s"} ${row.ranks}`;
+    const where = `${row.where}, rank${/^\d+$/.test(row.ranks) ? "" : "s"} ${row.ranks}`;
     const near = 2 * (range.high - range.low) / area().width;
     if (inStrip) {
       const at = among(row.messages.starts, (one) => row.messages.seconds[one], near);
@@ -222,7 +222,7 @@ function gantt(figure) {
     const time = range.at((x - LEFT) / area().width), at = Math.floor((y - TOP) / (ROW + GAP));
     let text = "";
     if (x >= LEFT && rows[at]) text = told(rows[at], time, y - TOP - at * (ROW + GAP) > ROW - STRIP);
-    else if (x >= LEFT && y > bottom + BETWEEN) text = `${gib(held(time))} on stage ${memory.stage}\nat ${moment(time, step_s / 1e3)}`;
+    else if (x >= LEFT && y > bottom + BETWEEN) text = `${gib(held(time))} on ${memory.stage}\nat ${moment(time, step_s / 1e3)}`;
     if (text) showTip(text, event.clientX, event.clientY);
     else hideTip();
   });

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.report.page.content import Content
+from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, key, section, table
 from autoplan.result import Sensitivity
@@ -14,7 +14,7 @@ SHOWN_FLIPS = 5
 LEAST_SHOWN = 0.005  # per cent of the step, for one per cent more
 
 
-def importance(content: Content) -> Markup:
+def importance(content: PlanContent) -> Markup:
     """Elasticities of the step, and the nearest numbers at which another plan wins."""
     found = content.sensitivity
     title = "What the answer hangs on"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from autoplan.report.page.content import Content
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.page.times import alike, dense, stage_name
 from autoplan.report.terminal import MEMORY_NAMES, MEMORY_SUMS, summed_memory
-from autoplan.result import StageCost
+from autoplan.result import PlacedStage
 from autoplan.units import GIB, format_bytes, format_percent
 
 # What the sums of `MEMORY_SUMS` are called.
@@ -27,20 +27,19 @@ COLOUR_OF_TERM = {term: f"m-{name}" for name, terms in MEMORY_SUMS.items() for t
 
 def memory(content: Content) -> Markup:
     """The fullest stage as a waterfall, then all stages."""
-    file = content.file
-    capacity = file.best.memory_bytes + file.best.memory_headroom_bytes
-    worst = max(file.stages, key=lambda stage: stage.memory_bytes)
-    scale = max(capacity, worst.memory_bytes) * 1.02
-    kinds = alike(file.stages, lambda stage: stage.memory_terms_bytes)
+    worst = max(content.stages, key=lambda stage: stage.fill)
+    scale = 1.02 * max(max(one.place.capacity_bytes, one.cost.memory_bytes) for one in content.stages)
+    kinds = alike(content.stages, lambda cost: cost.memory_terms_bytes)
+    reserve_bytes = content.file.reserve_bytes
     return section(
         "memory",
         "Where the memory goes",
-        _says(worst, capacity, len(file.stages)),
+        _says(worst, len(content.stages)),
         key((f"m-{name}", text) for name, text in SUM_NAMES.items()),
         bars(
-            f"Memory of stage {worst.stage} by term",
-            (f"stage {worst.stage}", "memory of a device", "GiB"),
-            _waterfall(worst, capacity, scale),
+            f"Memory of {worst.place.words} by term",
+            (worst.place.words, "memory of a device", "GiB"),
+            _waterfall(worst, scale),
             "total",
         ),
         tag("h3", "Each stage beside the capacity") if len(kinds) > 1 else None,
@@ -50,9 +49,9 @@ def memory(content: Content) -> Markup:
             (
                 (
                     stage_name(stages),
-                    _stacked(stages[0], capacity, scale),
-                    f"{stages[0].memory_bytes / GIB:,.1f}",
-                    f"{(capacity - stages[0].memory_bytes) / GIB:,.1f}",
+                    _stacked(stages[0], scale),
+                    f"{stages[0].cost.memory_bytes / GIB:,.1f}",
+                    f"{_free_bytes(stages[0]) / GIB:,.1f}",
                 )
                 for stages in kinds
             ),
@@ -61,54 +60,66 @@ def memory(content: Content) -> Markup:
         if len(kinds) > 1
         else None,
         note(
-            f"The line is what a device has to give: {format_bytes(capacity)}"
-            f"{f', {format_bytes(file.reserve_bytes)} kept free' if file.reserve_bytes else ''}."
+            f"The line is what a device has to give: {_capacities(content.stages)}"
+            f"{f', {format_bytes(reserve_bytes)} kept free' if reserve_bytes else ''}."
         ),
-        folded("Every term of every stage", _table(kinds, capacity)),
+        folded("Every term of every stage", _table(kinds)),
     )
 
 
-def _says(worst: StageCost, capacity: float, num_stages: int) -> str:
-    free = capacity - worst.memory_bytes
-    where = f"Stage {worst.stage} is fullest: it" if num_stages > 1 else "A device"
+def _free_bytes(stage: PlacedStage) -> float:
+    return stage.place.capacity_bytes - stage.cost.memory_bytes
+
+
+def _capacities(stages: Iterable[PlacedStage]) -> str:
+    """That of every part of the cluster that is in use."""
+    there = {one.place.part: format_bytes(one.place.capacity_bytes) for one in stages}
+    return ", ".join(f"{size} on {part}" if part else size for part, size in there.items())
+
+
+def _says(worst: PlacedStage, num_stages: int) -> str:
+    free, words = _free_bytes(worst), worst.place.words
+    where = f"{words[0].upper()}{words[1:]} is fullest: it" if num_stages > 1 else "A device"
     left = f"and leaves {format_bytes(free)}" if free >= 0 else f"which is {format_bytes(-free)} too much"
-    return f"{where} takes {format_bytes(worst.memory_bytes)} of {format_bytes(capacity)} {left}."
+    there = f"{format_bytes(worst.cost.memory_bytes)} of {format_bytes(worst.place.capacity_bytes)}"
+    return f"{where} takes {there} {left}."
 
 
-def _waterfall(stage: StageCost, capacity: float, scale: float) -> Iterator[tuple[str, Markup, str]]:
-    before = 0.0
-    for name, value in stage.memory_terms_bytes.items():
+def _waterfall(stage: PlacedStage, scale: float) -> Iterator[tuple[str, Markup, str]]:
+    before, mark = 0.0, stage.place.capacity_bytes / scale
+    for name, value in stage.cost.memory_terms_bytes.items():
         if value >= 0.005 * GIB:
             piece = Segment(
                 name=MEMORY_NAMES[name], colour=COLOUR_OF_TERM[name], share=value / scale, text=format_bytes(value)
             )
-            yield MEMORY_NAMES[name], bar([piece], start=before / scale, mark=capacity / scale), f"{value / GIB:,.2f}"
+            yield MEMORY_NAMES[name], bar([piece], start=before / scale, mark=mark), f"{value / GIB:,.2f}"
         before += value
-    yield "all", _stacked(stage, capacity, scale), f"{stage.memory_bytes / GIB:,.2f}"
+    yield "all", _stacked(stage, scale), f"{stage.cost.memory_bytes / GIB:,.2f}"
 
 
-def _stacked(stage: StageCost, capacity: float, scale: float) -> Markup:
+def _stacked(stage: PlacedStage, scale: float) -> Markup:
     segments = (
         Segment(name=SUM_NAMES[name], colour=f"m-{name}", share=value / scale, text=format_bytes(value))
         for name, terms in MEMORY_SUMS.items()
-        if (value := summed_memory(stage, terms)) > 0
+        if (value := summed_memory(stage.cost, terms)) > 0
     )
-    return bar(segments, mark=capacity / scale)
+    return bar(segments, mark=stage.place.capacity_bytes / scale)
 
 
-def _table(kinds: list[list[StageCost]], capacity: float) -> Markup:
+def _table(kinds: list[list[PlacedStage]]) -> Markup:
     """One row a stage, one column a term."""
-    names = [name for name in MEMORY_NAMES if any(stages[0].memory_terms_bytes.get(name) for stages in kinds)]
+    firsts = [stages[0] for stages in kinds]
+    names = [name for name in MEMORY_NAMES if any(one.cost.memory_terms_bytes.get(name) for one in firsts)]
     columns = [("stage", False), *((MEMORY_NAMES[name], True) for name in names)]
     columns += [("all", True), ("free", True), ("risk", True)]
     rows = (
         (
             stage_name(stages),
-            *(f"{stages[0].memory_terms_bytes.get(name, 0.0) / GIB:,.2f}" for name in names),
-            f"{stages[0].memory_bytes / GIB:,.2f}",
-            f"{(capacity - stages[0].memory_bytes) / GIB:,.2f}",
-            format_percent(stages[0].oom_probability),
+            *(f"{one.cost.memory_terms_bytes.get(name, 0.0) / GIB:,.2f}" for name in names),
+            f"{one.cost.memory_bytes / GIB:,.2f}",
+            f"{_free_bytes(one) / GIB:,.2f}",
+            format_percent(one.cost.oom_probability),
         )
-        for stages in kinds
+        for stages, one in zip(kinds, firsts, strict=True)
     )
     return table("Memory of each stage by term, in GiB", columns, rows)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autoplan.cost.traffic import StepTraffic
 from autoplan.report.drawing import draw
-from autoplan.report.page.content import Content
+from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, folded, note, scrolling, section, table
 from autoplan.report.traffic import OPERATION_NAMES
@@ -14,7 +14,7 @@ from autoplan.topology.graph import quotient
 from autoplan.units import format_percent, format_seconds, format_volume
 
 
-def network(content: Content) -> Markup:
+def network(content: PlanContent) -> Markup:
     """What a device of the busiest stage sends, and the cluster with what its links carry."""
     step, cluster = content.traffic, content.file.cluster
     drawing = Markup(draw(cluster, quotient(cluster), step))
@@ -71,7 +71,7 @@ def _communicators(step: StepTraffic) -> Markup:
     return table("Traffic of a step by communicator", columns, rows)
 
 
-def _places(content: Content) -> str:
+def _places(content: PlanContent) -> str:
     file = content.file
     if file.listed_step_s is None:
         return ""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from importlib.resources import files
+from typing import TypeVar
 
+from autoplan.report.page import mixed
 from autoplan.report.page.answer import answer, headline
 from autoplan.report.page.commands import commands
-from autoplan.report.page.content import Content
+from autoplan.report.page.content import Content, MixedContent, PlanContent
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.importance import importance
 from autoplan.report.page.memory import memory
@@ -17,11 +19,11 @@ from autoplan.report.page.network import network
 from autoplan.report.page.plans import front, plans
 from autoplan.report.page.scaling import scaling
 from autoplan.report.page.schedule import schedule
-from autoplan.report.page.sources import sources
+from autoplan.report.page.sources import mixed_sources, sources
 from autoplan.report.page.times import times
 
 # Every section by the name in links to it, with what these are called; None: nothing leads to it.
-SECTIONS: dict[str, tuple[str | None, Callable[[Content], Markup | None]]] = {
+SECTIONS: dict[str, tuple[str | None, Callable[[PlanContent], Markup | None]]] = {
     "answer": (None, answer),
     "time": ("time", times),
     "schedule": ("schedule", schedule),
@@ -34,13 +36,37 @@ SECTIONS: dict[str, tuple[str | None, Callable[[Content], Markup | None]]] = {
     "sources": ("sources", sources),
     "next": ("next steps", commands),
 }
+MIXED_SECTIONS: dict[str, tuple[str | None, Callable[[MixedContent], Markup | None]]] = {
+    "answer": (None, mixed.answer),
+    "time": ("time", times),
+    "schedule": ("schedule", schedule),
+    "memory": ("memory", memory),
+    "plans": ("other plans", mixed.plans),
+    "parts": ("the cluster", mixed.parts),
+    "sources": ("sources", mixed_sources),
+    "next": ("next steps", commands),
+}
+C = TypeVar("C", bound=Content)
+
 STYLES = ("page.css",)
 SCRIPTS = ("view.js", "plot.js", "gantt.js", "page.js")
 
 
-def page(content: Content) -> str:
+def page(content: PlanContent | MixedContent) -> str:
     """The page as the text of a file."""
-    shown = {name: drawn for name, (_, make) in SECTIONS.items() if (drawn := make(content))}
+    if isinstance(content, MixedContent):
+        return _whole(content, mixed.headline(content), _drawn(MIXED_SECTIONS, content))
+    return _whole(content, headline(content), _drawn(SECTIONS, content))
+
+
+def _drawn(
+    sections: Mapping[str, tuple[str | None, Callable[[C], Markup | None]]], content: C
+) -> dict[str, tuple[str | None, Markup]]:
+    """The sections that there are, with what links to them are called."""
+    return {name: (link, drawn) for name, (link, make) in sections.items() if (drawn := make(content))}
+
+
+def _whole(content: Content, title: Markup, shown: Mapping[str, tuple[str | None, Markup]]) -> str:
     style, script = (_text(names) for names in (STYLES, SCRIPTS))
     # What is not this script does not run, and nothing is loaded, even if a name got past the escaping.
     digest = b64encode(sha256(script.encode()).digest()).decode()
@@ -60,9 +86,9 @@ def page(content: Content) -> str:
     )
     body = tag(
         "body",
-        tag("header", _skip(), headline(content), _theme(), class_="top"),
+        tag("header", _skip(), title, _theme(), class_="top"),
         _contents(shown),
-        tag("main", *shown.values()),
+        tag("main", *(drawn for _, drawn in shown.values())),
         tag("div", id="tip", role="presentation"),
         tag("script", Markup(script), type="module"),
     )
@@ -84,7 +110,7 @@ def _theme() -> Markup:
     return tag("div", *buttons, class_="theme", role="group", aria_label="Colours of the page")
 
 
-def _contents(shown: Collection[str]) -> Markup:
+def _contents(shown: Mapping[str, tuple[str | None, Markup]]) -> Markup:
     """Links to the sections that there are."""
-    links = (tag("a", text, href=f"#{name}") for name, (text, _) in SECTIONS.items() if text and name in shown)
+    links = (tag("a", text, href=f"#{name}") for name, (text, _) in shown.items() if text)
     return tag("nav", *links, aria_label="Sections")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from autoplan.plan import ParallelPlan
-from autoplan.report.page.content import Content
+from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.parts import bar, bars, folded, note, section, table
 from autoplan.report.page.plot import Axis, Series, plot
@@ -35,7 +35,7 @@ AXES: tuple[tuple[str, Callable[[ParallelPlan], str]], ...] = (
 )
 
 
-def plans(content: Content) -> Markup | None:
+def plans(content: PlanContent) -> Markup | None:
     """The best plans of other degrees, what each spends its time on, and why the winner wins."""
     file = content.file
     shown = (file.best, *file.alternatives[: SHOWN_PLANS - 1])
@@ -114,7 +114,7 @@ def _lost(file: PlanFile) -> Markup | None:
 # -- the front --------------------------------------------------------------------------------------------------------
 
 
-def front(content: Content) -> Markup:
+def front(content: PlanContent) -> Markup:
     """The plans that no other beats: in the objectives of the run, else in step time and memory."""
     file = content.file
     if file.run and len(file.run.front) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoplan.report.page.content import Content
+from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Markup
 from autoplan.report.page.parts import section, table
 from autoplan.report.page.plot import Axis, Series, plot
@@ -12,7 +12,7 @@ from autoplan.result import RunFigures, RunPlan
 from autoplan.units import format_percent, format_seconds
 
 
-def scaling(content: Content) -> Markup:
+def scaling(content: PlanContent) -> Markup:
     """Tokens per second by devices, beside what perfect scaling would give."""
     title = "Fewer or more devices"
     found = [one.best for one in content.sizes if one.best]
@@ -55,7 +55,7 @@ def _says(first: RunFigures, last: RunFigures) -> str:
     )
 
 
-def _table(content: Content, found: Sequence[RunPlan]) -> Markup:
+def _table(content: PlanContent, found: Sequence[RunPlan]) -> Markup:
     columns = [("devices", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True)]
     has_cost = any(one.figures.cost_per_token is not None for one in found)
     if has_cost:

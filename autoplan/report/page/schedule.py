@@ -49,15 +49,28 @@ def schedule(content: Content) -> Markup:
 
 
 def _says(found: Timeline) -> str:
-    waits = [sum(one.terms_s()[name] for name in ("pipeline_bubble", "pipeline_send")) for one in found.ranks]
-    idle = sum(waits) / len(waits) / found.step_s
     if len(found.ranks) == 1:
         return "There is one stage: every rank does the same, and none waits for another one's passes."
+    waits = [_waits_s(one, found.pipeline_s) for one in found.ranks]
+    idle = sum(waits) / len(waits) / found.step_s
     return (
-        f"Its {found.plan.num_microbatches:,} micro-batches take the {len(found.ranks)} stages "
-        f"{format_seconds(found.pipeline_s)} of the {format_seconds(found.step_s)}; a stage waits for others "
-        f"{format_percent(idle)} of the step, in the mean."
+        f"{_micro_batches(found)} {format_seconds(found.pipeline_s)} of the {format_seconds(found.step_s)}; a stage "
+        f"waits for others {format_percent(idle)} of the step, in the mean."
     )
+
+
+def _micro_batches(found: Timeline) -> str:
+    """Whose passes come before the end of the step."""
+    last = {rank.place.kind: rank.place for rank in found.ranks}
+    if len(last) == 1:
+        return f"Its {found.ranks[0].place.num_microbatches:,} micro-batches take the {len(found.ranks)} stages"
+    parts = [f"{place.num_microbatches:,} micro-batches of a replica {kind}" for kind, place in last.items()]
+    return f"{', '.join(parts[:-1])} and {parts[-1]} take, each on its own stages,"
+
+
+def _waits_s(rank: RankTimeline, until_s: float) -> float:
+    """What a rank waits before the step ends."""
+    return sum(one.duration_s for one in rank.others if one.stream == "wait" and one.start_s < until_s)
 
 
 def _key(found: Timeline) -> Markup:
@@ -89,13 +102,13 @@ def _codes(rank: RankTimeline) -> list[tuple[str, int]]:
 
 def _content(found: Timeline) -> dict[str, Any]:
     num_messages = sum(one.kind == "message" for rank in found.ranks for one in rank.others)
-    fullest = max(found.ranks, key=lambda rank: float(rank.memory_bytes.max()))
+    fullest = max(found.ranks, key=lambda rank: float(rank.memory_bytes.max()) / rank.place.capacity_bytes)
     return {
         "step_s": found.step_s,
         "rows": [_row(rank, with_messages=num_messages <= MOST_MESSAGES) for rank in found.ranks],
         "memory": {
-            "stage": fullest.stage,
-            "capacity": found.capacity_bytes,
+            "stage": fullest.place.words,
+            "capacity": fullest.place.capacity_bytes,
             "time": _packed(fullest.memory_time_s),
             "bytes": _packed(fullest.memory_bytes),
         },
@@ -121,7 +134,8 @@ def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
         )
     messages = [one for one in rank.others if one.kind == "message"] if with_messages else []
     return {
-        "stage": rank.stage,
+        "stage": rank.place.name,
+        "where": rank.place.words,
         "ranks": _ranks(rank),
         "kinds": kinds,
         "codes": _packed([number[one.kind, one.chunk or 0] for one in rank.passes], np.uint16),
@@ -176,5 +190,8 @@ def _table(found: Timeline) -> Markup:
     """What every stage spends its step on; rows add up to the step."""
     names = {name: None for rank in found.ranks for name, seconds in rank.terms_s().items() if seconds > 0}
     columns = [("stage", False), ("ranks", False), *((term_name(name), True) for name in names)]
-    rows = ((str(rank.stage), _ranks(rank), *(or_none(rank.terms_s()[name]) for name in names)) for rank in found.ranks)
+    rows = (
+        (rank.place.words.removeprefix("stage "), _ranks(rank), *(or_none(rank.terms_s()[name]) for name in names))
+        for rank in found.ranks
+    )
     return table("Time of a step on each stage by term", columns, rows)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from autoplan.report.page.content import Content
+from autoplan.cluster import ClusterSpec
+from autoplan.report.page.content import MixedContent, PlanContent
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, folded, key, pairs, section
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
-from autoplan.result import Certificate
-from autoplan.timing import Provenance
+from autoplan.result import MixedPlanFile, PlanFile
+from autoplan.timing import Calibration, Provenance
 from autoplan.units import format_percent, format_seconds
 
 MEANS: dict[Provenance, str] = {
@@ -22,25 +23,45 @@ MEANS: dict[Provenance, str] = {
 TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated")
 
 
-def sources(content: Content) -> Markup:
+def sources(content: PlanContent) -> Markup:
     """The shares of the step that rest on each kind of source, and what the sources are."""
     file = content.file
-    return section(
-        "sources",
-        "Where the numbers come from",
+    return sources_section(
+        file,
+        [("", file.cluster, file.calibration)],
         _says(content),
         pairs((name, means) for name, means in MEANS.items()),
         tag("h3", "What each part of the step rests on"),
         key((f"s-{name}", name) for name in MEANS),
         bars("What each term of the step rests on", ("term", "rests on", "time"), _terms(content), "total"),
-        tag("h3", "What they were taken from"),
-        pairs(_facts(content)),
-        folded("Published sources", _cited(content)),
-        folded("What was searched, and what was not", _limits(file.certificate)) if file.certificate else None,
     )
 
 
-def _says(content: Content) -> str:
+def mixed_sources(content: MixedContent) -> Markup:
+    """What the sources of each part are; shares of the step are not told apart."""
+    file = content.file
+    parts = zip(file.cluster.part_names, file.cluster.parts, file.calibrations, strict=True)
+    says = "Nothing was measured on this cluster: the step time rests on what was published of its parts."
+    return sources_section(file, [*parts], says)
+
+
+def sources_section(
+    file: PlanFile | MixedPlanFile, parts: Sequence[tuple[str, ClusterSpec, Calibration]], says: str, *shares: Child
+) -> Markup:
+    """What the numbers of the (name, cluster, calibration) of every part were taken from, after their shares."""
+    return section(
+        "sources",
+        "Where the numbers come from",
+        says,
+        *shares,
+        tag("h3", "What they were taken from"),
+        pairs(_facts(file, parts)),
+        folded("Published sources", _cited(parts)),
+        folded("What was searched, and what was not", _limits(file.certificate.limits)) if file.certificate else None,
+    )
+
+
+def _says(content: PlanContent) -> str:
     file = content.file
     own = sum(file.rests_on.get(kind, 0.0) for kind in TIMED)
     if own == 0:
@@ -51,7 +72,7 @@ def _says(content: Content) -> str:
     return f"{format_percent(own)} of the step rests on times that were measured ({file.timings})."
 
 
-def _terms(content: Content) -> Iterator[tuple[str, Markup, str]]:
+def _terms(content: PlanContent) -> Iterator[tuple[str, Markup, str]]:
     best = content.file.best
     for name, shares in content.rests_on.items():
         if (seconds := best.terms_s.get(name, 0.0)) >= LEAST_SHOWN_S:
@@ -70,14 +91,17 @@ def _stacked(shares: Mapping[Provenance, float]) -> Markup:
     )
 
 
-def _facts(content: Content) -> Iterator[tuple[str, Child]]:
-    file = content.file
-    calibration = file.calibration
-    yield "calibration", f"{calibration.name}, {_count(len(calibration.sources), 'source')}"
+def _facts(
+    file: PlanFile | MixedPlanFile, parts: Sequence[tuple[str, ClusterSpec, Calibration]]
+) -> Iterator[tuple[str, Child]]:
     yield "framework", file.framework.name
-    yield "device", f"{file.cluster.device.name}, {_count(len(file.cluster.device.sources), 'source')}"
-    yield "cluster", f"{file.cluster.name}, {_count(len(file.cluster.sources), 'source')}"
-    yield "timings", file.timings or "none: no measured times were asked for"
+    for name, cluster, calibration in parts:
+        of = f" of {name}" if name else ""
+        yield f"calibration{of}", f"{calibration.name}, {_count(len(calibration.sources), 'source')}"
+        yield f"device{of}", f"{cluster.device.name}, {_count(len(cluster.device.sources), 'source')}"
+        yield f"cluster{of}", f"{cluster.name}, {_count(len(cluster.sources), 'source')}"
+    if isinstance(file, PlanFile):
+        yield "timings", file.timings or "none: no measured times were asked for"
     yield "made by", ", ".join(f"{name} {version}" for name, version in file.versions.items())
     yield "with", tag("code", file.command)
 
@@ -86,11 +110,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'} named"
 
 
-def _cited(content: Content) -> Markup:
-    file = content.file
-    cited = (*file.calibration.sources, *file.cluster.device.sources, *file.cluster.sources)
+def _cited(parts: Sequence[tuple[str, ClusterSpec, Calibration]]) -> Markup:
+    cited = (
+        one
+        for _, cluster, calibration in parts
+        for one in (*calibration.sources, *cluster.device.sources, *cluster.sources)
+    )
     return tag("ul", *(tag("li", one) for one in dict.fromkeys(cited)), class_="reasons")
 
 
-def _limits(certificate: Certificate) -> Markup:
-    return tag("ul", *(tag("li", one) for one in certificate.limits), class_="reasons")
+def _limits(limits: Sequence[str]) -> Markup:
+    return tag("ul", *(tag("li", one) for one in limits), class_="reasons")

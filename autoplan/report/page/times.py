@@ -9,7 +9,7 @@ from autoplan.report.page.content import Content
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
-from autoplan.result import StageCost
+from autoplan.result import PlacedStage, StageCost
 from autoplan.units import format_percent, format_seconds
 
 MOST_ROWS = 20  # of the usual height
@@ -54,7 +54,7 @@ def times(content: Content) -> Markup:
         kind_key(),
         bars("Time of a step by term", ("term", "in a step", "time", "share"), _waterfall(file.best.terms_s), "total"),
         note("Work is that of the busiest stage; what the others have less of, they wait.")
-        if len(file.stages) > 1
+        if len(content.stages) > 1
         else None,
         _stages(content),
     )
@@ -81,30 +81,27 @@ def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str,
 
 def _stages(content: Content) -> Markup | None:
     """What every stage does in a step beside the step's time, where there are several."""
-    file = content.file
-    if len(file.stages) == 1:
+    if len(content.stages) == 1:
         return None
-    microbatches, step_s = file.best.plan.num_microbatches, file.best.step_s
-    kinds = alike(file.stages, lambda stage: (stage.layers, stage.terms_s))
+    step_s = content.file.best.step_s
+    kinds = alike(content.stages, lambda cost: (cost.layers, cost.terms_s))
     rows = []
     for stages in kinds:
-        terms = {name: microbatches * value for name, value in stages[0].terms_s.items()}
-        busy = sum(terms.values())
-        drawn = bar(kind_segments(terms, step_s))
-        rows.append((stage_name(stages), drawn, format_seconds(busy), format_percent(busy / step_s)))
-    names = [
-        name for name in file.stages[0].terms_s if any(stage.terms_s[name] >= LEAST_SHOWN_S for stage in file.stages)
-    ]
+        busy_s, count = stages[0].busy_s, stages[0].place.num_microbatches
+        drawn = bar(kind_segments({name: count * value for name, value in stages[0].cost.terms_s.items()}, step_s))
+        rows.append((stage_name(stages), drawn, format_seconds(busy_s), format_percent(busy_s / step_s)))
+    costs = [stages[0].cost for stages in kinds]
+    names = [name for name in costs[0].terms_s if any(cost.terms_s[name] >= LEAST_SHOWN_S for cost in costs)]
     columns = [("stage", False), ("layers", True), ("forward", True), ("backward", True)]
     cells = [
         (
             stage_name(stages),
-            str(stages[0].layers),
-            format_seconds(stages[0].forward_s),
-            format_seconds(stages[0].backward_s),
-            *(or_none(stages[0].terms_s[name]) for name in names),
+            str(cost.layers),
+            format_seconds(cost.forward_s),
+            format_seconds(cost.backward_s),
+            *(or_none(cost.terms_s[name]) for name in names),
         )
-        for stages in kinds
+        for stages, cost in zip(kinds, costs, strict=True)
     ]
     return tag(
         "div",
@@ -123,9 +120,9 @@ def or_none(seconds: float) -> str:
     return format_seconds(seconds) if seconds >= LEAST_SHOWN_S else "–"
 
 
-def alike(stages: Iterable[StageCost], of: Callable[[StageCost], object]) -> list[list[StageCost]]:
-    """Neighbouring stages that are the same in something, together."""
-    return [list(same) for _, same in groupby(stages, key=of)]
+def alike(stages: Iterable[PlacedStage], of: Callable[[StageCost], object]) -> list[list[PlacedStage]]:
+    """Neighbouring stages on the same devices that are the same in something, together."""
+    return [list(same) for _, same in groupby(stages, key=lambda one: (one.place.kind, one.place.part, of(one.cost)))]
 
 
 def dense(rows: Sequence[object]) -> str:
@@ -133,7 +130,8 @@ def dense(rows: Sequence[object]) -> str:
     return "dense" if len(rows) > MOST_ROWS else ""
 
 
-def stage_name(stages: list[StageCost]) -> str:
+def stage_name(stages: Sequence[PlacedStage]) -> str:
     """What a row of stages that are alike is called."""
-    first, last = stages[0].stage, stages[-1].stage
-    return f"{first}" if first == last else f"{first}–{last}"
+    first, last = stages[0].place, stages[-1].place
+    names = first.name if first == last else f"{first.name}–{last.name}"
+    return f"{names} on {first.part}" if first.part else names

@@ -1,0 +1,159 @@
+"""What do the stages of a mixed plan do and hold, term by term and moment by moment?
+
+As of a plan whose stages are alike, by the same functions, every stage laid out on its own part (`sheets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost.estimate import stage_cost
+from autoplan.cost.memory import chunk_activation_bytes
+from autoplan.cost.mixed import estimate_mixed, pipeline_s
+from autoplan.cost.sheets import Member, Sheet, lay_out_kinds, memory_terms, stage_cells
+from autoplan.cost.timeline import HIDING, Pipeline, Timeline, check_length, memory_levels, pass_terms, step_timeline
+from autoplan.mixed import MixedPlan, MixedProblem
+from autoplan.result import MixedCost, MixedKindCost, Place, PlacedStage, StageCost, probability_above
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """The stages of a replica as if all of them sat on one part and had one degree; `stages` are those that do."""
+
+    sheet: Sheet
+    at: int  # in the sheet
+    stages: tuple[int, ...]
+    cells: dict[str, Floats]  # of `sheets.CELLS`, by stage
+    memory: dict[str, Floats]  # terms, by stage
+
+    def cost(self, stage: int) -> StageCost:
+        """What a micro-batch costs, and what is held."""
+        return replace(
+            stage_cost(self.sheet.problem, self.sheet.laid, self.at, stage),
+            memory_bytes=float(self.cells["memory_bytes"][stage]),
+            memory_terms_bytes={name: float(value[stage]) for name, value in self.memory.items()},
+            oom_probability=probability_above(float(self.cells["oom_z"][stage])),
+        )
+
+    def levels(self) -> dict[str, Floats]:
+        """`memory_levels`, with the replica's share of states."""
+        laid = self.sheet.laid
+        levels = memory_levels(self.sheet.problem, laid.memory, self.at)
+        more = self.cells["memory_bytes"] - laid.memory.reserved_bytes[self.at]
+        return {name: level + (name != "activations") * more for name, level in levels.items()}
+
+
+def _rows(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> Iterator[_Row]:
+    kind = plan.kinds[kind_at]
+    members = [Member(plan_at=0, kind_at=kind_at, plan=plan, kind=kind)]
+    for sheet in lay_out_kinds(problem, plan.parts, len(kind.stages), members):
+        cells = stage_cells(problem, plan.parts, sheet, members)
+        for at, here in enumerate(sheet.here):
+            yield _Row(
+                sheet=sheet,
+                at=at,
+                stages=tuple(np.flatnonzero(here).tolist()),
+                cells={name: value[at] for name, value in cells.items()},
+                memory=memory_terms(sheet, members, at),
+            )
+
+
+def _places(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> tuple[Place, ...]:
+    kind, names = plan.kinds[kind_at], problem.cluster.part_names
+    return tuple(
+        Place(
+            kind=plan.letters[kind_at],
+            stage=at,
+            part=names[stage.part],
+            num_microbatches=kind.num_microbatches,
+            capacity_bytes=problem.as_if(stage.part, frozenset((stage.part,))).capacity_bytes,
+        )
+        for at, stage in enumerate(kind.stages)
+    )
+
+
+def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, ...]:
+    """Every stage of every kind of replica, in the order of the plan."""
+    found = []
+    for kind_at in range(len(plan.kinds)):
+        costs = {stage: row.cost(stage) for row in _rows(problem, plan, kind_at) for stage in row.stages}
+        places = _places(problem, plan, kind_at)
+        found += [PlacedStage(place=place, cost=costs[place.stage]) for place in places]
+    return tuple(found)
+
+
+# -- moment by moment -------------------------------------------------------------------------------------------------
+
+
+def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
+    """What `estimate_mixed` prices, event by event; ranks are counted part by part."""
+    for kind in plan.kinds:
+        check_length(plan.schedule, len(kind.stages), 1, kind.num_microbatches)
+    (cost,) = estimate_mixed(problem, [plan])
+    ranks = _ranks(problem, plan)
+    pipelines = [_pipeline(problem, cost, at, ranks[at]) for at in range(len(plan.kinds))]
+    return step_timeline(pipelines, cost.terms_s)
+
+
+def _pipeline(problem: MixedProblem, cost: MixedCost, kind_at: int, ranks: Sequence[tuple[int, ...]]) -> Pipeline:
+    plan, found = cost.plan, cost.kinds[kind_at]
+    stages, num_devices = len(found.stages), plan.num_devices
+    passes: dict[tuple[str, int], dict[str, float]] = {}
+    alive = np.zeros(stages)
+    levels: dict[str, Floats] = {}
+    end = {name: np.zeros(stages) for name in HIDING}
+    for row in _rows(problem, plan, kind_at):
+        here, own = list(row.stages), row.sheet.problem
+        passes |= {key: terms for key, terms in pass_terms(own, row.sheet.laid, row.at).items() if key[1] in here}
+        alive[here] = chunk_activation_bytes(own, row.sheet.laid.batch)[row.at, here]
+        for name, value in row.levels().items():
+            levels.setdefault(name, np.zeros(stages))[here] = value[here]
+        if num_devices > 1:
+            for name, cell in zip(HIDING, ("reduce_s", "gather_s"), strict=True):
+                end[name][here] = row.cells[cell][here]
+    return Pipeline(
+        schedule=plan.schedule,
+        vp=1,
+        places=_places(problem, plan, kind_at),
+        ranks=ranks,
+        pass_terms_s=passes,
+        hop_s=np.array([stage.send_s for stage in found.stages[:-1]]),
+        blocking=stages > 1,
+        pipeline_s=found.pipeline_s,
+        send_s=_exposed_send_s(found, plan.kinds[kind_at].num_microbatches),
+        alive_bytes=alive,
+        levels=levels,
+        end_s=end,
+    )
+
+
+def _exposed_send_s(found: MixedKindCost, num_microbatches: int) -> float:
+    """What messages add to the pipeline."""
+    forward, backward, send = (
+        np.array([[getattr(stage, name) for stage in found.stages]]) for name in ("forward_s", "backward_s", "send_s")
+    )
+    return float(pipeline_s(forward, backward, send[:, :-1], np.array([num_microbatches]))[1][0])
+
+
+def _ranks(problem: MixedProblem, plan: MixedPlan) -> list[list[tuple[int, ...]]]:
+    """The devices of every stage of every kind: those of a part one after another, and before them all earlier parts.
+
+    On its part a stage has neighbouring ones in all replicas of its kind, as the estimate takes them.
+    """
+    sizes = [part.num_devices for part in problem.cluster.parts]
+    free = np.cumsum([0, *sizes[:-1]]).tolist()
+    found = []
+    for kind in plan.kinds:
+        of_stages = []
+        for stage in kind.stages:
+            first, count = free[stage.part], kind.count * stage.tp
+            of_stages.append(tuple(range(first, first + count)))
+            free[stage.part] += count
+        found.append(of_stages)
+    return found
