@@ -152,8 +152,8 @@ def signal_name(number: int) -> str:
 class Children:
     """The ranks that this program started.  Use it as a context: leaving it ends them.
 
-    `work` can be pickled, and imports torch itself; an answer may take `limit_s`.  Modules of `preload` are loaded
-    once for all ranks.
+    `work` can be pickled, and imports torch itself; an answer may take `limit_s`, the first one `START_S` more.
+    Modules of `preload` are loaded once for all ranks.
     """
 
     def __init__(
@@ -174,6 +174,10 @@ class Children:
     def leads(self) -> bool:
         """Whether rank 0 is among the ranks: then this program says what is done."""
         return self._place is None or self._place.rank == 0
+
+    @property
+    def _answer_s(self) -> float:
+        return self._limit_s + 2 * GRACE_S
 
     @property
     def can_restart(self) -> bool:
@@ -207,7 +211,7 @@ class Children:
             self._lines.append(ours)
         if not self.leads:
             return None
-        return self._answer(START_S)
+        return self._answer(START_S + self._answer_s)
 
     def ask(self, message: object) -> Any:
         """Rank 0's answer to `message`, in which all ranks have taken part."""
@@ -219,7 +223,7 @@ class Children:
 
     def answer(self) -> Any:
         """What rank 0 says next."""
-        return self._answer(self._limit_s + 2 * GRACE_S)
+        return self._answer(self._answer_s)
 
     def follow(self) -> None:
         """Stand by until the rank that was started here ends; an error if it does not end well."""

@@ -63,9 +63,9 @@ class JobTemplate:
     `rows` is tried on every line that poll and history write: it names (?P<job>...), (?P<id>...) or both,
     (?P<state>...) and, where told, (?P<why>...), words of which may stand in `states` too.  A command with {jobs} or
     {ids}, joined by commas, is run once for all jobs, another one once for each.  `history` is asked for jobs that poll
-    does not know, and may fail.  `log` writes a job's log to stdout; blank where the job writes the file itself.
-    `busy` finds in what a command that failed says that it is to be run again.  With a `launcher`, one of those of
-    `autoplan export`, every trial gets its launch files.
+    does not know, and may fail or lag behind.  `log` writes a job's log to stdout; blank where the job writes the file
+    itself.  `busy` finds in what a command that failed says that it is to be run again.  With a `launcher`, one of
+    those of `autoplan export`, every trial gets its launch files.
     """
 
     name: str
@@ -212,11 +212,6 @@ def _paths() -> dict[str, Path]:
     folder = resources.files("autoplan.presets") / "jobs"
     paths = sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".toml"))
     return {path.stem: path for path in paths}
-
-
-def preset_job_templates() -> tuple[str, ...]:
-    """Ids of the shipped templates."""
-    return tuple(_paths())
 
 
 def load_job_template(text: str) -> JobTemplate:

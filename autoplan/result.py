@@ -55,7 +55,6 @@ class CostEstimate:
     worst_stage: Ints
     capacity_bytes: float
     host_memory_bytes: Floats  # of a node
-    host_capacity_bytes: float
     oom_z: Floats  # distance to the capacity of device or host in standard deviations of log memory
 
     def __len__(self) -> int:

@@ -31,6 +31,7 @@ from autoplan.user import user_name
 JOB = "job.json"  # in the folder of a trial: its job, as far as it has come
 ANSWER_S = 60.0  # that a command of the scheduler may take
 CANCEL_S = 60.0  # that a scheduler which does not answer is asked to end jobs
+HISTORY_S = 60.0  # by which an accounting may lag behind its scheduler
 _MOST_PAUSE_S = 120.0
 _OWN = "autoplan"  # the target that is the built-in trainer
 
@@ -94,6 +95,7 @@ class SchedulerJobs:
         self._status: dict[str, JobStatus] = {}
         self._shapes: dict[Path, tuple[int, int]] = {}  # nodes and devices of each, by folder
         self._answered: set[str] = set()  # programs that have worked
+        self._unknown_since_s: dict[str, float] = {}  # jobs that nobody knew when they were asked for last
         self._next_s = time.monotonic()  # when poll is asked again
         self._pause_s = template.poll_every_s
         self._silent_since_s: float | None = None
@@ -208,22 +210,28 @@ class SchedulerJobs:
             except InputError as error:  # its folder is gone, or damaged
                 jobs.pop(name, None)
                 self._status[name] = JobStatus(state="lost", reason=str(error))
-        rows = self._rows("poll", jobs)
+        rows = self._rows(self._answers("poll", jobs), jobs)
         self._silent_since_s, self._pause_s = None, self._template.poll_every_s
         missing = {name: job for name, job in jobs.items() if name not in rows and job.stage != "new"}
-        if missing and self._template.history:
-            with contextlib.suppress(NoAnswerError, InputError):  # not every Slurm has an accounting
-                rows |= self._rows("history", missing)
+        told, told_within_s = self._remembered(missing)
+        rows |= told
+        now_s = time.monotonic()
+        self._unknown_since_s = {name: self._unknown_since_s.get(name, now_s) for name in missing.keys() - rows.keys()}
         for name, job in jobs.items():
             if name in rows:
                 self._learn(Path(name), job, rows[name])
+            elif name in self._unknown_since_s and (end := _known_end(Path(name), job)):
+                self._status[name] = end
+            elif now_s - self._unknown_since_s.get(name, -math.inf) < told_within_s:
+                continue  # it stands where it stood
             elif job.stage == "new" or self._never_ran(Path(name), job):
                 try:
                     self._status[name] = self._submit(Path(name), replace(job, num_lost=job.num_lost + bool(job.id)))
                 except InputError as error:
                     self._status[name] = JobStatus(state="ended", reason=f"not submitted: {error}", cause="failed")
             else:
-                self._status[name] = _forgotten(Path(name), job, self._template.name)
+                reason = f"{self._template.name} does not know job {job.id or job.job} any more"
+                self._status[name] = JobStatus(state="lost", reason=reason)
         self._next_s = time.monotonic() + self._pause_s
 
     def _never_ran(self, folder: Path, job: JobFile) -> bool:
@@ -231,14 +239,26 @@ class SchedulerJobs:
         is_told = not self._template.log  # the first thing of a job that runs is what it writes
         return is_told and job.stage == "submitted" and not job.num_lost and not (folder / self._output).exists()
 
-    def _rows(self, question: Literal["poll", "history"], jobs: Mapping[str, JobFile]) -> dict[str, list[Row]]:
-        """What the scheduler says of these jobs, by name, of those that it knows."""
+    def _remembered(self, jobs: Mapping[str, JobFile]) -> tuple[dict[str, list[Row]], float]:
+        """(what the accounting says of these jobs, by name; for how many seconds it may yet tell of the others)."""
+        if not jobs or not self._template.history:
+            return {}, 0.0
+        try:
+            answers = self._answers("history", jobs)
+        except NoAnswerError:
+            return {}, self._template.patience_s
+        except InputError:  # not every Slurm has one
+            return {}, 0.0
+        return self._rows(answers, jobs), HISTORY_S
+
+    def _answers(self, question: Literal["poll", "history"], jobs: Mapping[str, JobFile]) -> list[tuple[str, str]]:
+        """(program, what it wrote) for every command that asks for these jobs."""
         values = [self._values(Path(name), job) for name, job in jobs.items()]
-        said = [
-            row
-            for command in self._template.questions(question, values)
-            for row in self._template.read_rows(command[0], self._run(command))
-        ]
+        return [(command[0], self._run(command)) for command in self._template.questions(question, values)]
+
+    def _rows(self, answers: Iterable[tuple[str, str]], jobs: Mapping[str, JobFile]) -> dict[str, list[Row]]:
+        """What the scheduler says of these jobs, by name, of those that it knows."""
+        said = [row for program, text in answers for row in self._template.read_rows(program, text)]
         by_name = self._template.finds_by_name
         found = {
             name: [row for row in said if (row.job == job.job if by_name else row.id == job.id)]
@@ -313,7 +333,8 @@ class SchedulerJobs:
             return text
         said = done.stderr.decode("utf-8", errors="replace").strip() or text.strip() or "it said nothing"
         told = f"{program} failed ({done.returncode}): {cleaned(said.splitlines()[-1])}"  # kubectl says all of it twice
-        if self._template.is_busy(said) or (program in self._answered and program == self._template.poll[0]):
+        asks = program in (self._template.poll[0], *self._template.history[:1])
+        if self._template.is_busy(said) or (asks and program in self._answered):
             raise NoAnswerError(told)
         raise InputError(told)
 
@@ -350,13 +371,13 @@ def _status(meaning: Meaning, says: str, began: float | None) -> JobStatus:
     return JobStatus(state="ended", reason=f"{meaning} ({says})", cause=meaning, began=began)
 
 
-def _forgotten(folder: Path, job: JobFile, scheduler: str) -> JobStatus:
-    """What became of a job that the scheduler does not know any more."""
+def _known_end(folder: Path, job: JobFile) -> JobStatus | None:
+    """What its folder tells of the end of a job that the scheduler does not know any more."""
     if is_file(folder / OUTCOME):
         return JobStatus(state="ended", status=0, began=job.began)
     if job.stage == "cancelled":
         return JobStatus(state="ended", reason="cancelled", cause="cancelled", began=job.began)
-    return JobStatus(state="lost", reason=f"{scheduler} does not know job {job.id or job.job} any more")
+    return None
 
 
 def _plan_file(folder: Path) -> PlanFile:

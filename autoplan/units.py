@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from autoplan.errors import InputError, OutOfRangeError
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
 TOKEN_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 # A key of a file may carry a human unit; inside there is one SI unit per quantity.  Bandwidth is decimal, one
@@ -79,9 +79,10 @@ def format_rate(value: float) -> str:
     return f"{_three_figures(scaled)} {unit}"
 
 
-def format_peak(value: float) -> str:
-    """`value` operations/s of a device: '989 TFLOP/s', '0.0544 TFLOP/s' of a core."""
-    return f"{value / 1e12:,.0f} TFLOP/s" if value >= 99.5e12 else f"{value / 1e12:.3g} TFLOP/s"
+def format_flops(value: float) -> str:
+    """`value` operations per second with three figures or more: '989 TFLOP/s', '160 GFLOP/s'."""
+    scaled, unit = (value / 1e12, "TFLOP/s") if value >= 0.9995e12 else (value / 1e9, "GFLOP/s")
+    return f"{_three_figures(scaled)} {unit}"
 
 
 def format_volume(value: float) -> str:

@@ -17,7 +17,6 @@ from typing import Literal
 import msgspec
 import numpy as np
 import optuna
-from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
@@ -29,8 +28,6 @@ from autoplan.problem import Problem
 from autoplan.result import RankedPlan, TrialEnd, probability_above
 from search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
 from search.storage import fingerprint, join_study
-
-Floats = NDArray[np.float64]
 
 TOLERANCE = 0.02  # a plan that is faster by less is no better: runs of one plan differ by as much
 CHANCE = 0.05  # below which a plan is not expected to be better
@@ -88,7 +85,6 @@ class View:
     """What is known at one moment: the belief about all plans and the trials; `best` ran the fastest plan last."""
 
     belief: Belief
-    fits: Floats  # probabilities
     trials: tuple[TunedTrial, ...]
     measured: tuple[Measured, ...]  # plans that were timed, the fastest first, each over all its runs
     best: TunedTrial | None
@@ -220,7 +216,6 @@ def look(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> View:
     following = int(left[np.argmax(worth[left])]) if len(left) else min(repeatable, key=runs.__getitem__, default=None)
     return View(
         belief=belief,
-        fits=fits,
         trials=tuple(trials),
         measured=tuple(measured),
         best=finished[best.at] if best else None,

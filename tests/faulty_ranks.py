@@ -8,11 +8,20 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch is loaded in the ranks only
+    from multiprocessing.connection import Connection
+
+    from autoplan.children import Place
     from profiler.maker import Run
     from profiler.protocol import Task
     from profiler.worker import Ranks
 
 EXITS, DIES, HANGS, LIES, REFUSES, HANGS_INSIDE = range(101, 107)  # as m of a gemm, on rank 1
+
+
+def answer_late(place: Place, line: Connection, *, after_s: float) -> None:
+    """The whole work of a rank that has nothing to say for a while."""
+    time.sleep(after_s)
+    line.send("late")
 
 
 def prepare(task: Task, ranks: Ranks) -> Run | None:

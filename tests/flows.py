@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.cluster import ClusterSpec
+from autoplan.topology.levels import Gaps, Topology
+from autoplan.topology.traffic import Spans, all_to_all_bytes, chain_bytes, hierarchical_bytes, in_network_bytes
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Algorithm = Literal["hierarchical", "in_network", "all_to_all", "chain"]
 Group = tuple[int, ...]
 Edge = tuple[Any, Any]
 Flow = tuple[int, int, float]  # sender, receiver, bytes
@@ -74,30 +82,6 @@ class Expanded:
             found[rank // size].append(rank)
         return list(found.values())
 
-    def order(self, group: Sequence[int], turn: int, domains: Sequence[int]) -> list[int]:
-        """Members of a node, begun `turn` places later: each of them once is the last one of its domain."""
-        if not domains:
-            return list(group)
-        parts = self.parts(group, domains[-1])
-        start, inner_turn = divmod(turn, len(parts[0]))
-        ordered = [self.order(part, inner_turn, domains[:-1]) for part in parts]
-        return [one for part in ordered[start:] + ordered[:start] for one in part]
-
-    def channels(self, group: Sequence[int]) -> Iterator[list[list[int]]]:
-        """The members of every node in order, for as many rings as a node has members."""
-        nodes = self.parts(group, self.node)
-        for turn in range(len(nodes[0])):
-            yield [self.order(node, turn, [1, *self.inside]) for node in nodes]
-
-
-def ring(expanded: Expanded, group: Sequence[int], buffer_bytes: float, volume: float) -> None:
-    """Rings through all members, each with its part of the buffer."""
-    channels = list(expanded.channels(group))
-    hop = volume * buffer_bytes / len(channels) * (len(group) - 1) / len(group)
-    for nodes in channels:
-        members = [one for node in nodes for one in node]
-        expanded.send((a, b, hop) for a, b in zip(members, members[1:] + members[:1], strict=True))
-
 
 def hierarchical(expanded: Expanded, group: Sequence[int], buffer_bytes: float, volume: float) -> None:
     """Rings inside one fabric after another among those at the same place, each with what is left of the buffer."""
@@ -109,39 +93,6 @@ def hierarchical(expanded: Expanded, group: Sequence[int], buffer_bytes: float, 
                     hop = volume * buffer_bytes / inner * (len(peers) - 1) / len(peers)
                     expanded.send((a, b, hop) for a, b in zip(peers, peers[1:] + peers[:1], strict=True))
         inner = len(expanded.parts(group, size)[0])
-
-
-def _tree(low: int, high: int) -> Iterator[tuple[int, int]]:
-    """(child, parent) below the nodes between `low` and `high`, of which the widest power of two is the parent."""
-    middle = max(range(low + 1, high), key=lambda rank: rank & -rank)
-    for a, b in ((low, middle), (middle, high)):
-        if b - a > 1:
-            yield max(range(a + 1, b), key=lambda rank: rank & -rank), middle
-            yield from _tree(a, b)
-
-
-def double_tree(num_nodes: int) -> list[tuple[int, int]]:
-    """(child, parent) in both trees of NCCL: node 0 is the root of a search tree over the others, then its mirror."""
-    if num_nodes == 1:
-        return []
-    top = max(range(1, num_nodes), key=lambda rank: rank & -rank)
-    one = [(top, 0), *_tree(0, num_nodes)]
-    if num_nodes % 2:
-        return one + [((a + 1) % num_nodes, (b + 1) % num_nodes) for a, b in one]
-    return one + [(num_nodes - 1 - a, num_nodes - 1 - b) for a, b in one]
-
-
-def tree(expanded: Expanded, group: Sequence[int], buffer_bytes: float, volume: float) -> None:
-    """Up and down chains in the nodes and two trees of nodes, each tree with half of a channel's bytes."""
-    channels = list(expanded.channels(group))
-    part = buffer_bytes / len(channels)
-    for nodes in channels:
-        for node in nodes:
-            for a, b in itertools.pairwise(node):
-                expanded.send([(a, b, part), (b, a, part)])
-        for child, parent in double_tree(len(nodes)):
-            a, b = nodes[child][0], nodes[parent][0]
-            expanded.send([(a, b, part / 2), (b, a, part / 2)])
 
 
 def in_network(expanded: Expanded, group: Sequence[int], buffer_bytes: float, volume: float) -> None:
@@ -164,9 +115,7 @@ def chain(expanded: Expanded, group: Sequence[int], buffer_bytes: float, volume:
     expanded.send((a, b, buffer_bytes) for a, b in itertools.pairwise(group))
 
 
-ALGORITHMS = {
-    "ring": ring,
-    "tree": tree,
+ALGORITHMS: dict[Algorithm, Callable[[Expanded, Group, float, float], None]] = {
     "hierarchical": hierarchical,
     "in_network": in_network,
     "all_to_all": all_to_all,
@@ -184,3 +133,68 @@ def sibling_groups(total: int, stride: int, size: int, repeat_stride: int = 1, r
         groups.append(members)
         left -= set(members)
     return groups
+
+
+# -- the same by the closed forms --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """Groups of `size` ranks, `stride` apart, and `repeats` such rows, `repeat_stride` apart: context x data parallel
+    ranks with the stages of a pipeline between them, say.  Shape (groups).
+    """
+
+    stride: Ints
+    size: Ints
+    repeat_stride: Ints
+    repeats: Ints
+
+    @classmethod
+    def of(cls, stride: int, size: int, repeat_stride: int = 1, repeats: int = 1) -> RankGroups:
+        """One kind of group."""
+        return cls(
+            stride=np.array([stride]),
+            size=np.array([size]),
+            repeat_stride=np.array([repeat_stride]),
+            repeats=np.array([repeats]),
+        )
+
+    @property
+    def num_ranks(self) -> Ints:
+        """Members of a group."""
+        return self.size * self.repeats
+
+    def members(self, topology: Topology) -> Ints | Floats:
+        """How many members of each group share one domain of each level: shape (levels, groups)."""
+        is_row = (self.repeat_stride == self.stride * self.size) | (self.repeats == 1)
+        gaps = Gaps(np.where(is_row, self.num_ranks, self.size), self.repeat_stride)
+        return topology.members(self.stride, self.num_ranks, gaps=gaps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a collective of groups and all their siblings puts on the links: shape (levels, groups)."""
+
+    device_bytes: Floats  # over the links of one device, or its part of those out of its domain, one direction
+    domain_bytes: Floats  # of all siblings out of one domain of the level before, one direction
+    num_siblings: Floats  # groups that share the links out of that domain
+
+
+def traffic(
+    topology: Topology, groups: RankGroups, algorithm: Algorithm, buffer_bytes: Floats, volume: float = 2.0
+) -> Traffic:
+    """The traffic of one collective; `volume` is 2 for an all-reduce, 1 for a half of it (hierarchical)."""
+    spans = Spans.of(topology, groups.members(topology))
+    match algorithm:
+        case "hierarchical":
+            moved = hierarchical_bytes(spans, buffer_bytes, volume)
+        case "in_network":
+            moved = in_network_bytes(topology, spans, buffer_bytes)
+        case "all_to_all":
+            moved = all_to_all_bytes(spans, buffer_bytes)
+        case "chain":
+            moved = chain_bytes(topology, spans, buffer_bytes)
+    domains = np.array([1, *(level.num_devices for level in topology.levels[:-1])], dtype=np.float64)[:, None]
+    siblings = domains / spans.inner
+    whole = np.where(spans.is_crossed, buffer_bytes * siblings, 0.0) if algorithm == "chain" else moved * domains
+    return Traffic(device_bytes=moved, domain_bytes=whole, num_siblings=siblings)

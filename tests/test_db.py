@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from sqlalchemy import text
 
 import commands
 from profiler.store import open_store
@@ -135,7 +136,22 @@ def test_a_user_without_a_name_hides_records_too(folder: Path, monkeypatch: pyte
     """As in a container that runs as a number which no file lists."""
     monkeypatch.setattr("getpass.getuser", mock.Mock(side_effect=KeyError("getpwuid(): uid not found: 12345")))
     assert json.loads(good(folder, "hide", GEMM.key[:8], "--reason", "hot", "--db", "a.db", "--json"))["changed"] == 1
-    assert json.loads(good(folder, "show", GEMM.key, "--db", "a.db", "--json"))["hidden"]["by"] == ""
+    assert json.loads(good(folder, "show", GEMM.key, "--db", "a.db", "--json"))["hidden"]["by"] == str(os.getuid())
+
+
+def test_records_of_another_version_are_passed_over_in_one_line(folder: Path) -> None:
+    old = some_records(0, 3)[0]
+    with open_store(str(folder / "a.db")) as store, store._database.writing() as connection:
+        connection.execute(text(f"UPDATE records SET operation = 'sort' WHERE key = '{old.key}'"))
+    line = (
+        "autoplan: warning: rows of a.db that this version does not understand, and passes over: 1; `autoplan db check`"
+    )
+    for arguments in (("list",), ("push", "b.db"), ("export", "t.jsonl.gz"), ("list", "--device", "h100-sxm")):
+        done = commands.run(folder, "db", *arguments, "--db", "a.db", **environment(folder))
+        assert (done.returncode, done.stderr.count(line)) == (0, 1), done.stderr
+    assert f"{old.key[:12]}  sort " in good(folder, "check", "--db", "a.db")
+    assert json.loads(good(folder, "hide", old.key[:12], "--reason", "old", "--db", "a.db", "--json"))["changed"] == 1
+    assert commands.run(folder, "db", "list", "--db", "a.db", **environment(folder)).stderr == ""
 
 
 def test_push_quarantines_what_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

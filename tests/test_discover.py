@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
@@ -18,15 +18,18 @@ from hypothesis import strategies as st
 
 from autoplan.children import Place
 from autoplan.cli import main
+from autoplan.cli.discover import local_cluster
 from autoplan.cli.inputs import stored_timings
 from autoplan.cluster import Fault, MachineSpec, NodeGroup
 from autoplan.errors import InputError
+from autoplan.files import decode, read_table
 from autoplan.read.cluster import load_cluster, preset_clusters, preset_devices
+from autoplan.result import PlanFile
 from autoplan.timing import Measurement, Operation
 from autoplan.topology.levels import compile_topology
 from autoplan.units import GIB, MIB
 from machines import gpu_place, node, write
-from profiler.discover import local, report
+from profiler.discover import local, nvidia_smi, report
 from profiler.discover.allocation import describe_all, found_in, gather, job_hosts, switches_above
 from profiler.discover.describe import Description, describe, training_nics
 from profiler.discover.links import with_measured
@@ -374,6 +377,22 @@ def test_tools_that_fail_or_say_nonsense_are_left_out(tmp_path: Path) -> None:
     assert troubles[1].endswith("is left out: it ended with status 1 no device")
 
 
+def test_cores_are_no_devices_where_gpus_are_seen_that_nothing_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node where nvidia-ml-py is not installed."""
+    monkeypatch.setattr(local, "nvidia_gpus", lambda: ([], {}))
+    tools = {(sys.executable, "-c", f"print({matrix(8, 'NV18')!r})"): nvidia_smi.parse}
+    seen, troubles = local.see(tmp_path, tools)
+    assert troubles == ["NVML was not asked, which names the devices: pip install nvidia-ml-py"]
+    found = found_in([Report(host="gpu1", seen=tuple(seen), troubles=tuple(troubles))])
+    with pytest.raises(InputError, match="does not say which devices these are: pass --device"):
+        describe_all(found)
+    described = describe_all(found, device="h100-sxm")
+    assert (described.cluster.device.name, described.cluster.num_devices) == ("h100-sxm", 8)
+    assert f"gpu1: {troubles[0]}" in described.warnings
+
+
 # Allocations
 
 
@@ -633,6 +652,51 @@ def test_this_machine_becomes_a_cluster_that_a_search_accepts(
     place = ("--cluster", "c.toml", "--global-batch", "4", "--seq-len", "32")
     assert typed("search", "small.toml", *place, "--quiet")[0] == 0
     assert (tmp_path / "plan.json").exists()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """This machine is looked at anew."""
+    local_cluster.cache_clear()
+    yield
+    local_cluster.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_cluster_local_is_what_is_discovered_here(tmp_path: Path, typed: Callable[..., tuple[int, str, str]]) -> None:
+    (tmp_path / "small.toml").write_text(
+        'name = "small"\nnum_layers = 4\nhidden_size = 64\nvocab_size = 256\nnum_heads = 4\nffn_size = 128\n'
+    )
+    assert typed("discover", "--out", "c.toml")[0] == 0
+    flags = ("search", "small.toml", "--cluster", "local", "--global-batch", "4", "--seq-len", "32")
+    status, _, err = typed(*flags)
+    assert status == 0, err
+    file = decode(PlanFile, read_table(tmp_path / "plan.json"), "plan.json")
+    assert file.cluster == load_cluster("c.toml")
+    assert (file.cluster.device.vendor == "cpu") == ("the devices of cluster local are CPU cores" in err)
+    local_cluster.cache_clear()
+    assert typed(*flags, "--quiet", "--force")[2] == ""
+    status, out, _ = typed("topo", "local")
+    assert (status, out.partition(":")[0]) == (0, file.cluster.name)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_cluster_local_says_what_to_do_where_it_cannot_be_told(
+    typed: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nameless = Report(seen=(nvidia_smi.parse(matrix(8, "NV18")),))
+    with monkeypatch.context() as patch:
+        patch.setattr("autoplan.cli.discover._look", lambda: ([nameless], None))
+        status, _, err = typed("topo", "local")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "pass --device, such as" in err
+    assert err.endswith("to autoplan discover --out FILE, and give that file\n")
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    status, _, err = typed("topo", "local")
+    assert status == 1
+    assert "torchrun has started 2 ranks: let them run autoplan discover --out cluster.toml" in err
 
 
 def test_the_database_is_asked_for_the_machine_of_the_file(

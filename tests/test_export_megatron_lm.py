@@ -13,7 +13,7 @@ from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, No
 from autoplan.errors import InputError
 from autoplan.export.job import File
 from autoplan.export.launcher import launch_files
-from autoplan.export.megatron_lm import megatron_lm_arguments, pipeline_layout
+from autoplan.export.megatron_lm import megatron_core_groups, pipeline_layout, words_of
 from autoplan.export.names import Launcher
 from autoplan.export.targets import job_of
 from autoplan.framework import Framework
@@ -231,7 +231,7 @@ def test_torchrun_receives_exactly_the_words_of_the_plan(tmp_path: Path) -> None
     assert one_queue == "1"
     assert command[:8] == ["--nnodes", "1", "--nproc-per-node", "8", "--node-rank", "0", "--master-addr", "127.0.0.1"]
     assert command[8:11] == ["--master-port", "29500", "/opt/my megatron/pretrain_gpt.py"]
-    arguments = megatron_lm_arguments(EXPORTS["dense"][0])
+    arguments = words_of(megatron_core_groups(EXPORTS["dense"][0]))
     assert command[11 : 11 + len(arguments)] == arguments
     rest = command[11 + len(arguments) :]
     assert rest[-4:] == ["--train-iters", "100", "--lr", "a b"]
@@ -286,7 +286,7 @@ def test_layouts_are_written_as_megatron_reads_them(counts: tuple[int, ...], num
     ],
 )
 def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected: list[str]) -> None:
-    words = megatron_lm_arguments(plan_file_of(LLAMA_8B, dp_shard=8, **changes))
+    words = words_of(megatron_core_groups(plan_file_of(LLAMA_8B, dp_shard=8, **changes)))
     assert set(expected) <= set(words)
     if changes.get("sharding") == "none":
         assert not {"--use-distributed-optimizer", "--overlap-param-gather"} & set(words)

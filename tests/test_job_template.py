@@ -19,22 +19,21 @@ from autoplan.job_template import (
     JobTemplate,
     job_template_schema,
     load_job_template,
-    preset_job_templates,
 )
 
+FOLDER = Path(__file__).parent.parent / "autoplan" / "presets" / "jobs"
 SLURM = load_job_template("slurm")
 KUBERNETES = load_job_template("kubernetes")
 VALUES = dict.fromkeys(PLACEHOLDERS, "x")
 
 
-@pytest.mark.parametrize("name", preset_job_templates())
-def test_shipped_templates_are_whole_and_as_their_schema_says(name: str) -> None:
-    template = load_job_template(name)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_templates_are_whole_and_as_their_schema_says(path: Path) -> None:
+    template = load_job_template(path.stem)
     assert template.launcher
     assert template.submission(VALUES)
     assert not [word for word in template.submission(VALUES) if "{" in word]
-    folder = Path(__file__).parent.parent / "autoplan" / "presets" / "jobs"
-    jsonschema.validate(read_table(folder / f"{name}.toml"), job_template_schema())
+    jsonschema.validate(read_table(path), job_template_schema())
 
 
 @pytest.mark.parametrize(
@@ -57,6 +56,35 @@ def test_answers_of_slurm(line: str, meaning: str) -> None:
     rows = SLURM.read_rows("squeue", line + "\n")
     assert [(row.job, row.id) for row in rows] == [("j", "7")]
     assert SLURM.meaning(rows)[0] == meaning
+
+
+# Of Slurm 23.11 and 24.05, as `history` asks, with our names for the jobs.
+ACCOUNTING = """\
+autoplan-1|239023|COMPLETED
+autoplan-2|239024|CANCELLED by 54321
+autoplan-3|239025|OUT_OF_MEMORY
+autoplan-4|239026|REQUEUED
+autoplan-5|239027|RUNNING
+autoplan-6|239028|CANCELLED
+"""
+# As a template without --allocations is answered.
+STEPS = """\
+autoplan-1|239023|FAILED
+batch|239023.batch|FAILED
+extern|239023.extern|COMPLETED
+bash|239023.0|CANCELLED by 54321
+"""
+
+
+def test_what_the_accounting_of_slurm_says() -> None:
+    rows = SLURM.read_rows("sacct", ACCOUNTING)
+    assert [row.id for row in rows] == [str(id_) for id_ in range(239023, 239029)]
+    means = [SLURM.meaning([row])[0] for row in rows]
+    assert means == ["done", "cancelled", "out of memory", "waiting", "running", "cancelled"]
+    assert [(row.job, row.state) for row in SLURM.read_rows("sacct", STEPS)] == [("autoplan-1", "FAILED")]
+    assert SLURM.read_rows("sacct", "") == []
+    assert SLURM.is_busy("sacct: error: Problem talking to the database: Connection refused")
+    assert not SLURM.is_busy("Slurm accounting storage is disabled")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from stores import held
 
 pytest.importorskip("torch")
 
-from autoplan.children import CrewError, Place, place_from
+from autoplan.children import Children, CrewError, Place, place_from
 from autoplan.errors import InputError
 from autoplan.timing import Operation
 from profiler.launch import Crew
@@ -189,6 +190,17 @@ def test_a_rank_that_is_stopped_from_outside_is_named(faulty: Crew) -> None:
 def test_a_leading_rank_that_is_stopped_is_found_by_its_silence(faulty: Crew) -> None:
     os.kill(faulty.pids[0], signal.SIGSTOP)
     assert_lost(faulty, gemm(), "no answer within")
+
+
+def test_the_first_answer_may_take_as_long_as_the_caller_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to start comes on top of it."""
+    monkeypatch.setattr("autoplan.children.START_S", 0.0)
+    monkeypatch.setattr("autoplan.children.GRACE_S", 0.0)
+    work = functools.partial(faulty_ranks.answer_late, after_s=1.0)
+    with Children(work, None, 1, limit_s=60.0) as one:
+        assert one.start() == "late"
+    with Children(work, None, 1, limit_s=0.1) as one, pytest.raises(CrewError, match="no answer within"):
+        one.start()
 
 
 PLACES = [

@@ -113,6 +113,23 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(folder: Path, data: st.Da
             assert read_launch(path, given_, target).plan.num_devices >= 1
 
 
+def test_of_a_script_that_starts_what_another_file_describes_that_file_is_named(folder: Path, tmp_path: Path) -> None:
+    file = plan_file(folder / "old.json")
+    plan = ParallelPlan(global_batch=16, dp_shard=8, sharding="zero1")
+    file = replace(file, framework=load_framework("nanotron"), best=replace(file.best, plan=plan))
+    for one in exported(file, "nanotron", "slurm"):
+        (tmp_path / one.name).write_text(one.text)
+    described, inner, script = (tmp_path / name for name in ("nanotron.yaml", "launch.sh", "launch.sbatch"))
+    assert read_launch(described, COMPLETE).plan == plan
+    with pytest.raises(InputError, match=r"launch.sh: says nothing of the plan: read .*nanotron.yaml, which it starts"):
+        read_launch(inner, COMPLETE)
+    with pytest.raises(InputError, match=r"launch.sbatch: says nothing of the plan: read .*nanotron.yaml, which it"):
+        read_launch(script, COMPLETE)
+    inner.write_text("torchrun pretrain_gpt.py\n")
+    with pytest.raises(InputError, match=r"launch.sbatch: says nothing of the plan: read .*launch.sh, which it starts"):
+        read_launch(script, COMPLETE)
+
+
 BAD: dict[str, tuple[bytes, str | None, str]] = {
     "nothing known": (b"pip install torch\n", None, "looks like no launch file that is known: say with --as"),
     "nothing": (b"", None, "looks like no launch file"),
@@ -222,6 +239,22 @@ def test_a_number_that_is_written_otherwise_is_no_change() -> None:
     after = {"--hidden-dropout": "0.0", "--norm-epsilon": "0.00001", "--rotary-base": "500000", "--data": "b"}
     changed = [one.option for one in _differing(before, after)]
     assert changed == ["--rotary-base", "--bf16", "--data"]
+
+
+def test_what_the_plan_does_not_change_is_no_change_of_an_option(folder: Path) -> None:
+    """The exported file has a tokenizer and figures of its own; the tokenizer of the person's file stays theirs."""
+    script = (folder / "launch" / "launch.sh").read_text()
+    own = {
+        "NullTokenizer": "HuggingFaceTokenizer --tokenizer-model /models/own",
+        "--attention-dropout 0.0": "--attention-dropout 0",
+    }
+    for exported_, mine in own.items():
+        assert exported_ in script
+        script = script.replace(exported_, mine)
+    (folder / "own.sh").write_text(script)
+    options = {one["option"] for one in search_from(folder, "own.sh")["today"]["options"]}
+    assert options == {one["option"] for one in search_from(folder, "launch/launch.sh")["today"]["options"]}
+    assert "--tensor-model-parallel-size" in options
 
 
 def test_the_terminal_says_gap_changes_and_options(folder: Path, found: PlanFile) -> None:

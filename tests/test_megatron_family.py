@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from autoplan.errors import InputError
 from autoplan.export import megatron_bridge, megatron_lm, primus
 from autoplan.export.launcher import launch_files
+from autoplan.export.megatron_lm import megatron_core_groups, words_of
 from autoplan.export.names import Launcher
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
@@ -158,7 +159,7 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
 
 
 QUESTIONS_WITH_RULES: dict[str, Callable[[PlanFile], Any]] = {
-    "megatron-lm": megatron_lm.megatron_lm_arguments,
+    "megatron-lm": megatron_core_groups,
     "megatron-bridge": megatron_bridge.recipe,
     "primus": primus.experiment,
 }
@@ -237,7 +238,7 @@ def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
     for launcher in launchers:
         text = next(one.text for one in launch_files(file, megatron_lm.job(file), launcher) if one.name == "launch.sh")
         assert_comes_back(lm_in.READER, "launch.sh", text, file)
-    words = shlex.join(megatron_lm.megatron_lm_arguments(file))
+    words = shlex.join(words_of(megatron_core_groups(file)))
     launch = lm_in.READER.read(words, Given(num_devices=file.best.plan.num_devices))
     assert launch.plan == file.best.plan
 

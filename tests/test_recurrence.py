@@ -222,12 +222,11 @@ def test_no_pipeline_is_shorter_than_its_work(schedule: Schedule, p: int, v: int
     times, send = unequal(p, v, 3, plans=50)
     result = run(schedule, p, v, m, times, send)
     assert (result.end_s >= result.busy_s * (1 - 1e-12)).all()
-    assert (result.bubble_s >= -1e-9).all()
+    assert (result.send_free_s >= result.busy_s.max(axis=1) * (1 - 1e-12)).all()
     assert (result.exposed_send_s >= 0).all()
     assert (result.exposed_send_s[send == 0] == 0).all()
     # One micro-batch goes through every chunk and back, whatever the order.
     assert (result.send_free_s >= times[:2].sum(axis=(0, 2)) * (1 - 1e-12)).all()
-    assert result.work_s + result.bubble_s + result.exposed_send_s == pytest.approx(result.makespan_s)
     assert (result.critical == result.busy_s.argmax(axis=1)).all()
 
 

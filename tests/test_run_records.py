@@ -105,6 +105,8 @@ def test_a_run_changed_by_hand_is_found_or_refused(folder: Path) -> None:
         changed, broken = store.check()
         assert (changed.key, "another key" in changed.reason) == (RUN.key, True)
         assert "cannot be read" in broken.reason
+        assert [one.step_s == RUN.step_s for one in store.runs()] == [False]
+        assert store.num_unread == 1
 
 
 def test_a_database_of_before_gets_its_table_of_runs(tmp_path: Path) -> None:

@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
 from autoplan import scheduler_jobs
 from autoplan.errors import AutoplanError, InputError
 from autoplan.files import encode
 from autoplan.job_template import JobTemplate, load_job_template
 from autoplan.jobs import JobStatus
+from autoplan.plan import ParallelPlan
 from autoplan.read.logs import read_log
 from autoplan.scheduler_jobs import SchedulerJobs
 from commands import run
+from profiler.store import open_store
 from slurms import RealSlurm, StandIn, slurms, write_program
 from test_export_megatron_lm import LLAMA_8B, plan_file_of
 
@@ -201,6 +204,51 @@ def test_a_job_that_was_forgotten_before_its_start_is_submitted_again_and_one_th
     assert num_runs(waits) == 1
 
 
+@pytest.fixture
+def forgotten(stand_in: StandIn, template: JobTemplate, tmp_path: Path) -> tuple[SchedulerJobs, str, Path]:
+    """Jobs, the one of them that ran and that the controller knows no more, and the file of its accounting."""
+    jobs = jobs_of(template)
+    name = jobs.start(trial(tmp_path, "forgotten", "sleep 600"))
+    until(jobs, [name], are("running"))
+    stand_in.clear()
+    return jobs, name, stand_in.state / "accounting"
+
+
+def polled(jobs: SchedulerJobs, name: str) -> JobStatus:
+    """Where a job stands by the next answer."""
+    time.sleep(0.15)
+    return jobs.poll([name])[name]
+
+
+def test_an_accounting_that_is_late_or_down_for_a_while_loses_no_job(
+    forgotten: tuple[SchedulerJobs, str, Path],
+) -> None:
+    jobs, name, accounting = forgotten
+    job = scheduler_jobs._read(Path(name))
+    for says in ("\n", "", "\n"):  # nothing yet, no answer, nothing
+        accounting.write_text(says)
+        assert polled(jobs, name).state == "running"
+    accounting.write_text(f"{job.job}|{job.id}|CANCELLED by 54321\nbatch|{job.id}.batch|CANCELLED\n")
+    assert polled(jobs, name) == JobStatus(state="ended", reason="cancelled (Slurm: CANCELLED)", cause="cancelled")
+
+
+def test_a_job_that_the_accounting_does_not_learn_of_is_lost(
+    forgotten: tuple[SchedulerJobs, str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, name, accounting = forgotten
+    monkeypatch.setattr(scheduler_jobs, "HISTORY_S", 0.2)
+    accounting.write_text("\n")
+    assert polled(jobs, name).state == "running"
+    assert "does not know job 1 any more" in until(jobs, [name], are("lost"))[0].reason
+
+
+def test_an_accounting_that_cannot_be_read_is_told_at_once(forgotten: tuple[SchedulerJobs, str, Path]) -> None:
+    jobs, name, accounting = forgotten
+    accounting.write_text("JobName    State\n")
+    with pytest.raises(InputError, match="sacct wrote 'JobName    State', in which rows"):
+        polled(jobs, name)
+
+
 def test_what_the_scheduler_refuses_is_told_and_starts_nothing(
     stand_in: StandIn, template: JobTemplate, tmp_path: Path
 ) -> None:
@@ -312,16 +360,32 @@ def test_what_is_exported_is_submitted_and_its_log_is_read(
     (tmp_path / "own.toml").write_text('extends = "slurm"\npoll_every_s = 0.1\n')
     done = run(
         tmp_path, "tune", "llama3-8b", "--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096",
-        "--framework", "megatron-core", "--trials", "2", "--steps", "4", "--warmup", "3", "--quiet", "--json",
-        "--template", "own.toml", "--to", "megatron-lm",
+        "--framework", "megatron-core", "--trials", "3", "--steps", "4", "--warmup", "3", "--quiet", "--json",
+        "--template", "own.toml", "--to", "megatron-lm", "--db", "runs.db",
         PATH=f"{tmp_path}:{os.environ['PATH']}", PREFLIGHT="0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert [(one["end"], one["measured_s"]) for one in json.loads(done.stdout)["trials"]] == [("measured", 2.0)] * 2
+    trials = json.loads(done.stdout)["trials"]
+    assert [(one["end"], one["measured_s"]) for one in trials] == [("measured", 2.0)] * 3
     words = (tmp_path / "tune" / "0000" / "log.txt").read_text().splitlines()[-8].split()
     assert words[-2:] == ["--train-iters", "7"]
     assert "--tensor-model-parallel-size" in words
-    assert num_runs(str(tmp_path)) == 2
+    assert num_runs(str(tmp_path)) == 3
+    # What was learned is there for the next search, from the database and from the folder.
+    with open_store(str(tmp_path / "runs.db")) as store:
+        kept = [(one.plan, one.step_s, one.predicted_s) for one in store.runs()]
+    assert kept == [(convert(one["plan"], ParallelPlan), (2.0,), one["predicted_s"]) for one in trials]
+    place = ("--cluster", "h100-sxm:1x8")
+    learned = run(tmp_path, "calibrate", "--from-logs", "tune", *place, "--db", "logs.db")
+    assert "3 runs: 3 new in the database, 0 held already; 0 files passed over" in learned.stdout, learned.stderr
+    for db in ("runs.db", "logs.db"):
+        found = run(
+            tmp_path, "search", "llama3-8b", *place, "--global-batch", "16", "--seq-len", "4096", "--force", "--json",
+            "--framework", "megatron-core", "--calibration", "db", "--db", db,
+        )  # fmt: skip
+        assert (
+            json.loads(found.stdout)["calibration"]["name"] == "megatron-core on h100-sxm, from 3 runs in the database"
+        )
 
 
 # -- Kubernetes --------------------------------------------------------------------------------------------------------

@@ -177,13 +177,21 @@ def test_holdings_count_by_machine(store: Store) -> None:
     assert (second.fingerprint, second.num_records) == (other, 1)
 
 
-@pytest.mark.parametrize("change", ["shape = 'axb'", "operation = 'sort'", "seconds = -1"])
-def test_a_choice_that_cannot_be_read_is_one_line(store: Store, change: str) -> None:
-    store.add([GEMM])
+@pytest.mark.parametrize("change", ["shape = 'axb'", "shape = '1x2'", "operation = 'sort'", "samples = ''"])
+def test_what_this_version_does_not_understand_is_passed_over_and_counted(store: Store, url: str, change: str) -> None:
+    """Operations that are new, or no longer known, or of other shapes before."""
+    other = replace(GEMM, shape=(2, 2, 2))
+    store.add([GEMM, other])
     with store._database.writing() as connection:
-        connection.execute(text(f"UPDATE records SET {change}"))
-    with pytest.raises(StoreError, match="db check"):
-        store.timings(LAB)
+        connection.execute(text(f"UPDATE records SET seconds = -1, {change} WHERE key = '{GEMM.key}'"))
+    assert [one.shape for one in store.timings(LAB)] == [other.shape]
+    assert store.num_unread == 1
+    assert list(store.records()) == [other]
+    assert store.num_unread == 1
+    assert store.known(LAB) >= {("gemm", other.shape, other.dtype, other.kernel, other.mode)}
+    assert store.hide([store.whole_key(GEMM.key[:8])], by="ada", reason="of an older version") == 1
+    with open_store(url) as again:
+        assert (list(again.records()), len(again.timings(LAB)), again.num_unread) == ([other], 1, 0)
 
 
 @pytest.mark.parametrize("key", ["abc", "xyz12345", "", "0" * 12, "%" * 8])

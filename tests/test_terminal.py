@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from autoplan.files import decode
-from autoplan.report.terminal import make_console, print_estimate, print_memory, print_search
+from autoplan.read.cluster import load_cluster
+from autoplan.report.terminal import make_console, mfu_convention, print_estimate, print_memory, print_search
 from autoplan.result import PlanFile
 from autoplan.units import format_seconds
 from commands import run
@@ -50,6 +52,12 @@ def test_no_line_is_too_long_and_nothing_is_cut(file: PlanFile, show: Any, width
     assert f"step      {format_seconds(file.best.step_s)}" in words
     for says in ("tokens/s per device", "MFU", "Megatron model FLOPs", "GiB on the stages", "proven best of"):
         assert says in re.sub(r"\s+", " ", words)
+
+
+def test_the_peak_of_a_core_is_told_as_it_is(file: PlanFile) -> None:
+    core = replace(file, cluster=load_cluster("cpu:1x2"))
+    for one, says in ((file, "the bf16 datasheet peak, 989 TFLOP/s"), (core, "the bf16 peak, 160 GFLOP/s")):
+        assert says in mfu_convention(one)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

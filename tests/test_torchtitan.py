@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.errors import InputError
 from autoplan.export.job import Job
-from autoplan.export.targets import job_of
+from autoplan.export.targets import exported, job_of
 from autoplan.export.torchtitan import module_text, stages
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.read.launch import Given, Launch
+from autoplan.read.launches import read_launch
 from autoplan.read.model import load_model
 from autoplan.read.torchtitan import _known, read, recognises, spread
 from autoplan.result import PlanFile
@@ -318,6 +319,40 @@ def test_a_script_that_was_exported_names_the_file_with_the_plan() -> None:
     assert recognises("launch.sh", script)
     with pytest.raises(InputError, match="read the Python file that has it"):
         read(script, Given())
+
+
+def written(folder: Path, plan_file: PlanFile, version: str) -> tuple[Path, Path]:
+    """The script that starts a plan, and the file beside it that holds the plan."""
+    script, beside = exported(plan_file, "torchtitan", "torchrun", version)
+    for file in (script, beside):
+        (folder / file.name).write_text(file.text)
+    return folder / script.name, folder / beside.name
+
+
+@pytest.mark.parametrize(("name", "version"), [("latent", "0.3"), ("uneven", "main"), ("dense", "0.2")])
+def test_a_script_is_read_with_the_file_beside_it_and_what_it_changes_of_that(
+    tmp_path: Path, name: str, version: str
+) -> None:
+    plan_file = OLD[name] if version == "0.2" else PLANS[name]
+    script, beside = written(tmp_path, plan_file, version)
+    assert read_launch(script, Given()).plan == read_launch(beside, Given()).plan == plan_file.best.plan
+    assert {one.option for one in read_launch(script, Given()).unread} == set()
+    changed = "max_context_length" if version == "main" else "seq_len"
+    script.write_text(script.read_text().replace("--metrics.log_freq 1", f"--training.{changed} 1024"))
+    assert read_launch(script, Given()).training == replace(plan_file.training, seq_len=1024)
+    beside.unlink()
+    with pytest.raises(InputError, match=r"read the Python file that has it|of torchtitan 0\.2: read that file"):
+        read_launch(script, Given())
+
+
+def test_the_registry_of_a_module_comes_before_the_module(tmp_path: Path) -> None:
+    script, beside = written(tmp_path, PLANS["fsdp"], "0.3")
+    (tmp_path / "plan_cfg").mkdir()
+    beside.rename(tmp_path / "plan_cfg" / "config_registry.py")
+    beside.write_text("def plan():\n    return 1\n")
+    assert read_launch(script, Given()).plan == PLANS["fsdp"].best.plan
+    with pytest.raises(InputError, match=r"no function 'other' gives a Trainer\.Config: known are plan"):
+        read(script.read_text().replace("--config plan", "--config other"), Given(folder=tmp_path))
 
 
 # -- version 0.2 ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from autoplan.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, Wa
 from autoplan.cost.communication import all_gather_s
 from autoplan.read.cluster import load_cluster
 from autoplan.topology.levels import compile_topology
-from autoplan.topology.traffic import Algorithm, RankGroups, num_nics, traffic
-from flows import ALGORITHMS, Expanded, double_tree, sibling_groups
+from flows import ALGORITHMS, Algorithm, Expanded, RankGroups, sibling_groups, traffic
 
 NAMES: tuple[Algorithm, ...] = get_args(Algorithm)
 BYTES = 720720.0
@@ -123,16 +122,6 @@ def test_groups_of_two_parts_carry_what_flows_add_up_to(algorithm: Algorithm) ->
     check(cluster_of(8, (8,), (2,)), algorithm, RankGroups.of(2, 2, 16, 4))
 
 
-@pytest.mark.parametrize("nodes", range(2, 20))
-def test_both_trees_have_every_node_and_no_node_branches_in_both(nodes: int) -> None:
-    edges = double_tree(nodes)
-    for half in (edges[: nodes - 1], edges[nodes - 1 :]):
-        assert len({child for child, _ in half}) == nodes - 1
-    if nodes % 2 == 0:
-        parents = [{parent for _, parent in half} for half in (edges[: nodes - 1], edges[nodes - 1 :])]
-        assert not parents[0] & parents[1]
-
-
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -150,40 +139,7 @@ def test_rows_that_follow_one_another_are_one_row(stride: int, size: int, repeat
     assert (rows.members(topology) == RankGroups.of(2**stride, 2 ** (size + repeats)).members(topology)).all()
 
 
-@pytest.mark.parametrize(
-    ("cluster", "stride", "size", "expected"),
-    [
-        ("h100-sxm:4x8", 1, 32, 8),
-        ("h100-sxm:4x8", 2, 16, 4),
-        ("h100-sxm:4x8", 1, 8, 0),
-        ("h100-sxm:1x8", 1, 8, 0),
-        ("frontier:4x8", 1, 32, 4),
-        ("frontier:4x8", 8, 4, 1),
-        ("gb200-nvl72:36x4", 1, 144, 72),
-    ],
-)
-def test_a_group_may_use_the_nics_of_its_members(cluster: str, stride: int, size: int, expected: int) -> None:
-    spec = load_cluster(cluster)
-    assert num_nics(spec, compile_topology(spec), RankGroups.of(stride, size)).tolist() == [expected]
-
-
 # -- laws -------------------------------------------------------------------------------------------------------------
-
-kinds = st.sampled_from([(1, 64), (2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (1, 8), (1, 2)])
-
-
-@settings(max_examples=40)
-@given(st.sampled_from(NAMES), kinds, st.sampled_from([(8,), (2, 8)]), st.integers(0, 3), st.floats(1, 100))
-def test_busy_links_with_more_bandwidth_never_take_longer(
-    algorithm: Algorithm, kind: tuple[int, int], inside: tuple[int, ...], which: int, factor: float
-) -> None:
-    topology = compile_topology(cluster_of(8, inside, (2,)))
-    found = traffic(topology, RankGroups.of(*kind), algorithm, np.array([BYTES]))
-    levels = list(topology.levels)
-    at = which % len(levels)
-    levels[at] = dataclasses.replace(levels[at], bytes_per_s=factor * levels[at].bytes_per_s)
-    faster = dataclasses.replace(topology, levels=tuple(levels))
-    assert found.wire_s(faster)[0] <= found.wire_s(topology)[0]
 
 
 @settings(max_examples=10, deadline=None)

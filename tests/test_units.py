@@ -12,7 +12,6 @@ from autoplan.errors import InputError
 from autoplan.units import (
     FILE_UNITS,
     GIB,
-    KIB,
     MIB,
     check_count,
     check_fraction,
@@ -21,7 +20,7 @@ from autoplan.units import (
     check_positive,
     file_keys,
     format_bytes,
-    format_peak,
+    format_flops,
     format_percent,
     format_rate,
     format_seconds,
@@ -46,7 +45,7 @@ def test_a_field_is_written_under_its_human_unit(field: str, key: str) -> None:
 
 
 def test_binary_sizes_are_powers_of_two_and_rates_are_decimal() -> None:
-    assert (KIB, MIB, GIB) == (1024, 1024**2, 1024**3)
+    assert (MIB, GIB) == (1024**2, 1024**3)
     factors = {human: factor for human, _, factor in FILE_UNITS}
     assert factors["_gib"] == 2**30
     assert factors["_mib"] == 2**20
@@ -142,14 +141,15 @@ def test_a_fraction_is_shown_in_percent() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
+    [(989.5e12, "990 TFLOP/s"), (2.5e15, "2,500 TFLOP/s"), (1e12, "1.00 TFLOP/s"), (0.16e12, "160 GFLOP/s")],
+)
+def test_a_peak_has_three_figures_or_more(value: float, text: str) -> None:
+    assert format_flops(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
     [(47e9, "47.0 GB/s"), (1.44e9, "1.44 GB/s"), (450e9, "450 GB/s"), (99.96e9, "100 GB/s"), (3.008e12, "3.01 TB/s")],
 )
 def test_a_rate_has_three_figures(value: float, text: str) -> None:
     assert format_rate(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(989e12, "989 TFLOP/s"), (2.25e15, "2,250 TFLOP/s"), (5.44e10, "0.0544 TFLOP/s")]
-)
-def test_a_peak_is_never_nothing(value: float, text: str) -> None:
-    assert format_peak(value) == text

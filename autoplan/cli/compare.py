@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.complete import presets
+from autoplan.cli.complete import clusters
 from autoplan.cli.inputs import (
     AttentionOption,
     DbOption,
@@ -47,7 +47,7 @@ def compare(
         typer.Option(
             metavar="CLUSTER",
             help="As for search (repeatable); the size may come from --nodes.",
-            autocompletion=presets("clusters"),
+            autocompletion=clusters,
         ),
     ],
     global_batch: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Sequences in a step, as for search.")],
@@ -122,6 +122,7 @@ def compare(
                     reserve_memory=reserve_memory,
                     timings=timings,
                     db=whole_url(context, url),
+                    quiet=quiet,
                 )
             ),
             prices.get(name, prices.get("")),

@@ -18,6 +18,11 @@ def words(known: Iterable[str]) -> Callable[[str], list[str]]:
     return complete
 
 
+def clusters(incomplete: str) -> list[str]:
+    """Completion among the clusters that a flag can name."""
+    return [*words(["local"])(incomplete), *presets("clusters")(incomplete)]
+
+
 def presets(kind: str) -> Callable[[str], list[str]]:
     """Completion among the presets of a kind: models, clusters or frameworks."""
 

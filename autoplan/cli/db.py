@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, whole_url
+from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, opened_store, whole_url
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -314,7 +315,7 @@ def _change(context: typer.Context, keys: list[str], reason: str, url: str | Non
     from autoplan.user import user_name
 
     with _open(context, url) as store:
-        whole = [store.find(key.lower())[0].key for key in keys]
+        whole = [store.whole_key(key.lower()) for key in keys]
         change = store.hide if hides else store.unhide
         num_new = change(whole, by=user_name(), reason=cleaned(reason))
     if json:
@@ -324,10 +325,8 @@ def _change(context: typer.Context, keys: list[str], reason: str, url: str | Non
     return num_new
 
 
-def _open(context: typer.Context, url: str | None, *, writable: bool = True) -> Store:
-    from profiler.store import open_store
-
-    return open_store(whole_url(context, url), writable=writable)
+def _open(context: typer.Context, url: str | None, *, writable: bool = True) -> AbstractContextManager[Store]:
+    return opened_store(whole_url(context, url), writable=writable)
 
 
 def _held(store: Store, trust: list[str] | None) -> Iterable[Record | RunRecord]:

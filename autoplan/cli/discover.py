@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, whole_number
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:
-    from autoplan.cluster import MachineSpec
+    from autoplan.cluster import ClusterSpec, MachineSpec
     from profiler.discover.describe import Description
     from profiler.discover.report import Report
     from profiler.discover.slurm import SwitchTree
@@ -51,10 +52,8 @@ def discover(
     Run it on one node, or as the program of torchrun --no-python, srun or mpirun: then every node says what it has.
     With --db the links that the timing database has measured count before those of data sheets.
     """
-    from autoplan.children import place_from
     from autoplan.cli.inputs import check_output
     from autoplan.files import write_text
-    from profiler.discover.allocation import describe_all, found_in, job_hosts
     from profiler.discover.report import ReportFile, encode
     from profiler.discover.write import cluster_toml
 
@@ -69,12 +68,7 @@ def discover(
     if json_:
         text = encode(ReportFile(nodes=tuple(reports)))
     else:
-        hosts = () if sources or nodes or place_from(os.environ) else job_hosts(os.environ)
-        description = describe_all(found_in(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
-        machine = None if sources else _machine()
-        if machine is not None:
-            remarks = description.remarks | {"machine": "by this the timing database knows such nodes"}
-            description = replace(description, cluster=replace(description.cluster, machine=machine), remarks=remarks)
+        description = _described(reports, tree, is_here=not sources, nodes=nodes, name=name, device=device)
         if url is not None:
             description = _measured(description, whole_url(context, url))
         heading = ("Found by `autoplan discover`: correct what is assumed.",)
@@ -88,6 +82,46 @@ def discover(
         typer.echo(f"wrote {out}", err=True)
         if not quiet and not json_:
             typer.echo(f"next: autoplan topo {shlex.quote(str(out))}", err=True)
+
+
+@lru_cache(maxsize=1)
+def local_cluster(*, quiet: bool) -> ClusterSpec:
+    """What `autoplan discover` finds on this machine, or for the nodes of this job; warnings go to stderr."""
+    from autoplan.children import place_from
+
+    place = place_from(os.environ)
+    if place is not None and place.num_ranks > 1:
+        raise InputError(
+            f"cluster local is for one program, {place.launcher} has started {place.num_ranks} ranks: let them run "
+            "autoplan discover --out cluster.toml, and give that file"
+        )
+    seen = _look()
+    assert seen is not None  # no other rank has it
+    try:
+        description = _described(*seen, is_here=True)
+    except InputError as error:
+        raise InputError(f"cluster local: {error} to autoplan discover --out FILE, and give that file") from None
+    cores = "no accelerator was found here: the devices of cluster local are CPU cores"
+    warnings = (*((cores,) if description.cluster.device.vendor == "cpu" else ()), *description.warnings)
+    for warning in () if quiet else warnings:
+        print(f"autoplan: warning: {warning}", file=sys.stderr)
+    return description.cluster
+
+
+def _described(
+    reports: list[Report], tree: SwitchTree | None, *, is_here: bool, nodes: int = 0, name: str = "", device: str = ""
+) -> Description:
+    """The cluster of the nodes that `reports` tell of; `is_here`: this machine is one of them."""
+    from autoplan.children import place_from
+    from profiler.discover.allocation import describe_all, found_in, job_hosts
+
+    hosts = () if not is_here or nodes or place_from(os.environ) else job_hosts(os.environ)
+    description = describe_all(found_in(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
+    machine = _machine() if is_here else None
+    if machine is None:
+        return description
+    remarks = description.remarks | {"machine": "by this the timing database knows such nodes"}
+    return replace(description, cluster=replace(description.cluster, machine=machine), remarks=remarks)
 
 
 def _read(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.complete import presets
+from autoplan.cli.complete import clusters, presets
 from autoplan.cli.inputs import (
     AsOption,
     AttentionOption,
@@ -64,7 +64,7 @@ def estimate(
     variables: SetOption = None,
     target: AsOption = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=presets("clusters"))
+        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=clusters)
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
@@ -121,7 +121,7 @@ def estimate(
 
     The data-parallel degree is what the other degrees leave of the cluster.
     """
-    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, whole_url
+    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, uniform_cluster, whole_url
     from autoplan.cli.planfile import (
         is_mixed_file,
         is_plan_file,
@@ -159,17 +159,17 @@ def estimate(
         calibration=calibration,
         timings=timings,
         db=whole_url(context, url),
+        quiet=quiet,
     )
     if launch_file is not None:
         from autoplan.cli.today import start_from
-        from autoplan.read.cluster import load_cluster
 
         _check_alone(context, BESIDE_A_LAUNCH_FILE, "the plan of a launch file is priced as it is")
         if cluster is None:
             raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
         typed = {name for name in context.params if is_typed(context, name)}
         batch = None if global_batch is None else str(global_batch)
-        place = load_cluster(cluster)
+        place = uniform_cluster(cluster, quiet=quiet)
         started = start_from(launch_file, flags, batch, place, typed=typed, variables=variables, target=target)
         problem, plan = make_problem(started.flags), started.plan
     elif model is None:

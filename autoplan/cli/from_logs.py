@@ -53,11 +53,11 @@ def import_logs(
     quiet: bool,
 ) -> None:
     """Keep the runs in the database, calibrate the frameworks that ran, and say what became of every log."""
+    from autoplan.cli.inputs import uniform_cluster
     from autoplan.files import encode, write_text
     from autoplan.read.calibration import calibration_text
-    from autoplan.read.cluster import load_cluster
 
-    place = load_cluster(cluster)
+    place = uniform_cluster(cluster, quiet=quiet)
     imported = _imported(folder, place, given, url)
     if as_json:
         typer.echo(encode(imported), nl=False)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from autoplan.cli.complete import presets, words
+from autoplan.cli.complete import clusters, presets, words
 from autoplan.errors import AutoplanError, InputError, UnpricedError
 from autoplan.export.names import TARGETS
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help i
     from autoplan.problem import Problem
     from autoplan.timing import Calibration, Measurement, Operation
     from autoplan.training import TrainingSpec
+    from profiler.store import Store
     from search.space import Space
 
 
@@ -52,8 +55,9 @@ ClusterOption = Annotated[
     str,
     typer.Option(
         metavar="CLUSTER",
-        help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, or unlike ones joined by +.",
-        autocompletion=presets("clusters"),
+        help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, local (this machine), or unlike ones "
+        "joined by +.",
+        autocompletion=clusters,
     ),
 ]
 SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")]
@@ -146,6 +150,7 @@ class TrainingFlags:
     timings: str | None = None
     db: str | None = None
     training: TrainingSpec | None = None  # of a launch file, for what no flag says
+    quiet: bool = False
 
 
 def is_typed(context: typer.Context, name: str) -> bool:
@@ -201,15 +206,32 @@ def parse_batches(text: str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def make_problem(flags: TrainingFlags) -> Problem:
-    """The problem that the flags describe."""
-    from autoplan.parts import MixedCluster
-    from autoplan.problem import Problem
+def named_cluster(text: str, *, quiet: bool) -> ClusterSpec | MixedCluster:
+    """The cluster that a flag names: a shipped one, several joined by +, a file, or `local`, this machine."""
     from autoplan.read.mixed import load_parts
 
-    cluster = load_parts(flags.cluster)
+    if text == "local":
+        from autoplan.cli.discover import local_cluster
+
+        return local_cluster(quiet=quiet)
+    return load_parts(text)
+
+
+def uniform_cluster(text: str, *, quiet: bool) -> ClusterSpec:
+    """The same, of equal nodes."""
+    from autoplan.parts import MixedCluster
+
+    cluster = named_cluster(text, quiet=quiet)
     if isinstance(cluster, MixedCluster):
-        raise InputError(f"{flags.cluster} has unlike parts, for which there is autoplan search only")
+        raise InputError(f"{text} has unlike parts, for which there is autoplan search only")
+    return cluster
+
+
+def make_problem(flags: TrainingFlags) -> Problem:
+    """The problem that the flags describe."""
+    from autoplan.problem import Problem
+
+    cluster = uniform_cluster(flags.cluster, quiet=flags.quiet)
     common = _read_common(flags)
     problem = Problem(
         model=common.model,
@@ -335,15 +357,29 @@ def usable_timings(problem: Problem, url: str | None) -> list[Measurement]:
 def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> list[Measurement]:
     """Of the machine that the cluster file names, else of the one with its device that was measured last."""
     from profiler.record import Fingerprint
-    from profiler.store import open_store
 
     device, machine = cluster.device.name, cluster.machine
-    with open_store(url, writable=False) as store:
+    with opened_store(url, writable=False) as store:
         if machine is not None:
             wanted = Fingerprint(device=device, **asdict(machine))
         else:
             wanted = store.latest(device) or Fingerprint(device=device)
         return store.timings(wanted, operations=operations)
+
+
+@contextmanager
+def opened_store(url: str | None, *, writable: bool) -> Iterator[Store]:
+    """The timing database; in the end one line tells how much of it was passed over."""
+    from profiler.store import open_store
+
+    with open_store(url, writable=writable) as store:
+        yield store
+        if store.num_unread:
+            print(
+                f"autoplan: warning: rows of {store.name} that this version does not understand, and passes over: "
+                f"{store.num_unread:,}; `autoplan db check` lists them",
+                file=sys.stderr,
+            )
 
 
 def check_framework(framework: Framework) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoplan.trainer.task import Predicted, Report
     from profiler.record import Fingerprint
     from profiler.runs import RunRecord
+    from search.tune import Tuning
 
 LEAST_RUNS = 3  # for a calibration
 
@@ -73,6 +74,26 @@ class RunKeeper:
             predicted_s=predicted.step_s,
             source="built-in trainer" if is_own else "log",
         )
+
+    def keep_trials(self, problem: Problem, tuning: Tuning) -> None:
+        """Add the trials whose jobs left a log alone, where it told their steps or that memory ran out."""
+        from autoplan.units import cleaned
+
+        for trial in tuning.trials():
+            if trial.result is None or trial.result.how not in ("measured", "oom"):
+                continue
+            ran_out = trial.result.how == "oom"
+            self._add(
+                problem,
+                tuning.plans[trial.at].plan,
+                _on_cluster(problem),
+                step_s=() if ran_out else (trial.result.step_s,),
+                peak_bytes=trial.result.peak_bytes,
+                predicted_s=tuning.plans[trial.at].step_s,
+                status="oom" if ran_out else "ok",
+                reason=cleaned(trial.result.reason) if ran_out else "",
+                source="log of a trial",
+            )
 
     def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
         from autoplan.units import cleaned
@@ -199,12 +220,12 @@ def calibration_of(cluster: ClusterSpec, framework: Framework, url: str | None) 
 
 
 def _measured(cluster: ClusterSpec, framework: Framework, url: str | None) -> Iterator[MeasuredRun]:
-    from profiler.store import open_store
+    from autoplan.cli.inputs import opened_store
     from profiler.store.match import match
 
     wanted = _as_described(cluster)
     by_match: dict[int, list[RunRecord]] = {}
-    with open_store(url, writable=False) as store:
+    with opened_store(url, writable=False) as store:
         for run in store.runs(device=cluster.device.name):
             if run.framework in (framework.name, framework.calibration_name) and run.status == "ok":
                 by_match.setdefault(match(run.fingerprint, wanted) or 0, []).append(run)

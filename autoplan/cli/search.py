@@ -160,12 +160,19 @@ def search(
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
-    from autoplan.cli.inputs import TrainingFlags, check_output, make_mixed_problem, make_problem, make_space, whole_url
+    from autoplan.cli.inputs import (
+        TrainingFlags,
+        check_output,
+        make_mixed_problem,
+        make_problem,
+        make_space,
+        named_cluster,
+        whole_url,
+    )
     from autoplan.cli.objectives import search_run
     from autoplan.cli.planfile import make_plan_file
     from autoplan.files import encode, write_text
     from autoplan.parts import MixedCluster
-    from autoplan.read.mixed import load_parts
     from autoplan.result import SpaceFlags
 
     check_output(out, force=force)
@@ -186,6 +193,7 @@ def search(
         calibration=calibration,
         timings=timings,
         db=whole_url(context, url),
+        quiet=quiet,
     )
     run_flags = RunFlags(
         objectives=objective or [],
@@ -202,7 +210,7 @@ def search(
     )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
     is_shared = bool(storage or study or workers != 1 or sampler != "bound")
-    parts = load_parts(cluster)
+    parts = named_cluster(cluster, quiet=quiet)
     started = None
     if launch_file is not None:
         from autoplan.cli.today import start_from

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.complete import presets
+from autoplan.cli.complete import clusters
 from autoplan.cli.inputs import ForceOption
 from autoplan.errors import InputError
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 def topo(
-    cluster: Annotated[
-        str, typer.Argument(metavar="CLUSTER", help="As for search.", autocompletion=presets("clusters"))
-    ],
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="As for search.", autocompletion=clusters)],
     plan: Annotated[
         Path | None, typer.Option(metavar="PLAN", help="Show what a step of this plan.json moves over the links.")
     ] = None,
@@ -31,10 +29,9 @@ def topo(
     """Show a cluster as a tree of switches, nodes and links with their rates, or draw it; or the traffic of a plan."""
     import msgspec
 
-    from autoplan.cli.inputs import check_output
+    from autoplan.cli.inputs import check_output, named_cluster
     from autoplan.files import write_text
     from autoplan.parts import MixedCluster
-    from autoplan.read.mixed import load_parts
     from autoplan.report.drawing import draw
     from autoplan.report.terminal import make_console
     from autoplan.report.topology import mixed_json, print_mixed_topology, print_topology, topology_json
@@ -43,7 +40,7 @@ def topo(
 
     if svg is not None:
         check_output(svg, force=force)
-    spec = load_parts(cluster)
+    spec = named_cluster(cluster, quiet=False)
     if isinstance(spec, MixedCluster):
         if plan is not None or svg is not None:
             raise InputError(f"{cluster} has unlike parts: --plan and --svg show a cluster of equal nodes, name a part")

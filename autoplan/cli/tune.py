@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.complete import presets
+from autoplan.cli.complete import clusters, presets
 from autoplan.cli.inputs import (
     AttentionOption,
     CalibrationOption,
@@ -56,7 +56,7 @@ def tune(
         bool, typer.Option("--command", help="Run PROGRAM, and read step times from what it writes.")
     ] = False,
     cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=presets("clusters"))
+        str | None, typer.Option(metavar="CLUSTER", help="As for search.", autocompletion=clusters)
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
@@ -125,6 +125,7 @@ def tune(
     from autoplan.cli.planfile import make_plan_file
     from autoplan.cli.profile import _on_terminate
     from autoplan.cli.progress import live_line, say_how_to_watch
+    from autoplan.cli.runs import RunKeeper
     from autoplan.cli.trials import Budget, Trials
     from autoplan.files import encode, write_text
     from autoplan.jobs import LocalJobs
@@ -172,12 +173,14 @@ def tune(
             calibration=calibration,
             timings=timings,
             db=db,
+            quiet=quiet,
         )
         problem = make_problem(flags)
         plans = _searched(problem, global_batch, fix=fix or [], at_most=max_ or [], allow=allow or [], quiet=quiet)
     options = ("--steps", str(steps), "--warmup", str(warmup), *(("--db", db) if db else ()))
     about = {"steps": str(steps), "warmup": str(warmup), "program": shlex.join(program or [])}
     enough = None
+    keeper = None  # of trials that do not keep themselves
     jobs: Jobs
     if template:
         from autoplan.job_template import load_job_template
@@ -198,6 +201,7 @@ def tune(
             plans = _runnable(problem, plans)
         else:
             enough = steps
+            keeper = RunKeeper(db) if db else None
             if scheduler.launcher:
                 plans = _exportable(make_plan_file(problem, plans[:1], None), plans, to, target_version)
     else:
@@ -236,6 +240,8 @@ def tune(
             ended = runs.run()
         except KeyboardInterrupt:
             is_interrupted, ended = True, "interrupted; the same call goes on from here"
+        if keeper:
+            keeper.keep_trials(problem, tuning)
         view = tuning.view()
         report = _report(problem, tuning, view, ended)
     if report.best is None:

@@ -436,7 +436,6 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         worst_stage=worst,
         capacity_bytes=problem.capacity_bytes,
         host_memory_bytes=host,
-        host_capacity_bytes=host_capacity,
         # Whichever runs out first, the device or the host.
         oom_z=np.log(np.maximum(reserved / problem.capacity_bytes, host / host_capacity)) / spread_of_memory,
     )

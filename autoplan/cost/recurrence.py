@@ -46,16 +46,6 @@ class PipelineTimes:
         return self.busy_s.argmax(axis=1)
 
     @property
-    def work_s(self) -> Floats:
-        """Of the critical rank."""
-        return self.busy_s.max(axis=1)
-
-    @property
-    def bubble_s(self) -> Floats:
-        """What the critical rank waits because of the order alone."""
-        return self.send_free_s - self.work_s
-
-    @property
     def exposed_send_s(self) -> Floats:
         """What messages add to the makespan."""
         return self.makespan_s - self.send_free_s

@@ -30,11 +30,6 @@ _BLOCK_SCALED = ("volta", "ampere", "ada", "hopper", "cdna2", "cdna3")
 _TOO_OLD = {"fp8": ("volta", "ampere", "cdna2"), "mxfp8": _BLOCK_SCALED, "nvfp4": _BLOCK_SCALED}
 
 
-def megatron_lm_arguments(plan_file: PlanFile) -> list[str]:
-    """The options of model and plan; data, length and optimisation of the run are left to the person."""
-    return words_of(megatron_core_groups(plan_file))
-
-
 def words_of(groups: tuple[Group, ...]) -> list[str]:
     """All words of some groups of options, in order."""
     return [word for group in groups for line in group.lines for word in line]

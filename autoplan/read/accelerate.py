@@ -35,7 +35,7 @@ _FSDP_ASIDE = (
     *("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading"),
     *("fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_version"),
 )
-_LAUNCH = re.compile(r"\baccelerate\s+launch\b")
+_LAUNCH = re.compile(r"^[^#\n]*\baccelerate\s+launch\b", re.MULTILINE)
 _KINDS = {"use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU"}
 _FLAGS = {"true": True, "false": False}
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan
@@ -14,7 +15,8 @@ from autoplan.training import TrainingSpec
 class Given:
     """What the person says beside the file, which wins over what the file says.
 
-    Several formats hold no model or no number of devices; `variables` are those of the shell, by name.
+    Several formats hold no model or no number of devices; `variables` are those of the shell, by name; in `folder` lies
+    what a script has beside it.
     """
 
     model: ModelSpec | None = None
@@ -22,6 +24,7 @@ class Given:
     devices_per_node: int | None = None
     seq_len: int | None = None
     variables: tuple[tuple[str, str], ...] = ()
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
-from autoplan.files import read_text
+from autoplan.files import is_file, read_text
 from autoplan.read import (
     accelerate,
     deepspeed,
@@ -41,7 +42,7 @@ def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:
     text = read_text(path, most_bytes=MOST_BYTES)
     reader = reader_of(target) if target is not None else _recognised(path, text)
     try:
-        return reader.read(text, given)
+        return reader.read(text, replace(given, folder=path.parent))
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     except InputError as error:
@@ -92,6 +93,22 @@ def looks_like_launch(path: Path, text: str) -> bool:
         return False
 
 
+def _named_in(path: Path, text: str) -> Path | None:
+    """The launch file in the same folder that a script names, or that a file does which it names."""
+    looked_at, scripts = {path}, [text]
+    with suppress(OSError):  # what may not be read helps nobody
+        beside = [one for one in sorted(path.parent.iterdir()) if is_file(one) and one.stat().st_size <= MOST_BYTES]
+        while scripts:
+            script = scripts.pop(0)
+            for other in [one for one in beside if one not in looked_at and one.name in script]:
+                inside = other.read_text(encoding="utf-8", errors="replace")
+                if looks_like_launch(other, inside):
+                    return other
+                looked_at.add(other)
+                scripts.append(inside)
+    return None
+
+
 def _recognised(path: Path, text: str) -> Reader:
     try:
         found = [reader for reader in READERS if reader.recognises(path.name, text)]
@@ -99,6 +116,8 @@ def _recognised(path: Path, text: str) -> Reader:
         raise InputError(f"{path}: nested too deeply") from None
     if len(found) == 1:
         return found[0]
+    if not found and (beside := _named_in(path, text)):
+        raise InputError(f"{path}: says nothing of the plan: read {beside}, which it starts")
     targets = [reader.target for reader in found or READERS]
     looks = f"looks like a file of {' and '.join(targets)}" if found else "looks like no launch file that is known"
     raise InputError(f"{path}: {looks}: say with --as what it is ({', '.join(targets)})")

@@ -326,15 +326,14 @@ def _kv_heads(settings: Settings, base: ModelSpec | None, heads: int) -> int | N
 def _vocabulary(settings: Settings, base: ModelSpec | None) -> int:
     size = settings.integer("vocab_size")
     padded = settings.integer("padded_vocab_size")
-    tokenizer = settings.word("tokenizer_type")
-    told = settings.said.get("tokenizer_model")
-    settings.taken.add("tokenizer_model")
-    if size or padded or base:
+    if size or padded or base:  # which tokenizer fills it changes nothing
         return size or padded or (base.vocab_size if base else 0)
+    told = settings.said.get("tokenizer_model")
     known = preset_of(str(told.value)) if told else None
     if known:
         settings.note("tokenizer_model", f"its vocabulary is taken as that of {known.name}", matters=False)
         return known.vocab_size
+    tokenizer = settings.word("tokenizer_type")
     if tokenizer is None and "vocab_file" in settings.said and "merge_file" in settings.said:
         tokenizer = "GPT2BPETokenizer"
     if tokenizer in _VOCABULARIES:

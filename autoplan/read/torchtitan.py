@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import InputError
-from autoplan.files import read_table
+from autoplan.files import is_file, read_table, read_text
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import ParallelPlan, Schedule
 from autoplan.read.launch import Given, Launch, Reader, Unread
@@ -27,6 +27,7 @@ from autoplan.training import TrainingSpec
 
 _TRAINS = ("torchtitan.train", "torchtitan/train.py", "plan_cfg.py")
 _ENTRIES = ("run_train.sh",)
+_OLD_FILE = "job.config_file"  # whose name is an option of 0.2
 _CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 _POLICIES = {"FullAC.Config": "full", "SelectiveAC.Config": "selective", "MemoryBudgetAC.Config": "memory-budget"}
 _OLD_CONVERTERS = {"float8": "fp8", "mx": "mxfp8"}
@@ -292,21 +293,45 @@ def _of_script(text: str, given: Given) -> Found:
     if words[at].endswith(_ENTRIES):  # NGPU=8 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
         after = [*_named_by(variables), *after]
     options, policy, unread = _command_line(after)
-    if "job.config_file" in options or "CONFIG_FILE" in variables:
-        name = options.get("job.config_file") or variables["CONFIG_FILE"]
-        raise InputError(f"the script starts {show(name)} of torchtitan 0.2: read that file")
-    found = _base(options.pop("module", None), options.pop("config", None), given)
-    for dotted, value in options.items():
-        section, _, key = dotted.rpartition(".")
-        if section:
-            found.options.setdefault(section, {})[key] = value
-        else:
-            found.options[key] = value
+    old = str(options.pop(_OLD_FILE, None) or variables.get("CONFIG_FILE", ""))
+    if old:
+        found = _of_toml(_changed(_toml_beside(old, given), options))
+    else:
+        found = _base(options.pop("module", None), options.pop("config", None), given)
+        _changed(found.options, options)
     if policy is not None:
         found.recompute = policy
     found.unread += unread
     found.num_devices = _devices(before, variables)
     return found
+
+
+def _changed(table: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The table with the options of a command line, by their dotted names, in place of its own."""
+    for dotted, value in options.items():
+        section, _, key = dotted.rpartition(".")
+        inside = table.setdefault(section, {}) if section else table
+        if isinstance(inside, dict):
+            inside[key] = value
+    return table
+
+
+def _toml_beside(name: str, given: Given) -> dict[str, Any]:
+    """The configuration of 0.2 that a script names, from the file beside it."""
+    path = given.folder / Path(name).name if given.folder else None
+    table = _toml(read_text(path)) if path and is_file(path) else None
+    if table is None:
+        raise InputError(f"the script starts {show(name)} of torchtitan 0.2: read that file")
+    return table
+
+
+def _module_beside(module: str, given: Given) -> str | None:
+    """The text of the module of a --module, from the folder of the script; torchtitan looks for its registry first."""
+    if given.folder is None or not re.fullmatch(r"\w+(\.\w+)*", module):
+        return None
+    place = given.folder.joinpath(*module.split("."))
+    path = next(filter(is_file, (place / "config_registry.py", place.with_suffix(".py"))), None)
+    return None if path is None else read_text(path)
 
 
 def _start(command: Command) -> int | None:
@@ -335,21 +360,23 @@ def _command_line(words: list[str]) -> tuple[dict[str, Any], str | None, list[Un
         elif word.startswith("--"):
             name, sign, _ = word[2:].replace("-", "_").partition("=")
             if sign:
-                options[name] = _parsed(word.partition("=")[2])
+                options[name] = _parsed(name, word.partition("=")[2])
             elif at < len(words) and not words[at].startswith("--") and ":" not in words[at]:
-                options[name] = _parsed(words[at])
+                options[name] = _parsed(name, words[at])
                 at += 1
             else:  # a switch: --compile.enable, --compile.no-enable
                 section, _, key = name.rpartition(".")
                 is_off = key.startswith("no_")
                 options[f"{section}.{key.removeprefix('no_')}"] = not is_off
-        elif word not in ("$@", "${@}"):
+        elif word not in ("", "$@", "${@}"):
             unread.append(Unread(option="argument", value=show(word), why="not an option"))
     return options, policy, unread
 
 
-def _parsed(text: str) -> Any:
-    """A word of the command line as the number or flag that it spells."""
+def _parsed(name: str, text: str) -> Any:
+    """The value of an option as the number or flag that it spells; of the folder of a file nothing need be known."""
+    if name == _OLD_FILE:
+        return text
     if is_open(text):
         raise InputError(f"{show(text)} is known to a running shell only: give it with --set NAME=VALUE")
     if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
@@ -376,6 +403,8 @@ def _base(module: Any, config: Any, given: Given) -> Found:
     known = _known()
     if module is None or config is None:
         raise InputError("the command names no --module and --config of torchtitan 0.3")
+    if own := _module_beside(str(module), given):
+        return _of_module(own, {"CONFIG": str(config)})
     module = str(module).removeprefix("torchtitan.models.")
     row = known["configs"].get(module, {}).get(config)
     if row is None:

@@ -31,7 +31,7 @@ from autoplan.result import (
     placed,
 )
 from autoplan.timing import Provenance
-from autoplan.units import GIB, format_bytes, format_peak, format_percent, format_seconds
+from autoplan.units import GIB, format_bytes, format_flops, format_percent, format_seconds
 
 SHOWN_PLANS = 10
 SHOWN_REASONS = 3
@@ -192,7 +192,6 @@ def layers_line(file: PlanFile) -> str:
 def _answer(file: PlanFile) -> Table:
     best = file.best
     capacity = best.memory_bytes + best.memory_headroom_bytes
-    peak_name, peak = datasheet_peak(file.cluster.device, file.training.precision)
     grid = labelled()
     grid.add_row("plan", f"[bold green]{escape(best.plan.describe())}[/]")
     if layers := layers_line(file):
@@ -204,7 +203,7 @@ def _answer(file: PlanFile) -> Table:
     grid.add_row(
         "rate",
         f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {format_percent(best.mfu)} "
-        f"(Megatron model FLOPs over the {peak_name} datasheet peak, {format_peak(peak)})",
+        f"({mfu_convention(file)})",
     )
     risk = format_percent(best.oom_probability) if best.oom_probability >= 0.001 else "under 0.1 %"
     free = best.memory_headroom_bytes
@@ -225,6 +224,14 @@ def _answer(file: PlanFile) -> Table:
     if file.certificate:
         grid.add_row("sure", certificate_line(file.certificate, file.choice))
     return grid
+
+
+def mfu_convention(file: PlanFile) -> str:
+    """What an MFU is the share of.  The peak of a CPU is worked out from its clock, which no datasheet does."""
+    device = file.cluster.device
+    name, peak = datasheet_peak(device, file.training.precision)
+    told = "peak" if device.vendor == "cpu" else "datasheet peak"
+    return f"Megatron model FLOPs over the {name} {told}, {format_flops(peak)}"
 
 
 def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: float) -> str:

@@ -63,10 +63,9 @@ class Grid:
     pp: DeviceMesh | None
     dp_rank: int
     pp_rank: int
-    tp_rank: int
 
 
-ALONE = Grid(whole=None, tp=None, dp=None, pp=None, dp_rank=0, pp_rank=0, tp_rank=0)
+ALONE = Grid(whole=None, tp=None, dp=None, pp=None, dp_rank=0, pp_rank=0)
 
 
 def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) -> Grid:
@@ -92,7 +91,6 @@ def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) 
         pp=whole["pp"] if plan.pp > 1 else None,
         dp_rank=places["replicate"] * plan.dp_shard + places["shard"],
         pp_rank=places["pp"],
-        tp_rank=places["tp"],
     )
 
 

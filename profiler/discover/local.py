@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -66,6 +67,9 @@ def see(sys: Path = SYS, tools: Mapping[Tool, Callable[[str], SeenNode]] = TOOLS
                 seen.append(parse(text))
         except InputError as error:
             troubles.append(f"`{' '.join(tool)}` is left out: {error}")
+    if not gpus and any(one.devices for one in seen[1:] if one.source == nvidia_smi.SOURCE):
+        seen[0] = replace(seen[0], devices=())  # the cores are not what trains
+        troubles.append("NVML was not asked, which names the devices: pip install nvidia-ml-py")
     return seen, troubles
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from types import TracebackType
@@ -70,6 +71,7 @@ class Store:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._fingerprint_ids: dict[Fingerprint, int] = {}
+        self._unread: set[str] = set()
 
     def __enter__(self) -> Store:
         return self
@@ -87,6 +89,11 @@ class Store:
     def name(self) -> str:
         """Where the database is, as it may be shown."""
         return self._database.name
+
+    @property
+    def num_unread(self) -> int:
+        """Records and runs that were passed over as this version does not understand them; `check` says why."""
+        return len(self._unread)
 
     @property
     def schema(self) -> int:
@@ -145,7 +152,8 @@ class Store:
         if not include_hidden:
             query = query.where(~is_hidden())
         for row, machine in self._rows_with_machines(query, records.c.id):
-            yield _record(row, machine)
+            if record := self._read(_record, row, machine):
+                yield record
 
     def runs(self, *, device: str | None = None, trust: Collection[str] | None = None) -> Iterator[RunRecord]:
         """Training runs in the order in which they were added; `trust` names those whose measurements count."""
@@ -155,7 +163,8 @@ class Store:
         if trust is not None:
             query = query.where(runs.c.measured_by.in_(list(trust)))
         for row, machine in self._rows_with_machines(query, runs.c.id):
-            yield _run(row, machine)
+            if run := self._read(_run, row, machine):
+                yield run
 
     def find_run(self, key: str) -> RunRecord | None:
         """The run whose key begins with `key`, if there is one and no second."""
@@ -172,8 +181,12 @@ class Store:
             .where(fingerprints.c.hash == _hash(fingerprint), records.c.status.in_(("ok", "failed")), ~is_hidden())
             .distinct()
         )
+        found = set()
         with self._database.reading() as connection:
-            return {(row[0], _shape(row[1]), row[2], row[3], row[4]) for row in connection.execute(query)}
+            for operation, shape, dtype, kernel, mode in connection.execute(query):
+                with suppress(ValueError):  # damaged: it is measured again
+                    found.add((operation, _shape(shape), dtype, kernel, mode))
+        return found
 
     def latest(self, device: str) -> Fingerprint | None:
         """The machine with that device whose measurements came in last, of those that were not imported."""
@@ -220,42 +233,50 @@ class Store:
                 )
                 rows += connection.execute(query).all()
             disturbed = _stand_ins(connection, levels, operations, dtypes, trust)
-        try:
-            return [
-                Measurement(
-                    operation=cast(Operation, operation),
-                    shape=_shape(shape),
-                    dtype=dtype,
-                    device=wanted.device,
-                    seconds=seconds,
-                    kernel=kernel,
-                    source=source or key[:12],
-                    match=levels[number],
-                    is_burst=mode != "sustained",
-                    is_disturbed=is_disturbed,
-                )
-                for some, is_disturbed in ((rows, False), (disturbed, True))
-                for operation, shape, dtype, seconds, kernel, source, key, number, mode in some
-            ]
-        except (ValueError, KeyError) as error:
-            raise StoreError(
-                f"{self.name} holds what cannot be read, `autoplan db check` says where: {error}"
-            ) from None
+        found = []
+        for some, is_disturbed in ((rows, False), (disturbed, True)):
+            for operation, shape, dtype, seconds, kernel, source, key, number, mode in some:
+                try:
+                    one = Measurement(
+                        operation=cast(Operation, operation),
+                        shape=_shape(shape),
+                        dtype=dtype,
+                        device=wanted.device,
+                        seconds=seconds,
+                        kernel=kernel,
+                        source=source or key[:12],
+                        match=levels[number],
+                        is_burst=mode != "sustained",
+                        is_disturbed=is_disturbed,
+                    )
+                except ValueError:
+                    self._unread.add(key)
+                else:
+                    found.append(one)
+        return found
 
     def find(self, key: str) -> tuple[Record, Mark | None]:
         """The record whose key begins with `key`, and the mark that hides it."""
+        row = self._named(key)
+        with self._database.reading() as connection:
+            mark = hiding_mark(connection, row.id, row.key)
+        return _record(row, self._machines()[row.fingerprint_id]), mark
+
+    def whole_key(self, key: str) -> str:
+        """The key of the one record that begins with `key`, which need not be one that can be read."""
+        return str(self._named(key).key)
+
+    def _named(self, key: str) -> Row[Any]:
         if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
             raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
         query = select(records).where(records.c.key >= key, records.c.key <= key + "g").limit(2)
         with self._database.reading() as connection:
             rows = connection.execute(query).all()
-            mark = hiding_mark(connection, rows[0].id, rows[0].key) if len(rows) == 1 else None
         if len(rows) != 1:
             raise InputError(
                 f"key {key}: {'several records begin so' if rows else f'{self.name} holds no such record'}"
             )
-        (row,) = rows
-        return _record(row, self._machines()[row.fingerprint_id]), mark
+        return rows[0]
 
     def hide(self, keys: Iterable[str], *, by: str, reason: str) -> int:
         """Mark the records of these whole keys as not to be used; how many were not hidden before."""
@@ -337,6 +358,14 @@ class Store:
             if run.key != row.key:
                 reason = "was changed in the database: its content has another key"
                 yield Finding(key=row.key, what=f"run of {row.model}", reason=reason)
+
+    def _read(self, read: Callable[[Row[Any], Fingerprint], T], row: Row[Any], machine: Fingerprint) -> T | None:
+        """What a row holds; None, and it counts as unread, where this version does not understand it."""
+        try:
+            return read(row, machine)
+        except InputError:
+            self._unread.add(row.key)
+            return None
 
     def _rows(self, query: Select[Any], number: ColumnElement[int]) -> Iterator[Row[Any]]:
         """Rows by ascending `number`, page by page: no transaction stays open while the caller works."""

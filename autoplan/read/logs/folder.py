@@ -12,11 +12,12 @@ import re
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 from autoplan.errors import AutoplanError, InputError
+from autoplan.plan import chunk_layers
 from autoplan.read.launch import Launch
 from autoplan.read.launches import MOST_BYTES as MOST_LAUNCH_BYTES
 from autoplan.read.launches import looks_like_launch
@@ -187,7 +188,9 @@ def _named_like(name: str, launches: list[Path]) -> list[Path]:
 
 
 def _what(launch: Launch) -> tuple[object, ...]:
-    return launch.framework, launch.model, launch.training, launch.plan
+    """What a launch file starts, whatever the model is called there, and however even layers are written."""
+    model, plan = replace(launch.model, name="any", aliases=(), sources=()), replace(launch.plan, layers_per_chunk=None)
+    return launch.framework, model, launch.training, plan, chunk_layers(launch.plan, model.num_layers)
 
 
 def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:

@@ -51,7 +51,6 @@ class LoggedRun:
     source: Source  # how the times were told
     step_s: tuple[float, ...]
     num_steps: int  # that `step_s` cover
-    num_left_out: int  # times
     losses: tuple[float, ...] = ()
     allocated_bytes: float | None = None  # highest peak of the ranks that told
     reserved_bytes: float | None = None
@@ -164,7 +163,6 @@ class LogReader:
             source=source,
             step_s=tuple(time.step_s for time in times),
             num_steps=sum(time.num_steps for time in times),
-            num_left_out=len(dialect.series[source].times) - len(times),
             losses=tuple(dialect.losses),
             allocated_bytes=dialect.allocated_bytes,
             reserved_bytes=dialect.reserved_bytes,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.parts import Segment, bar, pairs
-from autoplan.report.terminal import certificate_line, layers_line, why_first
-from autoplan.result import PlanFile, datasheet_peak
-from autoplan.units import format_bytes, format_peak, format_percent, format_seconds
+from autoplan.report.terminal import certificate_line, layers_line, mfu_convention, why_first
+from autoplan.result import PlanFile
+from autoplan.units import format_bytes, format_percent, format_seconds
 
 VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
 
@@ -97,12 +97,11 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
         None,
         f"tokens/s per device; {rate * cluster.num_devices:,.0f} tokens/s in all",
     )
-    name, peak = datasheet_peak(cluster.device, file.training.precision)
     yield figure(
         "MFU",
         format_percent(best.mfu),
         bar([Segment(name="MFU", colour="compute", share=best.mfu, text=format_percent(best.mfu))]),
-        f"Megatron model FLOPs over the {name} datasheet peak of {format_peak(peak)}",
+        mfu_convention(file),
     )
     capacity = best.memory_bytes + best.memory_headroom_bytes
     used = best.memory_bytes / max(capacity, best.memory_bytes)
