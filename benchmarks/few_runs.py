@@ -1,9 +1,10 @@
 """How much do a few measured runs of a new cluster teach?
 
-Every source of a table of runs is left out of the calibrations in turn: its clusters, one for each framework and
-generation of devices in it, start with factors and spreads that were fitted to the other sources.  Then a few of a
-cluster's runs, drawn at random and several times, calibrate it as `autoplan calibrate` does, and all its other runs
-are predicted.
+Every source of a table of runs is left out in turn.  Its clusters, one for each framework and generation of devices in
+it, start with factors and spreads that were fitted to the other sources.  How far clusters lie from where they start
+and how much their runs scatter (`ClusterPrior`), is taken from the clusters of other sources too.  Then a few runs of a
+cluster, drawn at random and several times, calibrate it as `autoplan calibrate` does, and all its other runs are
+predicted.
 
   before    median error of the other runs before the calibration, in %
   after     the same after it: the median over the draws
@@ -11,7 +12,10 @@ are predicted.
   ratio     of after to full: at most 1.3 is asked for
   worse     share of the draws that made the error more than 1 point worse, in %, and by how many points the worst did
   cover     share of the other runs inside their 90 % interval, in %
+  level     ratio of the median error with the one best level for all runs of the cluster, in hindsight, to full
+  oracle    ratio of after to full for the level that these draws tell who knows how the cluster's errors are spread
 
+`level` and `oracle` are bounds: below them is only who learns more than the level, or is lucky with the start.
 Traits of frameworks that presets list as fitted stay as they ship, with all runs in view.
 
 usage: python benchmarks/few_runs.py [--runs RUNS.csv] [--count N] [--draws N] [--report REPORT.md]
@@ -27,23 +31,61 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 from accuracy import SHARED, Case, Fits, left_out, log_errors, read_cases
 from numpy.typing import NDArray
+from scipy.stats import t as student
 
 import autoplan
-from autoplan.cost.calibration import Linearised, calibrated, factors_for, fit
+from autoplan.cost.calibration import (
+    LEVEL_FREEDOM,
+    RUN_FREEDOM,
+    ClusterPrior,
+    Linearised,
+    calibrated,
+    factors_for,
+    fit,
+)
 from autoplan.cost.estimate import NORMAL_90
 from autoplan.files import write_text
 from autoplan.read.runs import read_runs
 from autoplan.timing import TIME_SPREADS, Calibration
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 LEAST_OTHERS = 5  # runs of a cluster to judge on
 MOST_RATIO = 1.3
 MOST_WORSE = 1.0  # points
+
+# Medians of what Student's t and the normal distribution leave unsigned, for a spread of 1.
+MEDIAN_LEVEL = float(student.ppf(0.75, LEVEL_FREEDOM))
+MEDIAN_RUN = float(student.ppf(0.75, RUN_FREEDOM))
+MEDIAN_NORMAL = NormalDist().inv_cdf(0.75)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Runs of one framework on one generation of devices in one source, and the calibration from other sources."""
+
+    source: str
+    name: str
+    cases: list[Case]
+    base: Calibration
+
+    @property
+    def size(self) -> int:
+        """Number of its runs."""
+        return len(self.cases)
+
+    def draws(self, count: int, number: int, seed: int) -> Iterator[tuple[Ints, Ints]]:
+        """(runs that calibrate, all others), drawn at random."""
+        random = np.random.default_rng(seed)
+        for _ in range(number):
+            drawn = random.choice(self.size, count, replace=False)
+            yield drawn, np.setdiff1d(np.arange(self.size), drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +99,8 @@ class Row:
     cover: Floats
     full: float
     full_in_fit: float
+    level: float
+    oracle: Floats
 
     @property
     def ratio(self) -> float:
@@ -74,11 +118,13 @@ class Row:
             f"{self.name:44}{self.num_runs:5}{np.median(self.before):8.1f}{np.median(self.after):8.1f}"
             f"{self.full:8.1f} ({self.full_in_fit:.1f}){self.ratio:8.2f}{'*' if self.ratio > MOST_RATIO else ' '}"
             f"{100 * np.mean(gain > MOST_WORSE):6.0f}{gain.max():+7.1f}{100 * np.mean(self.cover):7.0f}"
+            f"{self.level / self.full:7.2f}{np.median(self.oracle) / self.full:8.2f}"
         )
 
 
 HEADER = (
     f"{'cluster':44}{'runs':>5}{'before':>8}{'after':>8}{'full':>14}{'ratio':>8} {'worse':>6}{'most':>7}{'cover':>7}"
+    f"{'level':>7}{'oracle':>8}"
 )
 
 
@@ -93,18 +139,29 @@ def main() -> int:
     if not options.runs.is_file():
         print(f"{options.runs} is not there: name it with --runs", file=sys.stderr)
         return 1
-    lines = [HEADER]
-    print(HEADER)
+    clusters = [
+        one
+        for one in read_clusters(read_cases(options.runs, list(read_runs(options.runs))))
+        if one.size >= options.count + LEAST_OTHERS
+    ]
+    lines = [f"all clusters: {say(prior_of(clusters))}"]
+    print(lines[0])
+    lines += ["", HEADER]
+    print(f"\n{HEADER}")
     rows = []
-    for row in judge(read_cases(options.runs, list(read_runs(options.runs))), options.count, options.draws):
+    for cluster in clusters:
+        prior = prior_of([one for one in clusters if one.source != cluster.source])
+        row = judge(cluster, prior, options.count, options.draws)
         rows.append(row)
         lines.append(str(row))
         print(row, flush=True)
     ratios = np.array([row.ratio for row in rows])
+    gains = np.concatenate([row.after - row.before for row in rows])
     lines.append(
         f"\n{int((ratios <= MOST_RATIO).sum())} of {len(rows)} clusters within {MOST_RATIO} times a full fit, "
         f"geometric mean {np.exp(np.log(ratios).mean()):.2f}; the median draw makes "
-        f"{sum(row.worse > MOST_WORSE for row in rows)} of them worse by more than {MOST_WORSE:g} point"
+        f"{sum(row.worse > MOST_WORSE for row in rows)} of them worse by more than {MOST_WORSE:g} point, "
+        f"{100 * np.mean(gains > MOST_WORSE):.0f} % of all draws do"
     )
     print(lines[-1])
     if options.report:
@@ -119,19 +176,47 @@ def main() -> int:
     return 0
 
 
-def judge(cases: Sequence[Case], count: int, draws: int) -> Iterator[Row]:
-    """Every cluster with enough runs."""
+def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
+    """Every cluster, with what other sources tell of it."""
     fits = Fits(cases)
     spreads = {name: spread for name, (_, spread) in left_out(cases, fits, lambda case: case.source).items()}
-    clusters: dict[tuple[str, tuple[str, str]], list[Case]] = defaultdict(list)
+    groups: dict[tuple[str, tuple[str, str]], list[Case]] = defaultdict(list)
     for case in cases:
-        clusters[case.source, case.key].append(case)
-    for (source, key), some in sorted(clusters.items()):
-        if len(some) < count + LEAST_OTHERS:
-            continue
+        groups[case.source, case.key].append(case)
+    clusters = []
+    for (source, key), some in sorted(groups.items()):
         unseen = frozenset(case.run.id for case in cases if case.source == source)
         base = with_spreads(fits.without(key, unseen), some, spreads)
-        yield _judge(f"{source}: {' on '.join(key)}", [under(case, base) for case in some], base, count, draws)
+        name = f"{source}: {' on '.join(key)}"
+        clusters.append(Cluster(source=source, name=name, cases=[under(case, base) for case in some], base=base))
+    return clusters
+
+
+# -- the prior --------------------------------------------------------------------------------------------------------
+
+
+def prior_of(clusters: Sequence[Cluster]) -> ClusterPrior:
+    """How clusters differ: by medians, so that none of them decides."""
+    errors = [log_errors(one.cases, one.base) for one in clusters]
+    levels = np.array([np.median(some) for some in errors])
+    scatter = [np.median(np.abs(some - level)) for some, level in zip(errors, levels, strict=True)]
+    logs = np.log(np.array(scatter) / MEDIAN_RUN)
+    return ClusterPrior(
+        factor_spread=float(np.median(np.abs(levels))) / MEDIAN_LEVEL,
+        run_spread=float(np.exp(np.median(logs))),
+        scatter_spread=float(np.median(np.abs(logs - np.median(logs)))) / MEDIAN_NORMAL,
+    )
+
+
+def say(prior: ClusterPrior) -> str:
+    """The prior in words."""
+    return (
+        f"factors lie {prior.factor_spread:.3f} from where they start, runs scatter by {prior.run_spread:.3f}, "
+        f"that by {prior.scatter_spread:.2f}"
+    )
+
+
+# -- one cluster ------------------------------------------------------------------------------------------------------
 
 
 def with_spreads(base: Calibration, cases: Sequence[Case], spreads: dict[str, float]) -> Calibration:
@@ -147,34 +232,67 @@ def under(case: Case, base: Calibration) -> Case:
     return replace(case, measured=measured)
 
 
-def _judge(name: str, cases: Sequence[Case], base: Calibration, count: int, draws: int) -> Row:
-    random = np.random.default_rng(0)
+def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
+    """What a few of its runs teach, beside what all teach."""
+    cases, base = cluster.cases, cluster.base
     runs = [case.measured for case in cases]
-    plain = log_errors(cases, base)
+    plain = -log_errors(cases, base)
+    oracle = Oracle.of(plain)
     found: dict[str, list[float]] = defaultdict(list)
-    for _ in range(draws):
-        drawn = random.choice(len(cases), count, replace=False)
-        others = np.setdiff1d(np.arange(len(cases)), drawn)
-        own = calibrated([runs[at] for at in drawn], name=name).calibration
+    for drawn, others in cluster.draws(count, draws, seed=0):
+        own = calibrated([runs[at] for at in drawn], name=cluster.name, prior=prior).calibration
         errors = log_errors([cases[at] for at in others], own)
         spread = np.array([getattr(own, cases[at].spread) or own.time_spread for at in others])
-        found["before"].append(_median(-plain[others]))
+        found["before"].append(_median(plain[others]))
         found["after"].append(_median(-errors))
         found["cover"].append(float(np.mean(np.abs(errors) <= NORMAL_90 * spread)))
+        found["oracle"].append(_median(plain[others] + oracle.level(plain[drawn])))
     names = factors_for(len(runs))
     whole = fit(runs, base, names)
     model = Linearised(runs, names, whole)
     rest = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
     unseen = np.array([model.log_errors(model.fit(base, some), [out])[0] for out, some in enumerate(rest)])
     return Row(
-        name=name,
+        name=cluster.name,
         num_runs=len(runs),
         before=np.array(found["before"]),
         after=np.array(found["after"]),
         cover=np.array(found["cover"]),
         full=_median(unseen),
         full_in_fit=_median(-log_errors(cases, whole)),
+        level=_median(plain + oracle.best),
+        oracle=np.array(found["oracle"]),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """Estimates the level of a cluster from some of its runs, and knows how the errors of all lie around the best one.
+
+    No estimate that moves with the level of the runs has less variance (Pitman, Biometrika 1939).
+    """
+
+    best: float  # to add to all errors
+    points: Floats
+    log_density: Floats  # of errors around the best level, there
+
+    @classmethod
+    def of(cls, errors: Floats) -> Oracle:
+        """That of a cluster with these errors, smoothed by half their median."""
+        levels = np.linspace(-0.3, 0.3, 1201)
+        best = float(levels[np.argmin([_median(errors + level) for level in levels])])
+        around = errors + best
+        width = 0.5 * float(np.median(np.abs(around)))
+        points = np.linspace(-5.0, 5.0, 10_001)
+        density = np.mean([np.exp(-((points - error) ** 2) / (2 * width**2)) for error in around], axis=0)
+        return cls(best=best, points=points, log_density=np.log(density + 1e-12))
+
+    def level(self, errors: Floats) -> float:
+        """What to add to all errors, given a few of them: the median of the posterior from a flat prior."""
+        levels = np.linspace(-1.5, 1.5, 3001)
+        log_posterior = sum(np.interp(error + levels, self.points, self.log_density) for error in errors)
+        below = np.cumsum(np.exp(log_posterior - np.max(log_posterior)))
+        return float(np.interp(0.5 * below[-1], below, levels))
 
 
 def _median(log_ratios: Floats) -> float:

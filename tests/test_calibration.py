@@ -108,6 +108,29 @@ def test_runs_that_contradict_each_other_teach_nothing() -> None:
     assert np.abs(np.log(Pricer(runs).calibrated_s(fit_cluster(scattered)) / before)).max() < 0.02
 
 
+@pytest.mark.parametrize("level", [0.6, 0.9, 1.5])
+def test_three_runs_that_agree_move_the_level_however_far(level: float) -> None:
+    runs = measured_under(Calibration(overall=level), noise=0.01)[::13][:3]
+    before = Pricer(runs).calibrated_s(Calibration())
+    assert Pricer(runs).calibrated_s(fit_cluster(runs)) / before == pytest.approx(level, rel=0.03)
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 3.0])
+def test_an_erratic_run_of_three_changes_nothing_where_the_other_two_agree(factor: float) -> None:
+    runs = measured_under(Calibration(), noise=0.01)[::13][:3]
+    erratic = [replace(runs[0], step_s=runs[0].step_s * factor), *runs[1:]]
+    before = Pricer(runs).calibrated_s(Calibration())
+    assert np.abs(np.log(Pricer(runs).calibrated_s(fit_cluster(erratic)) / before)).max() < 0.02
+
+
+def test_three_runs_that_are_slow_by_different_factors_are_no_level() -> None:
+    base = Calibration(time_spread=0.1)
+    runs = [replace(run, problem=replace(run.problem, calibration=base)) for run in measured_under(base)[::13][:3]]
+    slow = [replace(run, step_s=run.step_s * factor) for run, factor in zip(runs, (2.0, 3.0, 5.0), strict=True)]
+    before = Pricer(runs).calibrated_s(base)
+    assert np.abs(np.log(Pricer(runs).calibrated_s(fit_cluster(slow)) / before)).max() < 0.1
+
+
 def test_one_factor_of_a_cluster_is_told_from_its_level_by_more_runs() -> None:
     truth = Calibration(scale_up=1.3)
     errors = []

@@ -30,14 +30,26 @@ SOLVED = 0.01  # change of a factor's logarithm below which a fit is done
 MOST_ROUNDS = 5
 _NUDGE = 0.02  # of a factor's logarithm, for its slope
 
-# What is known of one cluster before it is measured, as standard deviations of logarithms: its factors lie so far from
-# the shipped ones, its runs so far from the model with its own factors, more so by that share of the spread of their
-# kind.  Both have long tails, a few clusters and runs are far off: Student's t with one degree of freedom for runs, two
-# for `overall`.  Chosen on the sources of published runs, each left out in turn (benchmarks/results, few_runs).
-CLUSTER_SPREAD = 0.05
-RUN_SPREAD = 0.05
-RUN_SHARE = 0.2
-_MOST_STEPS = 100
+_MOST_STEPS = 60
+_SETTLED = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPrior:
+    """What is known of one cluster before it is measured, as standard deviations of logarithms."""
+
+    factor_spread: float  # of its factors around the shipped ones
+    run_spread: float  # of its runs around the model with its own factors, in a cluster like most
+    scatter_spread: float  # of that spread between clusters
+
+
+# Between the clusters of published runs (`benchmarks/few_runs.py`, which takes it without the source that it judges).
+PRIOR = ClusterPrior(factor_spread=0.032, run_spread=0.043, scatter_spread=0.53)
+# Tails are long, as degrees of freedom of Student's t: the level of a few clusters is far off, and more of their runs.
+LEVEL_FREEDOM = 4.0
+RUN_FREEDOM = 2.0
+RUN_SHARE = 0.1  # of the spread of their kind, by which runs scatter more
+_SCATTERS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # over which to average, in standard deviations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,37 +134,69 @@ class Linearised:
         found = least_squares(residuals, np.clip(self._at, -0.99 * most, 0.99 * most), bounds=(-most, most))
         return with_factors(base, self.names, found.x)
 
-    def near(self, base: Calibration, spreads: Floats, rows: Sequence[int] | slice = slice(None)) -> Calibration:
-        """`base` with the factors of one cluster, likeliest after the runs at `rows`, whose errors have `spreads`.
+    def near(
+        self,
+        base: Calibration,
+        kind_spreads: Floats,
+        prior: ClusterPrior = PRIOR,
+        rows: Sequence[int] | slice = slice(None),
+    ) -> Calibration:
+        """`base` with the factors to expect of one cluster after the runs at `rows`, whose kinds have these spreads.
 
-        The first factor must be `overall`.  Of the two places where the optimum may be, near the base and at the level
-        of the runs, the likelier is taken; each is found by least squares weighted anew, as for any Student's t.
+        The first factor must be `overall`.  How much runs scatter there is not known: the factors are averaged over it,
+        so that runs that agree move the level and runs that contradict each other do not.
         """
-        prior = np.log([getattr(base, name) for name in self.names])
-        slopes, spread = self._slopes[rows], spreads[rows]
-        errors = self._errors[rows] + slopes @ (prior - self._at)
-        starts = np.zeros((2, len(self.names)))
-        starts[1, 0] = -np.median(errors)
-        found = [_likeliest(errors, slopes, spread, start) for start in starts]
-        logs = prior + min(found, key=lambda one: one[0])[1]
+        logs = np.log([getattr(base, name) for name in self.names])
+        slopes = self._slopes[rows]
+        errors = self._errors[rows] + slopes @ (logs - self._at)
+        spread = np.hypot(prior.run_spread, RUN_SHARE * kind_spreads[rows])
+        evidence, changes = [], []
+        for scatter in _SCATTERS:
+            log_evidence, change = _likelier(errors, slopes, spread * np.exp(prior.scatter_spread * scatter), prior)
+            evidence.append(log_evidence - scatter**2 / 2.0)
+            changes.append(change)
+        weights = np.exp(np.array(evidence) - max(evidence))
+        logs += weights @ np.array(changes) / weights.sum()
         return with_factors(base, self.names, np.clip(logs, -np.log(MOST_FACTOR), np.log(MOST_FACTOR)))
 
 
-def _likeliest(errors: Floats, slopes: Floats, spread: Floats, start: Floats) -> tuple[float, Floats]:
-    """(minus the logarithm of the likelihood, changes of the factors' logarithms), from `start` on."""
+def _likelier(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior) -> tuple[float, Floats]:
+    """(logarithm of the evidence, changes of the factors' logarithms) where runs scatter by `spread`.
+
+    The posterior may have two peaks, near no change and at the level of the runs: the one with more evidence counts.
+    """
+    starts = np.zeros((2, slopes.shape[1]))
+    starts[1, 0] = -np.median(errors)
+    return max((_peak(errors, slopes, spread, prior, start) for start in starts), key=lambda peak: peak[0])
+
+
+def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, start: Floats) -> tuple[float, Floats]:
+    """The peak of the posterior that is found from `start`, by least squares weighted anew as for any Student's t.
+
+    The evidence is that of a Gaussian of the same height and width (Laplace's approximation).
+    """
     found: Floats = start
+    ridge = np.full(len(found), prior.factor_spread**-2.0)
     for _ in range(_MOST_STEPS):
-        weights = 2.0 / (spread**2 + (errors + slopes @ found) ** 2)
-        ridge = np.full(len(found), CLUSTER_SPREAD**-2.0)
-        ridge[0] = 3.0 / (2.0 * CLUSTER_SPREAD**2 + found[0] ** 2)
-        before = found
+        weights = (RUN_FREEDOM + 1.0) / (RUN_FREEDOM * spread**2 + (errors + slopes @ found) ** 2)
+        ridge[0] = (LEVEL_FREEDOM + 1.0) / (LEVEL_FREEDOM * prior.factor_spread**2 + found[0] ** 2)
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(ridge)
+        before = found
         found = -np.asarray(np.linalg.solve(curvature, slopes.T @ (weights * errors)), dtype=np.float64)
-        if np.abs(found - before).max() < 1e-6:
+        if np.abs(found - before).max() < _SETTLED:
             break
-    scaled, change = (errors + slopes @ found) / spread, found / CLUSTER_SPREAD
-    cost = np.log1p(scaled**2).sum() + 1.5 * np.log1p(change[0] ** 2 / 2.0) + (change[1:] ** 2).sum() / 2.0
-    return float(cost), found
+    log_height = (
+        _log_student((errors + slopes @ found) / spread, RUN_FREEDOM).sum()
+        - np.log(spread).sum()
+        + _log_student(found[0] / prior.factor_spread, LEVEL_FREEDOM)
+        - (found[1:] ** 2).sum() / (2.0 * prior.factor_spread**2)
+    )
+    return float(log_height - np.linalg.slogdet(curvature)[1] / 2.0), found
+
+
+def _log_student(scaled: Floats, freedom: float) -> Floats:
+    """Logarithm of the density of Student's t, but for a constant."""
+    return -(freedom + 1.0) / 2.0 * np.log1p(scaled**2 / freedom)
 
 
 def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] | None = None) -> Calibration:
@@ -204,32 +248,34 @@ class Fitted:
 PRIOR_RUNS = 10
 
 
-def fit_cluster(runs: Sequence[MeasuredRun]) -> Calibration:
+def fit_cluster(runs: Sequence[MeasuredRun], prior: ClusterPrior = PRIOR) -> Calibration:
     """The calibration of the cluster that `runs` of one framework ran on, from the one that their problems have.
 
     Every factor moves, but away from the shipped ones no further than the runs make likely: of three that scatter
     nothing is learnt, of three that agree their level.
     """
-    base, spreads = runs[0].problem.calibration, _run_spreads(runs)
+    base, spreads = runs[0].problem.calibration, _kind_spreads(runs)
     found = base
     for _ in range(MOST_ROUNDS):
-        before, found = found, Linearised(runs, FACTORS, found).near(base, spreads)
+        before, found = found, Linearised(runs, FACTORS, found).near(base, spreads, prior)
         if max(abs(np.log(getattr(found, name) / getattr(before, name))) for name in FACTORS) < SOLVED:
             break
     return found
 
 
-def calibrated(runs: Sequence[MeasuredRun], *, name: str) -> Fitted:
+def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = PRIOR) -> Fitted:
     """`fit_cluster`, with intervals from the errors of each run under a fit without it.
 
     Where runs of a kind are few, the interval that the kind starts with counts too; it stays where there are none.
     """
     base = runs[0].problem.calibration
     before = _log_errors(runs, base)
-    whole, spreads, kinds = fit_cluster(runs), _run_spreads(runs), _kinds(runs)
+    whole, spreads, kinds = fit_cluster(runs, prior), _kind_spreads(runs), _kinds(runs)
     model = Linearised(runs, FACTORS, whole)
     others = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
-    left_out = np.array([model.log_errors(model.near(base, spreads, rest), [at])[0] for at, rest in enumerate(others)])
+    left_out = np.array(
+        [model.log_errors(model.near(base, spreads, prior, rest), [at])[0] for at, rest in enumerate(others)]
+    )
     changed: dict[str, float] = {}
     for at, (kind, started) in enumerate(zip(TIME_SPREADS, base.time_spreads, strict=True)):
         if len(own := left_out[kinds == at]):
@@ -250,10 +296,9 @@ def _kinds(runs: Sequence[MeasuredRun]) -> NDArray[np.int64]:
     return np.array(kinds, dtype=np.int64)
 
 
-def _run_spreads(runs: Sequence[MeasuredRun]) -> Floats:
-    """How far every run may be from the model with the right factors."""
-    spreads = runs[0].problem.calibration.time_spreads[_kinds(runs)]
-    return np.asarray(np.hypot(RUN_SPREAD, RUN_SHARE * spreads))
+def _kind_spreads(runs: Sequence[MeasuredRun]) -> Floats:
+    """The spread that every run's calibration has for its kind."""
+    return np.asarray(runs[0].problem.calibration.time_spreads[_kinds(runs)])
 
 
 def _log_errors(runs: Sequence[MeasuredRun], calibration: Calibration) -> Floats:
