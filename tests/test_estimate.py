@@ -711,6 +711,15 @@ def test_every_rank_of_a_tensor_group_delays_the_launches_of_a_pipeline_across_n
         assert priced(other, **late) == priced(other)
 
 
+def test_ranks_on_another_node_delay_the_launches_of_a_pipeline_once_more() -> None:
+    far = {"cross_node_pipeline_host_s_per_tp": 1.0, "cross_node_pipeline_host_s_per_far_tp": 0.5}
+    # 16 blocks on two stages, a micro-batch: a second for each of 16 ranks, half a second for each of 8 beyond the node.
+    across = ParallelPlan(global_batch=1, tp=16, sp=True, pp=2)
+    assert priced(across, **far)["launch"] == pytest.approx(8 * (16 + 4), rel=0.01)
+    inside = dataclasses.replace(across, tp=8, global_batch=2, dp_shard=2)
+    assert priced(inside, **far)["launch"] == pytest.approx(8 * 8, rel=0.01)
+
+
 def test_an_all_reduce_hides_only_where_the_network_is_free_of_tensor_parallelism() -> None:
     traits = {"grad_reduce_overlap": True}
     inside = ParallelPlan(global_batch=16, micro_batch=4, tp=8, dp_shard=4, sharding="none")

@@ -433,8 +433,10 @@ def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: NDArra
     """(forward, backward) time of the host to launch one block, where it was not measured with its layer."""
     framework = problem.framework
     host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole
-    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
-    waits = framework.cross_node_pipeline_host_s_per_tp * batch.tp * (crosses & (batch.tp > 1))
+    domain = problem.cluster.levels[-1].num_devices
+    crosses = (batch.pp > 1) & (batch.num_devices > domain) & (batch.tp > 1)
+    far = framework.cross_node_pipeline_host_s_per_far_tp * np.maximum(batch.tp - domain, 0)
+    waits = (framework.cross_node_pipeline_host_s_per_tp * batch.tp + far) * crosses
     # As elsewhere, half as many launches forward as backward.
     forward = host * (framework.host_s_per_block_forward + waits / 3)
     return forward, host * (framework.host_s_per_block_backward + waits * 2 / 3)
