@@ -123,8 +123,10 @@ class Framework:
     # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.
     cross_node_s_per_member: float = 0.0
     # Added to the launches of a block, forward and backward together, per rank of a tensor-parallel group, in pipelines
-    # that cross nodes: its collectives wait for the host that comes last.
+    # that cross nodes: its collectives wait for all their hosts; and once more per rank beyond the scale-up domain,
+    # whose host is further away.
     cross_node_pipeline_host_s_per_tp: float = 0.0
+    cross_node_pipeline_host_s_per_far_tp: float = 0.0
     # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
     sharded_wire_factor: float = 1.0
     # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
@@ -202,6 +204,7 @@ class Framework:
             "s_per_local_expert",
             "cross_node_s_per_member",
             "cross_node_pipeline_host_s_per_tp",
+            "cross_node_pipeline_host_s_per_far_tp",
             "sharded_wire_factor",
             "reduce_bucket_bytes",
             "allocator_retry_s",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autoplan.cluster import ClusterSpec
 from autoplan.cost.communication import Links, all_gather_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
-from autoplan.cost.layer import TERMS
+from autoplan.cost.layer import TERMS, BlockCost, block_costs
 from autoplan.cost.memory import MEMORY_TERMS
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
 from autoplan.errors import InputError
@@ -697,6 +697,20 @@ def test_a_share_of_the_collectives_hides_under_the_same_share_of_the_products_a
     assert priced(dataclasses.replace(plan, tp_overlap=False), tp_overlap_share=0.25)["tp_communication"] == bare
 
 
+def test_a_block_that_takes_the_device_long_makes_up_for_one_that_is_launched_late() -> None:
+    batch = PlanBatch.of([ParallelPlan(global_batch=1)], MODELS["dense"].num_layers)
+
+    def costs(host_s: float) -> list[BlockCost]:
+        framework = dataclasses.replace(PLAIN, host_s_per_block_forward=host_s)
+        return list(block_costs(problem_of(framework=framework), batch).values())
+
+    busy = [cost.total_forward_s[0] for cost in costs(0.0)]
+    assert max(busy) > 1.1 * min(busy)
+    # Launches of a layer take as long as the layer: each block's as long as the mean of the two.
+    assert sum(cost.forward_s["launch"][0] for cost in costs(sum(busy) / 2)) == pytest.approx(0.0, abs=1e-12)
+    assert sum(cost.total_forward_s[0] for cost in costs(sum(busy))) == pytest.approx(2 * sum(busy))
+
+
 def test_every_rank_of_a_tensor_group_delays_the_launches_of_a_pipeline_across_nodes() -> None:
     late = {"cross_node_pipeline_host_s_per_tp": 1.0}
     # 16 blocks on two stages, a micro-batch, and a second for each of two ranks; the device works meanwhile.
@@ -709,6 +723,15 @@ def test_every_rank_of_a_tensor_group_delays_the_launches_of_a_pipeline_across_n
     flat = dataclasses.replace(plan, pp=1)
     for other in (inside, without_group, flat):
         assert priced(other, **late) == priced(other)
+
+
+def test_ranks_on_another_node_delay_the_launches_of_a_pipeline_once_more() -> None:
+    far = {"cross_node_pipeline_host_s_per_tp": 1.0, "cross_node_pipeline_host_s_per_far_tp": 0.5}
+    # 16 blocks on two stages: a second for each of 16 ranks, half a second for each of 8 on another node.
+    across = ParallelPlan(global_batch=1, tp=16, sp=True, pp=2)
+    assert priced(across, **far)["launch"] == pytest.approx(8 * (16 + 4), rel=0.01)
+    inside = dataclasses.replace(across, tp=8, global_batch=2, dp_shard=2)
+    assert priced(inside, **far)["launch"] == pytest.approx(8 * 8, rel=0.01)
 
 
 def test_an_all_reduce_hides_only_where_the_network_is_free_of_tensor_parallelism() -> None:

@@ -33,7 +33,7 @@ from autoplan.cost.compute import (
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, SharedStates, layer_times, repeats_core_only, shared_states
 from autoplan.framework import Framework
-from autoplan.model import Block
+from autoplan.model import Block, ModelSpec
 from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
@@ -108,6 +108,16 @@ class BlockCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Lags:
+    """By how much launching one block takes the host longer than the block the device, below 0 where it is shorter."""
+
+    forward_s: Floats
+    backward_s: Floats
+    repeated_s: Floats  # backward where the whole block is recomputed
+    waits: NDArray[np.bool_]  # whether the host waits for the device inside of the block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """Kernels of one block and micro-batch, and exposed traffic in front of what other micro-batches hide.
 
@@ -153,12 +163,13 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
         parts |= _as_measured(problem, few, parts)
     shared = shared_states(problem, batch)
     costs: dict[Block, BlockCost] = {}
+    lags: dict[Block, _Lags] = {}
     # Experts come last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(shapes.items(), key=lambda item: item[0] is Block.MOE):
         beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
         own = parts[block].take(like)
-        costs[block] = _block_cost(problem, batch, block, shape, own, links, places, beside_s, shared)
-    return costs
+        costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, places, beside_s, shared)
+    return _with_launches(problem.model, costs, lags)
 
 
 def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts]) -> dict[Block, _Parts]:
@@ -372,7 +383,7 @@ def _block_cost(
     places: Groups,
     beside_s: Floats,
     shared: SharedStates,
-) -> BlockCost:
+) -> tuple[BlockCost, _Lags]:
     framework, kernels = problem.framework, parts.kernels
     dense, expert = local_parameters(batch, shape)
     zeros = np.zeros(len(batch))
@@ -407,14 +418,14 @@ def _block_cost(
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
     gathers, reductions = fsdp_s(problem, batch, links, places, dense, expert)
     host_forward, host_backward = _launch_s(problem, batch, block, parts.is_whole)
-    _finish(framework, forward, gathers, host_forward, wait)
     repeated = backward | {"recompute": forward_s}
-    _finish(framework, backward, reductions, host_backward, wait)
+    lag = _finish(framework, forward, gathers, host_forward, wait)
+    late = again_late = _finish(framework, backward, reductions, host_backward, wait)
     repeat = dict.fromkeys(TERMS, zeros)
     if (batch.recompute == FULL).any():
         again = problem.calibration.host * framework.host_s_per_block_forward * ~parts.is_whole
         again = again * (framework.host_factor_moe if block is Block.MOE else 1.0)
-        _finish(framework, repeated, reductions, host_backward + again, 2 * wait)
+        again_late = _finish(framework, repeated, reductions, host_backward + again, 2 * wait)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
         if parts.is_whole.any():
             is_known = ~np.isnan(parts.again_s)
@@ -424,28 +435,62 @@ def _block_cost(
         share = (dense + expert) / layer_parameters(problem, batch)
         forward["fsdp_communication"] = np.where(shared.known, 0.0, forward["fsdp_communication"])
         backward["fsdp_communication"] = np.where(shared.known, share * shared.every_s, backward["fsdp_communication"])
-    return BlockCost(
+    cost = BlockCost(
         forward_s=forward, backward_s=backward, repeat_s=repeat, weight_s=parts.weight_s, split_s=parts.split_s
     )
+    return cost, _Lags(forward_s=lag, backward_s=late, repeated_s=again_late, waits=wait > 0)
 
 
 def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """(forward, backward) time of the host to launch one block, where it was not measured with its layer."""
     framework = problem.framework
     host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole
-    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
-    waits = framework.cross_node_pipeline_host_s_per_tp * batch.tp * (crosses & (batch.tp > 1))
+    domain = problem.cluster.levels[-1].num_devices
+    crosses = (batch.pp > 1) & (batch.num_devices > domain) & (batch.tp > 1)
+    far = framework.cross_node_pipeline_host_s_per_far_tp * np.maximum(batch.tp - domain, 0)
+    waits = (framework.cross_node_pipeline_host_s_per_tp * batch.tp + far) * crosses
     # As elsewhere, half as many launches forward as backward.
     forward = host * (framework.host_s_per_block_forward + waits / 3)
     return forward, host * (framework.host_s_per_block_backward + waits * 2 / 3)
 
 
-def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> None:
-    """Add to the terms of one pass what shows of its parameter traffic and of its launches, and what waits for them."""
+def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:
+    """By how much the launches of one pass take longer than the device; adds what shows of its parameter traffic.
+
+    As `launch` the pass gets what waits for the host anyway.
+    """
     busy = add_up(terms.values())
     # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).
     terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.fsdp_unhidden_share * np.minimum(
         traffic, busy
     )
-    # Launches run ahead of the device: only what the device waits for shows (`modelling` C6).
-    terms["launch"] = wait + np.maximum(launch - wait - busy - terms["fsdp_communication"], 0.0)
+    terms["launch"] = wait
+    return launch - wait - busy - terms["fsdp_communication"]
+
+
+def _with_launches(model: ModelSpec, costs: dict[Block, BlockCost], lags: dict[Block, _Lags]) -> dict[Block, BlockCost]:
+    """The costs with what the device waits for launches (`modelling` C6).
+
+    The host runs ahead: within a layer, a block that takes the device longer makes up for one that is launched late.
+    Not where the host waits for the device in the layer, nor, simplified, where layers differ.
+    """
+    sorts = {*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])}
+    waits = np.any([lag.waits for lag in lags.values()], axis=0) | (len(sorts) > 1)
+
+    def shown(name: str) -> dict[Block, Floats]:
+        late = {block: np.maximum(getattr(lag, name), 0.0) for block, lag in lags.items()}
+        alone = add_up(late.values())
+        together = np.maximum(add_up(getattr(lag, name) for lag in lags.values()), 0.0)
+        share = np.where(waits, 1.0, np.divide(together, alone, out=np.zeros_like(alone), where=alone > 0))
+        return {block: share * value for block, value in late.items()}
+
+    forward, backward, repeated = (shown(name) for name in ("forward_s", "backward_s", "repeated_s"))
+    return {
+        block: replace(
+            cost,
+            forward_s=cost.forward_s | {"launch": cost.forward_s["launch"] + forward[block]},
+            backward_s=cost.backward_s | {"launch": cost.backward_s["launch"] + backward[block]},
+            repeat_s=cost.repeat_s | {"launch": cost.repeat_s["launch"] + repeated[block] - backward[block]},
+        )
+        for block, cost in costs.items()
+    }
