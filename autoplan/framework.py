@@ -80,11 +80,29 @@ class Framework:
     # What `recompute = "selective"` repeats: the attention core alone, or this share of all that a layer does (SAC).
     selective_recompute_share: float = 0.0
     # -- time ---------------------------------------------------------------------------------------------------
+    # Of the products alone that share is repeated, attention and what reduces its output and the MLP's are not, and all
+    # else is.
+    selective_saves_attention: bool = False
+    # Recomputing a whole layer ends before its last matrix, whose output no gradient needs.
+    recompute_stops_early: bool = False
     sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
     tp_overlap_share: float = 0.0  # of the tensor-parallel collectives that hides under GEMMs
+    # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
+    separate_inputs: bool = False
+    # Narrow products scale by the largest value of the tensor that they take, found in a pass of its own.
+    scales_by_own_largest: bool = False
+    narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised
+    # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
+    # whose ranks gather all of them at once, beside attention to their own.
+    expands_kv: bool = False
+    # Time of attention to the keys of other ranks of a ring, piece by piece, over that of the same work in one piece.
+    ring_attention_factor: float = 1.0
     grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
     sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
+    # Copied on the device per weight that zero3 gathers, into tensors of their own, and per gradient that is reduced.
+    bytes_copied_per_gathered: float = 0.0
+    bytes_copied_per_reduced: float = 0.0
     # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
     bytes_moved_per_accumulated_grad: float = 0.0
     zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
@@ -148,6 +166,8 @@ class Framework:
     )
     rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]  # that it can number its ranks in, its default first
     # -- where the run tables name it ---------------------------------------------------------------------------
+    # Its pipelines take as many micro-batches as they have ranks unless told otherwise, which a table may leave out.
+    microbatch_per_rank: bool = False
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
     aliases: tuple[str, ...] = ()  # beginnings of the names used in tables of measured runs, with "@year" if it matters
     sources: tuple[str, ...] = ()
@@ -170,6 +190,7 @@ class Framework:
             "bytes_per_logit",
             "host_lead_tokens_per_layer",
             "pipeline_lead_tokens_per_layer",
+            "ring_attention_factor",
             "kernel_bytes_factor",
         ):
             check_positive(name, getattr(self, name))
@@ -195,6 +216,8 @@ class Framework:
             "step_overhead_s",
             "bytes_per_reduced_grad",
             "bytes_moved_per_accumulated_grad",
+            "bytes_copied_per_gathered",
+            "bytes_copied_per_reduced",
             "bytes_per_unfused_score",
             "bytes_moved_per_update",
             "host_factor_moe",

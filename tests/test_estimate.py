@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec
 from autoplan.cost.communication import Links, all_gather_s
+from autoplan.cost.compute import gemm_rate, gemm_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
 from autoplan.cost.layer import TERMS, BlockCost, block_costs
 from autoplan.cost.memory import MEMORY_TERMS
@@ -236,6 +237,117 @@ def test_gradients_added_up_outside_the_products_move_bytes_in_every_micro_batch
     rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     added = terms_of(eager, plan)["memory_bound"] - terms_of(fused, plan)["memory_bound"]
     assert added == pytest.approx(4 * 6.0 * parameters / rate)
+
+
+# Of a layer of the dense model: q, k and v, the output, the three matrices of the MLP; two norms.
+LAYER_PARAMETERS = 1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024
+
+
+@pytest.mark.parametrize(("pp", "passes", "reductions"), [(1, 2 * 4, 4), (2, 1, 1)])
+def test_gathered_weights_and_gradients_to_reduce_are_copied_in_the_passes(
+    pp: int, passes: int, reductions: int
+) -> None:
+    copying = dataclasses.replace(PLAIN, bytes_copied_per_gathered=4.0, bytes_copied_per_reduced=6.0)
+    plan = ParallelPlan(global_batch=32, dp_shard=8, pp=pp, sharding="zero3")
+    plain, copied = (terms_of(problem_of(framework=framework), plan) for framework in (PLAIN, copying))
+    moved = (4.0 * passes + 6.0 * reductions) * 8 / pp * LAYER_PARAMETERS
+    assert copied["memory_bound"] - plain["memory_bound"] == pytest.approx(moved_s(moved))
+    full = dataclasses.replace(plan, recompute="full")
+    again = [terms_of(problem_of(framework=framework), full)["recompute"] for framework in (PLAIN, copying)]
+    assert again[0] == pytest.approx(again[1])
+
+
+def moved_s(num_bytes: float) -> float:
+    """Time to move so many bytes through the memory of the device that problems here have."""
+    device = problem_of().cluster.device
+    return num_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+
+
+def test_products_of_their_own_add_up_the_gradients_of_their_input() -> None:
+    joined, separate = problem_of(), problem_of(framework=dataclasses.replace(PLAIN, separate_inputs=True))
+    plan = single(tp=2, sp=True)
+    before, after = terms_of(joined, plan), terms_of(separate, plan)
+    # Three gradients of the attention's input and two of the MLP's are read and their sums written, on every rank.
+    added = 8 * 2.0 * (4 + 3) * 2048 * 1024
+    assert after["memory_bound"] - before["memory_bound"] == pytest.approx(moved_s(added))
+    assert after["gemm"] > before["gemm"]
+    latent = [
+        price(dataclasses.replace(one, model=MODELS["mla"]), plan).terms_s["gemm"][0] for one in (joined, separate)
+    ]
+    assert latent[0] < latent[1]  # the MLP's alone
+
+
+def test_recomputation_that_stops_early_leaves_out_the_last_matrix_and_its_reduction() -> None:
+    whole = problem_of()
+    early = dataclasses.replace(whole, framework=dataclasses.replace(PLAIN, recompute_stops_early=True))
+    plan = single(tp=2, sp=True, global_batch=4, recompute="full")
+    saved = terms_of(whole, plan)["recompute"] - terms_of(early, plan)["recompute"]
+    batch = PlanBatch.of([plan], 8)
+    tokens, inputs, outputs = (np.full(1, size) for size in (2048.0, 2048.0, 1024.0))
+    product = gemm_s(whole, gemm_rate(whole, batch), tokens, outputs, inputs)[0]
+    reduce = Links.of(whole).reduce_scatter_s(*tensor_pair(), np.full(1, 2.0 * 2048 * 1024))[0]
+    assert saved == pytest.approx(4 * 8 * (product + reduce))
+    none = dataclasses.replace(plan, recompute="none")
+    assert terms_of(whole, none) == terms_of(early, none)
+
+
+def tensor_pair() -> tuple[Any, Any]:
+    """Stride and size of a tensor-parallel group of two."""
+    return np.ones(1, dtype=np.int64), np.full(1, 2, dtype=np.int64)
+
+
+def test_selective_recomputation_may_save_attention() -> None:
+    half = dataclasses.replace(PLAIN, selective_recompute_share=0.5)
+    saving = dataclasses.replace(half, selective_saves_attention=True)
+    plan = single(recompute="selective")
+
+    def again(framework: Framework, attention: float) -> float:
+        return terms_of(problem_of(framework=framework, calibration=Calibration(attention=attention)), plan)[
+            "recompute"
+        ]
+
+    assert again(half, 2.0) > again(half, 1.0)
+    assert again(saving, 2.0) == again(saving, 1.0) > 0
+
+
+def test_eight_bit_plans_may_gather_their_inputs_as_quantised() -> None:
+    wide = problem_of()
+    narrow = dataclasses.replace(wide, framework=dataclasses.replace(PLAIN, narrow_tp_gathers=True))
+    plan = single(tp=2, sp=True, precision="fp8")
+    size, links = np.full(1, 2.0 * 2048 * 1024), Links.of(wide)
+    saved = links.all_gather_s(*tensor_pair(), size)[0] - links.all_gather_s(*tensor_pair(), size / 2)[0]
+    before, after = terms_of(wide, plan), terms_of(narrow, plan)
+    assert before["tp_communication"] - after["tp_communication"] == pytest.approx(16 * saved)
+    assert after["memory_bound"] < before["memory_bound"]  # slices are cast
+    bf16 = single(tp=2, sp=True)
+    assert terms_of(wide, bf16) == terms_of(narrow, bf16)
+
+
+def test_a_scale_of_the_tensor_itself_takes_another_look_at_it() -> None:
+    problem = problem_of()
+    looking = dataclasses.replace(problem, framework=dataclasses.replace(PLAIN, scales_by_own_largest=True))
+    plan = single(precision="fp8")
+    more = terms_of(looking, plan)["memory_bound"] - terms_of(problem, plan)["memory_bound"]
+    assert more == pytest.approx(moved_s(3 * 2.0 * 8 * 2048 * (3 * 1024 + 4096)))
+
+
+def test_expanded_keys_and_values_travel_once_per_query_head_and_hide_under_the_own_ones_alone() -> None:
+    framework = dataclasses.replace(PLAIN, expands_kv=True)
+    plan = single(cp=4, sharding="zero1")
+    few, many = (
+        terms_of(problem_of(dataclasses.replace(DENSE, num_kv_heads=heads), framework=framework), plan)
+        for heads in (1, 16)
+    )
+    assert few["cp_communication"] == pytest.approx(many["cp_communication"])
+    assert few["cp_communication"] > terms_of(problem_of(), plan)["cp_communication"]
+
+
+def test_attention_piece_by_piece_takes_longer_for_the_keys_of_other_ranks() -> None:
+    framework = dataclasses.replace(PLAIN, ring_attention_factor=1.5)
+    for kind, factor in (("ring", 1 + 0.5 * 3 / 4), ("all_to_all", 1.0)):
+        plan = single(cp=4, sharding="zero1", cp_kind=kind)
+        plain, longer = (terms_of(problem_of(framework=one), plan)["attention"] for one in (PLAIN, framework))
+        assert longer == pytest.approx(factor * plain)
 
 
 def test_a_scattered_message_is_a_slice_and_its_gather_at_the_receiver() -> None:

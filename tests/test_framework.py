@@ -41,6 +41,8 @@ def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -
         ("Megatron-Core r0.8.0", "2024", "nemo-24.07"),
         ("Megatron-Bridge/Megatron-Core 26.08", "2026", "nemo-26.06"),
         ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
+        ("torchtitan (FSDP2)", "2024", "torchtitan-0.1"),
+        ("torchtitan (FSDP2)", "2025", "torchtitan"),
     ],
 )
 def test_versions_are_told_apart_by_their_names(called: str, year: str, name: str) -> None:

@@ -94,6 +94,21 @@ def test_blanks_take_the_stated_defaults_and_the_note_says_so(tmp_path: Path) ->
         assert default in note
 
 
+@pytest.mark.parametrize(
+    ("framework", "year", "pp", "micro_batch"),
+    [("torchtitan (FSDP2)", "2024", "8", 4), ("torchtitan (FSDP2)", "2025", "8", 1), ("torchtitan", "2024", "1", 1)],
+)
+def test_a_pipeline_of_the_first_torchtitan_has_a_micro_batch_per_rank(
+    tmp_path: Path, framework: str, year: str, pp: str, micro_batch: int
+) -> None:
+    row = {**LLAMA, "framework": framework, "year": year, "tp": "8", "cp": "", "pp": pp, "vp": "", "num_gpus": "512"}
+    row |= {"dp": "", "global_batch": "256", "micro_batch": "", "sharding": "zero3", "precision": "bf16"}
+    (run,) = runs_of(tmp_path, row)
+    assert run.plan is not None, run.refusal
+    assert run.plan.micro_batch == micro_batch
+    assert f"micro_batch={micro_batch}" in predict(run).note
+
+
 def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> None:
     row = {**LLAMA, "model": "Llama 3.1 70B", "num_layers": "", "hidden_size": "", "num_heads": "", "ffn_size": ""}
     (run,) = runs_of(tmp_path, row)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import BlockShape
 from autoplan.cost.compute import expert_tokens, norm_tokens, padded_vocab, rank_tokens
 from autoplan.model import Block
-from autoplan.plan import PP_BEFORE_DP, SHARDINGS, PlanBatch
+from autoplan.plan import PP_BEFORE_DP, PRECISIONS, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -83,6 +83,12 @@ def has_tp_traffic(block: Block, shape: BlockShape) -> bool:
 def tp_buffer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """The hidden state of a micro-batch that tensor-parallel ranks gather, or add up."""
     return 2.0 * rank_tokens(problem, batch) * problem.model.hidden_size
+
+
+def tp_gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """The same where it enters a block's matrices: as quantised, if the framework gathers it so."""
+    is_narrow = problem.framework.narrow_tp_gathers & (batch.precision == PRECISIONS.index("fp8"))
+    return np.where(is_narrow, 0.5, 1.0) * tp_buffer_bytes(problem, batch)
 
 
 def cp_buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:

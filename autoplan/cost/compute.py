@@ -8,12 +8,18 @@ the level comes from the device (`gemm_efficiency`) and from the calibration.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost.arithmetic import BlockShape, Linear, attention_context, mamba_scan_flops_per_token
+from autoplan.cost.arithmetic import (
+    BlockShape,
+    Linear,
+    attention_context,
+    block_shapes,
+    mamba_scan_flops_per_token,
+)
 from autoplan.cost.measured import find_kernels, passes_s
 from autoplan.cost.whole import head_factor
 from autoplan.model import Block
@@ -56,6 +62,7 @@ NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 # tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its own
 # (Transformer Engine, NVFP4BlockScaling).
 CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
+LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the tensor itself (torchao, dynamic scaling)
 
 # Rates on Hopper over FlashAttention 3 there, which the device's curve describes.  FlashAttention 2 and its kin: .41
 # against .53 of the peak at long sequences (`modelling` C3, arXiv:2407.08608).  cuDNN from 9.4 on is 1.7 times or more
@@ -234,14 +241,31 @@ def _matrices_s(
     """
     pace = gemm_pace(problem, batch, rate)
     times: dict[str, tuple[Floats, ...]] = {}
-    dense = [linear for linear in linears if not linear.is_expert]
+    dense = [piece for linear in linears if not linear.is_expert for piece in _pieces(problem, linear)]
     if dense:
         sliced, whole = norm_tokens(problem, batch), rank_tokens(problem, batch)
         tokens = np.stack([sliced if linear.split == "replicated" else whole for linear in dense])
         inputs, outputs = (np.stack(sizes) for sizes in zip(*(local_sizes(one, batch) for one in dense), strict=True))
         passes = products_s(problem, batch, rate, tokens, outputs, inputs, pace)
-        times |= {linear.name: tuple(each) for linear, *each in zip(dense, *passes, strict=True)}
+        for linear, *each in zip(dense, *passes, strict=True):
+            known = times.get(linear.name)
+            times[linear.name] = tuple(map(np.add, known, each)) if known else tuple(each)
     return times | {one.name: _experts_s(problem, batch, one, rate, pace) for one in linears if one.is_expert}
+
+
+def _pieces(problem: Problem, linear: Linear) -> tuple[Linear, ...]:
+    """The products that a framework makes of a matrix: one, or one for q, k, v, gate and up each."""
+    if not problem.framework.separate_inputs:
+        return (linear,)
+    if linear.name == "qkv":
+        shared = linear.grouped_out_size // 2
+        own = replace(linear, out_size=linear.out_size - 2 * shared, grouped_out_size=0)
+        part = replace(linear, out_size=shared, grouped_out_size=shared)
+        return own, part, part
+    if linear.name == "fc1" and problem.model.gated_mlp:
+        half = replace(linear, out_size=linear.out_size // 2)
+        return half, half
+    return (linear,)
 
 
 def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats, pace: Floats) -> tuple[Floats, ...]:
@@ -265,7 +289,8 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     peak = device.peak_flops_per_s.get("bf16", device.peak_flops_per_s.get("fp16", 0.0))
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     widths = model.qk_head_dim + model.v_head_dim
-    factor = problem.calibration.attention
+    elsewhere = np.where(batch.cp_kind == CP_KINDS.index("ring"), (batch.cp - 1) / batch.cp, 0.0)
+    factor = problem.calibration.attention * (1.0 + (problem.framework.ring_attention_factor - 1.0) * elsewhere)
     if training.attention in ("unfused", "megatron-fused"):
         scores = tokens * heads * training.seq_len  # the whole square: an unfused softmax masks, it does not skip
         rate = peak * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
@@ -348,6 +373,9 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
             moved["expert_activation"] = (read * width, backward_read * width)
             permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # in and out, both ways
             moved["permute"] = (2 * permute, 2 * permute)
+    pieces = max((len(_pieces(problem, one)) for one in block_shapes(model)[block].linears), default=1)
+    if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
+        moved["input_gradients"] = (0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
     factor = framework.kernel_bytes_factor
     return {name: (forward * factor, backward * factor) for name, (forward, backward) in moved.items()}
 
@@ -423,17 +451,24 @@ def _measured_experts(problem: Problem, batch: PlanBatch, references: tuple[Floa
     return forward / references[0], backward / references[1]
 
 
-def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes moved to quantise the inputs of narrow GEMMs in one pass; zero for 16-bit plans."""
+def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(forward, backward) bytes moved to quantise the inputs of narrow GEMMs; zero for 16-bit plans."""
+    framework, is_fp8 = problem.framework, batch.precision == PRECISIONS.index("fp8")
     moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in PRECISIONS])[batch.precision]
-    elements = np.zeros(len(batch))
+    moved = moved + LARGEST_BYTES * (is_fp8 & framework.scales_by_own_largest)
+    # What is gathered as quantised was so in slices; its transposed copy is made of the whole.
+    in_slices = is_fp8 & batch.sp & framework.narrow_tp_gathers
+    of_slices = np.where(in_slices, (moved - 1.0) / batch.tp + 2.0, moved)
+    forward = backward = np.zeros(len(batch))
     for linear in shape.linears:
         inputs, _ = local_sizes(linear, batch)
         if linear.is_expert:
-            elements = elements + inputs * expert_tokens(problem, batch) * linear.copies / batch.ep
+            elements = inputs * expert_tokens(problem, batch) * linear.copies / batch.ep
         else:
-            elements = elements + inputs * rank_tokens(problem, batch)
-    return moved * elements
+            elements = inputs * rank_tokens(problem, batch)
+        forward = forward + elements * (of_slices if linear.split == "column" else moved)
+        backward = backward + 2 * moved * elements
+    return forward, backward
 
 
 def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:
@@ -455,8 +490,8 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
     start_backward = (starts + KERNELS_BACKWARD * KERNEL_START_S) * problem.calibration.memory_bound
     moved = _traffic_bytes(problem, batch, block)
     cast = _cast_bytes(shape, problem, batch)
-    memory_forward = memory_bound_s(problem, add_up(forward for forward, _ in moved.values()) + cast) + start_forward
-    memory_backward = memory_bound_s(problem, add_up(back for _, back in moved.values()) + 2 * cast) + start_backward
+    memory_forward = memory_bound_s(problem, add_up(forward for forward, _ in moved.values()) + cast[0]) + start_forward
+    memory_backward = memory_bound_s(problem, add_up(back for _, back in moved.values()) + cast[1]) + start_backward
     if not problem.timings.is_empty:
         beyond = _measured_beyond_s(problem, batch, block, moved)
         memory_forward, memory_backward = memory_forward + beyond[0], memory_backward + beyond[1]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoplan.cost.communication import Links
 from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
-from autoplan.cost.layer import TERMS, BlockCost, block_costs, fsdp_s, layer_parameters
+from autoplan.cost.layer import TERMS, BlockCost, block_costs, copied_s, fsdp_s, layer_parameters
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
     MEMORY_TERMS,
@@ -148,6 +148,9 @@ def _sharded_ends(
     forward, backward = fsdp_s(problem, batch, work.links, places, head, none)
     unhidden = problem.framework.fsdp_unhidden_share
     forward, backward = unhidden * forward, unhidden * backward
+    copies = [copied_s(problem, batch, held) for held in (table, head)]
+    embedding = embedding[0] + copies[0][0], embedding[1] + copies[0][1]
+    forward, backward = forward + copies[1][0], backward + copies[1][1]
     if shared.known.any():
         every_s = shared.every_s / layer_parameters(problem, batch)
         embedding = (

@@ -21,6 +21,7 @@ from autoplan.cost.communicators import (
     groups,
     has_tp_traffic,
     tp_buffer_bytes,
+    tp_gathered_bytes,
 )
 from autoplan.cost.compute import (
     KERNEL_AXES,
@@ -126,6 +127,7 @@ class _Parts:
 
     kernels: KernelTimes
     tp: tuple[Floats, Floats]
+    tp_inputs: Floats  # of the forward pass, what brings the inputs
     cp: tuple[Floats, Floats]
     ep: Floats  # of each pass, where no other micro-batch runs beside
     # Of a block of a layer that was measured as a whole, with launches and hooks; NaN where it was not.
@@ -194,6 +196,7 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
             part,
             kernels=kernels,
             tp=(longer[0] * part.tp[0], longer[1] * part.tp[1]),
+            tp_inputs=longer[0] * part.tp_inputs,
             is_whole=times.known,
             again_s=share * times.again_s,
             core_again_s=np.where(block in ATTENTION_BLOCKS, times.core_again_s, 0.0 * share),
@@ -203,12 +206,15 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
     return found
 
 
-def _parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, links: Links, tp_s: Floats) -> _Parts:
+def _parts(
+    problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, links: Links, tp_s: tuple[Floats, ...]
+) -> _Parts:
     places, zeros, none = groups(batch), np.zeros(len(batch)), np.full(len(batch), np.nan)
     kernels = kernel_times(problem, batch, block, shape)
-    tp = zeros, zeros
+    tp, tp_inputs = (zeros, zeros), zeros
     if has_tp_traffic(block, shape):
-        tp = _tp_s(problem, batch, tp_s, (kernels.gemm_forward_s, kernels.gemm_backward_s))
+        tp = _tp_s(problem, batch, tp_s[1:], (kernels.gemm_forward_s, kernels.gemm_backward_s))
+        tp_inputs = tp[0] * np.divide(tp_s[0], tp_s[1], out=zeros.copy(), where=tp_s[1] > 0)
     cp = zeros, zeros
     if block in ATTENTION_BLOCKS:
         attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
@@ -217,6 +223,7 @@ def _parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, 
     return _Parts(
         kernels=kernels,
         tp=tp,
+        tp_inputs=tp_inputs,
         cp=cp,
         ep=ep,
         is_whole=np.zeros(len(batch), dtype=np.bool_),
@@ -247,22 +254,32 @@ def layer_parameters(problem: Problem, batch: PlanBatch) -> Floats:
     return add_up(add_up(local_parameters(batch, shapes[block])) for block in LAYER)
 
 
-def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
-    """Tensor-parallel collectives of one block in one pass.
+def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats, Floats, Floats]:
+    """Tensor-parallel collectives of one block: (what brings the inputs of the forward pass, forward pass, backward).
 
     With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes;
     the further all-gather of the inputs for the weight gradient hides under the data gradient.  Without it one
     all-reduce a pass.  Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
     """
     buffer, group = tp_buffer_bytes(problem, batch), groups(batch).tp
-    time = np.zeros(len(batch))
+    inputs = backward = np.zeros(len(batch))
     if batch.sp.any():
-        time = links.all_gather_s(*group, buffer) + links.reduce_scatter_s(*group, buffer)
-    return time if batch.sp.all() else np.where(batch.sp, time, links.all_reduce_s(*group, buffer))
+        reduce = links.reduce_scatter_s(*group, buffer)
+        inputs = links.all_gather_s(*group, tp_gathered_bytes(problem, batch))
+        forward, backward = inputs + reduce, links.all_gather_s(*group, buffer) + reduce
+        if batch.sp.all():
+            return inputs, forward, backward
+        inputs = np.where(batch.sp, inputs, 0.0)
+        whole = links.all_reduce_s(*group, buffer)
+        return inputs, np.where(batch.sp, forward, whole), np.where(batch.sp, backward, whole)
+    whole = links.all_reduce_s(*group, buffer)
+    return inputs, whole, whole
 
 
-def _tp_s(problem: Problem, batch: PlanBatch, link_s: Floats, gemm_s: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
-    """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` in each pass."""
+def _tp_s(
+    problem: Problem, batch: PlanBatch, link_s: tuple[Floats, ...], gemm_s: tuple[Floats, Floats]
+) -> tuple[Floats, Floats]:
+    """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` in the two passes."""
     framework = problem.framework
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
     host = framework.host_s_per_collective * (batch.tp > 1)
@@ -270,7 +287,9 @@ def _tp_s(problem: Problem, batch: PlanBatch, link_s: Floats, gemm_s: tuple[Floa
     meeting = host * np.where(batch.sp, 2, 1)
     # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
     share = np.where(batch.tp_overlap, framework.tp_overlap_share, 0.0)
-    forward, backward = (link_s - share * np.minimum(link_s, products) + meeting for products in gemm_s)
+    forward, backward = (
+        taken - share * np.minimum(taken, products) + meeting for taken, products in zip(link_s, gemm_s, strict=True)
+    )
     return forward, backward
 
 
@@ -285,6 +304,8 @@ def _cp_s(
     if (batch.cp == 1).all():
         return np.zeros(len(batch)), np.zeros(len(batch))
     kv, heads = cp_buffer_bytes(problem, batch)
+    if problem.framework.expands_kv:
+        return _gathered_cp_s(batch, links, places, heads, attention_s)
     ring = links.all_gather_s(*places.cp, kv * batch.cp)
     steps = np.maximum(batch.cp - 1, 1)
     hidden_forward = attention_s[0] * (batch.cp - 1) / batch.cp
@@ -296,6 +317,21 @@ def _cp_s(
     forward = np.where(is_ring, ring_forward, exchange)
     backward = np.where(is_ring, ring_backward, exchange)
     return np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward, 0.0)
+
+
+def _gathered_cp_s(
+    batch: PlanBatch, links: Links, places: Groups, kv: Floats, attention_s: tuple[Floats, Floats]
+) -> tuple[Floats, Floats]:
+    """(forward, backward) exposed traffic where ranks gather all keys and values while they attend to their own.
+
+    Their fp32 gradients go around the ring beside the next block of attention, those of the last one alone.
+    Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py.
+    """
+    gather = links.all_gather_s(*places.cp, kv * batch.cp)
+    hop = 2.0 * gather / np.maximum(batch.cp - 1, 1)
+    forward, backward = (np.maximum(gather - whole / batch.cp, 0.0) for whole in attention_s)
+    late = (batch.cp - 1) * np.maximum(hop - attention_s[1] / batch.cp, 0.0)
+    return np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward + late + hop, 0.0)
 
 
 def _ep_s(problem: Problem, batch: PlanBatch, links: Links, places: Groups) -> Floats:
@@ -373,6 +409,28 @@ def fsdp_s(
     return forward, backward
 
 
+def copied_s(problem: Problem, batch: PlanBatch, parameters: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) time to copy gathered weights into tensors and gradients into the buffer that is reduced.
+
+    The passes wait for both.  Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    """
+    framework = problem.framework
+    is_zero3 = batch.sharding == SHARDINGS.index("zero3")
+    is_zero2 = (batch.sharding == SHARDINGS.index("zero2")) & framework.zero2_reduces_every_microbatch
+    stays = is_zero3 & (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
+    copied = np.where(stays, parameters / batch.num_microbatches, parameters)
+    weights = framework.bytes_copied_per_gathered * copied * is_zero3
+    grads = framework.bytes_copied_per_reduced * copied * (is_zero3 | is_zero2)
+    return memory_bound_s(problem, weights), memory_bound_s(problem, np.where(stays, 0.0, weights) + grads)
+
+
+def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floats:
+    """What recomputing a whole layer leaves out of one block: the last matrix and what travels behind it."""
+    if not (framework.recompute_stops_early and block is Block.MLP):
+        return np.zeros_like(parts.tp_inputs)
+    return parts.kernels.matrix_forward_s["fc2"] + parts.tp[0] - parts.tp_inputs
+
+
 def _block_cost(
     problem: Problem,
     batch: PlanBatch,
@@ -389,6 +447,7 @@ def _block_cost(
     zeros = np.zeros(len(batch))
     # A layer that was measured as a whole adds up its gradients.
     accumulated = framework.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
+    copies = copied_s(problem, batch, dense + expert)
     ep, wait = zeros, zeros
     if block is Block.MOE:
         ep = _overlapped_ep_s(problem, batch, parts.ep, kernels.total_s + beside_s)
@@ -405,20 +464,21 @@ def _block_cost(
     backward = {
         "gemm": kernels.gemm_backward_s,
         "attention": kernels.attention_backward_s,
-        "memory_bound": kernels.memory_backward_s + memory_bound_s(problem, accumulated),
+        "memory_bound": kernels.memory_backward_s + memory_bound_s(problem, accumulated) + copies[1],
         "recompute": zeros,
         "tp_communication": parts.tp[1],
         "cp_communication": parts.cp[1],
         "ep_communication": ep,
     }
     forward_s = add_up(forward.values())
-    backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s)
+    forward["memory_bound"] = forward["memory_bound"] + copies[0]  # which recomputation does not repeat
+    backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s, parts.tp_inputs)
     if parts.is_whole.any():
         is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
     gathers, reductions = fsdp_s(problem, batch, links, places, dense, expert)
     host_forward, host_backward = _launch_s(problem, batch, block, parts.is_whole)
-    repeated = backward | {"recompute": forward_s}
+    repeated = backward | {"recompute": forward_s - _never_repeated_s(framework, block, parts)}
     lag = _finish(framework, forward, gathers, host_forward, wait)
     late = again_late = _finish(framework, backward, reductions, host_backward, wait)
     repeat = dict.fromkeys(TERMS, zeros)

@@ -202,6 +202,7 @@ def selective_s(
     block: Block,
     kernels: KernelTimes,
     forward_s: Floats,
+    inputs_s: Floats,
 ) -> Floats:
     """Time that selective recomputation adds to the backward pass of a block, whose forward pass takes `forward_s`.
 
@@ -212,7 +213,10 @@ def selective_s(
     zeros = np.zeros(len(batch))
     selective = batch.recompute == SELECTIVE
     if share := problem.framework.selective_recompute_share:
-        return np.where(selective, share * forward_s, 0.0)
+        again = share * forward_s
+        if problem.framework.selective_saves_attention:
+            again = share * kernels.gemm_forward_s + kernels.memory_forward_s + inputs_s
+        return np.where(selective, again, 0.0)
     if not batch.recompute_modules.any():
         return zeros
     added = zeros

@@ -26,6 +26,7 @@ from autoplan.cost.communicators import (
     message_bytes,
     tied_table_bytes,
     tp_buffer_bytes,
+    tp_gathered_bytes,
 )
 from autoplan.cost.layer import local_parameters
 from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
@@ -194,8 +195,10 @@ def _tensor(
         yield Transfers(communicator="tp", operation="all_reduce", group=group, buffer_bytes=buffer, times=passes)
         return
     # The inputs are gathered once more for the weight gradient, unless they are kept whole.
-    gathers = passes + backward * problem.framework.regathers_norm_output
-    yield Transfers(communicator="tp", operation="all_gather", group=group, buffer_bytes=buffer, times=gathers)
+    again = backward * (1 + problem.framework.regathers_norm_output)
+    inputs = np.repeat(tp_gathered_bytes(problem, batch), len(forward))
+    for size, times in ((inputs, forward), (buffer, again)):
+        yield Transfers(communicator="tp", operation="all_gather", group=group, buffer_bytes=size, times=times)
     yield Transfers(communicator="tp", operation="reduce_scatter", group=group, buffer_bytes=buffer, times=passes)
 
 
@@ -207,6 +210,8 @@ def _context(
     kv, heads = (np.repeat(one, len(forward)) for one in cp_buffer_bytes(problem, batch))
     if batch.plan(0).cp_kind == "ring":
         whole, times = kv * batch.cp, forward + 2 * backward
+        if problem.framework.expands_kv:  # fp32 gradients
+            whole, times = heads * batch.cp, forward + 3 * backward
         yield Transfers(communicator="cp", operation="all_gather", group=group, buffer_bytes=whole, times=times)
         return
     for buffer in (heads, kv):

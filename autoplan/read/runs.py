@@ -20,6 +20,7 @@ from typing import get_args
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import AutoplanError, InputError, UnpricedError
 from autoplan.files import read_text
+from autoplan.framework import Framework
 from autoplan.model import Experts, ModelSpec
 from autoplan.plan import ParallelPlan, Recompute, Sharding
 from autoplan.problem import Problem
@@ -312,7 +313,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     shard = 1 if sharding == "none" else row.integer("shard_group", dp, most=MOST_DEGREE) or dp
     if dp % shard:
         raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
-    micro_batch = row.integer("micro_batch", 1)
+    micro_batch = row.integer("micro_batch", _usual_micro_batch(row, problem.framework, pp, dp))
     split = book_of(problem.framework).split
     return ParallelPlan(
         global_batch=row.integer("global_batch", micro_batch * dp),
@@ -335,6 +336,13 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         tp_overlap=problem.framework.tp_overlap_share > 0,
         ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp),
     )
+
+
+def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int:
+    """Where a row does not say: a sequence, or what makes as many micro-batches as the pipeline has ranks."""
+    if framework.microbatch_per_rank and pp > 1 and row.has("global_batch"):
+        return max(row.integer("global_batch") // (dp * pp), 1)
+    return 1
 
 
 def _overlaps_experts(problem: Problem, pp: int, vp: int) -> bool:
