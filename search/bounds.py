@@ -226,7 +226,7 @@ class KindCosts:
         any_path = np.maximum(m * last + self.forward_s @ spread.ahead.T, m * heavy)
         work = np.maximum(m * total / pp, np.where(spread.has_path, path, any_path))
         message = _column(self.message_s)
-        sends = send_exposed_s(message, pp, m, spread.fewest_vp[None, :], message, overlaps=overlaps)
+        sends = send_exposed_s(message, pp, m, spread.fewest_vp[None, :], (message, message), overlaps=overlaps)
         return _column(self.factor) * (work + np.where(spread.has_path, sends, 0.0) + _column(self.rest_s))
 
     def _around(self, spread: Spread, heavy: Floats, again: Floats) -> Floats:

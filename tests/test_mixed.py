@@ -97,7 +97,7 @@ def test_equal_parts_on_one_network_are_one_cluster() -> None:
 @given(st.integers(2, 8), st.integers(1, 40), st.floats(0.001, 1))
 def test_equal_hops_cost_what_equal_messages_cost(stages: int, m: int, send: float) -> None:
     ones = np.array([1])
-    expected = send_exposed_s(np.array([send]), np.array([stages]), np.array([m]), ones, ones, overlaps=False)
+    expected = send_exposed_s(np.array([send]), np.array([stages]), np.array([m]), ones, (ones, ones), overlaps=False)
     found = hop_sends_exposed_s(np.full((1, stages - 1), send), np.array([m]))
     assert found == pytest.approx(expected, rel=1e-12)
 

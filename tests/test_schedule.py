@@ -35,7 +35,12 @@ def closed(forward_s: Sequence[float], backward_s: Sequence[float], m: int, v: i
 def sends(p: int, m: int, send_s: float, *, v: int = 1, chunk_s: float = 1.0, overlaps: bool = False) -> float:
     return float(
         send_exposed_s(
-            np.array([send_s]), np.array([p]), np.array([m]), np.array([v]), np.array([chunk_s]), overlaps=overlaps
+            np.array([send_s]),
+            np.array([p]),
+            np.array([m]),
+            np.array([v]),
+            (np.array([chunk_s]), np.array([chunk_s])),
+            overlaps=overlaps,
         )[0]
     )
 
@@ -310,3 +315,24 @@ def test_slower_messages_never_cost_less(p: int, m: int, v: int, send: float, fa
     for overlaps in (False, True):
         cost = sends(p, m, send, v=v, overlaps=overlaps)
         assert sends(p, m, send * factor, v=v, overlaps=overlaps) >= cost * (1 - 1e-12)
+
+
+TIMES = st.floats(0.1, 4.0)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4), TIMES, TIMES, TIMES, TIMES)
+def test_slower_forward_passes_never_speed_up_an_interleaved_pipeline(
+    p: int, groups: int, v: int, send_s: float, forward_s: float, backward_s: float, more_s: float
+) -> None:
+    """Messages hide behind passes, but no more than these become longer."""
+    m, chunks = np.array([groups * p]), np.array([v])
+
+    def makespan_s(forward_s: float) -> float:
+        passes = np.full((1, p), forward_s), np.full((1, p), backward_s)
+        hides = passes[0] / v, passes[1] / v
+        sends_s = send_exposed_s(
+            np.array([[send_s]]), np.array([[p]]), m[:, None], chunks[:, None], hides, overlaps=True
+        )
+        return float(one_forward_one_backward_s(*passes, m, chunks, sends_s)[0][0])
+
+    assert makespan_s(forward_s + more_s) >= makespan_s(forward_s) * (1 - 1e-12)

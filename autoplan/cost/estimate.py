@@ -244,15 +244,23 @@ def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
     """(makespan without messages, exposed messages, critical stage)."""
     batch, stages = laid.batch, laid.forward_s.shape[1]
     m = batch.num_microbatches
-    makespan, critical = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp)
+    message, chunks = laid.work.message_s, batch.vp[:, None]
+    by_stage = send_exposed_s(
+        message[:, None],
+        batch.pp[:, None],
+        m[:, None],
+        chunks,
+        (laid.forward_s / chunks, laid.backward_s / chunks),
+        overlaps=problem.framework.p2p_overlap,
+    )
+    whole, critical = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp, by_stage)
+    sends = np.broadcast_to(by_stage, laid.forward_s.shape)[np.arange(len(batch)), critical]
+    makespan = whole - sends
     is_gpipe = batch.schedule == SCHEDULES.index("gpipe")
     if is_gpipe.any():
         flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
         makespan = np.where(is_gpipe, flow, makespan)
         critical = np.where(is_gpipe, flow_critical, critical)
-    message = laid.work.message_s
-    shortest = laid.forward_s.min(axis=1) / batch.vp
-    sends = send_exposed_s(message, batch.pp, m, batch.vp, shortest, overlaps=problem.framework.p2p_overlap)
     # All forwards first: messages pipeline behind one another, so that only the fill shows.
     sends = np.where(is_gpipe, 2.0 * message * (stages - 1), sends)
     for rows, times in _run_in_order(problem, laid, message):

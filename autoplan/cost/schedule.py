@@ -21,9 +21,11 @@ def _before(times: Floats) -> Floats:
 
 
 def one_forward_one_backward_s(
-    forward_s: Floats, backward_s: Floats, num_microbatches: Ints, chunks: Ints
+    forward_s: Floats, backward_s: Floats, num_microbatches: Ints, chunks: Ints, sends_s: Floats | float = 0.0
 ) -> tuple[Floats, Ints]:
-    """(makespan, critical stage) of 1F1B and, with `chunks` > 1, of interleaved 1F1B, without communication.
+    """(makespan, critical stage) of 1F1B and, with `chunks` > 1, of interleaved 1F1B.
+
+    `sends_s` is what messages add where a stage is the critical one, as `send_exposed_s` has it.
 
     T = max over stages of: the fill before it, its own work, and the part of the work behind it that its warm-up does
     not cover; interleaving divides all but its own work by the chunks.  Exact for equal stages.  For unequal ones plain
@@ -41,7 +43,7 @@ def one_forward_one_backward_s(
     filling = np.maximum(behind - covering * forward_s, 0.0)
     draining = np.maximum(behind - covering * backward_s, 0.0)
     uncovered = np.where(covering < warmup, np.maximum(filling, draining), filling + draining)
-    path = num_microbatches[:, None] * both + (before + uncovered) / chunks[:, None]
+    path = num_microbatches[:, None] * both + (before + uncovered) / chunks[:, None] + sends_s
     critical = np.argmax(path, axis=1)
     return path[np.arange(len(path)), critical], critical
 
@@ -55,21 +57,29 @@ def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints) -> tu
 
 
 def send_exposed_s(
-    send_s: Floats, stages: Ints, num_microbatches: Ints, chunks: Ints, chunk_s: Floats, *, overlaps: bool
+    send_s: Floats,
+    stages: Ints,
+    num_microbatches: Ints,
+    chunks: Ints,
+    chunk_s: tuple[Floats, Floats],
+    *,
+    overlaps: bool,
 ) -> Floats:
     """Time that messages between stages add to the makespan, `send_s` each.
 
     Plain 1F1B blocks on combined send and receive: send_s (2 m + 2 p - 5), exact for equal stages (`modelling` E3,
     Megatron-LM schedules.py); two stages exchange m + 1 times, and a single micro-batch goes there and back.
-    Interleaved schedules send v times as many; with overlap only the fill, what a chunk of `chunk_s` cannot hide and
-    the contention show, without it every message.
+    Interleaved schedules send v times as many; with overlap only the fill, what the passes of a chunk, forward and
+    backward of `chunk_s`, cannot hide and the contention show, without it every message.
     """
     exchanges = np.where(stages == 2, num_microbatches + 1, 2 * num_microbatches + 2 * stages - 5)
     plain = send_s * np.where(num_microbatches == 1, 2 * (stages - 1), exchanges)
     fill = 2.0 * send_s * (stages - 1)
-    messages = 2.0 * num_microbatches * chunks
-    unhidden = np.maximum(send_s - chunk_s, CONTENTION_SHARE * send_s) if overlaps else send_s
-    interleaved = fill + messages * unhidden
+    unhidden = 2.0 * send_s
+    if overlaps:
+        least = CONTENTION_SHARE * send_s
+        unhidden = np.maximum(send_s - chunk_s[0], least) + np.maximum(send_s - chunk_s[1], least)
+    interleaved = fill + num_microbatches * chunks * unhidden
     return np.where(stages > 1, np.where(chunks > 1, interleaved, plain), 0.0)
 
 
