@@ -30,7 +30,8 @@ from autoplan.hostlist import expand_hosts
 from autoplan.units import cleaned
 
 START_S = 180.0  # for importing torch from a busy file system and for meeting
-GRACE_S = 5.0  # that ranks have to say what went wrong before they are ended
+GRACE_S = 5.0  # that ranks have to say what went wrong, or good-bye to others, before they are ended
+PATIENCE_S = 0.2  # with ranks that nobody else waits for
 _HUNG_STATUS = 1  # with which faulthandler's watchdog ends a process
 # Ranks inherit: one thread for each, said before torch is there (`closed-loop` 2.1), and of torch's C++ no stack traces
 # of what the ranks say themselves.
@@ -277,12 +278,12 @@ class Children:
             is_out_of_memory=not killed and any(fault.is_out_of_memory for fault in words.values()),
         )
 
-    def stop(self) -> None:
-        """End the ranks, however busy."""
+    def stop(self, patience_s: float = PATIENCE_S) -> None:
+        """End the ranks: at once those that wait for the next task, others after `patience_s`, however busy."""
         for line in self._lines:
             line.close()  # a rank that waits for the next task ends by itself
         for process in self._processes:
-            process.join(0.2)
+            process.join(patience_s)
             if process.is_alive():
                 process.kill()  # also one that is stopped or caught inside a driver
             process.join()
@@ -292,8 +293,9 @@ class Children:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # Ranks of other programs hear from rank 0 that there is no more to do: cut short, it leaves them with an error.
+        self.stop(GRACE_S if self._place and error is None else PATIENCE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

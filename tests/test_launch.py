@@ -203,6 +203,21 @@ def test_the_first_answer_may_take_as_long_as_the_caller_allows(monkeypatch: pyt
         one.start()
 
 
+def test_a_leading_rank_may_end_in_its_own_time_unless_something_is_wrong(tmp_path: Path) -> None:
+    """Ranks that other programs started hear from it that there is no more to do."""
+    place = Place(rank=0, num_ranks=2, local_rank=0, meeting_point="env://", launcher="torchrun")
+
+    def end(name: str, error: type[BaseException] | None) -> bool:
+        work = functools.partial(faulty_ranks.end_late, after_s=1.0, mark=str(tmp_path / name))
+        one = Children(work, place, 2, limit_s=60.0)
+        assert one.start() == "here"
+        one.__exit__(error)
+        return (tmp_path / name).exists()
+
+    assert end("well", None)
+    assert not end("interrupted", KeyboardInterrupt)
+
+
 PLACES = [
     (
         {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"},
