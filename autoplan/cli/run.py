@@ -109,7 +109,7 @@ def run(
                 model=problem.model,
                 plan=wanted,
                 seq_len=problem.training.seq_len,
-                dtype="bf16",
+                dtype=wanted.precision,  # type: ignore[arg-type]  # `check_task` refuses others
                 num_steps=steps,
                 num_warmup=warmup,
                 data="text" if data == "text" else "synthetic",
