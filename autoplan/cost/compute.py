@@ -493,7 +493,8 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
         attention = _attention_s(problem, batch, block)
     if block is Block.MAMBA:
         scan = mamba_scan_flops_per_token(problem.model) * rank_tokens(problem, batch) / batch.tp
-        # The chunked scan alternates short products with memory-bound steps, never quantised: a quarter of a GEMM's rate [judged].
+        # The chunked scan alternates short products, never quantised, with memory-bound steps: a quarter of a GEMM's
+        # rate [judged].
         scan_s = scan / (0.25 * gemm_rate(problem, batch.unquantised()))
         attention = (scan_s, 2.5 * scan_s)
     starts = {Block.MOE: ROUTING_S, Block.MAMBA: SCAN_S}.get(block, 0.0)

@@ -19,7 +19,14 @@ from autoplan.cost.layer import local_parameters
 from autoplan.cost.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp, stage_blocks
 from autoplan.cost.moments import WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
 from autoplan.cost.order import chunks_of_ranks, live_chunks
-from autoplan.cost.recompute import NARROW_BYTES, activation_parts, eager_norm_bytes, kept_bytes, whole_bytes
+from autoplan.cost.recompute import (
+    NARROW_BYTES,
+    activation_parts,
+    casts_norms,
+    eager_norm_bytes,
+    kept_bytes,
+    whole_bytes,
+)
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, distinct_rows
@@ -466,7 +473,7 @@ def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
     """
     element = problem.training.element_bytes
     sliced = element * norm_tokens(problem, batch) * problem.model.hidden_size
-    is_copied = (batch.recompute_num_layers == 0) & (eager_norm_bytes(problem) > 0) & (element < WIDE_BYTES)
+    is_copied = (batch.recompute_num_layers == 0) & casts_norms(problem)
     logits, shapes = _num_logits(problem, batch), block_shapes(problem.model)
     return ChunkEnds(
         received=np.where(is_copied, 0.0, -sliced),
@@ -487,7 +494,7 @@ def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape
         routed = expert_tokens(problem, batch) * model.moe.num_experts / batch.ep
         experts = [local_sizes(linear, batch)[1] for linear in shape.linears if linear.split.startswith("expert")]
         size = size + element * routed * add_up(experts) if experts else size
-    per_norm = 2 * WIDE_BYTES if eager_norm_bytes(problem) else element
+    per_norm = 2 * WIDE_BYTES if casts_norms(problem) else element
     return size + per_norm * model.norms_per_block * norm_tokens(problem, batch) * model.hidden_size
 
 

@@ -50,9 +50,13 @@ def pass_terms(held: Held) -> Moments:
     element, copy = held.element_bytes, held.copy_bytes
     copies = copy * np.where(held.frees_weights, held.ends, held.parameters)
     in_turn = copy * np.where(held.frees_weights, 2 * held.unit, 0.0)
+    # Gradients of weights without copies come to be where they stay, or are added there one matrix after the other.
+    in_place, adds = copy == 0, held.accumulated > 0
     # A layer's gradients, put together in fp32 to be reduced.
-    reduced = (element + np.where(copy > 0, WIDE_BYTES, 0.0)) * held.unit
+    reduced = np.where(in_place, 0.0, (element + WIDE_BYTES) * held.unit)
     head_gradient = element * held.head
+    layers = WIDE_BYTES * (held.own - held.own_ends)
+    earlier = np.maximum(held.accumulated, layers)
     # What the last reduction read stays until the next one (FSDPParamGroup.post_backward).
     read = WIDE_BYTES * held.ends * held.reduces_every
     # What was gathered for the last layer is copied into its weights.
@@ -71,26 +75,30 @@ def pass_terms(held: Held) -> Moments:
         "gathered": copies + read,
     }
     last = {
-        "gradients": held.accumulated + head_gradient,
+        "gradients": np.where(
+            in_place,
+            np.maximum(held.accumulated, head_gradient + element * held.unit),
+            held.accumulated + head_gradient,
+        ),
         "activations": held.live,
         "logits": none,
         "transients": held.transients,
         "gathered": copies + in_turn + np.maximum(reduced, read),
     }
-    earlier = np.maximum(held.accumulated, WIDE_BYTES * (held.own - held.own_ends))
     first = {
-        "gradients": earlier + head_gradient,
+        "gradients": np.where(in_place, np.maximum(held.accumulated, layers + head_gradient), earlier + head_gradient),
         "activations": held.left,
         "logits": none,
         "transients": held.transients,
         "gathered": copy * (held.ends + held.unit) + reduced,
     }
     root = {
-        "gradients": earlier,
+        "gradients": np.where(in_place, WIDE_BYTES * held.own, earlier),
         "activations": held.left,
         "logits": none,
         "transients": none,
-        "gathered": (copy + WIDE_BYTES) * held.ends + element * held.summed,
+        "gathered": np.where(in_place, WIDE_BYTES * (held.ends - held.head) * adds, (copy + WIDE_BYTES) * held.ends)
+        + element * held.summed,
     }
     update = {
         "gradients": WIDE_BYTES * held.own,
@@ -151,7 +159,13 @@ def stage_terms(held: HeldByStage) -> Moments:
     # Unit by unit, gradients are put together in fp32 where the copies of the weights were.
     largest = np.maximum(passes.unit, passes.ends)
     over = {"activations": none, "logits": none, "transients": none}
-    backward.append({**over, "gradients": summed, "gathered": copies + np.where(passes.copy_bytes > 0, WIDE_BYTES - passes.copy_bytes, 0.0) * largest})
+    backward.append(
+        {
+            **over,
+            "gradients": summed,
+            "gathered": copies + np.where(passes.copy_bytes > 0, WIDE_BYTES - passes.copy_bytes, 0.0) * largest,
+        }
+    )
     update = {**over, "gradients": WIDE_BYTES * passes.own, "gathered": none}
 
     def buffered(moments: list[dict[str, Floats]]) -> tuple[dict[str, Floats], ...]:

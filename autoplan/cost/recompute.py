@@ -122,6 +122,11 @@ def eager_norm_bytes(problem: Problem) -> float:
     return 0.0 if (fused if told is None else told) else kept
 
 
+def casts_norms(problem: Problem) -> bool:
+    """Whether norms compute in fp32 copies of what they are given."""
+    return eager_norm_bytes(problem) > 0 and problem.training.element_bytes < WIDE_BYTES
+
+
 def _has_norm_module(problem: Problem, block: Block) -> bool:
     """Whether the norm before a block is a module of its own, not fused into the block's first matrix.
 
@@ -131,7 +136,12 @@ def _has_norm_module(problem: Problem, block: Block) -> bool:
 
 
 def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
-    model, framework, training, element = problem.model, problem.framework, problem.training, problem.training.element_bytes
+    model, framework, training, element = (
+        problem.model,
+        problem.framework,
+        problem.training,
+        problem.training.element_bytes,
+    )
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     parts: Parts = {}
     if mla := model.mla:
@@ -141,9 +151,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
         kept = tokens * (latents + _output_bytes(problem, batch) * mla.v_head_dim * heads)
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
-        kept = tokens * model.qk_head_dim * (
-            element * (heads + 2.0 * kv_heads) + _output_bytes(problem, batch) * heads
-        )
+        kept = tokens * model.qk_head_dim * (element * (heads + 2.0 * kv_heads) + _output_bytes(problem, batch) * heads)
         if framework.keeps_packed_qkv and model.kv_heads == model.num_heads:
             kept = kept + tokens * element * model.qk_head_dim * 2 * kv_heads
         if framework.fsdp2_states and model.qk_norm == "head":

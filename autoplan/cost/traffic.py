@@ -269,7 +269,9 @@ def _units(
         return
     once = batch.pp[0] > 1 and not framework.zero3_regathers_in_pipeline
     reduces = passes / batch.num_microbatches if once else passes
-    yield from _sharded(problem, places, held, "all_gather", problem.training.element_bytes, reduces if once else 2 * passes)
+    yield from _sharded(
+        problem, places, held, "all_gather", problem.training.element_bytes, reduces if once else 2 * passes
+    )
     yield from _sharded(problem, places, held, "reduce_scatter", wire, reduces)
 
 

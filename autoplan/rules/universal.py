@@ -54,7 +54,7 @@ def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.recompute_modules & ~DEFAULT_MODULE_BITS) == 0
 
 
-def _sixteen_bits(setting: Setting, batch: PlanBatch) -> Bools:
+def _no_fp32(setting: Setting, batch: PlanBatch) -> Bools:
     return batch.precision != PRECISIONS.index("fp32")
 
 
@@ -154,7 +154,7 @@ NO_EXPERT_OVERLAP = Rule(
 # Where a framework could do without mixed precision, and is not priced so.
 NO_FP32 = Rule(
     source=SOURCE,
-    holds=_sixteen_bits,
+    holds=_no_fp32,
     says=lambda s, p: f"precision {p.precision!r} is known of the built-in trainer only: use bf16",
 )
 
