@@ -494,8 +494,8 @@ def report_all(folder: Path, names: list[str], path: Path | None) -> None:
     intro = (__doc__ or "").split("\n\n")[2].replace("\n", " ")
     where = (
         f"On {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}, products in {PRECISION}.  "
-        f"Measured: the median over launches in which other load took at most {100 * MOST_FOREIGN:.0f} % of the machine, "
-        f"each of {STEPS} steps after {WARMUP}, the plans in turn.  Noise: half of what a plan's launches lie apart."
+        f"Measured: the median over launches in which other load took at most {100 * MOST_FOREIGN:.0f} % of the "
+        f"machine, each of {STEPS} steps after {WARMUP}, the plans in turn.  Noise: half of what a plan's launches lie apart."
     )
     lines = [f"# Plans predicted and run, {time.strftime('%Y-%m-%d')}", "", intro, "", where, ""]
     for name in names:
