@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -45,7 +46,7 @@ from autoplan.read.framework import load_framework
 from autoplan.timing import Operation, Provenance
 from autoplan.trainer.run import PRELOAD, run_task
 from autoplan.trainer.task import Report, Task
-from autoplan.training import Precision, TrainingSpec
+from autoplan.training import TrainingSpec
 from profiler.hardware import emulates_bf16
 from profiler.launch import Crew
 from profiler.protocol import Job, Rules
@@ -55,7 +56,7 @@ from profiler.wishes import HALVES, SHARED, Key, Wish, plan
 
 Floats = NDArray[np.float64]
 
-PRECISION: Precision = "fp32" if emulates_bf16() else "bf16"  # a step in bf16 would take many times as long
+PRECISION: Literal["bf16", "fp32"] = "fp32" if emulates_bf16() else "bf16"  # a step in bf16 would take many times as long
 RANKS = 2
 GLOBAL_BATCH = 8
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -135,7 +136,7 @@ class Launch:
 
     model: str
     plan: str
-    precision: Precision = "bf16"
+    precision: Literal["bf16", "fp32"] = "bf16"
     step_s: tuple[float, ...] = ()
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()

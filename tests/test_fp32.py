@@ -113,7 +113,7 @@ def test_measured_times_are_those_of_fp32() -> None:
     """A layer that took a second in fp32, and ten in bf16."""
     shape = (1, TOKENS, 64, 128, 4, 2, 16, 1)
     measured = [
-        Measurement(operation=operation, dtype=dtype, shape=shape, seconds=seconds, device="cpu")  # type: ignore[arg-type]
+        Measurement(operation=operation, dtype=dtype, shape=shape, seconds=seconds, device="cpu")
         for dtype, seconds in (("fp32", 1.0), ("bf16", 10.0))
         for operation in ("layer", "layer_backward")
     ]
