@@ -76,7 +76,7 @@ def test_oracle_and_prediction_are_what_real_ranks_hold(name: str, precision: An
     report = run_task(task)
     assert report is not None
     of_stages = report.peak_bytes[:: real.num_devices // real.pp]
-    assert counted == pytest.approx(of_stages, rel=0.02)
+    assert counted == pytest.approx(of_stages, rel=0.03)
     assert predicted(question) == pytest.approx(of_stages, rel=0.05)
 
 
