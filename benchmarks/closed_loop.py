@@ -56,7 +56,8 @@ from profiler.wishes import HALVES, SHARED, Key, Wish, plan
 
 Floats = NDArray[np.float64]
 
-PRECISION: Literal["bf16", "fp32"] = "fp32" if emulates_bf16() else "bf16"  # a step in bf16 would take many times as long
+# Without units for bf16 a step in it would take many times as long.
+PRECISION: Literal["bf16", "fp32"] = "fp32" if emulates_bf16() else "bf16"
 RANKS = 2
 GLOBAL_BATCH = 8
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -496,7 +497,8 @@ def report_all(folder: Path, names: list[str], path: Path | None) -> None:
     where = (
         f"On {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}, products in {PRECISION}.  "
         f"Measured: the median over launches in which other load took at most {100 * MOST_FOREIGN:.0f} % of the "
-        f"machine, each of {STEPS} steps after {WARMUP}, the plans in turn.  Noise: half of what a plan's launches lie apart."
+        f"machine, each of {STEPS} steps after {WARMUP}, the plans in turn.  Noise: half of what a plan's launches lie "
+        "apart."
     )
     lines = [f"# Plans predicted and run, {time.strftime('%Y-%m-%d')}", "", intro, "", where, ""]
     for name in names:
