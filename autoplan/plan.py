@@ -303,9 +303,10 @@ class PlanBatch:
         values["layers_per_chunk"] = layers if uneven else None
         return ParallelPlan(**values, placement=self.placement)  # type: ignore[arg-type]
 
-    def with_precision(self, precision: Precision) -> PlanBatch:
-        """The same plans in another precision."""
-        return replace(self, precision=np.full(len(self), PRECISIONS.index(precision), dtype=np.int64))
+    def unquantised(self) -> PlanBatch:
+        """The same plans in 16 bits, or in fp32 where they are: what narrow ones compute all but matrices in."""
+        fp32, bf16 = PRECISIONS.index("fp32"), PRECISIONS.index("bf16")
+        return replace(self, precision=np.where(self.precision == fp32, fp32, bf16))
 
     @staticmethod
     def concatenate(batches: Iterable[PlanBatch]) -> PlanBatch:

@@ -53,6 +53,8 @@ class Problem:
         device, precision = self.cluster.device, self.training.precision
         if precision not in (usable := precisions_of(device)):
             raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
+        if precision == "fp32" and not self.framework.eager_layers:
+            raise InputError(f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: use bf16")
         if not 0 <= self.reserve_bytes < self.cluster.device.visible_memory_bytes:
             raise InputError("reserved memory must be at least 0 and less than the device's visible memory")
 

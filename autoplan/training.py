@@ -8,7 +8,7 @@ from typing import Literal
 from autoplan.errors import InputError
 from autoplan.units import check_count
 
-Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"]
 Attention = Literal["flash", "flash1", "flash2", "megatron-fused", "unfused"]
 
 
@@ -29,3 +29,8 @@ class TrainingSpec:
         check_count("seq_len", self.seq_len, most=10**8)
         if not 1.0 <= self.expert_imbalance <= 1000.0:
             raise InputError(f"expert_imbalance must lie between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
+
+    @property
+    def element_bytes(self) -> float:
+        """Of activations, of their gradients and of weights as products read them: 16 bits where some are quantised."""
+        return 4.0 if self.precision == "fp32" else 2.0

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -46,6 +47,7 @@ from autoplan.timing import Operation, Provenance
 from autoplan.trainer.run import PRELOAD, run_task
 from autoplan.trainer.task import Report, Task
 from autoplan.training import TrainingSpec
+from profiler.hardware import emulates_bf16
 from profiler.launch import Crew
 from profiler.protocol import Job, Rules
 from profiler.store import open_store
@@ -54,6 +56,8 @@ from profiler.wishes import HALVES, SHARED, Key, Wish, plan
 
 Floats = NDArray[np.float64]
 
+# Without units for bf16 a step in it would take many times as long.
+PRECISION: Literal["bf16", "fp32"] = "fp32" if emulates_bf16() else "bf16"
 RANKS = 2
 GLOBAL_BATCH = 8
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -100,7 +104,7 @@ def problem_of(name: str, folder: Path | None = None) -> Problem:
     model, seq_len = MODELS[name]
     problem = Problem(
         model=model,
-        training=TrainingSpec(seq_len=seq_len),
+        training=TrainingSpec(seq_len=seq_len, precision=PRECISION),
         cluster=load_cluster(f"cpu:1x{RANKS}"),
         framework=load_framework("torch"),
     )
@@ -133,6 +137,7 @@ class Launch:
 
     model: str
     plan: str
+    precision: Literal["bf16", "fp32"] = "bf16"
     step_s: tuple[float, ...] = ()
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
@@ -152,10 +157,11 @@ class Launch:
 
 
 def kept(folder: Path) -> list[Launch]:
-    """What earlier calls left."""
+    """What earlier calls left, on a machine that trained in the same precision."""
     path = folder / "launches.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [msgspec.json.decode(line, type=Launch) for line in lines]
+    launches = [msgspec.json.decode(line, type=Launch) for line in lines]
+    return [one for one in launches if one.precision == PRECISION]
 
 
 def keep(folder: Path, launch: Launch) -> None:
@@ -201,7 +207,7 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
             model=model,
             plan=one,
             seq_len=seq_len,
-            dtype="bf16",
+            dtype=PRECISION,
             num_steps=STEPS,
             num_warmup=WARMUP,
             data="synthetic",
@@ -220,6 +226,7 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
                 seen = Launch(
                     model=name,
                     plan=label(next(plans_left)),
+                    precision=PRECISION,
                     step_s=answer.step_s,
                     passes_s=answer.passes_s,
                     optimizer_s=answer.optimizer_s,
@@ -288,11 +295,11 @@ def track_all(folder: Path, names: list[str], budget_s: float) -> None:
                 print("the budget is spent; the same command goes on")
                 return
             task = Task(
-                model=model, plan=one, seq_len=seq_len, dtype="bf16", num_steps=1, num_warmup=0, data="synthetic"
+                model=model, plan=one, seq_len=seq_len, dtype=PRECISION, num_steps=1, num_warmup=0, data="synthetic"
             )
             report = run_task(task)
             assert report is not None
-            keep(folder, Launch(model=name, plan=label(one), peak_bytes=max(report.peak_bytes)))
+            keep(folder, Launch(model=name, plan=label(one), precision=PRECISION, peak_bytes=max(report.peak_bytes)))
     print("the bytes of every plan are counted")
 
 
@@ -302,7 +309,7 @@ def profile_all(folder: Path, names: list[str], budget_s: float) -> None:
     A virtual machine may never be quiet: after `VISITS` what was seen has to do.
     """
     until = time.monotonic() + budget_s
-    with open_store(str(folder / "timings.db")) as store, Crew(Job(dtypes=("bf16",)), None, RANKS) as crew:
+    with open_store(str(folder / "timings.db")) as store, Crew(Job(dtypes=(PRECISION,)), None, RANKS) as crew:
         hello = crew.start()
         assert hello is not None
         visits: Counter[Key] = Counter(
@@ -488,9 +495,10 @@ def report_all(folder: Path, names: list[str], path: Path | None) -> None:
     """Compare, print, and write it to `path`."""
     intro = (__doc__ or "").split("\n\n")[2].replace("\n", " ")
     where = (
-        f"On {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}, products in bf16.  Measured: the "
-        f"median over launches in which other load took at most {100 * MOST_FOREIGN:.0f} % of the machine, each of "
-        f"{STEPS} steps after {WARMUP}, the plans in turn.  Noise: half of what a plan's launches lie apart."
+        f"On {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}, products in {PRECISION}.  "
+        f"Measured: the median over launches in which other load took at most {100 * MOST_FOREIGN:.0f} % of the "
+        f"machine, each of {STEPS} steps after {WARMUP}, the plans in turn.  Noise: half of what a plan's launches lie "
+        "apart."
     )
     lines = [f"# Plans predicted and run, {time.strftime('%Y-%m-%d')}", "", intro, "", where, ""]
     for name in names:

@@ -35,6 +35,8 @@ from autoplan.model import ModelSpec
 from autoplan.problem import Problem
 from autoplan.read.logs import LogReader
 from autoplan.result import RankedPlan
+from autoplan.training import Precision
+from profiler.hardware import emulates_bf16
 from search.choice import distinct
 from search.storage import opened
 from search.study import search
@@ -42,6 +44,7 @@ from search.tune import MARGIN, TunedTrial, Tuning, look
 
 MODEL = ModelSpec(name="small", num_layers=8, hidden_size=256, vocab_size=4096, num_heads=8, ffn_size=704)
 SEQ_LEN, GLOBAL_BATCH = 128, "8"
+PRECISION: Precision = "fp32" if emulates_bf16() else "bf16"  # a step in bf16 would take many times as long
 STEPS, WARMUP = 6, 2
 OPTIONS = ("--steps", str(STEPS), "--warmup", str(WARMUP))
 NEAR = 0.02
@@ -60,7 +63,7 @@ def main() -> int:
     until_s = time.monotonic() + options.budget
     problem = make_problem(
         TrainingFlags(
-            model=MODEL, cluster="cpu:1x2", seq_len=SEQ_LEN, precision="bf16", attention="flash", framework="torch",
+            model=MODEL, cluster="cpu:1x2", seq_len=SEQ_LEN, precision=PRECISION, attention="flash", framework="torch",
             reserve_memory="0",
         )
     )  # fmt: skip
@@ -72,7 +75,8 @@ def main() -> int:
     if options.report:
         head = (
             f"# Tuning on this machine, {datetime.date.today().isoformat()}\n\n"
-            f"autoplan {autoplan.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores; "
+            f"autoplan {autoplan.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, "
+            f"products in {PRECISION}; "
             f"`python benchmarks/tune_local.py --rounds {options.rounds} --trials {options.trials}`.\n"
         )
         write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)

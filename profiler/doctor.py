@@ -27,14 +27,24 @@ State = Literal["ok", "absent", "problem"]  # absent: not there, and not needed 
 
 TORCH_S = 60.0  # what talks to a device in trouble may never end
 STALE_DAYS = 180
+EMULATED = 2.0  # times as long as products in fp32: bf16 without units of its own
 # What is asked of torch, in a process of its own.
 ASK_TORCH = """
-import json, torch
+import json, time, torch
 cuda = torch.cuda.is_available()
+def product_s(dtype):
+    torch.set_num_threads(1)
+    matrix, times = torch.ones(384, 384, dtype=dtype), []
+    for _ in range(4):
+        began = time.process_time()
+        torch.mm(matrix, matrix)
+        times.append(time.process_time() - began)
+    return min(times)
 print(json.dumps({
     "version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
     "devices": [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())] if cuda else [],
     "nccl": list(torch.cuda.nccl.version()) if cuda else [],
+    "bf16_over_fp32": 0 if cuda else product_s(torch.bfloat16) / product_s(torch.float32),
 }))
 """
 # The framework, by the names of its distribution.
@@ -196,6 +206,9 @@ def _torch(num_devices: int) -> Check:
             else "install the build of torch for this accelerator"
         )
         return Check(part="torch", state="problem", says=f"{says} of {num_devices}", remedy=remedy)
+    if (times := told.get("bf16_over_fp32", 0.0)) > EMULATED:
+        remedy = f"on these cores fp32 is {times:.0f} times as fast as bf16: search and tune with --precision fp32"
+        return Check(part="torch", state="ok", says=says, remedy=remedy)
     return Check(part="torch", state="ok", says=says)
 
 

@@ -16,6 +16,8 @@ from autoplan.units import cleaned
 from profiler.devices import devices_named
 
 SYS = Path("/sys")
+CPUINFO = Path("/proc/cpuinfo")
+_BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}  # as the kernel calls them on x86 and, the last one, on Arm
 
 # ROCm may name every device "AMD Radeon Graphics": then the architecture says which it can be.
 _ARCHITECTURES = {"gfx90a": ("mi250x-gcd",), "gfx942": ("mi300x", "mi325x"), "gfx950": ("mi355x",)}
@@ -256,9 +258,17 @@ def numa_nodes(sys: Path) -> list[str]:
 def cpu_model() -> str:
     """The processor's name; its architecture where /proc does not tell one, as on Arm."""
     with suppress(OSError):
-        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+        if found := re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE):
             return cleaned(" ".join(found[1].split()))
     return cleaned(platform.processor() or platform.machine())
+
+
+def emulates_bf16(cpuinfo: Path = CPUINFO) -> bool:
+    """Whether the cores are known to have no units for products in bf16, which take them many times as long as fp32."""
+    with suppress(OSError):
+        if found := re.search(r"^(?:flags|Features)\s*:(.+)$", cpuinfo.read_text(), re.MULTILINE):
+            return _BF16_UNITS.isdisjoint(found[1].split())
+    return False
 
 
 def read(path: Path) -> str:

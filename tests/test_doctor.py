@@ -87,6 +87,16 @@ def test_torch_that_sees_fewer_devices_than_the_driver_is_a_problem() -> None:
     assert "CUDA_VISIBLE_DEVICES" in one.remedy
 
 
+def test_cores_that_are_slow_in_bf16_are_told_by_how_much() -> None:
+    with told(bf16_over_fp32=45.6):
+        one = part("torch")
+    assert one.state == "ok"
+    assert "fp32 is 46 times as fast as bf16" in one.remedy
+    assert "--precision fp32" in one.remedy
+    with told(bf16_over_fp32=1.1):
+        assert part("torch").remedy == ""
+
+
 def test_torch_that_hangs_or_breaks_is_told_and_waited_for_no_longer() -> None:
     with mock.patch.object(subprocess, "run", side_effect=subprocess.TimeoutExpired("python", 60)):
         assert "does not answer" in part("torch").says

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def plan(**values: object) -> ParallelPlan:
 def predicted(question: Question) -> list[float]:
     """What the cost model says that the tensors of every stage hold."""
     cluster = load_cluster(f"h100-sxm:1x{question.plan.num_devices}")
-    training = TrainingSpec(seq_len=question.seq_len, fused_norm=question.fused_norm)
+    training = TrainingSpec(seq_len=question.seq_len, fused_norm=question.fused_norm, precision=question.plan.precision)
     problem = Problem(model=question.model, training=training, cluster=cluster, framework=load_framework("torch"))
     return [tensor_bytes(stage) for stage in stage_costs(problem, question.plan)]
 
@@ -64,16 +65,18 @@ REAL = {
 }
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", REAL)
-def test_oracle_and_prediction_are_what_real_ranks_hold(name: str) -> None:
+def test_oracle_and_prediction_are_what_real_ranks_hold(name: str, precision: Any) -> None:
     """Tracked on gloo ranks; tokens and scratch tensors of the loss are all that the oracle leaves out."""
-    question = Question(model=SMALL, plan=REAL[name], seq_len=256, fused_norm=False)
-    task = Task(model=SMALL, plan=REAL[name], seq_len=256, dtype="bf16", num_steps=1, num_warmup=0, data="synthetic")
+    real = replace(REAL[name], precision=precision)
+    question = Question(model=SMALL, plan=real, seq_len=256, fused_norm=False)
+    task = Task(model=SMALL, plan=real, seq_len=256, dtype=precision, num_steps=1, num_warmup=0, data="synthetic")
     counted = [peak for _, peak in sorted(ask(question).items())]
     report = run_task(task)
     assert report is not None
-    of_stages = report.peak_bytes[:: REAL[name].num_devices // REAL[name].pp]
-    assert counted == pytest.approx(of_stages, rel=0.02)
+    of_stages = report.peak_bytes[:: real.num_devices // real.pp]
+    assert counted == pytest.approx(of_stages, rel=0.03)
     assert predicted(question) == pytest.approx(of_stages, rel=0.05)
 
 
@@ -85,11 +88,12 @@ LARGE = {
 }
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", LARGE)
-def test_prediction_is_what_the_oracle_counts(name: str) -> None:
+def test_prediction_is_what_the_oracle_counts(name: str, precision: Any) -> None:
     """Layers as wide as those of Llama 3 8B and Mixtral 8x7B."""
     model, large = LARGE[name]
-    question = Question(model=model, plan=large, seq_len=4096)
+    question = Question(model=model, plan=replace(large, precision=precision), seq_len=4096)
     assert predicted(question) == pytest.approx([ask(question)[0]], rel=0.08)
 
 

@@ -27,6 +27,7 @@ from autoplan.plan import (
     even_chunks,
     parse_recompute,
 )
+from autoplan.training import Precision
 
 LAYERS = 24
 degree = st.sampled_from([1, 2, 3, 4, 6, 8, 35])
@@ -144,9 +145,10 @@ def test_an_empty_batch_has_no_plans() -> None:
 
 
 @given(plans())
-def test_another_precision_changes_nothing_else(plan: ParallelPlan) -> None:
-    batch = PlanBatch.of([plan], LAYERS).with_precision("fp8")
-    assert batch.plan(0) == spelled_out(dataclasses.replace(plan, precision="fp8"))
+def test_what_is_not_quantised_is_in_16_bits_or_in_fp32(plan: ParallelPlan) -> None:
+    wide: Precision = "fp32" if plan.precision == "fp32" else "bf16"
+    batch = PlanBatch.of([plan], LAYERS).unquantised()
+    assert batch.plan(0) == spelled_out(dataclasses.replace(plan, precision=wide))
 
 
 def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_default() -> None:

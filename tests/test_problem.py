@@ -14,25 +14,25 @@ from autoplan.read.model import load_model
 from autoplan.training import Precision, TrainingSpec
 
 RUNS: dict[str, str] = {
-    "v100": "fp16",
-    "a100-sxm": "bf16 fp16",
-    "h100-sxm": "bf16 fp16 fp8",
-    "l40s": "bf16 fp16 fp8",
-    "b200": "bf16 fp16 fp8 mxfp8 nvfp4",
-    "gb300-nvl72": "bf16 fp16 fp8 mxfp8 nvfp4",
-    "frontier": "bf16 fp16",
-    "mi300x": "bf16 fp16 fp8",
-    "mi355x": "bf16 fp16 fp8 mxfp8",
-    "cpu": "bf16",
+    "v100": "fp16 fp32",
+    "a100-sxm": "bf16 fp16 fp32",
+    "h100-sxm": "bf16 fp16 fp8 fp32",
+    "l40s": "bf16 fp16 fp8 fp32",
+    "b200": "bf16 fp16 fp8 mxfp8 nvfp4 fp32",
+    "gb300-nvl72": "bf16 fp16 fp8 mxfp8 nvfp4 fp32",
+    "frontier": "bf16 fp16 fp32",
+    "mi300x": "bf16 fp16 fp8 fp32",
+    "mi355x": "bf16 fp16 fp8 mxfp8 fp32",
+    "cpu": "bf16 fp32",
 }
 
 
-def problem(cluster: str, precision: Any) -> Problem:
+def problem(cluster: str, precision: Any, framework: str = "torch") -> Problem:
     return Problem(
         model=load_model("llama3-8b"),
         training=TrainingSpec(seq_len=4096, precision=precision),
         cluster=load_cluster(cluster),
-        framework=load_framework("megatron-core"),
+        framework=load_framework(framework),
     )
 
 
@@ -46,3 +46,9 @@ def test_a_device_runs_the_precisions_that_it_has_units_for(cluster: str) -> Non
         else:
             with pytest.raises(InputError, match=rf"has no {precision} matrix units: use {' or '.join(usable)}"):
                 problem(cluster, precision)
+
+
+@pytest.mark.parametrize("framework", ["megatron-core", "pytorch-fsdp", "deepspeed-zero", "torchtitan"])
+def test_fp32_is_of_the_built_in_trainer(framework: str) -> None:
+    with pytest.raises(InputError, match=f"fp32 is priced for the built-in trainer alone, not for {framework}"):
+        problem("h100-sxm", "fp32", framework)

@@ -64,8 +64,8 @@ SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence leng
 PrecisionOption = Annotated[
     str,
     typer.Option(
-        help="Of the matrix products: bf16, fp16, fp8, mxfp8 or nvfp4.",
-        autocompletion=words(("bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
+        help="Of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
+        autocompletion=words(("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")),
     ),
 ]
 AttentionOption = Annotated[

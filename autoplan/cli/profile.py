@@ -116,7 +116,7 @@ def profile(
             modes=modes,
             only=parse_words(only, "--only", SHAPES) if only else (),  # type: ignore[arg-type]
         )
-    # The built-in trainer computes in bf16 on every device.
+    # As plans are made for the built-in trainer unless told otherwise, on every device.
     usual = ("bf16",) if wish is not None and wish.framework.eager_layers else ()
     job = Job(
         dtypes=parse_words(dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8"))
@@ -160,8 +160,10 @@ def _lead(
     """What the program beside rank 0 does."""
     from autoplan.cli.profile_for import Deciding, print_ranking, print_settling
     from autoplan.cli.progress import measuring_bar
+    from autoplan.cli.run import EMULATION
     from autoplan.report.terminal import make_console
     from autoplan.user import user_name
+    from profiler.hardware import emulates_bf16
     from profiler.sweep import Progress, extrapolations, outliers, run
     from profiler.wishes import plan, unmeasured
 
@@ -179,6 +181,8 @@ def _lead(
         counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
         _say(f"{hello.fingerprint.device}: {counts}")
         remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
+        if hello.device_type == "cpu" and "bf16" in hello.dtypes and emulates_bf16():
+            remarks.append(f"{EMULATION}: measure with --dtypes fp32, and plan with --precision fp32")
         for remark in [*remarks, *(f"not measured: {what}" for what in unmeasured(wish))]:
             _say(f"warning: {remark}")
     console = make_console()

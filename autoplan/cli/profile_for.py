@@ -43,7 +43,7 @@ class Deciding:
         """The types in which the price looks kernels up."""
         precision = self.file.training.precision
         narrow = ("fp8",) if precision in ("fp8", "mxfp8") else ()
-        return (*narrow, "fp16" if precision == "fp16" else "bf16")
+        return (*narrow, precision if precision in ("fp16", "fp32") else "bf16")
 
     @cached_property
     def wishes(self) -> dict[str, Wish]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from autoplan.trainer.task import Advance, Command, Predicted, Report, RunFile, Task
 
 FRAMEWORK = "torch"  # what the trainer is priced as
+EMULATION = "these cores have no bf16 units, and are many times as fast in fp32"
 
 
 def run(
@@ -90,6 +92,8 @@ def run(
     report: Report | None
     if not program:
         problem = _of_trainer(problem)
+        if leads and not quiet:
+            warn_of_emulation(problem)
     predicted = _predicted(problem, wanted)
     try:
         if program:
@@ -109,7 +113,7 @@ def run(
                 model=problem.model,
                 plan=wanted,
                 seq_len=problem.training.seq_len,
-                dtype="bf16",
+                dtype=wanted.precision,  # type: ignore[arg-type]  # `check_task` refuses others
                 num_steps=steps,
                 num_warmup=warmup,
                 data="text" if data == "text" else "synthetic",
@@ -185,6 +189,14 @@ def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, qu
             return run_task(task, place, advance=advance)
         except KeyboardInterrupt:
             raise AutoplanError(f"interrupted after {num_done} steps: the ranks were ended") from None
+
+
+def warn_of_emulation(problem: Problem) -> None:
+    """Say it in a line where the trainer would run on cores that have no units for the plan's precision."""
+    from profiler.hardware import emulates_bf16
+
+    if problem.cluster.device.vendor == "cpu" and problem.training.precision == "bf16" and emulates_bf16():
+        print(f"autoplan: warning: {EMULATION}: plan with --precision fp32", file=sys.stderr)
 
 
 def _of_trainer(problem: Problem) -> Problem:

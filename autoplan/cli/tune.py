@@ -125,6 +125,7 @@ def tune(
     from autoplan.cli.planfile import make_plan_file
     from autoplan.cli.profile import _on_terminate
     from autoplan.cli.progress import live_line, say_how_to_watch
+    from autoplan.cli.run import warn_of_emulation
     from autoplan.cli.runs import RunKeeper
     from autoplan.cli.trials import Budget, Trials
     from autoplan.files import encode, write_text
@@ -208,6 +209,8 @@ def tune(
         jobs = LocalJobs([*options, *(("--command", "--", *program) if program else ())])
         if not command:
             plans = _runnable(problem, plans)
+            if not quiet:
+                warn_of_emulation(problem)
 
     def prepare(at: int) -> str:
         return encode(make_plan_file(problem, [plans[at]], None))

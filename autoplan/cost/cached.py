@@ -13,7 +13,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost.communicators import GATHERED_BYTES
 from autoplan.cost.compute import add_up, padded_vocab, rank_tokens
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.schedule import in_flight_chunks
@@ -131,7 +130,7 @@ def _unfit_gather(
     are allocated before the first gather, take such blocks as well, and forward passes then use those of the gather.
     """
     ranks = group[:, None].astype(np.float64)
-    whole = GATHERED_BYTES * parameters
+    whole = problem.training.element_bytes * parameters
     piece = whole / ranks
     room = np.minimum(add_up(number * (size // np.maximum(piece, 1.0)) for size, number in kept), ranks)
     missing = np.where(_largest(kept) >= whole, 0.0, whole) + (ranks - room) * piece

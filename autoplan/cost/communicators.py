@@ -20,8 +20,6 @@ from autoplan.topology.levels import Gaps
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-GATHERED_BYTES = 2.0  # weights travel in 16 bits
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
@@ -82,7 +80,7 @@ def has_tp_traffic(block: Block, shape: BlockShape) -> bool:
 
 def tp_buffer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """The hidden state of a micro-batch that tensor-parallel ranks gather, or add up."""
-    return 2.0 * rank_tokens(problem, batch) * problem.model.hidden_size
+    return problem.training.element_bytes * rank_tokens(problem, batch) * problem.model.hidden_size
 
 
 def tp_gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -124,7 +122,8 @@ def message_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     scatters = problem.framework.scatter_gather_p2p & ~batch.sp
     sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
     hidden = problem.model.hidden_size
-    return 2.0 * sent * hidden, np.where(scatters, 2.0 * tokens * hidden, 0.0)
+    element = problem.training.element_bytes
+    return element * sent * hidden, np.where(scatters, element * tokens * hidden, 0.0)
 
 
 def tied_table_bytes(problem: Problem, batch: PlanBatch) -> Floats:

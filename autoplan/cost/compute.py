@@ -156,6 +156,13 @@ def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
     )
 
 
+def wide_peak(problem: Problem) -> float:
+    """Peak rate of products that nothing quantises, operations per second."""
+    peak = problem.device.peak_flops_per_s
+    wide = peak.get("bf16", peak.get("fp16", 0.0))
+    return peak.get("fp32", wide) if problem.training.precision == "fp32" else wide
+
+
 def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
     """Sustained rate of a large GEMM in the plan's precision, operations per second."""
     device = problem.device
@@ -167,13 +174,13 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
         # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
         rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)  # type: ignore[call-overload]
         share = FP4_GEMM_SHARE if name == "nvfp4" else NARROW_GEMM_SHARE.get(device.generation, 0.88)
-        by_precision.append(rate * (share if rate > wide else 1.0))
+        by_precision.append(rate * (share if name in NARROW_PEAK and rate > wide else 1.0))
     return np.array(by_precision)[batch.precision] * device.gemm_efficiency / problem.calibration.gemm
 
 
 def gemm_pace(problem: Problem, batch: PlanBatch, rate: Floats) -> Floats:
-    """How many times faster large GEMMs run at `rate` than in 16 bits."""
-    return np.maximum(rate / gemm_rate(problem, batch.with_precision("bf16")), 1.0)
+    """How many times faster large GEMMs run at `rate` than where nothing is quantised."""
+    return np.maximum(rate / gemm_rate(problem, batch.unquantised()), 1.0)
 
 
 def gemm_s(
@@ -188,7 +195,8 @@ def gemm_s(
 ) -> Floats:
     """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer."""
     curve = problem.device.gemm
-    moved = 2.0 * (m * k + k * n) + (8.0 if accumulates else 2.0) * m * n
+    element = problem.training.element_bytes
+    moved = element * (m * k + k * n) + (8.0 if accumulates else element) * m * n
     computing = 2.0 * m * n * k * curve.slowdown(m, n, k, pace) / rate
     return np.maximum(computing, memory_bound_s(problem, moved)) + curve.start_s * problem.calibration.gemm
 
@@ -276,17 +284,18 @@ def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats,
     operations = 2.0 * tokens * inputs * outputs * num_local
     curve = problem.device.gemm
     shape = (1 + curve.half_n / outputs) * (1 + curve.half_k * pace / inputs)
-    weights = memory_bound_s(problem, 2.0 * num_local * inputs * outputs)
+    per_byte = memory_bound_s(problem, num_local * inputs * outputs)
+    weights = problem.training.element_bytes * per_byte
     start_s = curve.start_s * problem.calibration.gemm
     forward = np.maximum(operations * shape * (1 + GROUPED_HALF_M / tokens) / (rate * GROUPED_SHARE), weights)
     wgrad = operations * shape * (1 + GROUPED_WGRAD_HALF_M / tokens) / (rate * GROUPED_WGRAD_SHARE)
-    return forward + start_s, forward + start_s, np.maximum(wgrad, 4.0 * weights) + start_s
+    return forward + start_s, forward + start_s, np.maximum(wgrad, 8.0 * per_byte) + start_s
 
 
 def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floats, ...]:
     """(forward, backward) of the attention core on one rank."""
     model, training, device = problem.model, problem.training, problem.device
-    peak = device.peak_flops_per_s.get("bf16", device.peak_flops_per_s.get("fp16", 0.0))
+    peak = wide_peak(problem)
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     widths = model.qk_head_dim + model.v_head_dim
     elsewhere = np.where(batch.cp_kind == CP_KINDS.index("ring"), (batch.cp - 1) / batch.cp, 0.0)
@@ -341,13 +350,16 @@ def _measured_attention_s(
             return references
         passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
     part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
-    wide = batch.with_precision("bf16")  # it runs in 16 bits whatever the precision of the matrices
+    wide = batch.unquantised()  # whatever the precision of the matrices
     sizes = (batch.micro_batch, float(seq_len), *shape)
     return passes_s([find_kernels(problem, wide, one, *sizes).scaled(part) for one in passes], references)
 
 
 def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, tuple[Floats, Floats]]:
-    """(forward, backward) bytes that the memory-bound operations of a block move on one rank (`modelling` C5)."""
+    """(forward, backward) bytes that the memory-bound operations of a block move on one rank (`modelling` C5).
+
+    Counted in 16 bits, and twice as many in fp32.
+    """
     model, framework = problem.model, problem.framework
     hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
     norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
@@ -376,7 +388,7 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
     pieces = max((len(_pieces(problem, one)) for one in block_shapes(model)[block].linears), default=1)
     if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
         moved["input_gradients"] = (0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
-    factor = framework.kernel_bytes_factor
+    factor = framework.kernel_bytes_factor * problem.training.element_bytes / 2.0
     return {name: (forward * factor, backward * factor) for name, (forward, backward) in moved.items()}
 
 
@@ -415,7 +427,7 @@ def _measured_beyond_s(
         first, second = (memory_bound_s(problem, num_bytes / count) for num_bytes in moved[name])
         return first + start_s, second + 2 * start_s
 
-    tokens, wide = rank_tokens(problem, batch), batch.with_precision("bf16")
+    tokens, wide = rank_tokens(problem, batch), batch.unquantised()
     norm = (norm_tokens(problem, batch), float(model.hidden_size))
     activation = (tokens, _ffn_size(problem, block) / batch.tp)
     kinds: list[tuple[str, int, float, tuple[Operation, Operation], tuple[Floats, Floats | float]]] = [
@@ -481,9 +493,9 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
         attention = _attention_s(problem, batch, block)
     if block is Block.MAMBA:
         scan = mamba_scan_flops_per_token(problem.model) * rank_tokens(problem, batch) / batch.tp
-        # The chunked scan alternates short products with memory-bound steps, in 16 bits whatever the precision of the
-        # matrices: a quarter of a GEMM's rate [judged].
-        scan_s = scan / (0.25 * gemm_rate(problem, batch.with_precision("bf16")))
+        # The chunked scan alternates short products, never quantised, with memory-bound steps: a quarter of a GEMM's
+        # rate [judged].
+        scan_s = scan / (0.25 * gemm_rate(problem, batch.unquantised()))
         attention = (scan_s, 2.5 * scan_s)
     starts = {Block.MOE: ROUTING_S, Block.MAMBA: SCAN_S}.get(block, 0.0)
     start_forward = (starts + KERNELS_FORWARD * KERNEL_START_S) * problem.calibration.memory_bound
@@ -532,7 +544,7 @@ def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
     For one micro-batch; of a plan, `KERNEL_AXES` decide alone.
     """
     model, framework = problem.model, problem.framework
-    wide = batch.with_precision("bf16")  # frameworks keep the head in 16 bits
+    wide = batch.unquantised()  # frameworks do not quantise the head
     rate, tokens, depths = gemm_rate(problem, wide), rank_tokens(problem, batch), model.num_mtp_layers
     hidden, columns = np.full(len(batch), 1.0 * model.hidden_size), padded_vocab(problem, batch) / batch.tp
     once, data, weight = products_s(problem, wide, rate, tokens, columns, hidden)

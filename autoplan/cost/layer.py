@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import BlockShape, block_shapes
 from autoplan.cost.communication import Links
 from autoplan.cost.communicators import (
-    GATHERED_BYTES,
     Groups,
     cp_buffer_bytes,
     dispatched_copies,
@@ -398,8 +397,9 @@ def fsdp_s(
     is_zero3, dense, expert = is_zero3[rows], dense[rows], expert[rows]
     shard, expert_shard = ((pair[0][rows], pair[1][rows]) for pair in (places.shard, places.expert_shard))
     gaps = Gaps(places.gaps.run[rows], places.gaps.step[rows]) if places.gaps else None
-    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense, gaps)
-    gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
+    element = problem.training.element_bytes
+    gather = links.all_gather_s(*shard, element * dense, gaps)
+    gather = gather + links.all_gather_s(*expert_shard, element * expert)
     reduce = links.reduce_scatter_s(*shard, framework.bytes_per_reduced_grad * dense, gaps)
     reduce = reduce + links.reduce_scatter_s(*expert_shard, framework.bytes_per_reduced_grad * expert)
     once = ((batch.pp > 1) & (not framework.zero3_regathers_in_pipeline))[rows]

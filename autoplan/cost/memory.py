@@ -13,13 +13,20 @@ from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.cached import cached_bytes
-from autoplan.cost.communicators import GATHERED_BYTES, Groups, groups
+from autoplan.cost.communicators import Groups, groups
 from autoplan.cost.compute import add_up, expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.layer import local_parameters
 from autoplan.cost.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp, stage_blocks
-from autoplan.cost.moments import COPY_BYTES, WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
+from autoplan.cost.moments import WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
 from autoplan.cost.order import chunks_of_ranks, live_chunks
-from autoplan.cost.recompute import NARROW_BYTES, activation_parts, eager_norm_bytes, kept_bytes, whole_bytes
+from autoplan.cost.recompute import (
+    NARROW_BYTES,
+    activation_parts,
+    casts_norms,
+    eager_norm_bytes,
+    kept_bytes,
+    whole_bytes,
+)
 from autoplan.cost.schedule import in_flight_chunks
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, distinct_rows
@@ -101,8 +108,9 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
         width = max(width, model.moe.shared_expert_ffn_size + model.moe.experts_per_token * model.moe.expert_ffn_size)
     # The gradient of fc1's output, or where that needs no memory of its own, of fc2's input.
     gate = 2 if model.gated_mlp and not problem.framework.in_place_activation else 1
-    transient = 2.0 * tokens * gate * width / batch.tp + 2.0 * tokens * model.hidden_size
-    transient = transient + 3 * 2.0 * sliced * model.hidden_size
+    element = problem.training.element_bytes
+    transient = element * tokens * gate * width / batch.tp + element * tokens * model.hidden_size
+    transient = transient + 3 * element * sliced * model.hidden_size
     transient = np.maximum(transient, problem.framework.transient_layers * repeat_bytes)
     buffers = problem.framework.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
     # The head's hidden states count with the logits.
@@ -120,7 +128,7 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
     logits = per_logit * tokens * padded_vocab(problem, batch) / split
     # The gathered hidden states and their gradient, and both again as every rank holds them between blocks.
-    states = 4.0 * tokens * hidden + 4.0 * norm_tokens(problem, batch) * hidden
+    states = 2 * problem.training.element_bytes * (tokens + norm_tokens(problem, batch)) * hidden
     return (1 + problem.model.num_mtp_layers) * (logits + states)
 
 
@@ -143,13 +151,14 @@ def _gathered_bytes(
     unit = np.zeros(len(batch))
     for layer in set(layers):
         unit = np.maximum(unit, add_up(spread(*local_parameters(batch, shapes[block])) for block in layer))
-    in_turn = unit * (framework.fsdp_prefetch_units * GATHERED_BYTES + framework.bytes_per_reduced_grad)
-    root = (parameters.ends.T * dense_spread).T * (GATHERED_BYTES + framework.bytes_per_reduced_grad)
-    stage = spread(parameters.dense.T, parameters.expert.T).T * (GATHERED_BYTES + framework.bytes_per_reduced_grad)
+    element = problem.training.element_bytes
+    in_turn = unit * (framework.fsdp_prefetch_units * element + framework.bytes_per_reduced_grad)
+    root = (parameters.ends.T * dense_spread).T * (element + framework.bytes_per_reduced_grad)
+    stage = spread(parameters.dense.T, parameters.expert.T).T * (element + framework.bytes_per_reduced_grad)
     whole = (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == SHARDINGS.index("zero3")
     copies = framework.whole_gather_copies + framework.whole_gather_copies / np.maximum(places.shard[1], 1) / 2
-    at_end = GATHERED_BYTES * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
+    at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
     zero1 = (batch.sharding == SHARDINGS.index("zero1")) & (framework.whole_gather_copies > 0)
     gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
     return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
@@ -268,7 +277,8 @@ def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def stored_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """A block's share of the input of its layer, all that is kept of a layer that is recomputed as a whole."""
-    return 2.0 * norm_tokens(problem, batch) * problem.model.hidden_size / len(problem.model.layers[0])
+    element = problem.training.element_bytes
+    return element * norm_tokens(problem, batch) * problem.model.hidden_size / len(problem.model.layers[0])
 
 
 def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
@@ -399,9 +409,14 @@ def _held(
     summed = np.zeros_like(whole)
     summed[:, 0] = table * (1.0 - 1.0 / batch.tp)
     gate = 2 if model.gated_mlp else 1
-    transients = 2.0 * tokens * (gate + 1) * _width(problem) / batch.tp + 2.0 * tokens * model.hidden_size
+    element = problem.training.element_bytes
+    transients = element * tokens * ((gate + 1) * _width(problem) / batch.tp + model.hidden_size)
     per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
+    # Where weights are neither cast nor gathered the passes read them where they are.
+    has_copies = (batch.dp > 1) | (problem.training.precision != "fp32")
     return Held(
+        element_bytes=element,
+        copy_bytes=np.where(has_copies, element, 0.0)[:, None],
         parameters=whole,
         ends=parameters.ends,
         head=blocks.at_last(table / batch.tp),
@@ -425,7 +440,8 @@ def _held_by_stage(
 ) -> HeldByStage:
     """What the moments of a pipeline are made of beside that (torch/distributed/pipelining/stage.py)."""
     model = problem.model
-    sliced = COPY_BYTES * norm_tokens(problem, batch) * model.hidden_size
+    element = problem.training.element_bytes
+    sliced = element * norm_tokens(problem, batch) * model.hidden_size
     logits, norm = _num_logits(problem, batch), _last_norm_bytes(problem, batch)
     inputs = np.repeat(batch.vp[:, None], blocks.num_stages, axis=1) - (np.arange(blocks.num_stages) == 0)
     outputs = batch.vp[:, None] - blocks.is_last
@@ -435,8 +451,7 @@ def _held_by_stage(
     least = np.min([add_up(kept[block] for block in layer) for layer in set(model.layers)], axis=0)
     stored = stored_bytes(problem, batch) * len(model.layers[0])
     # In the backward pass of an MLP its last input is gone, and the gradient of its output is that of the layer's.
-    width = COPY_BYTES * rank_tokens(problem, batch) * _width(problem) / batch.tp
-    gone = width + COPY_BYTES * rank_tokens(problem, batch) * model.hidden_size
+    gone = element * rank_tokens(problem, batch) * (_width(problem) / batch.tp + model.hidden_size)
     return HeldByStage(
         passes=held,
         # One for every micro-batch, alive or not, and the gradient that is being sent.
@@ -456,13 +471,14 @@ def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
 
     What a chunk receives lies in a buffer, which is the input that its first norm keeps, unless as an fp32 copy.
     """
-    sliced = COPY_BYTES * norm_tokens(problem, batch) * problem.model.hidden_size
-    is_copied = (batch.recompute_num_layers == 0) & (eager_norm_bytes(problem) > 0)
+    element = problem.training.element_bytes
+    sliced = element * norm_tokens(problem, batch) * problem.model.hidden_size
+    is_copied = (batch.recompute_num_layers == 0) & casts_norms(problem)
     logits, shapes = _num_logits(problem, batch), block_shapes(problem.model)
     return ChunkEnds(
         received=np.where(is_copied, 0.0, -sliced),
         sent=sliced,
-        head=(COPY_BYTES + WIDE_BYTES) * logits + _last_norm_bytes(problem, batch),
+        head=(element + WIDE_BYTES) * logits + _last_norm_bytes(problem, batch),
         waiting={block: _output_gradient_bytes(problem, batch, shape) for block, shape in shapes.items()},
         spent=WIDE_BYTES * logits,  # logits and logarithms went, the gradient of the former came
     )
@@ -472,12 +488,13 @@ def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape
     """Gradients of what every weight of a block makes, that of its norm in fp32 where it computes so."""
     model = problem.model
     wide = add_up(local_sizes(linear, batch)[1] for linear in shape.linears if not linear.split.startswith("expert"))
-    size = COPY_BYTES * rank_tokens(problem, batch) * wide
+    element = problem.training.element_bytes
+    size = element * rank_tokens(problem, batch) * wide
     if model.moe:
         routed = expert_tokens(problem, batch) * model.moe.num_experts / batch.ep
         experts = [local_sizes(linear, batch)[1] for linear in shape.linears if linear.split.startswith("expert")]
-        size = size + COPY_BYTES * routed * add_up(experts) if experts else size
-    per_norm = 2 * WIDE_BYTES if eager_norm_bytes(problem) else COPY_BYTES
+        size = size + element * routed * add_up(experts) if experts else size
+    per_norm = 2 * WIDE_BYTES if casts_norms(problem) else element
     return size + per_norm * model.norms_per_block * norm_tokens(problem, batch) * model.hidden_size
 
 
@@ -489,8 +506,8 @@ def _num_logits(problem: Problem, batch: PlanBatch) -> Floats:
 
 def _last_norm_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """What the norm before the head keeps of a micro-batch."""
-    sliced, tokens = norm_tokens(problem, batch), rank_tokens(problem, batch)
-    return ((2.0 + eager_norm_bytes(problem)) * sliced + 2.0 * tokens) * problem.model.hidden_size
+    sliced, tokens, element = norm_tokens(problem, batch), rank_tokens(problem, batch), problem.training.element_bytes
+    return ((element + eager_norm_bytes(problem)) * sliced + element * tokens) * problem.model.hidden_size
 
 
 def _width(problem: Problem) -> float:

@@ -19,7 +19,6 @@ Bools = NDArray[np.bool_]
 # Terms of memory at the moments of each phase of a step that may be its peak.
 Moments = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]
 
-COPY_BYTES = 2.0  # of a weight or gradient in 16 bits
 WIDE_BYTES = 4.0  # in fp32, in which gradients are added up and reduced
 
 
@@ -27,6 +26,8 @@ WIDE_BYTES = 4.0  # in fp32, in which gradients are added up and reduced
 class Held:
     """What the moments are made of; parameters are elements of the rank before data-parallel sharding."""
 
+    element_bytes: float  # of a weight's gradient as the backward pass makes it
+    copy_bytes: Floats  # of a weight as passes read it; 0 where they read the fp32 weights themselves
     parameters: Floats
     ends: Floats  # embedding, head and last norm, one unit with the whole
     head: Floats  # of them, the head's matrix
@@ -46,11 +47,16 @@ class Held:
 def pass_terms(held: Held) -> Moments:
     """Forward through the last layer, and the loss; backward through that layer, the first, the ends; update."""
     none = np.zeros_like(held.parameters)
-    copies = COPY_BYTES * np.where(held.frees_weights, held.ends, held.parameters)
-    in_turn = COPY_BYTES * np.where(held.frees_weights, 2 * held.unit, 0.0)
-    # A layer's gradients in 16 bits, put together in fp32 to be reduced.
-    reduced = (COPY_BYTES + WIDE_BYTES) * held.unit
-    head_gradient = COPY_BYTES * held.head
+    element, copy = held.element_bytes, held.copy_bytes
+    copies = copy * np.where(held.frees_weights, held.ends, held.parameters)
+    in_turn = copy * np.where(held.frees_weights, 2 * held.unit, 0.0)
+    # Gradients of weights without copies come to be where they stay, or are added there one matrix after the other.
+    in_place, adds = copy == 0, held.accumulated > 0
+    # A layer's gradients, put together in fp32 to be reduced.
+    reduced = np.where(in_place, 0.0, (element + WIDE_BYTES) * held.unit)
+    head_gradient = element * held.head
+    layers = WIDE_BYTES * (held.own - held.own_ends)
+    earlier = np.maximum(held.accumulated, layers)
     # What the last reduction read stays until the next one (FSDPParamGroup.post_backward).
     read = WIDE_BYTES * held.ends * held.reduces_every
     # What was gathered for the last layer is copied into its weights.
@@ -69,26 +75,30 @@ def pass_terms(held: Held) -> Moments:
         "gathered": copies + read,
     }
     last = {
-        "gradients": held.accumulated + head_gradient,
+        "gradients": np.where(
+            in_place,
+            np.maximum(held.accumulated, head_gradient + element * held.unit),
+            held.accumulated + head_gradient,
+        ),
         "activations": held.live,
         "logits": none,
         "transients": held.transients,
         "gathered": copies + in_turn + np.maximum(reduced, read),
     }
-    earlier = np.maximum(held.accumulated, WIDE_BYTES * (held.own - held.own_ends))
     first = {
-        "gradients": earlier + head_gradient,
+        "gradients": np.where(in_place, np.maximum(held.accumulated, layers + head_gradient), earlier + head_gradient),
         "activations": held.left,
         "logits": none,
         "transients": held.transients,
-        "gathered": COPY_BYTES * (held.ends + held.unit) + reduced,
+        "gathered": copy * (held.ends + held.unit) + reduced,
     }
     root = {
-        "gradients": earlier,
+        "gradients": np.where(in_place, WIDE_BYTES * held.own, earlier),
         "activations": held.left,
         "logits": none,
         "transients": none,
-        "gathered": (COPY_BYTES + WIDE_BYTES) * held.ends + COPY_BYTES * held.summed,
+        "gathered": np.where(in_place, WIDE_BYTES * (held.ends - held.head) * adds, (copy + WIDE_BYTES) * held.ends)
+        + element * held.summed,
     }
     update = {
         "gradients": WIDE_BYTES * held.own,
@@ -126,19 +136,20 @@ def stage_terms(held: HeldByStage) -> Moments:
     passes = held.passes
     none = np.zeros_like(passes.parameters)
     summed = WIDE_BYTES * (passes.parameters + passes.summed)
-    copies, head_gradient = COPY_BYTES * passes.parameters, COPY_BYTES * passes.head
+    element, copies = passes.element_bytes, passes.copy_bytes * passes.parameters
+    head_gradient = element * passes.head
     forward: list[dict[str, Floats]] = []
     backward: list[dict[str, Floats]] = []
     for gradients, live in ((np.where(held.refills, summed, 0.0), passes.live), (passes.accumulated, passes.left)):
         loss = {"gradients": gradients, "activations": live, "logits": held.logits, "transients": none}
         layer = {
-            "gradients": gradients + head_gradient + COPY_BYTES * held.matrix,
+            "gradients": gradients + head_gradient + element * held.matrix,
             "activations": live - held.behind,
             "logits": none,
             "transients": held.transients,
         }
         end = {
-            "gradients": gradients + head_gradient + COPY_BYTES * passes.unit,
+            "gradients": gradients + head_gradient + element * passes.unit,
             "activations": live - held.behind - held.layer,
             "logits": none,
             "transients": none,
@@ -148,7 +159,13 @@ def stage_terms(held: HeldByStage) -> Moments:
     # Unit by unit, gradients are put together in fp32 where the copies of the weights were.
     largest = np.maximum(passes.unit, passes.ends)
     over = {"activations": none, "logits": none, "transients": none}
-    backward.append({**over, "gradients": summed, "gathered": copies + (WIDE_BYTES - COPY_BYTES) * largest})
+    backward.append(
+        {
+            **over,
+            "gradients": summed,
+            "gathered": copies + np.where(passes.copy_bytes > 0, WIDE_BYTES - passes.copy_bytes, 0.0) * largest,
+        }
+    )
     update = {**over, "gradients": WIDE_BYTES * passes.own, "gathered": none}
 
     def buffered(moments: list[dict[str, Floats]]) -> tuple[dict[str, Floats], ...]:

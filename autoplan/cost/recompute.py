@@ -20,6 +20,7 @@ from autoplan.cost.compute import (
     norm_tokens,
     rank_tokens,
 )
+from autoplan.cost.moments import WIDE_BYTES
 from autoplan.model import Block
 from autoplan.plan import PRECISIONS, SELECTIVE, PlanBatch, RecomputeModule
 from autoplan.problem import Problem
@@ -66,9 +67,10 @@ def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
     Queries, keys, values and residuals stay in 16 bits (Transformer Engine; `modelling` B2).
     """
+    element = problem.training.element_bytes
     if not problem.framework.keeps_narrow_copies:
-        return np.full(len(batch), 2.0)
-    return np.array([NARROW_BYTES.get(precision, 2.0) for precision in PRECISIONS])[batch.precision]
+        return np.full(len(batch), element)
+    return np.array([NARROW_BYTES.get(precision, element) for precision in PRECISIONS])[batch.precision]
 
 
 def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
@@ -76,28 +78,28 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
 
     None stands for what no part gives back.
     """
-    model, framework = problem.model, problem.framework
+    model, framework, element = problem.model, problem.framework, problem.training.element_bytes
     sliced = norm_tokens(problem, batch) * model.hidden_size
-    norm = model.norms_per_block * (4.0 + eager_norm_bytes(problem))
+    norm = model.norms_per_block * (2 * element + eager_norm_bytes(problem))
     norm += 1.0 if framework.dropout else 0.0
     if block in ATTENTION_BLOCKS:
         parts = _attention_parts(problem, batch)
     elif block is Block.MAMBA and model.mamba:
         inner = model.mamba.num_heads * model.mamba.head_dim
         wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
-        parts = {None: 2.0 * rank_tokens(problem, batch) * wide / batch.tp}
+        parts = {None: element * rank_tokens(problem, batch) * wide / batch.tp}
     elif block is Block.MOE:
         parts = _moe_parts(problem, batch)
     else:
         parts = {"mlp": _bytes_per_width(problem, batch) * rank_tokens(problem, batch) * model.ffn_size / batch.tp}
     # The norm's output is the input of the first GEMM.
-    output, rest = input_bytes(problem, batch) * sliced, (norm - 2.0) * sliced
+    output, rest = input_bytes(problem, batch) * sliced, (norm - element) * sliced
     if _has_norm_module(problem, block):
         parts["layernorm"] = output
     else:
         rest = rest + output
     if not framework.regathers_norm_output:
-        gathered = 2.0 * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
+        gathered = element * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
         if not framework.fsdp2_states:
             rest = rest + gathered
         elif block is Block.MLP:  # gathered inside of what is repeated, which begins with the norm's output
@@ -109,11 +111,20 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
 
 
 def eager_norm_bytes(problem: Problem) -> float:
-    """What a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it."""
+    """What a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it.
+
+    In fp32 that is what it has normalised: the copy of its input is the input itself.
+    """
     framework, told = problem.framework, problem.training.fused_norm
     # Torch has no fused kernel for its norms on the host.
     fused = framework.fused_norm and not (framework.fsdp2_states and problem.cluster.device.vendor == "cpu")
-    return 0.0 if (fused if told is None else told) else framework.bytes_per_eager_norm
+    kept = framework.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
+    return 0.0 if (fused if told is None else told) else kept
+
+
+def casts_norms(problem: Problem) -> bool:
+    """Whether norms compute in fp32 copies of what they are given."""
+    return eager_norm_bytes(problem) > 0 and problem.training.element_bytes < WIDE_BYTES
 
 
 def _has_norm_module(problem: Problem, block: Block) -> bool:
@@ -125,21 +136,26 @@ def _has_norm_module(problem: Problem, block: Block) -> bool:
 
 
 def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
-    model, framework, training = problem.model, problem.framework, problem.training
+    model, framework, training, element = (
+        problem.model,
+        problem.framework,
+        problem.training,
+        problem.training.element_bytes,
+    )
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     parts: Parts = {}
     if mla := model.mla:
-        latents = 4.0 * (mla.q_lora_rank or 0) + 4.0 * mla.kv_lora_rank + 2.0 * mla.qk_rope_head_dim
-        expanded = 4.0 * model.qk_head_dim + 2.0 * (mla.qk_nope_head_dim + mla.v_head_dim)
+        latents = element * (2.0 * (mla.q_lora_rank or 0) + 2.0 * mla.kv_lora_rank + mla.qk_rope_head_dim)
+        expanded = element * (2.0 * model.qk_head_dim + mla.qk_nope_head_dim + mla.v_head_dim)
         parts["mla_up_proj"] = tokens * expanded * heads
         kept = tokens * (latents + _output_bytes(problem, batch) * mla.v_head_dim * heads)
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
-        kept = tokens * model.qk_head_dim * (2.0 * heads + 4.0 * kv_heads + _output_bytes(problem, batch) * heads)
+        kept = tokens * model.qk_head_dim * (element * (heads + 2.0 * kv_heads) + _output_bytes(problem, batch) * heads)
         if framework.keeps_packed_qkv and model.kv_heads == model.num_heads:
-            kept = kept + tokens * 2.0 * model.qk_head_dim * 2 * kv_heads
+            kept = kept + tokens * element * model.qk_head_dim * 2 * kv_heads
         if framework.fsdp2_states and model.qk_norm == "head":
-            kept = kept + (2.0 + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (heads + kv_heads)
+            kept = kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (heads + kv_heads)
     if stores_scores(problem):
         is_fused = framework.fuses_softmax or training.attention == "megatron-fused"
         score = framework.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES
@@ -153,14 +169,14 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
 
 def _output_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Of an element of the attention's output: the kernel keeps it, and a narrow GEMM behind it keeps a copy."""
-    copy = input_bytes(problem, batch)
-    return 2.0 + np.where(copy < 2.0, copy, 0.0)
+    copy, element = input_bytes(problem, batch), problem.training.element_bytes
+    return element + np.where(copy < element, copy, 0.0)
 
 
 def _bytes_per_width(problem: Problem, batch: PlanBatch) -> Floats:
     """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well."""
-    wide = (4.0 if problem.model.gated_mlp else 2.0) + (0.0 if problem.framework.fused_activation else 2.0)
-    return wide + input_bytes(problem, batch)
+    kept = (2 if problem.model.gated_mlp else 1) + (0 if problem.framework.fused_activation else 1)
+    return kept * problem.training.element_bytes + input_bytes(problem, batch)
 
 
 def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.cached import GRAD_BYTES
 from autoplan.cost.communication import CONTENTION_SHARE
-from autoplan.cost.communicators import GATHERED_BYTES, Groups, groups
+from autoplan.cost.communicators import Groups, groups
 from autoplan.cost.compute import add_up, memory_bound_s
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.measured import find
@@ -116,8 +116,9 @@ def _sharded_s(
     first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
     # Copies of a shard group reduce the shard that each holds.
     across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
-    gather = links.all_gather_s(*shard, GATHERED_BYTES * dense, gaps)
-    gather = gather + links.all_gather_s(*expert_shard, GATHERED_BYTES * expert)
+    element = problem.training.element_bytes
+    gather = links.all_gather_s(*shard, element * dense, gaps)
+    gather = gather + links.all_gather_s(*expert_shard, element * expert)
 
     kind = batch.sharding[:, None]
     zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
@@ -178,5 +179,6 @@ def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -
     """The same where each plan has its optimizer, on the device or on the host: shape (plans)."""
     # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
-    on_host = own * (framework.bytes_moved_per_update + framework.bytes_per_grad + GATHERED_BYTES) / link
+    moved = framework.bytes_moved_per_update + framework.bytes_per_grad + problem.training.element_bytes
+    on_host = own * moved / link
     return np.where(batch.offload == OFFLOADS.index("optimizer"), on_host, update_s(problem, own, held))

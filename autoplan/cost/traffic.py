@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communication import Links, link_bytes
 from autoplan.cost.communicators import (
-    GATHERED_BYTES,
     Groups,
     cp_buffer_bytes,
     dispatched_copies,
@@ -270,7 +269,9 @@ def _units(
         return
     once = batch.pp[0] > 1 and not framework.zero3_regathers_in_pipeline
     reduces = passes / batch.num_microbatches if once else passes
-    yield from _sharded(problem, places, held, "all_gather", GATHERED_BYTES, reduces if once else 2 * passes)
+    yield from _sharded(
+        problem, places, held, "all_gather", problem.training.element_bytes, reduces if once else 2 * passes
+    )
     yield from _sharded(problem, places, held, "reduce_scatter", wire, reduces)
 
 
@@ -302,7 +303,7 @@ def _end_of_step(
             operation: Operation = "all_reduce" if framework.zero1_grad_all_reduce else "reduce_scatter"
             yield from _sharded(problem, places, held, operation, wire, ones)
         if sharding != "zero3":
-            yield from _sharded(problem, places, held, "all_gather", GATHERED_BYTES, ones)
+            yield from _sharded(problem, places, held, "all_gather", problem.training.element_bytes, ones)
         yield Transfers(
             communicator="replicate",
             operation="all_reduce",

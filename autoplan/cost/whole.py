@@ -142,7 +142,7 @@ def embedding_s(problem: Problem, batch: PlanBatch) -> Floats:
         return np.zeros(len(batch))
     tokens = batch.micro_batch * problem.training.seq_len
     shape = (tokens, float(problem.model.hidden_size), float(problem.model.vocab_size), batch.tp)
-    wide = batch.with_precision("bf16")
+    wide = batch.unquantised()
     return _only(find_kernels(problem, wide, "embedding", *shape), _fits(batch)).otherwise(np.zeros(len(batch)))
 
 

@@ -228,6 +228,7 @@ CHOICES = (Choice(axis="schedule", words=("1f1b", "interleaved"), source="core/p
 # Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
+    universal.NO_FP32,
     _rule(
         f"{_STATE}:1448",
         _instances,

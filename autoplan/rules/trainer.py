@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autoplan.errors import InputError
 from autoplan.model import ModelSpec
-from autoplan.plan import OFFLOADS, PRECISIONS, RECOMPUTE_MODULES, SHARDINGS, PlanBatch
+from autoplan.plan import OFFLOADS, RECOMPUTE_MODULES, SHARDINGS, PlanBatch
 from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
 from autoplan.rules.fsdp2 import PIPELINE_RULES
 
@@ -48,7 +48,7 @@ def _parts(setting: Setting, batch: PlanBatch) -> Bools:
 
 CHOICES = (
     Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_PARALLEL} share"),
-    Choice(axis="precision", words=(PRECISIONS[0],), source=f"{_PARALLEL} DTYPES"),
+    Choice(axis="precision", words=("bf16", "fp32"), source=f"{_PARALLEL} DTYPES"),
 )
 
 RULES: tuple[Rule, ...] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, SCHEDULES, PlanBatch
+from autoplan.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PRECISIONS, SCHEDULES, PlanBatch
 from autoplan.rules import Bools, Rule, Rulebook, Setting, all_true
 
 SOURCE = "any framework"
@@ -52,6 +52,10 @@ def _waits_for_experts(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.recompute_modules & ~DEFAULT_MODULE_BITS) == 0
+
+
+def _no_fp32(setting: Setting, batch: PlanBatch) -> Bools:
+    return batch.precision != PRECISIONS.index("fp32")
 
 
 def _folded(setting: Setting, batch: PlanBatch) -> Bools:
@@ -147,6 +151,13 @@ NO_EXPERT_OVERLAP = Rule(
     says=lambda s, p: "ep_overlap is known of Megatron-LM and Primus only: leave it out",
 )
 
+# Where a framework could do without mixed precision, and is not priced so.
+NO_FP32 = Rule(
+    source=SOURCE,
+    holds=_no_fp32,
+    says=lambda s, p: f"precision {p.precision!r} is known of the built-in trainer only: use bf16",
+)
+
 # Where a framework's own rules are not written down.
 FOLDED = Rule(
     source=SOURCE,
@@ -156,5 +167,5 @@ FOLDED = Rule(
         "change ep or leave rank_order out"
     ),
 )
-RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_PARTS)
+RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_PARTS, NO_FP32)
 BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)

@@ -63,7 +63,7 @@ def _peaks(question: Question) -> dict[Moment, int]:
             question.plan,
             seq_len=question.seq_len,
             device=torch.device("cpu"),
-            dtype=question.dtype,
+            dtype=question.plan.precision,
         )
         tokens = torch.zeros((question.plan.global_batch, question.seq_len + 1), dtype=torch.int64)
         watch = _Watch(tracker)
@@ -163,7 +163,7 @@ def _grounded(question: Question) -> Iterator[None]:
             pass
 
         def _recv_meta(self, src_stage: int) -> Any:
-            hidden = torch.empty(shape, dtype=parallel.DTYPES["bf16"], device="meta")
+            hidden = torch.empty(shape, dtype=parallel.DTYPES[plan.precision], device="meta")
             metas = extract_tensor_metas((hidden.requires_grad_(src_stage < self.stage_index),)) or ()
             return _StageForwardMeta(metas) if src_stage < self.stage_index else _StageBackwardMeta(metas)
 

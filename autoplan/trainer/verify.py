@@ -10,7 +10,6 @@ import importlib.util
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Literal
 
 from autoplan.children import Children, CrewError, Place
 from autoplan.errors import InputError
@@ -37,7 +36,6 @@ class Question:
     plan: ParallelPlan
     seq_len: int
     stage: int = 0
-    dtype: Literal["bf16", "fp32"] = "bf16"
     fused_norm: bool = True  # as accelerators have it; the host's operations keep fp32 copies
 
 
