@@ -306,8 +306,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward
-    narrow = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
-    factor = factor * narrow
+    eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
     kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
@@ -317,12 +316,12 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     operations = 2.0 * tokens * heads * attention_context(model, block, training.seq_len) * widths
     slowdown = curve.slowdown(training.seq_len, blocks_per_unit, model.qk_head_dim)
-    forward = factor * operations * slowdown / (peak * efficiency)
-    start_s = factor * curve.start_s
+    forward = factor * eight_bits * operations * slowdown / (peak * efficiency)
+    start_s = factor * eight_bits * curve.start_s
     references = (forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s)
     if problem.timings.is_empty:
         return references
-    return _measured_attention_s(problem, batch, block, efficiency / curve.efficiency / narrow, references)
+    return _measured_attention_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), references)
 
 
 def _narrows_attention(problem: Problem, batch: PlanBatch) -> NDArray[np.bool_]:
