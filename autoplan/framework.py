@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from autoplan.errors import InputError
+from autoplan.training import Precision
 from autoplan.units import check_count, check_not_negative, check_positive
 
 # Which ranks are neighbours: the axis whose groups are closest comes first.
@@ -125,7 +126,8 @@ class Framework:
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
     host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
     host_s_per_block_backward: float = 250e-6
-    # A token goes to another rank or node once, however many experts it visits there (DeepEP, HybridEP).
+    # A token goes to another rank or node once, however many experts it visits there, and one kernel brings it into the
+    # order of its experts, or back (DeepEP, HybridEP).
     dispatches_once: bool = False
     bytes_per_dispatched: float = 2.0  # per element of a token on its way to the experts; on its way back 2
     expert_compute_units: int = 0  # of the device that the kernels of the expert traffic occupy
@@ -135,7 +137,9 @@ class Framework:
     s_per_local_expert: float = 0.0  # in every such pass, as products and casts are kernels of each expert
     syncs_overlapped_experts: bool = True  # else plans with ep_overlap have static shapes, one graph and one kernel
     # Precisions in which its runs overlap expert traffic where a table of them does not say and the plan admits it.
-    overlaps_experts: tuple[Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"], ...] = ()
+    overlaps_experts: tuple[Precision, ...] = ()
+    # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
+    narrow_attention: tuple[Precision, ...] = ()
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.

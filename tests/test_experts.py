@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoplan.cost.arithmetic import block_shapes
-from autoplan.cost.compute import gemm_pace, gemm_rate, kernel_times
+from autoplan.cost.compute import NARROW_ATTENTION_TIME, gemm_pace, gemm_rate, kernel_times, memory_bound_s
 from autoplan.cost.layer import _experts_wait_s, _overlapped_ep_s, _unpaired_share, block_costs
 from autoplan.curves import GemmCurve
 from autoplan.model import Block, Experts, ModelSpec
@@ -93,6 +93,32 @@ def test_eight_bits_run_at_less_than_twice_the_pace_of_sixteen() -> None:
     assert gemm_pace(PROBLEM, batch, gemm_rate(PROBLEM, batch))[0] == pytest.approx(0.96 * 1978.9 / 989.4)
     wide = batch_of()
     assert gemm_pace(PROBLEM, wide, gemm_rate(PROBLEM, wide))[0] == 1.0
+
+
+def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> None:
+    """Not `kernel_bytes_factor` times, which is 2 here: in and out, each read and written in 16 bits."""
+    batch, shape = batch_of(), block_shapes(MODEL)[Block.MOE]
+    apart = kernel_times(PROBLEM, batch, Block.MOE, shape)
+    fused = kernel_times(replace(PROBLEM, framework=replace(FRAMEWORK, dispatches_once=True)), batch, Block.MOE, shape)
+    once_s = memory_bound_s(PROBLEM, np.array([2 * 4.0 * 4096 * 2 * 1024]))[0]
+    assert (apart.memory_forward_s - fused.memory_forward_s)[0] == pytest.approx(once_s)
+    assert (apart.memory_backward_s - fused.memory_backward_s)[0] == pytest.approx(once_s)
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_moe", "share"),
+    [("fp8", True, NARROW_ATTENTION_TIME), ("bf16", True, 1.0), ("fp8", False, 1.0)],
+)
+def test_mixtures_of_experts_may_attend_in_eight_bits(precision: str, is_moe: bool, share: float) -> None:
+    model = MODEL if is_moe else replace(MODEL, moe=None, ffn_size=4096)
+    shape, batch = block_shapes(model)[Block.ATTENTION], batch_of(ep=1, precision=precision)
+    narrow = replace(FRAMEWORK, narrow_attention=("fp8",))
+    wide, found = (
+        kernel_times(replace(PROBLEM, model=model, framework=one), batch, Block.ATTENTION, shape)
+        for one in (FRAMEWORK, narrow)
+    )
+    for name in ("attention_forward_s", "attention_backward_s"):
+        assert getattr(found, name)[0] == pytest.approx(share * getattr(wide, name)[0])
 
 
 def test_a_later_version_shares_the_calibration_of_its_framework() -> None:

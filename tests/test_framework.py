@@ -12,7 +12,7 @@ from autoplan.read.framework import framework_called, framework_schema, load_fra
 def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:
     base, later = load_framework("nemo"), load_framework("nemo-26.06")
     differ = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(later, f.name)}
-    own = {"overlaps_experts", "syncs_overlapped_experts", "sources"}
+    own = {"overlaps_experts", "syncs_overlapped_experts", "narrow_attention", "sources"}
     assert differ == own | {"name", "aliases", "calibrated_as"}
     assert later.calibration_name == "nemo"
 

@@ -109,6 +109,23 @@ def test_a_pipeline_of_the_first_torchtitan_has_a_micro_batch_per_rank(
     assert f"micro_batch={micro_batch}" in predict(run).note
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "layers"),
+    [
+        ("61", (*[4] * 15, 1)),  # recipes of DeepSeek-V3
+        ("62", None),  # 64 with embedding and loss
+        ("64", None),
+        ("45", None),  # nothing would be left for the last chunk
+    ],
+)
+def test_layers_that_do_not_divide_leave_the_last_chunk_with_the_rest(
+    tmp_path: Path, num_layers: str, layers: tuple[int, ...] | None
+) -> None:
+    (run,) = runs_of(tmp_path, LLAMA | {"num_layers": num_layers, "pp": "4", "vp": "4"})
+    assert run.plan is not None
+    assert run.plan.layers_per_chunk == layers
+
+
 def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> None:
     row = {**LLAMA, "model": "Llama 3.1 70B", "num_layers": "", "hidden_size": "", "num_heads": "", "ffn_size": ""}
     (run,) = runs_of(tmp_path, row)

@@ -73,6 +73,9 @@ CUDNN_ON_HOPPER = 1.3
 FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
 FLASH_BACKWARD_SHARE = 0.80  # rate of the backward kernel over that of the forward kernel
 FLASH_TILE = 128  # queries per thread block
+# Time of attention in 8 bits, with the casts around it, over that in 16 bits [fitted: mixtures of experts in MXFP8 on
+# B300, GB200 and GB300].
+NARROW_ATTENTION_TIME = 0.65
 # Bytes moved per score element forward and backward together (findings 3): a fused softmax reads and writes 2 + 2
 # forward and 2 + 2 + 2 backward.  What it keeps beyond 2 bytes (an fp32 output) is written, cast, and read once more.
 FUSED_SOFTMAX_BYTES = 11.0
@@ -312,6 +315,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward
+    eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
     kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
@@ -321,16 +325,22 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     operations = 2.0 * tokens * heads * attention_context(model, block, training.seq_len) * widths
     slowdown = curve.slowdown(training.seq_len, blocks_per_unit, model.qk_head_dim)
-    forward = factor * operations * slowdown / (peak * efficiency)
-    start_s = factor * curve.start_s
+    forward = factor * eight_bits * operations * slowdown / (peak * efficiency)
+    start_s = factor * eight_bits * curve.start_s
     references = (forward + start_s, forward * 2.5 / FLASH_BACKWARD_SHARE + start_s)
     if problem.timings.is_empty:
         return references
-    return _measured_attention_s(problem, batch, block, efficiency / curve.efficiency, references)
+    return _measured_attention_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), references)
+
+
+def _narrows_attention(problem: Problem, batch: PlanBatch) -> NDArray[np.bool_]:
+    """Which plans run the core of the attention in 8 bits."""
+    precisions = problem.framework.narrow_attention if problem.model.moe else ()
+    return np.isin(batch.precision, [PRECISIONS.index(precision) for precision in precisions])
 
 
 def _measured_attention_s(
-    problem: Problem, batch: PlanBatch, block: Block, share: float, references: tuple[Floats, Floats]
+    problem: Problem, batch: PlanBatch, block: Block, share: Floats, references: tuple[Floats, Floats]
 ) -> tuple[Floats, ...]:
     """(forward, backward) by the table, whose kernel is this one or the device's best, of whose rate it has `share`.
 
@@ -350,7 +360,7 @@ def _measured_attention_s(
             return references
         passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
     part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
-    wide = batch.unquantised()  # whatever the precision of the matrices
+    wide = batch.unquantised()  # whatever the precision of the matrices: the tables know no narrower one
     sizes = (batch.micro_batch, float(seq_len), *shape)
     return passes_s([find_kernels(problem, wide, one, *sizes).scaled(part) for one in passes], references)
 
@@ -388,8 +398,14 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
     pieces = max((len(_pieces(problem, one)) for one in block_shapes(model)[block].linears), default=1)
     if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
         moved["input_gradients"] = (0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
-    factor = framework.kernel_bytes_factor * problem.training.element_bytes / 2.0
-    return {name: (forward * factor, backward * factor) for name, (forward, backward) in moved.items()}
+    factors = dict.fromkeys(moved, framework.kernel_bytes_factor)
+    if framework.dispatches_once:
+        factors["permute"] = 1.0  # in a kernel of the dispatcher, not in several
+    wider = problem.training.element_bytes / 2.0
+    return {
+        name: (forward * factors[name] * wider, backward * factors[name] * wider)
+        for name, (forward, backward) in moved.items()
+    }
 
 
 def _norm_traffic(problem: Problem) -> float:

@@ -314,7 +314,6 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     if dp % shard:
         raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
     micro_batch = row.integer("micro_batch", _usual_micro_batch(row, problem.framework, pp, dp))
-    split = book_of(problem.framework).split
     return ParallelPlan(
         global_batch=row.integer("global_batch", micro_batch * dp),
         micro_batch=micro_batch,
@@ -323,7 +322,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         cp=cp,
         pp=pp,
         vp=vp if pp > 1 else 1,
-        layers_per_chunk=split(problem.model, pp) if split else None,
+        layers_per_chunk=_layers_per_chunk(problem, pp, vp if pp > 1 else 1),
         schedule="interleaved" if vp > 1 and pp > 1 else "1f1b",
         ep=ep,
         etp=etp,
@@ -336,6 +335,24 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         tp_overlap=problem.framework.tp_overlap_share > 0,
         ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp),
     )
+
+
+def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | None:
+    """Layers of every chunk, where they are not as even as they can be.
+
+    Megatron-LM takes layers that do not divide where embedding and loss count as one layer each, which is even, or with
+    a layout; those of NVIDIA's recipes fill every chunk but the last, which has the loss (Megatron-LM
+    core/transformer/transformer_config.py, account_for_loss_in_pipeline_split; Megatron-Bridge 067f987,
+    recipes/deepseek/h100/deepseek_v3.py and recipes/kimi/h100/kimi_k2.py).
+    """
+    if split := book_of(problem.framework).split:
+        return split(problem.model, pp)
+    chunks, num_layers = pp * vp, problem.model.num_layers
+    most = math.ceil(num_layers / chunks)
+    last = num_layers - most * (chunks - 1)
+    if problem.framework.rules != "megatron-lm" or (num_layers + 2) % chunks == 0 or not 0 < last < most:
+        return None
+    return (*(most for _ in range(chunks - 1)), last)
 
 
 def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int:
