@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sqlite3
 import time
@@ -11,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 import optuna
 from optuna.storages import BaseStorage, GrpcStorageProxy, InMemoryStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from autoplan import __version__
 from autoplan.errors import InputError
@@ -32,6 +34,7 @@ BUSY_TIMEOUT_S = 60.0  # of SQLite: how long a worker waits for the others to wr
 GRPC_TIMEOUT_S = 10.0
 MOST_OPENINGS, OPENING_PAUSE_S = 5, 0.3
 _LIBRARIES = ("alembic", "grpc", "optuna", "psycopg", "sqlalchemy")  # whose errors are those of a storage
+_JOURNAL_STARTS = b'{"op_code":'  # with what Optuna begins each line
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _GRPC = re.compile(r"grpc://(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
 
@@ -64,7 +67,7 @@ def _open(url: str | None) -> BaseStorage:
         proxy.wait_server_ready(timeout=GRPC_TIMEOUT_S)
         return proxy
     if "://" not in url:
-        return JournalStorage(JournalFileBackend(url))
+        return _journal(url)
     if not is_url(url):
         raise InputError("--storage: write a path, grpc://host:port, or a URL whose password is percent-encoded")
     scheme, rest = url.split("://", 1)
@@ -72,6 +75,28 @@ def _open(url: str | None) -> BaseStorage:
         return _sqlite(url)
     driver = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}.get(scheme, scheme)
     return _database(f"{driver}://{rest}", {"pool_pre_ping": True})
+
+
+def _journal(path: str) -> JournalStorage:
+    """A journal whose last line was not written to its end, for want of disk or power, goes on without that line.
+
+    Else the next line would be joined to it, and the journal could be read no more.
+    """
+    lock = JournalFileSymlinkLock(path)
+    backend = JournalFileBackend(path, lock_obj=lock)
+    lock.acquire()  # nobody writes
+    try:
+        held = Path(path).read_bytes()
+        if held and not held.startswith(_JOURNAL_STARTS):
+            raise InputError(f"--storage {path}: is no journal of a study: give another")
+        if not held.endswith(b"\n"):
+            os.truncate(path, held.rfind(b"\n") + 1)
+    finally:
+        lock.release()
+    try:
+        return JournalStorage(backend)
+    except ValueError:
+        raise InputError(f"--storage {path}: is damaged: give another") from None
 
 
 def _database(url: str, options: dict[str, Any]) -> RDBStorage:

@@ -10,10 +10,10 @@ import time
 MARK = "a-child-that-must-not-stay"
 
 
-def step(number: int, seconds: float) -> None:
+def step(number: int, seconds: float, batch: str = "") -> None:
     print(
         f" [2026-08-22 15:22:22.123456] iteration {number:8d}/{1000:8d} | consumed samples: {number:12d} |"
-        f" elapsed time per iteration (ms): {seconds * 1000:.1f} | lm loss: {3.0:.6E} |"
+        f" elapsed time per iteration (ms): {seconds * 1000:.1f} |{batch} lm loss: {3.0:.6E} |"
     )
 
 
@@ -28,7 +28,7 @@ def main(what: str, count: int, pids: str) -> None:
         " max reserved: 4096.0"
     )
     for number in range(1, count + 1):
-        step(number, 9.0 if number < 3 else 2.0 + number / 100)
+        step(number, 9.0 if number < 3 else 2.0 + number / 100, " global batch size:     3 |" * (what == "other-batch"))
     match what:
         case "hang":
             time.sleep(600)

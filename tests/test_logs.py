@@ -131,7 +131,18 @@ STATED = {
 }
 
 
-@pytest.mark.parametrize("label", ["", "[rank0]:", "[default3]:", "12: ", "[1,0]<stdout>:"])
+LABELS = (
+    "",
+    "[rank0]:",
+    "[default3]:",
+    "12: ",
+    "[1,0]<stdout>:",
+    "0: [default7]:",
+    "[pod/llama-worker-0/torch] 2026-08-22T15:22:22.123456789Z [rank0]:",
+)
+
+
+@pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("form", STATED)
 def test_each_frameworks_lines_are_read_after_two_steps_of_warm_up(form: str, label: str) -> None:
     run = read([label + part for at, one in enumerate(SECONDS) for part in STATED[form](at + 1, one).split("\n")])
@@ -151,6 +162,17 @@ def test_the_newest_form_of_each_format_string_is_the_one_of_its_source() -> Non
     assert "step:  7  loss:  7.30000  grad_norm:  1.5000  memory: 61.50GiB(77.10%)  tps: 26,214" in torchtitan(
         7, 1.25, color=False
     ).replace("\033[38;2;180;60;0m", "")
+
+
+def test_a_forks_wider_blanks_are_read() -> None:
+    """A line of ModelLink, https://gitee.com/ascend/ModelLink, as examples/llama shows one."""
+    line = (
+        " iteration  {}/50000 | consumed samples: 5632 | consumed tokens:  11534336 | elapsed time per iteration (ms):"
+        "  52728.1 | learning rate:    1.499E-05 | gloabl batch size:  512 | lm loss:  1.376514E+01 | grad norm:  4.6"
+    )
+    run = read([line.format(at) for at in range(1, 5)])
+    assert run.step_s == (52.7281, 52.7281)
+    assert run.losses == (13.76514,) * 4
 
 
 def test_memory_and_loss_are_read_where_a_log_has_them() -> None:
@@ -189,6 +211,39 @@ def test_bars_of_the_trainer_are_read_and_those_of_evaluation_and_of_data_are_no
     assert read([bar(at, 0.25) for at in range(1, 20)]).median_s == 0.25
     done = "{'train_runtime': 80.0, 'train_samples_per_second': 8.0, 'train_steps_per_second': 0.5, 'epoch': 1.0}"
     assert read([done]).step_s == (2.0,)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_launchers_labels_do_not_hide_the_trainers_bar(label: str) -> None:
+    assert read([label + bar(at, 2.0).lstrip("\r") for at in range(1, 16)]).step_s == (2.0, 2.0, 2.0)
+
+
+def test_ranks_below_several_labels_are_told_apart() -> None:
+    """A rank whose lines come late has not started again."""
+    lines = []
+    for at in range(1, 9):
+        lines.append(f"0: [rank0]:{torchtitan(at, 2.0)}")
+        if at > 1:
+            lines.append(f"0: [rank7]:{torchtitan(at - 1, 2.5)}")
+    assert read(lines).step_s == pytest.approx((2.5,) * 5 + (2.0,), rel=1e-3)
+
+
+def test_steps_with_another_batch_than_the_plans_do_not_count() -> None:
+    """Batches that grow (--rampup-batch-size) and sequences that do (curriculum of Megatron-DeepSpeed)."""
+    grows = [megatron(at, 0.5).replace("size:    64", "size:    16") for at in range(1, 9)]
+    grows += [megatron(at, 2.0 if at > 9 else 1.0) for at in range(9, 14)]
+    assert read(grows).step_s == (2.0,) * 4  # the first one may cover steps of both
+    assert read(grows, batch=None).num_steps == 11
+    longer = [f"{megatron(at, 0.3)} curriculum seqlen:  512 |" for at in range(1, 9)]
+    longer += [f"{megatron(at, 2.0)} curriculum seqlen:  4096 |" for at in range(9, 14)]
+    assert read(longer).step_s == (2.0,) * 4
+    with pytest.raises(
+        InputError, match=r"no step time of the plan's batch: steps of the log train 16 seq.* of 4,096 t"
+    ):
+        read(grows[:8])
+    beside = [line for at, one in enumerate(grows[:8], 1) for line in (throughput(at, 0.5), one)]
+    with pytest.raises(InputError, match="no step time of the plan's batch"):  # nor by the rate that DeepSpeed states
+        read(beside)
 
 
 def test_moments_of_arrival_serve_a_bar_better_than_its_moving_average() -> None:

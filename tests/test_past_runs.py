@@ -43,6 +43,11 @@ def megatron(*seconds: float) -> str:
     return "".join(lines)
 
 
+def growing(*seconds: float) -> str:
+    """The same of steps that have not reached their batch."""
+    return megatron(*seconds).replace("| lm loss", "| global batch size:    16 | lm loss")
+
+
 def write(folder: Path, **files: str | bytes) -> Path:
     """Files by their names, in which `__` is a slash and `_` a dot."""
     for name, text in files.items():
@@ -140,6 +145,7 @@ def test_runs_end_well_out_of_memory_or_with_their_error(tmp_path: Path) -> None
         empty_log="",
         cut_log_gz=gzip.compress(megatron(2.0, 2.1, 2.2).encode())[:-20],
         broken_log_gz=b"\x1f\x8b\x08\x00 this is no gzip file",
+        growing_log=growing(1.0, 1.0) + OOM,
     )
     runs, reasons = look(tmp_path)
     found = {log: (one.logged is not None, one.is_out_of_memory) for log, one in runs.items()}
@@ -150,6 +156,9 @@ def test_runs_end_well_out_of_memory_or_with_their_error(tmp_path: Path) -> None
     assert reasons["short.log"].startswith("the log of Megatron-LM has no step time after the first 2 steps")
     assert reasons["empty.log"] == "the log says no step time, and names no error"
     assert "broken.log.gz" in reasons
+    assert reasons["growing.log"].endswith(
+        "train 16 sequences of 4,096 tokens, those of the plan 64 sequences of 4,096 tokens"
+    )
 
 
 def test_what_does_not_go_together_is_passed_over_and_stops_nothing(tmp_path: Path) -> None:

@@ -54,13 +54,15 @@ def profile(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--budget", "10"), "time '10': write a number with a unit"),
+        (("--budget", "10"), "time '10': write a number above 0 with a unit"),
+        (("--budget", "0s"), "time '0s': write a number above 0 with a unit"),
         (("--tp", "3"), "tp 3 must divide the 4 heads"),
         (("--tp", "0"), "--tp '0': write whole numbers from 1"),
         (("--only", "sort"), "--only 'sort' is unknown: known are gemm"),
         (("--mode", "quick"), "--mode 'quick' is unknown: known are sustained, burst"),
         (("--dtypes", "int8"), "--dtypes 'int8' is unknown"),
         (("--ranks", "two"), "--ranks 'two': write a whole number"),
+        (("--ranks", "-1"), "--ranks must be between 0 and"),
         (("--cluster", "nowhere:1x1"), "unknown cluster"),
     ],
 )

@@ -137,6 +137,14 @@ def test_what_goes_wrong_is_one_line_with_the_programs_last_words(
     assert_gone(pids)
 
 
+def test_a_program_that_trains_another_batch_is_told_so(folder: Path) -> None:
+    done = run(folder, "run", "plan.json", "--command", "--", sys.executable, PROGRAM, "other-batch", "9")
+    assert done.returncode == 1
+    assert "steps of the log train 3 sequences of " in done.stderr
+    assert "such steps do not count" in done.stderr
+    assert "no step time of the plan's batch" in done.stderr.splitlines()[-1]
+
+
 def test_a_program_that_ends_early_is_compared_by_what_it_logged_and_one_without_steps_is_refused(folder: Path) -> None:
     short = run(folder, "run", "plan.json", "--command", "--", sys.executable, PROGRAM, "end", "5")
     assert "3 times of 3 steps" in " ".join(short.stdout.split())
@@ -232,6 +240,19 @@ def test_the_first_error_of_the_end_is_the_reason() -> None:
     for line in ("[rank1]:Traceback (most recent call last):", "[rank1]:KeyError: 'a'", "RuntimeError: NCCL", "bye"):
         words.read(line)
     assert words.reason == "KeyError: 'a'"
+    for label in (
+        "[rank3]:[rank3]: ",
+        "0: [rank3]: ",
+        "worker-1: ",
+        "10.0.0.7: ",
+        "2026-08-22T15:22:22.123Z [rank3]: ",
+    ):
+        words = LastWords()
+        for line in ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "KeyError: 'a'"):
+            words.read(f"{label}{line}")
+        words.read("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ")
+        words.read("pdsh@node0: worker-1: ssh exited with exit code 1")
+        assert words.reason == "KeyError: 'a'"
     words = LastWords()
     words.read("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")
     words.read("srun: error: task 0: Out Of Memory")

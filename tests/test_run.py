@@ -101,6 +101,19 @@ def test_a_run_is_compared_with_its_prediction_and_kept(folder: Path) -> None:
     assert (record.status, record.source, record.framework) == ("ok", "built-in trainer", "torch")
 
 
+def test_a_vocabulary_without_a_token_for_each_byte_trains_on_random_ones(folder: Path) -> None:
+    """So that `autoplan tune`, which has no option for data, tries its plans too."""
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["model"] |= {"vocab_size": 64}
+    (folder / "letters.json").write_text(json.dumps(plan))
+    done = run(folder, "run", "letters.json", "--steps", "1", "--warmup", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["task"]["data"] == "synthetic"
+    done = run(folder, "run", "letters.json", "--data", "text")
+    assert done.returncode == 1
+    assert "'small' has 64: use --data synthetic" in done.stderr
+
+
 def test_a_model_that_does_not_fit_is_kept_as_out_of_memory(folder: Path, started: list[int]) -> None:
     done = run(folder, "run", "huge.json", "--db", "oom.db", "--quiet")
     assert done.returncode == 1

@@ -253,6 +253,28 @@ def test_a_storage_that_cannot_be_opened_is_told_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_journal_that_was_cut_goes_on_and_what_is_none_is_left_alone(
+    asked: tuple[Problem, Space], tmp_path: Path
+) -> None:
+    problem, space = asked
+    path = tmp_path / "journal"
+    shared = Shared(url=str(path), name=NAME)
+    answer = search(problem, space, shared=shared)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])  # the disk was full, or the power went
+    assert search(problem, space, shared=shared).ranked == answer.ranked
+    assert search(problem, space, shared=shared).ranked == answer.ranked  # what was written since can be read
+    for text, says in (
+        (b"notes of mine", "is no journal"),
+        (b"notes\nof mine\n", "is no journal"),
+        (whole[:50] + b"\n" + whole, "is damaged"),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(InputError, match=says):
+            search(problem, space, shared=shared)
+        assert path.read_bytes() == text
+
+
 def test_the_default_name_is_that_of_the_problem(asked: tuple[Problem, Space], tmp_path: Path) -> None:
     problem, space = asked
     shared = Shared(url=str(tmp_path / "journal"))

@@ -87,10 +87,15 @@ def run_command(
         show = stack.enter_context(progress_bar(quiet=quiet, doing="training", unit="timed steps"))
         keep = stack.enter_context(opened_log(log, force=force))
 
+        told = ""
+
         def hear(data: bytes, now_s: float) -> bool:
+            nonlocal told
             keep(data)
             for line in reader.feed(data, now_s):
                 words.read(line)
+            if not (told or quiet or reader.num_steps) and (told := reader.other_batch):
+                print(f"autoplan: {told}: such steps do not count", file=sys.stderr)
             if show:
                 show(min(reader.num_steps, steps), steps)
             return reader.num_steps >= steps

@@ -171,7 +171,7 @@ def parse_duration(text: str) -> float:
     """Seconds of a time such as '90s', '10m', '1.5h' or '30d'."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|m|h|d)", text.strip())
     if not match or float(match[1]) <= 0:
-        raise InputError(f"time {text!r}: write a number with a unit, such as 90s, 10m, 1h or 30d")
+        raise InputError(f"time {text!r}: write a number above 0 with a unit, such as 90s, 10m, 1h or 30d")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 

@@ -82,6 +82,7 @@ def profile(
     from autoplan.read.framework import load_framework
     from autoplan.read.model import load_model
     from autoplan.timing import SHAPES
+    from autoplan.units import check_count
 
     _check_torch()
     from autoplan.children import place_from
@@ -90,6 +91,7 @@ def profile(
     from profiler.wishes import Wish
 
     place = place_from(os.environ)
+    check_count("--ranks", ranks, least=0)
     if place and ranks:
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     job_cluster, budget_s = uniform_cluster(cluster, quiet=quiet) if cluster else None, parse_duration(budget)

@@ -38,7 +38,14 @@ def run(
     ] = False,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are timed.")] = 10,
     warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Steps before them.")] = 2,
-    data: Annotated[str, typer.Option(metavar="KIND", help="text (bytes of a small one) or synthetic.")] = "text",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="text (bytes of a small one, the default where the vocabulary holds them) or synthetic.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="First train some steps by one process too, and compare.")
     ] = False,
@@ -72,13 +79,14 @@ def run(
     from autoplan.cli.runs import RunKeeper
     from autoplan.files import encode, write_text
     from autoplan.report.terminal import make_console
+    from autoplan.trainer.run import usual_data
     from autoplan.trainer.task import RunFile, Task
 
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
-    if command and (check or data != "text"):
+    if command and (check or data):
         raise InputError("--check and --data are of the built-in trainer: leave them out with --command")
-    if data not in ("text", "synthetic"):
+    if data not in (None, "text", "synthetic"):
         raise InputError(f"no data {data!r}: text or synthetic")
     if out is not None:
         check_output(out, force=force)
@@ -116,7 +124,7 @@ def run(
                 dtype=wanted.precision,  # type: ignore[arg-type]  # `check_task` refuses others
                 num_steps=steps,
                 num_warmup=warmup,
-                data="text" if data == "text" else "synthetic",
+                data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
                 checks=check,
                 limit_s=limit_s,
             )

@@ -109,7 +109,7 @@ class Trials:
             last = next(one.result for one in reversed(view.trials) if one.result)
             return f"trials fail alike, which is not for the plans: {last.reason}"
         if view.stop == "exhausted" and not self._running:
-            return "no plan is left that may fit"
+            return "no plan is left that may finish"
         if time.monotonic() >= until_s:
             return "the time (--budget) is over"
         if num_trials >= self.budget.trials:

@@ -8,19 +8,25 @@ from multiprocessing.connection import Connection
 
 from autoplan.children import Children, CrewError, Place
 from autoplan.errors import InputError
+from autoplan.model import ModelSpec
 from autoplan.rules import Setting, broken
 from autoplan.rules.trainer import RULES, check_model
-from autoplan.trainer.task import Advance, Report, Task
+from autoplan.trainer.task import Advance, Data, Report, Task
 from autoplan.training import TrainingSpec
 
 PRELOAD = ("autoplan.trainer.rank",)
 NUM_BYTES = 256  # tokens of a text
 
 
+def usual_data(model: ModelSpec) -> Data:
+    """A text, where the model has a token for each of its bytes."""
+    return "text" if model.vocab_size >= NUM_BYTES else "synthetic"
+
+
 def check_task(task: Task) -> None:
     """Refuse what torch's own parallelism cannot run, or runs and trains wrongly."""
     check_model(task.model)
-    if task.data == "text" and task.model.vocab_size < NUM_BYTES:
+    if task.data == "text" and usual_data(task.model) != "text":
         raise InputError(
             f"a text needs vocab_size {NUM_BYTES} or more, one token a byte; {task.model.name!r} has "
             f"{task.model.vocab_size}: use --data synthetic"

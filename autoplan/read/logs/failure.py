@@ -15,9 +15,12 @@ _OUT_OF_MEMORY = re.compile(
     r"\bMemoryError\b|\boom[-_]kill",
     re.IGNORECASE,
 )
-_ERROR = re.compile(r"(?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:Error|Exception|Interrupt)(?::|$)")
+# At the start of a line, or after the name of the host, which pdsh sets before it (`worker-1: `).
+_ERROR = re.compile(
+    r"(?:[\w.-]{1,253}: )?((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:Error|Exception|Interrupt)(?::.*|$))"
+)
 _LAUNCHERS = ("ChildFailedError", "CalledProcessError")  # only say that another process failed
-_STARTERS = ("srun: ", "slurmstepd: ")  # so do lines of these
+_STARTERS = ("srun: ", "slurmstepd: ", "pdsh@")  # so do lines of these
 
 
 class LastWords:
@@ -43,7 +46,7 @@ class LastWords:
     @property
     def error(self) -> str:
         """The first error that the end names, which the others follow from; blank if it names none."""
-        errors = [line for line in self._lines if _ERROR.match(line)]
+        errors = [found[1] for line in self._lines if (found := _ERROR.match(line))]
         own = [line for line in errors if not any(name in line for name in _LAUNCHERS)]
         return next(iter(own or errors), "")
 

@@ -215,6 +215,8 @@ def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:
         errors.append(words.error)
     error = next(filter(None, errors), "")
     logged = reader.finish() if reader.num_steps else None
+    if logged is None and reader.other_batch:  # another plan's run, however it ended
+        raise InputError(reader.lacks)
     if logged is None and not (out_of_memory or error):
         raise InputError(f"{reader.lacks}, and names no error")
     if logged is not None:

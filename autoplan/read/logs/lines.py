@@ -9,9 +9,15 @@ MOST_LINE_BYTES = 2**16  # of a line; the rest of a longer one is passed over
 
 _ENDS = re.compile(rb"[\r\n]+")  # a bar of tqdm returns to the start of its line
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-# `[rank0]:` and `[default0]:` of torchrun --tee, `0: ` of srun --label, `[1,0]<stdout>:` of mpirun --tag-output (Open
-# MPI), `[0] ` of mpirun -prepend-rank (hydra).
-_LABEL = re.compile(r"\s{0,8}(\[[\w.-]{1,60}\d\]:|\d{1,7}: |\[\d{1,3},\d{1,7}\]<\w{1,8}>:|\[\d{1,7}\] )")
+# `[rank0]:` of torch's own tracebacks and, like `[default0]:`, of torchrun --tee, `0: ` of srun --label,
+# `[1,0]<stdout>:` of mpirun --tag-output (Open MPI), `[0] ` of mpirun -prepend-rank (hydra), `[pod/a-0/torch] ` of
+# kubectl logs --prefix.
+_LABEL = re.compile(
+    r"\s{0,8}(\[[\w.-]{1,60}\d\]:|\d{1,7}: |\[\d{1,3},\d{1,7}\]<\w{1,8}>:|\[\d{1,7}\] |\[pod/[\w./-]{1,250}\] )"
+)
+_MOMENT = re.compile(
+    r"\s{0,8}\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d) "
+)  # kubectl logs --timestamps
 
 
 class LineSplitter:
@@ -51,6 +57,12 @@ def cleaned_line(line: bytes) -> str:
 
 
 def split_label(line: str) -> tuple[str, str]:
-    """(the label that a launcher put before a line of one rank, blank if none; the rest)."""
-    label = _LABEL.match(line)
-    return (label[1], line[label.end() :]) if label else ("", line)
+    """(the labels that launchers put before a line of one rank, each before that of the next, blank if none; the rest).
+
+    A moment among them tells ranks apart no more than the line itself does, and is no part of either.
+    """
+    labels, at = "", 0
+    while found := _LABEL.match(line, at) or _MOMENT.match(line, at):
+        labels += found[1] if found.re is _LABEL else ""
+        at = found.end()
+    return labels, line[at:]

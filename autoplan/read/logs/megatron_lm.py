@@ -2,8 +2,9 @@
 
 `training_log` in megatron/training/training.py at d98e8a6 (2026-08), core_v0.15.0, core_v0.8.0 (from which on a line
 begins with the moment) and megatron/training.py at v2.5 and v2.0: the same fields between bars throughout.  Some forks
-write seconds.  The time is the mean since the last such line; its timer, `interval-time` in `train`, stands still while
-the program evaluates or saves.
+write seconds or more blanks (Megatron-DeepSpeed, ModelLink).  The batch is that of the last step before the line;
+Megatron-DeepSpeed adds the sequence length that its curriculum has reached.  The time is the mean since the last such
+line; its timer, `interval-time` in `train`, stands still while the program evaluates or saves.
 Memory: `report_memory` in megatron/training/utils/common_utils.py, in MiB.  Evaluation:
 `evaluate_and_print_results`; checkpoints: `save_checkpoint` in megatron/training/checkpointing.py.
 """
@@ -19,8 +20,10 @@ NAME = "Megatron-LM"
 LOOKED_FOR = "iteration N/M | ... | elapsed time per iteration (ms): T"
 
 _STEP = re.compile(r"\biteration\s{1,12}(\d{1,12})/\s{0,12}\d{1,12} \|")
-_TIME = re.compile(r"elapsed time per iteration \((m?s)\): ([0-9.eE+-]{1,30})")
-_LOSS = re.compile(r"\blm loss: ([0-9.eE+-]{1,30})")
+_TIME = re.compile(r"elapsed time per iteration \((m?s)\): {1,12}([0-9.eE+-]{1,30})")
+_BATCH = re.compile(r"\bglobal batch size: {1,12}(\d{1,12})\b")
+_LENGTH = re.compile(r"\b(?:curriculum|actual) seqlen: {1,12}(\d{1,12})\b")
+_LOSS = re.compile(r"\blm loss: {1,12}([0-9.eE+-]{1,30})")
 _MEMORY = re.compile(r"memory \(MB\) \|.{0,60}max allocated: ([0-9.]{1,30}) \|.{0,60}max reserved: ([0-9.]{1,30})")
 
 
@@ -34,8 +37,14 @@ class Reader:
             step_s = quantity(time[2], 1e-3 if time[1] == "ms" else 1.0) if time else None
             if step is None or step_s is None:
                 return None
-            loss = _LOSS.search(line)
-            return Seen(step=int(step[1]), times=(("stated", step_s),), loss=number(loss[1]) if loss else None)
+            loss, batch, length = _LOSS.search(line), _BATCH.search(line), _LENGTH.search(line)
+            return Seen(
+                step=int(step[1]),
+                num_sequences=int(batch[1]) if batch else None,
+                seq_len=int(length[1]) if length else None,
+                times=(("stated", step_s),),
+                loss=number(loss[1]) if loss else None,
+            )
         if "memory (MB)" in line and (memory := _MEMORY.search(line)):
             return Seen(allocated_bytes=quantity(memory[1], MIB), reserved_bytes=quantity(memory[2], MIB))
         if "validation loss at" in line:

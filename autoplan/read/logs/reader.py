@@ -7,7 +7,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import get_args
@@ -31,11 +31,18 @@ _BAR_FORGETS = 10  # steps after which tqdm's moving average (weight .3 for the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a step trains, where that is known: logs that state rates are read with it."""
+    """What a step trains, where that is known: rates are read with it, and steps that train something else left out."""
 
     num_sequences: int
     seq_len: int
     num_devices: int
+
+    def __str__(self) -> str:
+        return f"{self.num_sequences:,} sequences of {self.seq_len:,} tokens"
+
+    def is_other(self, seen: Seen) -> bool:
+        """Whether a line is of a step with another batch."""
+        return seen.num_sequences not in (None, self.num_sequences) or seen.seq_len not in (None, self.seq_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +50,8 @@ class LoggedRun:
     """What a log says of a run, in the order of its lines.
 
     Each of `step_s` is the time of one step or the mean of some that were logged together.  Left out are those that
-    cover one of the first `warmup` steps after a start, and, where others remain, those of a step that an evaluation
-    or a checkpoint may have taken part in.
+    cover one of the first `warmup` steps after a start or a step with another batch than the plan's, and, where others
+    remain, those of a step that an evaluation or a checkpoint may have taken part in.
     """
 
     framework: str
@@ -76,7 +83,7 @@ class _Time:
     step: int
     num_steps: int
     step_s: float
-    is_warm: bool  # covers none of the first steps
+    counts: bool  # covers none of the first steps, and none with another batch
     is_paused: bool
 
 
@@ -92,8 +99,8 @@ class _Series:
     paused_until: int = -1  # step
 
     def kept(self) -> list[_Time]:
-        warm = [time for time in self.times if time.is_warm]
-        return [time for time in warm if not time.is_paused] or warm
+        counting = [time for time in self.times if time.counts]
+        return [time for time in counting if not time.is_paused] or counting
 
 
 @dataclass(slots=True)
@@ -121,6 +128,8 @@ class LogReader:
         check_count("warmup", warmup, least=0)
         self._batch, self._warmup = batch, warmup
         self._splitter = LineSplitter()
+        self._other: Seen | None = None  # the last step with another batch
+        self._is_other = False  # whether the steps of now are so
         self._dialects = [_Dialect(name=one.NAME, reader=one.Reader()) for one in DIALECTS]
 
     def feed(self, data: bytes, now_s: float | None = None) -> list[str]:
@@ -181,12 +190,26 @@ class LogReader:
         return None
 
     @property
+    def other_batch(self) -> str:
+        """Which other batch than the plan's the log's steps train, the last that did; blank if none did."""
+        if self._batch is None or self._other is None:
+            return ""
+        trained = replace(
+            self._batch,
+            num_sequences=self._other.num_sequences or self._batch.num_sequences,
+            seq_len=self._other.seq_len or self._batch.seq_len,
+        )
+        return f"steps of the log train {trained}, those of the plan {self._batch}"
+
+    @property
     def lacks(self) -> str:
         """Why it says no step time, where it does not."""
         told = [(dialect.name, source) for dialect in self._dialects for source in dialect.series]
         rates = [name for name, source in told if source in ("tokens", "samples")]
         if rates and self._batch is None:
             return f"the log of {rates[0]} states rates only: the batch of a step is needed to read times from it"
+        if self.other_batch:
+            return f"the log has no step time of the plan's batch: {self.other_batch}"
         if told:
             return (
                 f"the log of {told[0][0]} has no step time after the first {self._warmup} steps, which warm up: "
@@ -214,6 +237,11 @@ class LogReader:
         if not seen.times:
             return
         times = dict(seen.times)
+        was_other = self._is_other
+        if self._batch and (seen.num_sequences or seen.seq_len):
+            self._is_other = self._batch.is_other(seen)
+            self._other = seen if self._is_other else self._other
+        is_other = was_other or self._is_other  # a time may cover steps of both
         if seen.step is not None:
             if now_s is not None:
                 times.setdefault("moments", now_s)
@@ -225,9 +253,9 @@ class LogReader:
             if len(dialect.last) < _MOST_LABELS or label in dialect.last:
                 dialect.last[label] = seen.step
         for source, value in times.items():
-            self._add(dialect.series.setdefault(source, _Series()), source, seen.step, value)
+            self._add(dialect.series.setdefault(source, _Series()), source, seen.step, value, is_other=is_other)
 
-    def _add(self, series: _Series, source: Source, step: int | None, value: float) -> None:
+    def _add(self, series: _Series, source: Source, step: int | None, value: float, *, is_other: bool) -> None:
         if step is None:
             step = (series.previous or 0) + 1
         if series.previous is not None and step <= series.previous:
@@ -245,9 +273,9 @@ class LogReader:
             return
         # Steps since the start before those that this time covers; the first line stands for as many as others do.
         num_before = 0 if previous is None else previous - series.first + min(num_steps, series.first)
-        is_warm = source == "whole" or num_before >= self._warmup + forgets
+        counts = not is_other and (source == "whole" or num_before >= self._warmup + forgets)
         is_paused = step <= series.paused_until
-        series.times.append(_Time(step=step, num_steps=num_steps, step_s=step_s, is_warm=is_warm, is_paused=is_paused))
+        series.times.append(_Time(step=step, num_steps=num_steps, step_s=step_s, counts=counts, is_paused=is_paused))
 
     def _slower(self, series: _Series, source: Source, step: int, value: float) -> None:
         """Another rank says the time of a step that is held: the slower of the two counts."""

@@ -21,11 +21,14 @@ class Seen:
     """What a line says, as far as it was understood.
 
     `times` holds, by source, seconds of a step, or what `Source` names: a rate a second or a moment in seconds.
-    `pause` says that what the line ends or begins may take part in the next step's time.
+    `pause` says that what the line ends or begins may take part in the next step's time.  `num_sequences` and `seq_len`
+    are of the step's batch, which some runs let grow.
     """
 
     times: tuple[tuple[Source, float], ...] = ()
     step: int | None = None  # the one that has just ended
+    num_sequences: int | None = None
+    seq_len: int | None = None
     loss: float | None = None
     allocated_bytes: float | None = None  # at the peak
     reserved_bytes: float | None = None
