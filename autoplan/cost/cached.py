@@ -48,7 +48,7 @@ def cached_bytes(
 
 
 def _layers(model: ModelSpec, blocks: StageBlocks) -> Floats:
-    return add_up(count.astype(np.float64) for count in blocks.count.values()) / len(model.layers[0])
+    return add_up(blocks.count.values()) / len(model.layers[0])
 
 
 def _in_flight(batch: PlanBatch, stages: int) -> Floats:

@@ -28,8 +28,8 @@ class StageBlocks:
     A stage is a pipeline rank; the first holds the embedding, and `is_last` says which one the head.
     """
 
-    count: dict[Block, Ints]
-    repeated: dict[Block, Ints]  # of them, those that full recomputation runs again
+    count: dict[Block, Floats]  # whole numbers, as those they are multiplied with are floats
+    repeated: dict[Block, Floats]  # of them, those that full recomputation runs again
     repeats_chunk: Bools  # whether a chunk of the rank is recomputed down to its last layer
     chunks_alike: Bools  # whether all chunks of every rank have the same blocks: shape (plans)
     is_last: Bools  # whether the rank holds the last chunk
@@ -45,16 +45,16 @@ class StageBlocks:
 
 
 @lru_cache(maxsize=64)
-def _cumulative_blocks(model: ModelSpec) -> dict[Block, Ints]:
+def _cumulative_blocks(model: ModelSpec) -> dict[Block, Floats]:
     """How many blocks of each kind the first n layers have, for n = 0 .. num_layers."""
     kinds = sorted({block for layer in model.layers for block in layer})
     return {
-        kind: np.concatenate([[0], np.cumsum([layer.count(kind) for layer in model.layers])]).astype(np.int64)
+        kind: np.concatenate([[0], np.cumsum([layer.count(kind) for layer in model.layers])]).astype(np.float64)
         for kind in kinds
     }
 
 
-def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Block, tuple[Ints, Ints]]:
+def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Block, tuple[Floats, Floats]]:
     """(blocks, blocks recomputed as a whole) of each kind in every chunk in model order: shape (layouts, chunks) both.
 
     Of `layers`, shape (layouts, chunks), the first `num_repeated`, shape (layouts), of a chunk are recomputed
@@ -88,7 +88,7 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
     is_v = np.isin(batch.schedule, V_SCHEDULES)
     first, like = distinct_rows(batch.layout, batch.recompute_num_layers, is_v)
     shape, kinds = (len(first), stages), _cumulative_blocks(model)
-    count, repeated = ({kind: np.empty(shape, dtype=np.int64) for kind in kinds} for _ in range(2))
+    count, repeated = ({kind: np.empty(shape) for kind in kinds} for _ in range(2))
     whole, alike = np.empty(shape, dtype=np.bool_), np.ones(len(first), dtype=np.bool_)
     for chunks, plans in by_chunks(batch, first):
         for has_v in np.unique(is_v[plans]):

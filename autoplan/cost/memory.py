@@ -166,7 +166,7 @@ class ChunkEnds:
     waiting: dict[Block, Floats]
     spent: Floats
 
-    def waiting_bytes(self, counts: dict[Block, tuple[Ints, Ints]], rows: Ints) -> Floats:
+    def waiting_bytes(self, counts: dict[Block, tuple[Floats, Floats]], rows: Ints) -> Floats:
         """The same of whole chunks with so many blocks; the first has one backward pass: shape (rows, chunks)."""
         size = add_up(count * self.waiting[block][rows, None] for block, (count, _) in counts.items())
         size[:, -1] -= self.spent[rows]
@@ -563,6 +563,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     spare = at_end + framework.reserved_factor * np.minimum(update, passes)
     return StageMemory(
         terms=terms,
+        reserved_bytes=add_up(terms.values()),
         pass_spare_bytes=(1.0 - CACHED_SHARE) * cached,
         step_spare_bytes=spare,
         update_bytes=update,
@@ -574,22 +575,18 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
 class StageMemory:
     """Memory of every pipeline rank: arrays of shape (plans, stages), in bytes.
 
-    `terms` are those of `MEMORY_TERMS` at the moment when most is needed; they add up to what the device has to hold.
-    Beyond that the allocator keeps, on a device with room, blocks of freed tensors that later ones do not fit into:
-    `pass_spare_bytes` of tensors of the passes, and `step_spare_bytes`, of activations beside the flat tensors of the
-    optimizer's step.
+    `terms` are those of `MEMORY_TERMS` at the moment when most is needed: allocations with their fragmentation, context,
+    communication buffers.  Beyond that the allocator keeps, on a device with room, blocks of freed tensors that later
+    ones do not fit into: `pass_spare_bytes` of tensors of the passes, and `step_spare_bytes`, of activations beside the
+    flat tensors of the optimizer's step.
     """
 
     terms: dict[str, Floats]
+    reserved_bytes: Floats  # their sum, what the device has to hold
     pass_spare_bytes: Floats
     step_spare_bytes: Floats
     update_bytes: Floats  # what lives only while the optimizer's step runs
     moments: Moments  # empty where the framework has no model of them
-
-    @property
-    def reserved_bytes(self) -> Floats:
-        """What the device has to hold: allocations with their fragmentation, context, communication buffers."""
-        return add_up(self.terms.values())
 
     def logged_bytes(self, problem: Problem) -> Floats:
         """The peak that the framework's log shows, of the worst rank or of rank 0: shape (plans)."""

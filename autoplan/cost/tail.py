@@ -32,7 +32,7 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
     shapes = block_shapes(problem.model)
     norms = problem.model.norms_per_block
     tensors = add_up(
-        count.astype(np.float64) * (len(shapes[block].linears) + norms) for block, count in blocks.count.items()
+        count * (len(shapes[block].linears) + norms) for block, count in blocks.count.items()
     )
     tensors = tensors + blocks.at_last(np.where(blocks.is_last[:, 0] & problem.model.tied_embeddings, 1.0, 2.0))
     tensors[:, 0] += 1
@@ -160,7 +160,7 @@ def shown_gather_s(
 
 def first_layers(blocks: StageBlocks) -> Floats:
     """Blocks on the first stage, at least one."""
-    return np.maximum(add_up(count[:, 0].astype(np.float64) for count in blocks.count.values()), 1)
+    return np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1)
 
 
 def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
