@@ -182,8 +182,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
     model, work = problem.model, work or Work.of(problem, batch)
     costs = work.costs
     blocks = stage_blocks(model, batch, stages)
-    forward = np.zeros((len(batch), stages))
-    backward = np.zeros((len(batch), stages))
+    forward, backward = blocks.zeros(), blocks.zeros()
     for block, count in blocks.count.items():
         forward += count * costs[block].total_forward_s[:, None]
         backward += count * costs[block].total_backward_s[:, None]

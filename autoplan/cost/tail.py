@@ -77,7 +77,7 @@ def reduction_s(
 ) -> tuple[Floats, Floats]:
     """(gradient reduction, parameter gather) of every stage at the end of a step, all of it: shape (plans, stages)."""
     is_sharded = batch.sharding > 0
-    reduce = gather = np.zeros((len(batch), blocks.num_stages))
+    reduce = gather = blocks.zeros()
     if is_sharded.any():
         reduce, gather = _sharded_s(problem, batch, blocks, parameters, links)
     if not is_sharded.all():
