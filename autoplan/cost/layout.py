@@ -90,8 +90,8 @@ def chunk_layers_of(batch: PlanBatch, which: Ints) -> Ints:
 def by_chunks(batch: PlanBatch, which: Ints) -> Iterator[tuple[int, Ints]]:
     """(chunks of a rank, those of some plans of one number of stages that have as many)."""
     chunks = batch.vp[which]
-    for vp in np.unique(chunks):
-        yield int(vp), which[chunks == vp]
+    for vp in sorted(set(chunks.tolist())):
+        yield vp, which[chunks == vp]
 
 
 def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks:
@@ -102,7 +102,7 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
     count, repeated = ({kind: np.empty(shape) for kind in kinds} for _ in range(2))
     whole, alike = np.empty(shape, dtype=np.bool_), np.ones(len(first), dtype=np.bool_)
     for vp, plans in by_chunks(batch, first):
-        for has_v in np.unique(is_v[plans]):
+        for has_v in set(is_v[plans].tolist()):
             some = plans[is_v[plans] == has_v]
             rows = like[some]
             held = chunks_of_ranks("zb-v" if has_v else "interleaved", stages, vp)
