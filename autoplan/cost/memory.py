@@ -585,10 +585,10 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
 class StageMemory:
     """Memory of every pipeline rank: arrays of shape (plans, stages), in bytes.
 
-    `terms` are those of `MEMORY_TERMS` at the moment when most is needed: allocations with their fragmentation, context,
-    communication buffers.  Beyond that the allocator keeps, on a device with room, blocks of freed tensors that later
-    ones do not fit into: `pass_spare_bytes` of tensors of the passes, and `step_spare_bytes`, of activations beside the
-    flat tensors of the optimizer's step.
+    `terms` are those of `MEMORY_TERMS` at the moment when most is needed: allocations with their fragmentation, context
+    and communication buffers.  Beyond that the allocator keeps, on a device with room, blocks of freed tensors that
+    later ones do not fit into: `pass_spare_bytes` of tensors of the passes, and `step_spare_bytes`, of activations
+    beside the flat tensors of the optimizer's step.
     """
 
     terms: dict[str, Floats]

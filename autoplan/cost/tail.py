@@ -31,9 +31,7 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
     """How many tensors of weights every stage holds: matrices and norms of its blocks, embedding, final norm, head."""
     shapes = block_shapes(problem.model)
     norms = problem.model.norms_per_block
-    tensors = add_up(
-        count * (len(shapes[block].linears) + norms) for block, count in blocks.count.items()
-    )
+    tensors = add_up(count * (len(shapes[block].linears) + norms) for block, count in blocks.count.items())
     tensors = tensors + blocks.at_last(np.where(blocks.is_last[:, 0] & problem.model.tied_embeddings, 1.0, 2.0))
     tensors[:, 0] += 1
     return tensors
