@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -199,7 +200,7 @@ _FLAGS = ("sp", "tp_overlap", "grad_reduce_overlap", "param_gather_overlap", "ep
 _COUNTS = ("global_batch", "micro_batch", "tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanBatch:
     """Many priced plans: one array element a plan.  Words are held as indices into the tuples above.
 
@@ -325,6 +326,7 @@ class PlanBatch:
         return PlanBatch(**arrays, layouts=tuple(layouts), placement=placements.pop())
 
 
+@cache
 def _arrays() -> tuple[str, ...]:
     """The fields of a batch that have one element a plan."""
     return tuple(field.name for field in fields(PlanBatch) if field.name not in ("layouts", "placement"))

@@ -387,8 +387,8 @@ def _reductions_s(
     none = np.zeros((len(batch), 1), dtype=np.int64)
     block, per_layer = model.layers[0][0], len(model.layers[0])
     blocks = StageBlocks(
-        count={block: fewest[:, None]},
-        repeated={block: none},
+        count={block: fewest[:, None].astype(np.float64)},
+        repeated={block: none.astype(np.float64)},
         repeats_chunk=none > 0,
         chunks_alike=none[:, 0] == 0,
         is_last=none > 0,

@@ -10,6 +10,8 @@ Arrays of stages have the shape (plans, stages); sizes are bytes.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,8 +39,7 @@ def cached_bytes(
     ranks share a copy of the states.
     """
     if not problem.framework.counts_cached_blocks:
-        none = np.zeros((len(batch), blocks.num_stages))
-        return none, none
+        return blocks.zeros(), blocks.zeros()
     passes = _layers(problem.model, blocks) * _in_flight(batch, blocks.num_stages)
     kept = _kept_tensors(problem, batch, blocks, passes)
     gradients, table = _unfit_gradients(problem, batch, blocks, kept)
@@ -47,7 +48,7 @@ def cached_bytes(
 
 
 def _layers(model: ModelSpec, blocks: StageBlocks) -> Floats:
-    return add_up(count.astype(np.float64) for count in blocks.count.values()) / len(model.layers[0])
+    return add_up(blocks.count.values()) / len(model.layers[0])
 
 
 def _in_flight(batch: PlanBatch, stages: int) -> Floats:
@@ -82,14 +83,14 @@ def _kept_tensors(problem: Problem, batch: PlanBatch, blocks: StageBlocks, passe
     per_layer = [(activation, 2.0), (kv, 1.0), (kv + 2.0 * tokens * model.qk_head_dim * model.num_heads, 1.0)]
     if model.gated_mlp:
         per_layer.append((2.0 * activation, 1.0))
-    kept = [(np.repeat(size[:, None], passes.shape[1], axis=1), number * passes) for size, number in per_layer]
+    kept = [(blocks.at_all(size), number * passes) for size, number in per_layer]
     logits = blocks.at_last(FP32_LOGIT_BYTES * tokens * padded_vocab(problem, batch))
     is_last = blocks.is_last.astype(np.float64)
     return [*kept, (logits, 2.0 * is_last), (logits / 2.0, is_last)]
 
 
 def _largest(kept: Kept) -> Floats:
-    return np.maximum.reduce([size for size, _ in kept])
+    return reduce(np.maximum, [size for size, _ in kept])
 
 
 def _unfit_gradients(

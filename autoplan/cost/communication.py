@@ -9,6 +9,7 @@ argument has one element per plan, or groups have the shape (plans, 1) and buffe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def _collective_s(
     has come over the NICs and goes on while more of it comes; for the hops of every level it waits in turn.
     """
     times: list[Floats] = []  # of the fabrics
-    wire = beyond = np.zeros(buffer_bytes.shape)
+    wire = beyond = np.zeros_like(buffer_bytes)
     for at, level in enumerate(topology.levels):
         domains = spans.here[at] / spans.inner[at]
         rate = level_rate(level, domains)
@@ -76,8 +77,7 @@ def _collective_s(
         else:
             wire, beyond = here_wire, here_beyond
         times.append(np.where(spans.reach[at] > spans.base[at], wire + beyond, 0.0))
-    slowest = np.max(times, axis=0)
-    total = sum(times, np.zeros(buffer_bytes.shape))
+    slowest, total = reduce(np.maximum, times), reduce(np.add, times)
     moves = (spans.here[-1] > 1) & (buffer_bytes > 0)
     return np.where(moves, slowest + UNHIDDEN_SHARE * (total - slowest), 0.0)
 
@@ -90,7 +90,7 @@ def all_reduce_s(
     Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
     """
     if not buffer_bytes.any():  # as of the experts of a dense model
-        return np.zeros(buffer_bytes.shape)
+        return np.zeros_like(buffer_bytes)
     spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
     return _all_reduce(topology, spans, buffer_bytes)[0]
 
@@ -123,7 +123,7 @@ def all_gather_s(
 ) -> Floats:
     """Time of an all-gather that ends with `buffer_bytes` on every rank; a reduce-scatter from them costs the same."""
     if not buffer_bytes.any():
-        return np.zeros(buffer_bytes.shape)
+        return np.zeros_like(buffer_bytes)
     spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
     moved = hierarchical_bytes(spans, buffer_bytes, 1.0)
     return _collective_s(topology, spans, moved, spans.hops, buffer_bytes, 1.0)

@@ -6,6 +6,7 @@ Every array has one element per plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +46,11 @@ class Groups:
         return self.expert_shard[0], self.expert_shard[1] * self.replicate[1]
 
 
+@lru_cache(maxsize=4)
 def groups(batch: PlanBatch) -> Groups:
-    """The communicators of every plan.  Expert groups re-use the ranks of a stage: etp fastest, then ep.
+    """The communicators of every plan, worked out once for all that asks of a batch.
 
+    Expert groups re-use the ranks of a stage: etp fastest, then ep.
     Where pipelines come before data parallelism, replicas are whole pipelines and their ranks so much further apart.
     Without sharding all replicas are one group, however they are split.
     Source: Megatron-LM core/parallel_state.py, RankGenerator.

@@ -173,7 +173,7 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
         return np.zeros_like(memory.reserved_bytes)
     needed = memory.reserved_bytes + memory.pass_spare_bytes
     short = needed > framework.retries_above_share * problem.capacity_bytes
-    layers = add_up(count.astype(np.float64) for count in blocks.count.values()) / len(problem.model.layers[0])
+    layers = add_up(blocks.count.values()) / len(problem.model.layers[0])
     return framework.allocator_retry_s * layers * short
 
 
@@ -182,8 +182,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
     model, work = problem.model, work or Work.of(problem, batch)
     costs = work.costs
     blocks = stage_blocks(model, batch, stages)
-    forward = np.zeros((len(batch), stages))
-    backward = np.zeros((len(batch), stages))
+    forward, backward = blocks.zeros(), blocks.zeros()
     for block, count in blocks.count.items():
         forward += count * costs[block].total_forward_s[:, None]
         backward += count * costs[block].total_backward_s[:, None]
@@ -363,13 +362,11 @@ def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     """What keeps it busy for one micro-batch."""
     rows = np.arange(len(laid.batch))
     is_first, is_last = stage == 0, laid.blocks.is_last[rows, stage]
-    terms = {
-        name: add_up(
-            laid.work.costs[block].term_s(name, count[rows, stage], laid.blocks.repeated[block][rows, stage])
-            for block, count in laid.blocks.count.items()
-        )
-        for name in TERMS
-    }
+    held = [
+        (laid.work.costs[block], count[rows, stage], laid.blocks.repeated[block][rows, stage])
+        for block, count in laid.blocks.count.items()
+    ]
+    terms = {name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in held) for name in TERMS}
     terms["fsdp_communication"] += np.where(is_first, laid.ends[0], 0.0) + np.where(is_last, laid.ends[1], 0.0)
     terms["launch"] += 2 * laid.batch.vp * laid.work.action_s
     terms["head"] = np.where(is_last, laid.head[0] + laid.head[1], 0.0) + np.where(is_first, laid.work.embedding_s, 0.0)

@@ -102,7 +102,7 @@ class BlockCost:
             split_s=self.split_s[which],
         )
 
-    def term_s(self, name: str, count: Ints, repeated: Ints) -> Floats:
+    def term_s(self, name: str, count: Floats, repeated: Floats) -> Floats:
         """One term of both passes of `count` such blocks, of which `repeated` are recomputed as a whole."""
         return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
 

@@ -1,4 +1,8 @@
-"""Which blocks does every pipeline rank hold, chunk by chunk, and how many of them are recomputed as a whole?"""
+"""Which blocks does every pipeline rank hold, chunk by chunk, and how many of them are recomputed as a whole?
+
+Arrays of stages have the shape (plans, stages) and lie stage by stage in memory (numpy's order F), as do those of
+chunks: plans are many and stages few, so that loops over memory run over the plans.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,8 @@ class StageBlocks:
     A stage is a pipeline rank; the first holds the embedding, and `is_last` says which one the head.
     """
 
-    count: dict[Block, Ints]
-    repeated: dict[Block, Ints]  # of them, those that full recomputation runs again
+    count: dict[Block, Floats]  # whole numbers, as those they are multiplied with are floats
+    repeated: dict[Block, Floats]  # of them, those that full recomputation runs again
     repeats_chunk: Bools  # whether a chunk of the rank is recomputed down to its last layer
     chunks_alike: Bools  # whether all chunks of every rank have the same blocks: shape (plans)
     is_last: Bools  # whether the rank holds the last chunk
@@ -39,22 +43,30 @@ class StageBlocks:
         """Pipeline ranks."""
         return self.repeats_chunk.shape[1]
 
+    def zeros(self) -> Floats:
+        """Zeros of the shape (plans, stages)."""
+        return np.zeros_like(self.is_last, dtype=np.float64)
+
+    def at_all(self, values: Floats | Ints) -> Floats:
+        """`values` of the plans on all ranks: shape (plans, stages)."""
+        return self.zeros() + values[:, None]
+
     def at_last(self, values: Floats) -> Floats:
         """`values` of the plans on the rank with the last chunk, and 0 elsewhere: shape (plans, stages)."""
-        return np.where(self.is_last, values[:, None], 0.0)
+        return self.is_last * values[:, None]
 
 
 @lru_cache(maxsize=64)
-def _cumulative_blocks(model: ModelSpec) -> dict[Block, Ints]:
+def _cumulative_blocks(model: ModelSpec) -> dict[Block, Floats]:
     """How many blocks of each kind the first n layers have, for n = 0 .. num_layers."""
     kinds = sorted({block for layer in model.layers for block in layer})
     return {
-        kind: np.concatenate([[0], np.cumsum([layer.count(kind) for layer in model.layers])]).astype(np.int64)
+        kind: np.concatenate([[0], np.cumsum([layer.count(kind) for layer in model.layers])]).astype(np.float64)
         for kind in kinds
     }
 
 
-def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Block, tuple[Ints, Ints]]:
+def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Block, tuple[Floats, Floats]]:
     """(blocks, blocks recomputed as a whole) of each kind in every chunk in model order: shape (layouts, chunks) both.
 
     Of `layers`, shape (layouts, chunks), the first `num_repeated`, shape (layouts), of a chunk are recomputed
@@ -72,43 +84,42 @@ def chunk_blocks(model: ModelSpec, layers: Ints, num_repeated: Ints) -> dict[Blo
 def chunk_layers_of(batch: PlanBatch, which: Ints) -> Ints:
     """Layers of every chunk of some plans that have as many chunks: shape (plans, chunks)."""
     used, at = np.unique(batch.layout[which], return_inverse=True)
-    return np.array([batch.layouts[layout] for layout in used], dtype=np.int64)[at]
+    return np.take(np.array([batch.layouts[layout] for layout in used], dtype=np.int64).T, at, axis=1).T
 
 
 def by_chunks(batch: PlanBatch, which: Ints) -> Iterator[tuple[int, Ints]]:
-    """(chunks of the model, those of the plans that have as many)."""
-    used, at = np.unique(batch.layout[which], return_inverse=True)
-    lengths = np.array([len(batch.layouts[layout]) for layout in used], dtype=np.int64)[at]
-    for chunks in np.unique(lengths):
-        yield int(chunks), which[lengths == chunks]
+    """(chunks of a rank, those of some plans of one number of stages that have as many)."""
+    chunks = batch.vp[which]
+    for vp in sorted(set(chunks.tolist())):
+        yield vp, which[chunks == vp]
 
 
 def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks:
     """The blocks of plans that share one number of stages, on the ranks where their schedule puts the chunks."""
     is_v = np.isin(batch.schedule, V_SCHEDULES)
     first, like = distinct_rows(batch.layout, batch.recompute_num_layers, is_v)
-    shape, kinds = (len(first), stages), _cumulative_blocks(model)
-    count, repeated = ({kind: np.empty(shape, dtype=np.int64) for kind in kinds} for _ in range(2))
+    shape, kinds = (stages, len(first)), _cumulative_blocks(model)
+    count, repeated = ({kind: np.empty(shape) for kind in kinds} for _ in range(2))
     whole, alike = np.empty(shape, dtype=np.bool_), np.ones(len(first), dtype=np.bool_)
-    for chunks, plans in by_chunks(batch, first):
-        for has_v in np.unique(is_v[plans]):
+    for vp, plans in by_chunks(batch, first):
+        for has_v in set(is_v[plans].tolist()):
             some = plans[is_v[plans] == has_v]
             rows = like[some]
-            held = chunks_of_ranks("zb-v" if has_v else "interleaved", stages, chunks // stages)
+            held = chunks_of_ranks("zb-v" if has_v else "interleaved", stages, vp)
             layers, num_repeated = chunk_layers_of(batch, some), batch.recompute_num_layers[some]
-            whole[rows] = ((layers <= num_repeated[:, None]) & (layers > 0))[:, held].any(axis=2)
+            whole[:, rows] = ((layers <= num_repeated[:, None]) & (layers > 0)).T[held].any(axis=1)
             for kind, tables in chunk_blocks(model, layers, num_repeated).items():
-                per_rank, again_per_rank = (table[:, held] for table in tables)
-                count[kind][rows], repeated[kind][rows] = per_rank.sum(axis=2), again_per_rank.sum(axis=2)
+                per_rank, again_per_rank = (table.T[held] for table in tables)  # (ranks, chunks of a rank, plans)
+                count[kind][:, rows], repeated[kind][:, rows] = per_rank.sum(axis=1), again_per_rank.sum(axis=1)
                 for each in (per_rank, again_per_rank):
-                    alike[rows] &= (each == each[:, :, :1]).all(axis=(1, 2))
+                    alike[rows] &= (each == each[:, :1]).all(axis=(0, 1))
     last = np.where(is_v, 0, stages - 1)
     return StageBlocks(
-        count={kind: table[like] for kind, table in count.items()},
-        repeated={kind: table[like] for kind, table in repeated.items()},
-        repeats_chunk=whole[like],
+        count={kind: np.take(table, like, axis=1).T for kind, table in count.items()},
+        repeated={kind: np.take(table, like, axis=1).T for kind, table in repeated.items()},
+        repeats_chunk=np.take(whole, like, axis=1).T,
         chunks_alike=alike[like],
-        is_last=np.arange(stages) == last[:, None],
+        is_last=(np.arange(stages)[:, None] == last).T,
     )
 
 

@@ -64,14 +64,11 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
     """Blocks, embedding (first stage), head and final norm (last stage) of one rank."""
     model = problem.model
     held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
-    stages = blocks.num_stages
-    dense = np.zeros((len(batch), stages))
-    expert = np.zeros((len(batch), stages))
+    dense, expert, ends = (blocks.zeros() for _ in range(3))
     for block, count in blocks.count.items():
         dense += count * held[block][0][:, None]
         expert += count * held[block][1][:, None]
     table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
-    ends = np.zeros((len(batch), stages))
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
     # A tied head is a second copy unless the rank that holds it has the embedding as well.
     has_table = blocks.is_last[:, 0]
@@ -175,7 +172,7 @@ class ChunkEnds:
     waiting: dict[Block, Floats]
     spent: Floats
 
-    def waiting_bytes(self, counts: dict[Block, tuple[Ints, Ints]], rows: Ints) -> Floats:
+    def waiting_bytes(self, counts: dict[Block, tuple[Floats, Floats]], rows: Ints) -> Floats:
         """The same of whole chunks with so many blocks; the first has one backward pass: shape (rows, chunks)."""
         size = add_up(count * self.waiting[block][rows, None] for block, (count, _) in counts.items())
         size[:, -1] -= self.spent[rows]
@@ -187,30 +184,32 @@ def _activations(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, kept: dict[Block, Floats], ends: ChunkEnds | None = None
 ) -> Floats:
     """Bytes kept for the backward passes of all micro-batches in flight: shape (plans, stages)."""
-    stored = stored_bytes(problem, batch)
-    one = np.zeros((len(batch), blocks.num_stages))
+    stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
+    one = blocks.zeros()
     for block, count in blocks.count.items():
         repeated = blocks.repeated[block]
         one += (count - repeated) * kept[block][:, None] + repeated * stored[:, None]
     depths = _prediction_bytes(problem, batch, kept)
     one += blocks.at_last(depths)
-    gpipe = batch.schedule == SCHEDULES.index("gpipe")
-    live = in_flight_chunks(blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=gpipe)
-    result = (one / batch.vp[:, None] + boundary_bytes(problem, batch)[:, None]) * live
+    microbatches, is_gpipe = batch.num_microbatches, batch.schedule == SCHEDULES.index("gpipe")
+    live = in_flight_chunks(blocks.num_stages, batch.vp, microbatches, gpipe=is_gpipe)
+    result = (one / batch.vp[:, None] + boundary[:, None]) * live
+    # More micro-batches than fill the pipeline three times keep no more alive, but where all of them are.
+    fills = (microbatches % blocks.num_stages == 0) & ~is_gpipe
+    microbatches = np.where(fills, np.minimum(microbatches, _FILLED * blocks.num_stages), microbatches)
     # Where the chunks of a rank differ it matters which of them are alive together.
     split = np.isin(batch.schedule, SPLIT_SCHEDULES)
     unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))) | (ends is not None))
     for _, rows in by_chunks(batch, unlike):
-        some = batch.take(rows)
-        size = _chunk_bytes(problem, some, {block: size[rows] for block, size in kept.items()})
+        counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers[rows])
+        size = _chunk_bytes(counts, rows, kept, stored, boundary, depths)
         waiting = None
         if ends is not None:
             size[:, 1:] += ends.received[rows, None]
             size[:, :-1] += ends.sent[rows, None]
             size[:, -1] += ends.head[rows]
-            layers = chunk_layers_of(batch, rows)
-            waiting = ends.waiting_bytes(chunk_blocks(problem.model, layers, some.recompute_num_layers), rows)
-        result[rows] = _most_alive(some, blocks.num_stages, size, waiting)
+            waiting = ends.waiting_bytes(counts, rows)
+        result[rows] = _most_alive(batch.schedule[rows], microbatches[rows], blocks.num_stages, size, waiting)
     return result
 
 
@@ -223,14 +222,22 @@ def _prediction_bytes(problem: Problem, batch: PlanBatch, kept: dict[Block, Floa
     return depths
 
 
-def _chunk_bytes(problem: Problem, batch: PlanBatch, kept: dict[Block, Floats]) -> Floats:
-    """Bytes that one micro-batch keeps in every chunk, of plans with as many chunks: shape (plans, chunks)."""
-    layers = chunk_layers_of(batch, np.arange(len(batch)))
-    stored = stored_bytes(problem, batch)
-    size = np.repeat(boundary_bytes(problem, batch)[:, None], layers.shape[1], axis=1)
-    for block, (count, again) in chunk_blocks(problem.model, layers, batch.recompute_num_layers).items():
-        size += (count - again) * kept[block][:, None] + again * stored[:, None]
-    size[:, -1] += _prediction_bytes(problem, batch, kept)
+def _chunk_bytes(
+    counts: dict[Block, tuple[Floats, Floats]],
+    rows: Ints,
+    kept: dict[Block, Floats],
+    stored: Floats,
+    boundary: Floats,
+    depths: Floats,
+) -> Floats:
+    """Bytes that one micro-batch keeps in every chunk, of some plans with as many chunks: shape (rows, chunks).
+
+    `counts` are the blocks of their chunks, as `chunk_blocks` has them; the other arrays are those of all plans.
+    """
+    size = np.zeros_like(next(count for count, _ in counts.values())) + boundary[rows, None]
+    for block, (count, again) in counts.items():
+        size += (count - again) * kept[block][rows, None] + again * stored[rows, None]
+    size[:, -1] += depths[rows]
     return size
 
 
@@ -241,31 +248,33 @@ def chunk_activation_bytes(problem: Problem, batch: PlanBatch) -> Floats:
         block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
         for block, shape in shapes.items()
     }
-    return _chunk_bytes(problem, batch, kept)
+    rows = np.arange(len(batch))
+    counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers)
+    stored, boundary = stored_bytes(problem, batch), boundary_bytes(problem, batch)
+    return _chunk_bytes(counts, rows, kept, stored, boundary, _prediction_bytes(problem, batch, kept))
 
 
-def _most_alive(batch: PlanBatch, stages: int, chunk_bytes: Floats, waiting_bytes: Floats | None = None) -> Floats:
+def _most_alive(
+    schedules: Ints, microbatches: Ints, stages: int, chunk_bytes: Floats, waiting_bytes: Floats | None = None
+) -> Floats:
     """The largest sum of `chunk_bytes` that is alive at once on every rank: shape (plans, stages).
 
     The plans have as many chunks; `chunk_bytes` is what each of them keeps, shape (plans, chunks), and `waiting_bytes`
     what it keeps beside that between the two gradients of a split backward pass.
     """
-    result = np.empty((len(batch), stages))
+    result = np.empty((len(schedules), stages), order="F")
     vp = chunk_bytes.shape[1] // stages
-    # More micro-batches than fill the pipeline three times keep no more alive, but where all of them are.
-    count = batch.num_microbatches
-    fills = (count % stages == 0) & (batch.schedule != SCHEDULES.index("gpipe"))
-    count = np.where(fills, np.minimum(count, _FILLED * stages), count)
-    first, like = distinct_rows(batch.schedule, count)
+    first, like = distinct_rows(schedules, microbatches)
     for at, one in enumerate(first):
-        rows, schedule = np.flatnonzero(like == at), SCHEDULES[batch.schedule[one]]
-        waits = waiting_bytes is not None and batch.schedule[one] in SPLIT_SCHEDULES
-        alive = live_chunks(schedule, stages, vp, int(count[one]), waiting=waits)
+        rows, schedule = np.flatnonzero(like == at), SCHEDULES[schedules[one]]
+        waits = waiting_bytes is not None and schedules[one] in SPLIT_SCHEDULES
+        # Whole numbers as floats, as those they are multiplied with are.
+        alive = live_chunks(schedule, stages, vp, int(microbatches[one]), waiting=waits).astype(np.float64)
         places = chunks_of_ranks(schedule, stages, vp)
-        held = chunk_bytes[rows][:, places]  # (rows, ranks, chunks of a rank)
+        held = np.take(chunk_bytes.T, rows, axis=1)[places]  # (ranks, chunks of a rank, rows)
         if waiting_bytes is not None and waits:
-            held = np.concatenate([held, waiting_bytes[rows][:, places]], axis=2)
-        result[rows] = np.einsum("rpv,pkv->rpk", held, alive).max(axis=2)
+            held = np.concatenate([held, np.take(waiting_bytes.T, rows, axis=1)[places]], axis=1)
+        result[rows] = np.einsum("pvr,pkv->pkr", held, alive).max(axis=1).T
     return result
 
 
@@ -287,7 +296,7 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     The head's is on the last stage (Megatron-LM core/tensor_parallel/layers.py get_dummy_wgrad).
     """
     if not problem.framework.dummy_wgrad_buffers:
-        return np.zeros((len(batch), blocks.num_stages))
+        return blocks.zeros()
     total = np.zeros(len(batch))
     seen: set[tuple[int, int, str]] = set()
     for shape in block_shapes(problem.model).values():
@@ -420,7 +429,7 @@ def _held(
         parameters=whole,
         ends=parameters.ends,
         head=blocks.at_last(table / batch.tp),
-        unit=np.repeat(unit[:, None], blocks.num_stages, axis=1),
+        unit=blocks.at_all(unit),
         own=_spread_bytes(parameters, places, 1.0, sharded),
         own_ends=parameters.ends / np.where(sharded, places.shard[1], 1)[:, None],
         summed=summed,
@@ -443,7 +452,8 @@ def _held_by_stage(
     element = problem.training.element_bytes
     sliced = element * norm_tokens(problem, batch) * model.hidden_size
     logits, norm = _num_logits(problem, batch), _last_norm_bytes(problem, batch)
-    inputs = np.repeat(batch.vp[:, None], blocks.num_stages, axis=1) - (np.arange(blocks.num_stages) == 0)
+    inputs = blocks.at_all(batch.vp)
+    inputs[:, 0] -= 1
     outputs = batch.vp[:, None] - blocks.is_last
     in_flight = in_flight_chunks(
         blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=batch.schedule == SCHEDULES.index("gpipe")
@@ -460,7 +470,7 @@ def _held_by_stage(
         # The output stays; the gradient of what the last layer made is a tensor of its own.
         behind=blocks.at_last((WIDE_BYTES * logits + norm - sliced) * (batch.vp == 1)),
         transients=held.transients - gone[:, None],
-        matrix=np.repeat(_last_matrix(problem, batch)[:, None], blocks.num_stages, axis=1),
+        matrix=blocks.at_all(_last_matrix(problem, batch)),
         layer=np.where(blocks.repeats_chunk, stored[:, None], least[:, None]),
         refills=in_flight < (batch.num_microbatches * batch.vp)[:, None],
     )
@@ -575,11 +585,12 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     terms["fragmentation"] = (framework.reserved_factor - 1.0) * add_up(terms.values())
     cached, at_end = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, places.shard[1])
     terms["cached"] = CACHED_SHARE * cached
-    terms["communicators"] = np.repeat(communicator_bytes(problem, places)[:, None], stages, axis=1)
-    terms["context"] = np.full((len(batch), stages), framework.fixed_bytes)
+    terms["communicators"] = blocks.at_all(communicator_bytes(problem, places))
+    terms["context"] = np.full_like(cached, framework.fixed_bytes)
     spare = at_end + framework.reserved_factor * np.minimum(update, passes)
     return StageMemory(
         terms=terms,
+        reserved_bytes=add_up(terms.values()),
         pass_spare_bytes=(1.0 - CACHED_SHARE) * cached,
         step_spare_bytes=spare,
         update_bytes=update,
@@ -591,22 +602,18 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
 class StageMemory:
     """Memory of every pipeline rank: arrays of shape (plans, stages), in bytes.
 
-    `terms` are those of `MEMORY_TERMS` at the moment when most is needed; they add up to what the device has to hold.
-    Beyond that the allocator keeps, on a device with room, blocks of freed tensors that later ones do not fit into:
-    `pass_spare_bytes` of tensors of the passes, and `step_spare_bytes`, of activations beside the flat tensors of the
-    optimizer's step.
+    `terms` are those of `MEMORY_TERMS` at the moment when most is needed: allocations with their fragmentation, context
+    and communication buffers.  Beyond that the allocator keeps, on a device with room, blocks of freed tensors that
+    later ones do not fit into: `pass_spare_bytes` of tensors of the passes, and `step_spare_bytes`, of activations
+    beside the flat tensors of the optimizer's step.
     """
 
     terms: dict[str, Floats]
+    reserved_bytes: Floats  # their sum, what the device has to hold
     pass_spare_bytes: Floats
     step_spare_bytes: Floats
     update_bytes: Floats  # what lives only while the optimizer's step runs
     moments: Moments  # empty where the framework has no model of them
-
-    @property
-    def reserved_bytes(self) -> Floats:
-        """What the device has to hold: allocations with their fragmentation, context, communication buffers."""
-        return add_up(self.terms.values())
 
     def logged_bytes(self, problem: Problem) -> Floats:
         """The peak that the framework's log shows, of the worst rank or of rank 0: shape (plans)."""

@@ -177,6 +177,7 @@ def stage_terms(held: HeldByStage) -> Moments:
 def at_peak(moments: Moments) -> dict[str, Floats]:
     """The terms of the moment that needs most."""
     every = [terms for phase in moments.values() for terms in phase]
-    totals = np.stack([sum(terms.values(), start=np.float64(0.0)) for terms in every])
+    totals = np.stack([sum(terms.values(), start=np.float64(0.0)).T for terms in every])
     most = totals.argmax(axis=0)[None]
-    return {name: np.take_along_axis(np.stack([terms[name] for terms in every]), most, axis=0)[0] for name in every[0]}
+    stacked = {name: np.stack([terms[name].T for terms in every]) for name in every[0]}
+    return {name: np.take_along_axis(values, most, axis=0)[0].T for name, values in stacked.items()}

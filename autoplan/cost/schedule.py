@@ -15,9 +15,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def _before(times: Floats) -> Floats:
-    """Sum over the earlier stages."""
-    return np.cumsum(times, axis=1) - times
+def _whole(times: Floats) -> Floats:
+    """Sum over all stages, which lie side by side for it: it does not depend on the batch that a plan stands in."""
+    return np.ascontiguousarray(times).sum(axis=1)
 
 
 def one_forward_one_backward_s(
@@ -34,15 +34,15 @@ def one_forward_one_backward_s(
     """
     stages = forward_s.shape[1]
     both = forward_s + backward_s
-    before = _before(both)
-    behind = both.sum(axis=1, keepdims=True) - before - both
-    warmup = np.arange(stages - 1, -1, -1)
+    before = np.cumsum(both, axis=1) - both
+    behind = _whole(both)[:, None] - before - both
+    warmup = np.arange(stages - 1, -1, -1)[:, None]
     # Forwards of the warm-up cover work behind the stage before its first backward, backwards of the cool-down after
     # its last forward.  With fewer micro-batches than that, all forwards come first and there is one gap, not two.
-    covering = np.minimum(num_microbatches[:, None] - 1, warmup)
+    covering = np.minimum(num_microbatches - 1, warmup).T
     filling = np.maximum(behind - covering * forward_s, 0.0)
     draining = np.maximum(behind - covering * backward_s, 0.0)
-    uncovered = np.where(covering < warmup, np.maximum(filling, draining), filling + draining)
+    uncovered = np.where(covering < warmup.T, np.maximum(filling, draining), filling + draining)
     path = num_microbatches[:, None] * both + (before + uncovered) / chunks[:, None] + sends_s
     critical = np.argmax(path, axis=1)
     return path[np.arange(len(path)), critical], critical
@@ -51,8 +51,8 @@ def one_forward_one_backward_s(
 def gpipe_s(forward_s: Floats, backward_s: Floats, num_microbatches: Ints) -> tuple[Floats, Ints]:
     """(makespan, critical stage) of all forwards before all backwards: two flow shops with equal jobs, exact."""
     rest = num_microbatches - 1
-    makespan = forward_s.sum(axis=1) + rest * forward_s.max(axis=1)
-    makespan = makespan + backward_s.sum(axis=1) + rest * backward_s.max(axis=1)
+    makespan = _whole(forward_s) + rest * forward_s.max(axis=1)
+    makespan = makespan + _whole(backward_s) + rest * backward_s.max(axis=1)
     return makespan, np.argmax(forward_s + backward_s, axis=1)
 
 
@@ -103,9 +103,8 @@ def in_flight_chunks(stages: int, chunks: Ints, num_microbatches: Ints, *, gpipe
     GPipe min(m) of them, 1F1B min(m, p - r), interleaved min(m v, 2 (p - r - 1) + (v - 1) p + 1), with micro-batch
     groups of p (`modelling` B4, Megatron-LM schedules.py get_pp_rank_microbatches).
     """
-    rank = np.arange(stages)
-    v, m = chunks[:, None], num_microbatches[:, None]
-    interleaved = np.minimum(m * v, 2 * (stages - rank - 1) + (v - 1) * stages + 1)
-    plain = np.minimum(m, stages - rank)
-    live = np.where(v > 1, interleaved, plain)
-    return np.where(gpipe[:, None], m * v, live)
+    rank = np.arange(stages)[:, None]
+    every = num_microbatches * chunks
+    interleaved = np.minimum(every, 2 * (stages - rank - 1) + (chunks - 1) * stages + 1)
+    plain = np.minimum(num_microbatches, stages - rank)
+    return np.where(gpipe, every, np.where(chunks > 1, interleaved, plain)).T

@@ -31,9 +31,7 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
     """How many tensors of weights every stage holds: matrices and norms of its blocks, embedding, final norm, head."""
     shapes = block_shapes(problem.model)
     norms = problem.model.norms_per_block
-    tensors = add_up(
-        count.astype(np.float64) * (len(shapes[block].linears) + norms) for block, count in blocks.count.items()
-    )
+    tensors = add_up(count * (len(shapes[block].linears) + norms) for block, count in blocks.count.items())
     tensors = tensors + blocks.at_last(np.where(blocks.is_last[:, 0] & problem.model.tied_embeddings, 1.0, 2.0))
     tensors[:, 0] += 1
     return tensors
@@ -77,7 +75,7 @@ def reduction_s(
 ) -> tuple[Floats, Floats]:
     """(gradient reduction, parameter gather) of every stage at the end of a step, all of it: shape (plans, stages)."""
     is_sharded = batch.sharding > 0
-    reduce = gather = np.zeros((len(batch), blocks.num_stages))
+    reduce = gather = blocks.zeros()
     if is_sharded.any():
         reduce, gather = _sharded_s(problem, batch, blocks, parameters, links)
     if not is_sharded.all():
@@ -161,7 +159,7 @@ def shown_gather_s(
 
 def first_layers(blocks: StageBlocks) -> Floats:
     """Blocks on the first stage, at least one."""
-    return np.maximum(add_up(count[:, 0].astype(np.float64) for count in blocks.count.values()), 1)
+    return np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1)
 
 
 def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:

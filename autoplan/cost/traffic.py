@@ -166,7 +166,7 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
 
 def _passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block: Block) -> tuple[Floats, Floats]:
     """(backward, forward) passes through blocks of a kind in a step, those of recomputation that send among these."""
-    count, repeated = (table[block][0].astype(np.float64) for table in (blocks.count, blocks.repeated))
+    count, repeated = (table[block][0] for table in (blocks.count, blocks.repeated))
     if problem.model.num_mtp_layers:
         predicting = problem.model.num_mtp_layers * problem.model.mtp_layer.count(block) * blocks.is_last[0]
         count, repeated = count + predicting, repeated + predicting * repeats_mtp(batch)
