@@ -42,8 +42,9 @@ class Framework:
     shards_logits: bool = True  # vocabulary-parallel cross entropy
     pads_vocab_to: int = 128  # multiple of this times tp
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
-    # What an eager norm keeps beyond its input and output; 6 where its fp32 copies stand in for the input.
-    bytes_per_eager_norm: float = 8.0
+    # What an eager RMSNorm keeps beyond its input and output: an fp32 copy instead of the input, and the normalised input
+    # in 16 bits.  6 where that is in fp32, too (`modelling` B2).
+    bytes_per_eager_norm: float = 4.0
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
     # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit

@@ -109,7 +109,12 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
 
 
 def eager_norm_bytes(problem: Problem) -> float:
-    """What a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it."""
+    """What a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it.
+
+    Torch's layer norm is one kernel, which keeps two numbers per token; only an RMSNorm is made of parts.
+    """
+    if problem.model.norm == "layernorm":
+        return 0.0
     framework, told = problem.framework, problem.training.fused_norm
     # Torch has no fused kernel for its norms on the host.
     fused = framework.fused_norm and not (framework.fsdp2_states and problem.cluster.device.vendor == "cpu")
@@ -159,8 +164,8 @@ def _output_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def _bytes_per_width(problem: Problem, batch: PlanBatch) -> Floats:
     """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well."""
-    wide = (4.0 if problem.model.gated_mlp else 2.0) + (0.0 if problem.framework.fused_activation else 2.0)
-    return wide + input_bytes(problem, batch)
+    gated = 4.0 if problem.framework.fused_activation else 6.0
+    return (gated if problem.model.gated_mlp else 2.0) + input_bytes(problem, batch)
 
 
 def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
