@@ -55,6 +55,8 @@ class Framework:
     bytes_per_fused_score: float = 2.0  # kept of an attention score by that kernel: its output
     keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
     keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
+    # Precisions in which those copies are all that is kept of the weights of narrow GEMMs (--fp8-param-gather).
+    narrow_weights: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     dropout: bool = False
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
