@@ -42,8 +42,8 @@ class Framework:
     shards_logits: bool = True  # vocabulary-parallel cross entropy
     pads_vocab_to: int = 128  # multiple of this times tp
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
-    # What an eager RMSNorm keeps beyond its input and output: an fp32 copy instead of the input, and the normalised input
-    # in 16 bits.  6 where that is in fp32, too (`modelling` B2).
+    # What an eager RMSNorm keeps beyond its input and output: an fp32 copy instead of the input, and the normalised
+    # input in 16 bits.  6 where that is in fp32, too (`modelling` B2).
     bytes_per_eager_norm: float = 4.0
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
