@@ -43,8 +43,9 @@ class Framework:
     shards_logits: bool = True  # vocabulary-parallel cross entropy
     pads_vocab_to: int = 128  # multiple of this times tp
     fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
-    # What an eager norm keeps beyond its input and output; 6 where its fp32 copies stand in for the input.
-    bytes_per_eager_norm: float = 8.0
+    # What an eager RMSNorm keeps beyond its input and output: an fp32 copy instead of the input, and the normalised
+    # input in 16 bits.  6 where that is in fp32, too (`modelling` B2).
+    bytes_per_eager_norm: float = 4.0
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
     # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
@@ -55,6 +56,8 @@ class Framework:
     bytes_per_fused_score: float = 2.0  # kept of an attention score by that kernel: its output
     keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
     keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
+    # Precisions in which those copies are all that is kept of the weights of narrow GEMMs (--fp8-param-gather).
+    narrow_weights: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     dropout: bool = False
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces

@@ -139,6 +139,18 @@ def test_narrow_gemms_keep_their_inputs_as_quantised(precision: Any, size: float
     assert activations(eager, "none", precision=precision) == activations(eager, "none")
 
 
+@pytest.mark.parametrize(
+    ("norm", "gated", "more"),
+    [("layernorm", False, 0), ("layernorm", True, 2 * 128), ("rmsnorm", True, 8 * 64 + 2 * 128)],
+)
+def test_eager_code_keeps_more_where_it_is_made_of_parts(norm: Any, gated: bool, more: int) -> None:
+    """Two RMSNorms keep 4 h more each, SwiGLU 2 f; a layer norm and GELU are one kernel of torch each."""
+    problem = problem_of(dataclasses.replace(DENSE, norm=norm, gated_mlp=gated))
+    parts = dataclasses.replace(problem, framework=dataclasses.replace(BARE, fused_norm=False, fused_activation=False))
+    (eager,), (fused,) = (activations(one, "none") for one in (parts, problem))
+    assert eager - fused == pytest.approx(8 * TOKENS * more)
+
+
 def test_a_busier_rank_of_experts_keeps_the_more_tokens() -> None:
     even, uneven = problem_of(LATENT), problem_of(LATENT, expert_imbalance=1.5)
     routed = 3 * TOKENS * 2 * (2 * 64 + 6 * 32)

@@ -113,8 +113,11 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
 def eager_norm_bytes(problem: Problem) -> float:
     """What a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it.
 
-    In fp32 that is what it has normalised: the copy of its input is the input itself.
+    In fp32 that is what it has normalised: the copy of its input is the input itself.  Torch's layer norm is one kernel,
+    which keeps two numbers per token; only an RMSNorm is made of parts.
     """
+    if problem.model.norm == "layernorm":
+        return 0.0
     framework, told = problem.framework, problem.training.fused_norm
     # Torch has no fused kernel for its norms on the host.
     fused = framework.fused_norm and not (framework.fsdp2_states and problem.cluster.device.vendor == "cpu")
@@ -175,8 +178,8 @@ def _output_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def _bytes_per_width(problem: Problem, batch: PlanBatch) -> Floats:
     """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well."""
-    kept = (2 if problem.model.gated_mlp else 1) + (0 if problem.framework.fused_activation else 1)
-    return kept * problem.training.element_bytes + input_bytes(problem, batch)
+    gated = 2 if problem.framework.fused_activation else 3
+    return (gated if problem.model.gated_mlp else 1) * problem.training.element_bytes + input_bytes(problem, batch)
 
 
 def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
