@@ -30,6 +30,8 @@ from autoplan.cost.compute import (
     kernel_times,
     local_sizes,
     memory_bound_s,
+    padded_vocab,
+    rank_tokens,
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, SharedStates, layer_times, repeats_core_only, shared_states
@@ -41,6 +43,10 @@ from autoplan.topology.levels import Gaps
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+# Of the vocabulary-parallel loss, each of an fp32 number per token.
+LOSS_REDUCTIONS = 3
+BYTES_PER_REDUCED_TOKEN = 4.0
 
 # The terms of a block's time, in the order in which they are shown.
 TERMS = (
@@ -276,17 +282,52 @@ def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats
     return inputs, whole, whole
 
 
+def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """((forward, backward) of the embedding, (forward, backward) of the head): tensor-parallel collectives, all exposed.
+
+    Every rank looks up its rows of the table, whose sum is scattered under sequence parallelism; its gradient is
+    gathered.  The head gathers its inputs, whose gradient is scattered, and the vocabulary-parallel loss reduces three
+    fp32 numbers a token: the largest logit, that of the label, and the sum of the exponentials.  Without sequence
+    parallelism the sums are all-reduces, and nothing is gathered.  Ends that were measured have all of it in them.
+    Source: Megatron-LM core/tensor_parallel/layers.py and cross_entropy.py; nanotron
+    parallel/tensor_parallel/functional.py.
+    """
+    none = np.zeros(len(batch))
+    if (batch.tp == 1).all() or problem.timings.is_own:
+        return (none, none), (none, none)
+    group, hidden = groups(batch).tp, tp_buffer_bytes(problem, batch)
+    meeting = _meeting_s(problem, batch)
+    gather = reduce = none
+    if batch.sp.any():
+        gather = np.where(batch.sp, links.all_gather_s(*group, hidden) + meeting, 0.0)
+        reduce = links.reduce_scatter_s(*group, hidden)
+    if not batch.sp.all():
+        reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, hidden))
+    reduce = reduce + meeting
+    if problem.framework.shards_logits:
+        loss = LOSS_REDUCTIONS * (links.all_reduce_s(*group, BYTES_PER_REDUCED_TOKEN * rank_tokens(problem, batch)) + meeting)
+    else:
+        logits = 2.0 * rank_tokens(problem, batch) * padded_vocab(problem, batch)
+        loss = links.all_gather_s(*group, logits) + meeting
+    heads = 1 + problem.model.num_mtp_layers
+    return (reduce, gather), (heads * (gather + loss), heads * reduce)
+
+
+def _meeting_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """What a tensor-parallel collective waits for, until the host of every rank has launched it."""
+    framework = problem.framework
+    leaves = batch.tp > problem.cluster.levels[-1].num_devices
+    host = framework.host_s_per_collective * (batch.tp > 1)
+    return problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
+
+
 def _tp_s(
     problem: Problem, batch: PlanBatch, link_s: tuple[Floats, ...], gemm_s: tuple[Floats, Floats]
 ) -> tuple[Floats, Floats]:
     """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` in the two passes."""
-    framework = problem.framework
-    leaves = batch.tp > problem.cluster.levels[-1].num_devices
-    host = framework.host_s_per_collective * (batch.tp > 1)
-    host = problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
-    meeting = host * np.where(batch.sp, 2, 1)
+    meeting = _meeting_s(problem, batch) * np.where(batch.sp, 2, 1)
     # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
-    share = np.where(batch.tp_overlap, framework.tp_overlap_share, 0.0)
+    share = np.where(batch.tp_overlap, problem.framework.tp_overlap_share, 0.0)
     forward, backward = (
         taken - share * np.minimum(taken, products) + meeting for taken, products in zip(link_s, gemm_s, strict=True)
     )
