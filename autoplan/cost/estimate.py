@@ -131,6 +131,7 @@ class Stages:
     ends: tuple[Floats, Floats]  # exposed traffic of sharded embedding and head in one micro-batch: shape (plans)
     first: tuple[Floats, Floats]  # forward, backward of what stands before the first layer and
     last: tuple[Floats, Floats]  # behind the last one, all traffic included: shape (plans)
+    made_up_s: tuple[Floats, Floats]  # less these launches, which hide under the head: shape (plans)
     forward_s: Floats
     backward_s: Floats
     parameters: StageParameters
@@ -182,6 +183,28 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     return framework.allocator_retry_s * layers * short
 
 
+def _made_up_s(
+    problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks, head_s: Floats
+) -> tuple[Floats, Floats]:
+    """(forward, backward) launches of a micro-batch that do not show, as the head makes up for them: shape (plans).
+
+    While the device is busy with the few long kernels of head and loss the host launches these, as many as those of a
+    block, and goes on with the backward pass of the layers, and from there with the next forward pass.  In a pipeline
+    it waits for messages, and with experts for the device in every layer.
+    """
+    runs_ahead = (batch.pp == 1) & (Block.MOE not in costs)
+    forward = backward = np.zeros(len(batch))
+    for block, cost in costs.items():
+        count, repeated = blocks.count[block][:, 0], blocks.repeated[block][:, 0]
+        forward = forward + count * cost.forward_s["launch"]
+        backward = backward + count * cost.backward_s["launch"] + repeated * cost.repeat_s["launch"]
+    framework = problem.framework
+    launched = problem.calibration.host * (framework.host_s_per_block_forward + framework.host_s_per_block_backward)
+    ahead = np.where(runs_ahead, np.maximum(head_s - launched, 0.0), 0.0)
+    after = np.minimum(np.maximum(backward, 0.0), ahead)
+    return np.minimum(forward, ahead - after), after
+
+
 def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None = None) -> Stages:
     """Every pipeline rank of plans that share the number of `stages`; `work` is theirs, if it is known."""
     model, work = problem.model, work or Work.of(problem, batch)
@@ -210,7 +233,11 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
         embedding[0] + table_tp[0] + FORWARD_SHARE * work.embedding_s,
         embedding[1] + table_tp[1] + (1 - FORWARD_SHARE) * work.embedding_s,
     )
-    last = (head_forward + head_traffic[0] + head_tp[0], head_backward + head_traffic[1] + head_tp[1])
+    made_up = _made_up_s(problem, batch, costs, blocks, head_forward + head_backward)
+    last = (
+        head_forward + head_traffic[0] + head_tp[0] - made_up[0],
+        head_backward + head_traffic[1] + head_tp[1] - made_up[1],
+    )
     forward[:, 0] += first[0]
     backward[:, 0] += first[1]
     actions = (work.action_s * batch.vp)[:, None]
@@ -228,6 +255,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
         ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
         first=first,
         last=last,
+        made_up_s=made_up,
         forward_s=forward,
         backward_s=backward,
         retries_s=retries,
@@ -380,7 +408,7 @@ def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     table_tp, head_tp = (add_up(one) for one in laid.work.ends_tp)
     terms["tp_communication"] += np.where(is_first, table_tp, 0.0) + np.where(is_last, head_tp, 0.0)
     terms["fsdp_communication"] += np.where(is_first, laid.ends[0], 0.0) + np.where(is_last, laid.ends[1], 0.0)
-    terms["launch"] += 2 * laid.batch.vp * laid.work.action_s
+    terms["launch"] += 2 * laid.batch.vp * laid.work.action_s - np.where(is_last, add_up(laid.made_up_s), 0.0)
     terms["head"] = np.where(is_last, laid.head[0] + laid.head[1], 0.0) + np.where(is_first, laid.work.embedding_s, 0.0)
     terms["allocator_retries"] = laid.retries_s[rows, stage]
     return terms

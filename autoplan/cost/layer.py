@@ -283,7 +283,7 @@ def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats
 
 
 def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """((forward, backward) of the embedding, (forward, backward) of the head): tensor-parallel collectives, all exposed.
+    """Tensor-parallel collectives, all exposed: ((forward, backward) of the embedding, (forward, backward) of the head).
 
     Every rank looks up its rows of the table, whose sum is scattered under sequence parallelism; its gradient is
     gathered.  The head gathers its inputs, whose gradient is scattered, and the vocabulary-parallel loss reduces three
@@ -296,7 +296,8 @@ def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[F
     if (batch.tp == 1).all() or problem.timings.is_own:
         return (none, none), (none, none)
     group, hidden = groups(batch).tp, tp_buffer_bytes(problem, batch)
-    meeting = _meeting_s(problem, batch)
+    host, far = _meeting_s(problem, batch)
+    meeting = host + far
     gather = reduce = none
     if batch.sp.any():
         gather = np.where(batch.sp, links.all_gather_s(*group, hidden) + meeting, 0.0)
@@ -305,7 +306,8 @@ def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[F
         reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, hidden))
     reduce = reduce + meeting
     if problem.framework.shards_logits:
-        loss = LOSS_REDUCTIONS * (links.all_reduce_s(*group, BYTES_PER_REDUCED_TOKEN * rank_tokens(problem, batch)) + meeting)
+        numbers = links.all_reduce_s(*group, BYTES_PER_REDUCED_TOKEN * rank_tokens(problem, batch))
+        loss = LOSS_REDUCTIONS * (numbers + far) + host  # they follow one another, and the hosts have met
     else:
         logits = 2.0 * rank_tokens(problem, batch) * padded_vocab(problem, batch)
         loss = links.all_gather_s(*group, logits) + meeting
@@ -313,19 +315,19 @@ def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[F
     return (reduce, gather), (heads * (gather + loss), heads * reduce)
 
 
-def _meeting_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """What a tensor-parallel collective waits for, until the host of every rank has launched it."""
-    framework = problem.framework
+def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """What a tensor-parallel collective waits for: (the host of every rank to launch it, members on other nodes)."""
+    framework, host = problem.framework, problem.calibration.host
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
-    host = framework.host_s_per_collective * (batch.tp > 1)
-    return problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
+    far = framework.cross_node_s_per_member * (batch.tp - 1) * leaves
+    return host * framework.host_s_per_collective * (batch.tp > 1), host * far
 
 
 def _tp_s(
     problem: Problem, batch: PlanBatch, link_s: tuple[Floats, ...], gemm_s: tuple[Floats, Floats]
 ) -> tuple[Floats, Floats]:
     """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` in the two passes."""
-    meeting = _meeting_s(problem, batch) * np.where(batch.sp, 2, 1)
+    meeting = add_up(_meeting_s(problem, batch)) * np.where(batch.sp, 2, 1)
     # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
     share = np.where(batch.tp_overlap, problem.framework.tp_overlap_share, 0.0)
     forward, backward = (

@@ -267,14 +267,15 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
         weight["gemm"] += count[0] * cost.weight_s[at]
     # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
     embedding = (share * laid.work.embedding_s[at] for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
-    ends = (laid.first, embedding, laid.head, laid.last, *laid.work.ends_tp)
-    for one, first, table, head, last, table_tp, head_tp in zip((forward, backward), *ends, strict=True):
+    ends = (laid.first, embedding, laid.head, laid.last, *laid.work.ends_tp, laid.made_up_s)
+    for one, first, table, head, last, table_tp, head_tp, made_up in zip((forward, backward), *ends, strict=True):
         one["head"][0] += table
         one["tp_communication"][0] += table_tp[at]
         one["fsdp_communication"][0] += first[at] - table - table_tp[at]
         one["head"][-1] += head[at]
         one["tp_communication"][-1] += head_tp[at]
-        one["fsdp_communication"][-1] += last[at] - head[at] - head_tp[at]
+        one["fsdp_communication"][-1] += last[at] - head[at] - head_tp[at] + made_up[at]
+        one["launch"][-1] -= made_up[at]
         one["launch"] += laid.work.action_s[at]
     weight["head"][-1] += laid.head_weight_s[at]
     plan = batch.plan(at)
