@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from autoplan.cost.communication import Links
 from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
-from autoplan.cost.layer import TERMS, BlockCost, block_costs, copied_s, ends_tp_s, fsdp_s, layer_parameters
+from autoplan.cost.layer import (
+    TERMS,
+    BlockCost,
+    ahead_s,
+    block_costs,
+    copied_s,
+    ends_tp_s,
+    fsdp_s,
+    layer_parameters,
+)
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
     MEMORY_TERMS,
@@ -183,24 +192,16 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     return framework.allocator_retry_s * layers * short
 
 
-def _made_up_s(
-    problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks, head_s: Floats
-) -> tuple[Floats, Floats]:
-    """(forward, backward) launches of a micro-batch that do not show, as the head makes up for them: shape (plans).
+def _made_up_s(costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) launches of a micro-batch that do not show as the host is `ahead` of them: shape (plans).
 
-    While the device is busy with the few long kernels of head and loss the host launches these, as many as those of a
-    block, and goes on with the backward pass of the layers, and from there with the next forward pass.  In a pipeline
-    it waits for messages, and with experts for the device in every layer.
+    While the device computes head and loss the host launches the backward pass, and from there the next forward pass.
     """
-    runs_ahead = (batch.pp == 1) & (Block.MOE not in costs)
-    forward = backward = np.zeros(len(batch))
+    forward = backward = np.zeros(len(ahead))
     for block, cost in costs.items():
         count, repeated = blocks.count[block][:, 0], blocks.repeated[block][:, 0]
         forward = forward + count * cost.forward_s["launch"]
         backward = backward + count * cost.backward_s["launch"] + repeated * cost.repeat_s["launch"]
-    framework = problem.framework
-    launched = problem.calibration.host * (framework.host_s_per_block_forward + framework.host_s_per_block_backward)
-    ahead = np.where(runs_ahead, np.maximum(head_s - launched, 0.0), 0.0)
     after = np.minimum(np.maximum(backward, 0.0), ahead)
     return np.minimum(forward, ahead - after), after
 
@@ -233,7 +234,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
         embedding[0] + table_tp[0] + FORWARD_SHARE * work.embedding_s,
         embedding[1] + table_tp[1] + (1 - FORWARD_SHARE) * work.embedding_s,
     )
-    made_up = _made_up_s(problem, batch, costs, blocks, head_forward + head_backward)
+    made_up = _made_up_s(costs, blocks, ahead_s(problem, batch, work.head[0] + work.head[1]))
     last = (
         head_forward + head_traffic[0] + head_tp[0] - made_up[0],
         head_backward + head_traffic[1] + head_tp[1] - made_up[1],

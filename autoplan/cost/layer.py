@@ -283,7 +283,7 @@ def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats
 
 
 def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Tensor-parallel collectives, all exposed: ((forward, backward) of the embedding, (forward, backward) of the head).
+    """Tensor-parallel collectives in front of the layers and behind them, all exposed: (forward, backward) of each.
 
     Every rank looks up its rows of the table, whose sum is scattered under sequence parallelism; its gradient is
     gathered.  The head gathers its inputs, whose gradient is scattered, and the vocabulary-parallel loss reduces three
@@ -313,6 +313,18 @@ def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[F
         loss = links.all_gather_s(*group, logits) + meeting
     heads = 1 + problem.model.num_mtp_layers
     return (reduce, gather), (heads * (gather + loss), heads * reduce)
+
+
+def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
+    """By how much the host is ahead of the device when head and loss, both passes of which take `head_s`, are over.
+
+    They are few long kernels, of which the host launches as many as of a block.  In a pipeline it waits for messages,
+    and with experts for the device in every layer, so that what it is ahead counts as nothing.
+    """
+    framework = problem.framework
+    launched = framework.host_s_per_block_forward + framework.host_s_per_block_backward
+    runs_ahead = (batch.pp == 1) & (Block.MOE not in block_shapes(problem.model))
+    return np.where(runs_ahead, np.maximum(head_s - problem.calibration.host * launched, 0.0), 0.0)
 
 
 def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
