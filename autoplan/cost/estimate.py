@@ -137,7 +137,8 @@ class Stages:
     blocks: StageBlocks
     head: tuple[Floats, Floats]  # forward, backward: shape (plans)
     head_weight_s: Floats  # weight gradients in it
-    ends: tuple[Floats, Floats]  # exposed traffic of sharded embedding and head in one micro-batch: shape (plans)
+    # Exposed traffic of sharded embedding and head, forward and backward: shape (plans).
+    ends: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
     first: tuple[Floats, Floats]  # forward, backward of what stands before the first layer and
     last: tuple[Floats, Floats]  # behind the last one, all traffic included: shape (plans)
     made_up_s: tuple[Floats, Floats]  # less these launches, which hide under the head: shape (plans)
@@ -150,7 +151,7 @@ class Stages:
 
 def _sharded_ends(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, work: Work, ends: Floats
-) -> tuple[tuple[Floats, Floats], ...]:
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
     """((forward, backward) of the embedding, (forward, backward) of the head): exposed traffic of their shards.
 
     `ends` are their parameters by stage.  The embedding is needed first and reduced last, so that nothing is left to
@@ -253,7 +254,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
         parameters=parameters,
         head=(head_forward, head_backward),
         head_weight_s=head_weight,
-        ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
+        ends=(embedding, head_traffic),
         first=first,
         last=last,
         made_up_s=made_up,
@@ -408,7 +409,8 @@ def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     }
     table_tp, head_tp = (add_up(one) for one in laid.work.ends_tp)
     terms["tp_communication"] += np.where(is_first, table_tp, 0.0) + np.where(is_last, head_tp, 0.0)
-    terms["fsdp_communication"] += np.where(is_first, laid.ends[0], 0.0) + np.where(is_last, laid.ends[1], 0.0)
+    table_shards, head_shards = (add_up(one) for one in laid.ends)
+    terms["fsdp_communication"] += np.where(is_first, table_shards, 0.0) + np.where(is_last, head_shards, 0.0)
     terms["launch"] += 2 * laid.batch.vp * laid.work.action_s - np.where(is_last, add_up(laid.made_up_s), 0.0)
     terms["head"] = np.where(is_last, laid.head[0] + laid.head[1], 0.0) + np.where(is_first, laid.work.embedding_s, 0.0)
     terms["allocator_retries"] = laid.retries_s[rows, stage]

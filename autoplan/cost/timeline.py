@@ -267,15 +267,13 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
         weight["gemm"] += count[0] * cost.weight_s[at]
     # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
     embedding = (share * laid.work.embedding_s[at] for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
-    ends = (laid.first, embedding, laid.head, laid.last, *laid.work.ends_tp, laid.made_up_s)
-    for one, first, table, head, last, table_tp, head_tp, made_up in zip((forward, backward), *ends, strict=True):
+    for at_pass, (one, table) in enumerate(zip((forward, backward), embedding, strict=True)):
         one["head"][0] += table
-        one["tp_communication"][0] += table_tp[at]
-        one["fsdp_communication"][0] += first[at] - table - table_tp[at]
-        one["head"][-1] += head[at]
-        one["tp_communication"][-1] += head_tp[at]
-        one["fsdp_communication"][-1] += last[at] - head[at] - head_tp[at] + made_up[at]
-        one["launch"][-1] -= made_up[at]
+        one["head"][-1] += laid.head[at_pass][at]
+        for chunk, shards, gathered in zip((0, -1), laid.ends, laid.work.ends_tp, strict=True):
+            one["fsdp_communication"][chunk] += shards[at_pass][at]
+            one["tp_communication"][chunk] += gathered[at_pass][at]
+        one["launch"][-1] = max(one["launch"][-1] - laid.made_up_s[at_pass][at], 0.0)
         one["launch"] += laid.work.action_s[at]
     weight["head"][-1] += laid.head_weight_s[at]
     plan = batch.plan(at)
