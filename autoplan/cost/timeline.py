@@ -273,7 +273,8 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
         for chunk, shards, gathered in zip((0, -1), laid.ends, laid.work.ends_tp, strict=True):
             one["fsdp_communication"][chunk] += shards[at_pass][at]
             one["tp_communication"][chunk] += gathered[at_pass][at]
-        one["launch"][-1] = max(one["launch"][-1] - laid.made_up_s[at_pass][at], 0.0)
+        if launches := float(one["launch"].sum()):
+            one["launch"] *= max(1.0 - float(laid.made_up_s[at_pass][at]) / launches, 0.0)
         one["launch"] += laid.work.action_s[at]
     weight["head"][-1] += laid.head_weight_s[at]
     plan = batch.plan(at)
