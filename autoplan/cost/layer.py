@@ -331,8 +331,8 @@ def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     """What a tensor-parallel collective waits for: (the host of every rank to launch it, members on other nodes)."""
     framework, host = problem.framework, problem.calibration.host
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
-    far = framework.cross_node_s_per_member * (batch.tp - 1) * leaves
-    return host * framework.host_s_per_collective * (batch.tp > 1), host * far
+    far = np.where(leaves, host * framework.cross_node_s_per_member * (batch.tp - 1), 0.0)
+    return np.where(batch.tp > 1, host * framework.host_s_per_collective, 0.0), far
 
 
 def _tp_s(
