@@ -23,7 +23,7 @@ from autoplan.cost.communication import CONTENTION_SHARE, Links
 from autoplan.cost.communicators import groups
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
 from autoplan.cost.estimate import message_s, straggler_share
-from autoplan.cost.layer import block_costs, local_parameters
+from autoplan.cost.layer import BlockCost, ahead_s, block_costs, local_parameters
 from autoplan.cost.layout import StageBlocks, repeats_mtp
 from autoplan.cost.memory import (
     StageParameters,
@@ -267,6 +267,17 @@ def _column(values: Floats | Ints) -> NDArray[Any]:
     return values[:, None]
 
 
+def _made_up_s(problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], head_s: Floats) -> Floats:
+    """Launches of all layers that hide under the head at most, however many layers are recomputed."""
+    launches = np.zeros(len(batch))
+    for layer in problem.model.layers:
+        for block in layer:
+            cost = costs[block]
+            once = cost.forward_s["launch"] + cost.backward_s["launch"]
+            launches = launches + once + np.maximum(cost.repeat_s["launch"], 0.0)
+    return np.minimum(ahead_s(problem, batch, head_s), launches)
+
+
 def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None = None) -> KindCosts:
     """What the kinds of `batch` cost; their layouts are not looked at.
 
@@ -280,6 +291,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     repeat = {block: cost.total_repeat_s for block, cost in costs.items()}
     some, like = batch.distinct(*KERNEL_AXES)
     head = add_up(times[like] for times in head_s(problem, batch.take(some))[:2])
+    head = head - _made_up_s(problem, batch, costs, head)
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head = head + model.num_mtp_layers * (both[block] + repeat[block] * repeats_mtp(batch))
     layer_s = _per_layer(model, both)

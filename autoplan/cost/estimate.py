@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from autoplan.cost.communication import Links
 from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
-from autoplan.cost.layer import TERMS, BlockCost, block_costs, copied_s, fsdp_s, layer_parameters
+from autoplan.cost.layer import (
+    TERMS,
+    BlockCost,
+    ahead_s,
+    block_costs,
+    copied_s,
+    ends_tp_s,
+    fsdp_s,
+    layer_parameters,
+)
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
     MEMORY_TERMS,
@@ -80,6 +89,8 @@ class Work:
     costs: dict[Block, BlockCost]
     head: tuple[Floats, Floats, Floats]  # forward, backward, weight gradients in it
     embedding_s: Floats  # both passes, where it was measured
+    # Tensor-parallel collectives of the embedding and of the head, forward and backward.
+    ends_tp: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
     action_s: Floats  # of the host for one pass through a chunk of a pipeline, where it was measured
     shared: SharedStates
     message_s: Floats
@@ -95,6 +106,7 @@ class Work:
             costs=block_costs(problem, batch, links),
             head=(forward, backward, weight),
             embedding_s=embedding_s(problem, batch),
+            ends_tp=ends_tp_s(problem, batch, links),
             action_s=action_s(problem, batch),
             shared=shared_states(problem, batch),
             message_s=message_s(problem, batch, links),
@@ -103,11 +115,13 @@ class Work:
     def take(self, which: Ints | slice) -> Work:
         """That of some plans."""
         forward, backward, weight = (times[which] for times in self.head)
+        table, head = self.ends_tp
         return Work(
             links=self.links,
             costs={block: cost.take(which) for block, cost in self.costs.items()},
             head=(forward, backward, weight),
             embedding_s=self.embedding_s[which],
+            ends_tp=((table[0][which], table[1][which]), (head[0][which], head[1][which])),
             action_s=self.action_s[which],
             shared=self.shared.take(which),
             message_s=self.message_s[which],
@@ -123,9 +137,11 @@ class Stages:
     blocks: StageBlocks
     head: tuple[Floats, Floats]  # forward, backward: shape (plans)
     head_weight_s: Floats  # weight gradients in it
-    ends: tuple[Floats, Floats]  # exposed traffic of sharded embedding and head in one micro-batch: shape (plans)
+    # Exposed traffic of sharded embedding and head, forward and backward: shape (plans).
+    ends: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
     first: tuple[Floats, Floats]  # forward, backward of what stands before the first layer and
-    last: tuple[Floats, Floats]  # behind the last one, traffic included: shape (plans)
+    last: tuple[Floats, Floats]  # behind the last one, all traffic included: shape (plans)
+    made_up_s: tuple[Floats, Floats]  # less these launches, which hide under the head: shape (plans)
     forward_s: Floats
     backward_s: Floats
     parameters: StageParameters
@@ -135,7 +151,7 @@ class Stages:
 
 def _sharded_ends(
     problem: Problem, batch: PlanBatch, blocks: StageBlocks, work: Work, ends: Floats
-) -> tuple[tuple[Floats, Floats], ...]:
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
     """((forward, backward) of the embedding, (forward, backward) of the head): exposed traffic of their shards.
 
     `ends` are their parameters by stage.  The embedding is needed first and reduced last, so that nothing is left to
@@ -177,6 +193,20 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     return framework.allocator_retry_s * layers * short
 
 
+def _made_up_s(costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) launches of a micro-batch that do not show as the host is `ahead` of them: shape (plans).
+
+    While the device computes head and loss the host launches the backward pass, and from there the next forward pass.
+    """
+    forward = backward = np.zeros(len(ahead))
+    for block, cost in costs.items():
+        count, repeated = blocks.count[block][:, 0], blocks.repeated[block][:, 0]
+        forward = forward + count * cost.forward_s["launch"]
+        backward = backward + count * cost.backward_s["launch"] + repeated * cost.repeat_s["launch"]
+    after = np.minimum(np.maximum(backward, 0.0), ahead)
+    return np.minimum(forward, ahead - after), after
+
+
 def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None = None) -> Stages:
     """Every pipeline rank of plans that share the number of `stages`; `work` is theirs, if it is known."""
     model, work = problem.model, work or Work.of(problem, batch)
@@ -199,17 +229,23 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
     forward += retries / 3
     backward += retries * 2 / 3
     embedding, head_traffic = _sharded_ends(problem, batch, blocks, work, parameters.ends)
+    table_tp, head_tp = work.ends_tp
     first = (
-        embedding[0] + FORWARD_SHARE * work.embedding_s,
-        embedding[1] + (1 - FORWARD_SHARE) * work.embedding_s,
+        embedding[0] + table_tp[0] + FORWARD_SHARE * work.embedding_s,
+        embedding[1] + table_tp[1] + (1 - FORWARD_SHARE) * work.embedding_s,
+    )
+    made_up = _made_up_s(costs, blocks, ahead_s(problem, batch, work.head[0] + work.head[1]))
+    last = (
+        head_forward + head_traffic[0] + head_tp[0] - made_up[0],
+        head_backward + head_traffic[1] + head_tp[1] - made_up[1],
     )
     forward[:, 0] += first[0]
     backward[:, 0] += first[1]
     actions = (work.action_s * batch.vp)[:, None]
     forward += actions
     backward += actions
-    forward += blocks.at_last(head_forward + head_traffic[0])
-    backward += blocks.at_last(head_backward + head_traffic[1])
+    forward += blocks.at_last(last[0])
+    backward += blocks.at_last(last[1])
     return Stages(
         batch=batch,
         work=work,
@@ -217,9 +253,10 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
         parameters=parameters,
         head=(head_forward, head_backward),
         head_weight_s=head_weight,
-        ends=(embedding[0] + embedding[1], head_traffic[0] + head_traffic[1]),
+        ends=(embedding, head_traffic),
         first=first,
-        last=(head_forward + head_traffic[0], head_backward + head_traffic[1]),
+        last=last,
+        made_up_s=made_up,
         forward_s=forward,
         backward_s=backward,
         retries_s=retries,
@@ -367,8 +404,11 @@ def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
         for block, count in laid.blocks.count.items()
     ]
     terms = {name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in held) for name in TERMS}
-    terms["fsdp_communication"] += np.where(is_first, laid.ends[0], 0.0) + np.where(is_last, laid.ends[1], 0.0)
-    terms["launch"] += 2 * laid.batch.vp * laid.work.action_s
+    table_tp, head_tp = (add_up(one) for one in laid.work.ends_tp)
+    terms["tp_communication"] += np.where(is_first, table_tp, 0.0) + np.where(is_last, head_tp, 0.0)
+    table_shards, head_shards = (add_up(one) for one in laid.ends)
+    terms["fsdp_communication"] += np.where(is_first, table_shards, 0.0) + np.where(is_last, head_shards, 0.0)
+    terms["launch"] += 2 * laid.batch.vp * laid.work.action_s - np.where(is_last, add_up(laid.made_up_s), 0.0)
     terms["head"] = np.where(is_last, laid.head[0] + laid.head[1], 0.0) + np.where(is_first, laid.work.embedding_s, 0.0)
     terms["allocator_retries"] = laid.retries_s[rows, stage]
     return terms

@@ -29,6 +29,8 @@ from autoplan.cost.compute import (
     kernel_times,
     local_sizes,
     memory_bound_s,
+    padded_vocab,
+    rank_tokens,
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, SharedStates, layer_times, repeats_core_only, shared_states
@@ -40,6 +42,10 @@ from autoplan.topology.levels import Gaps
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+# Of the vocabulary-parallel loss, each of an fp32 number per token.
+LOSS_REDUCTIONS = 3
+BYTES_PER_REDUCED_TOKEN = 4.0
 
 # The terms of a block's time, in the order in which they are shown.
 TERMS = (
@@ -275,17 +281,66 @@ def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats
     return inputs, whole, whole
 
 
+def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """Tensor-parallel collectives in front of the layers and behind them, all exposed: (forward, backward) of each.
+
+    Every rank looks up its rows of the table, whose sum is scattered under sequence parallelism; its gradient is
+    gathered.  The head gathers its inputs, whose gradient is scattered, and the vocabulary-parallel loss reduces three
+    fp32 numbers a token: the largest logit, that of the label, and the sum of the exponentials.  Without sequence
+    parallelism the sums are all-reduces, and nothing is gathered.  Ends that were measured have all of it in them.
+    Source: Megatron-LM core/tensor_parallel/layers.py and cross_entropy.py; nanotron
+    parallel/tensor_parallel/functional.py.
+    """
+    none = np.zeros(len(batch))
+    if (batch.tp == 1).all() or problem.timings.is_own:
+        return (none, none), (none, none)
+    group, hidden = groups(batch).tp, tp_buffer_bytes(problem, batch)
+    host, far = _meeting_s(problem, batch)
+    meeting = host + far
+    gather = reduce = none
+    if batch.sp.any():
+        gather = np.where(batch.sp, links.all_gather_s(*group, hidden) + meeting, 0.0)
+        reduce = links.reduce_scatter_s(*group, hidden)
+    if not batch.sp.all():
+        reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, hidden))
+    reduce = reduce + meeting
+    if problem.framework.shards_logits:
+        numbers = links.all_reduce_s(*group, BYTES_PER_REDUCED_TOKEN * rank_tokens(problem, batch))
+        loss = LOSS_REDUCTIONS * (numbers + far) + host  # they follow one another, and the hosts have met
+    else:
+        logits = 2.0 * rank_tokens(problem, batch) * padded_vocab(problem, batch)
+        loss = links.all_gather_s(*group, logits) + meeting
+    heads = 1 + problem.model.num_mtp_layers
+    return (reduce, gather), (heads * (gather + loss), heads * reduce)
+
+
+def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
+    """By how much the host is ahead of the device when head and loss, both passes of which take `head_s`, are over.
+
+    They are few long kernels, of which the host launches as many as of a block.  In a pipeline it waits for messages,
+    and with experts for the device in every layer, so that what it is ahead counts as nothing.
+    """
+    framework = problem.framework
+    launched = framework.host_s_per_block_forward + framework.host_s_per_block_backward
+    runs_ahead = (batch.pp == 1) & (Block.MOE not in block_shapes(problem.model))
+    return np.where(runs_ahead, np.maximum(head_s - problem.calibration.host * launched, 0.0), 0.0)
+
+
+def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """What a tensor-parallel collective waits for: (the host of every rank to launch it, members on other nodes)."""
+    framework, host = problem.framework, problem.calibration.host
+    leaves = batch.tp > problem.cluster.levels[-1].num_devices
+    far = np.where(leaves, host * framework.cross_node_s_per_member * (batch.tp - 1), 0.0)
+    return np.where(batch.tp > 1, host * framework.host_s_per_collective, 0.0), far
+
+
 def _tp_s(
     problem: Problem, batch: PlanBatch, link_s: tuple[Floats, ...], gemm_s: tuple[Floats, Floats]
 ) -> tuple[Floats, Floats]:
     """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` in the two passes."""
-    framework = problem.framework
-    leaves = batch.tp > problem.cluster.levels[-1].num_devices
-    host = framework.host_s_per_collective * (batch.tp > 1)
-    host = problem.calibration.host * (host + framework.cross_node_s_per_member * (batch.tp - 1) * leaves)
-    meeting = host * np.where(batch.sp, 2, 1)
+    meeting = add_up(_meeting_s(problem, batch)) * np.where(batch.sp, 2, 1)
     # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
-    share = np.where(batch.tp_overlap, framework.tp_overlap_share, 0.0)
+    share = np.where(batch.tp_overlap, problem.framework.tp_overlap_share, 0.0)
     forward, backward = (
         taken - share * np.minimum(taken, products) + meeting for taken, products in zip(link_s, gemm_s, strict=True)
     )

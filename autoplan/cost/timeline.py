@@ -267,12 +267,14 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
         weight["gemm"] += count[0] * cost.weight_s[at]
     # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
     embedding = (share * laid.work.embedding_s[at] for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
-    ends = (laid.first, embedding, laid.head, laid.last)
-    for one, first, table, head, last in zip((forward, backward), *ends, strict=True):
+    for at_pass, (one, table) in enumerate(zip((forward, backward), embedding, strict=True)):
         one["head"][0] += table
-        one["fsdp_communication"][0] += first[at] - table
-        one["head"][-1] += head[at]
-        one["fsdp_communication"][-1] += last[at] - head[at]
+        one["head"][-1] += laid.head[at_pass][at]
+        for chunk, shards, gathered in zip((0, -1), laid.ends, laid.work.ends_tp, strict=True):
+            one["fsdp_communication"][chunk] += shards[at_pass][at]
+            one["tp_communication"][chunk] += gathered[at_pass][at]
+        if launches := float(one["launch"].sum()):
+            one["launch"] *= max(1.0 - float(laid.made_up_s[at_pass][at]) / launches, 0.0)
         one["launch"] += laid.work.action_s[at]
     weight["head"][-1] += laid.head_weight_s[at]
     plan = batch.plan(at)

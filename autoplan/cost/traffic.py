@@ -1,8 +1,7 @@
 """What does a step of one plan move over the links of every level, communicator by communicator?
 
 Buffers and groups are those that the pricing functions take; here they are counted over a step, whether they show or
-hide behind computation.  What has no price, such as the few reductions of the loss, is not counted.  Arrays have one
-element per stage.
+hide behind computation.  What has no price is not counted.  Arrays have one element per stage.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from autoplan.cost.communicators import (
     tp_buffer_bytes,
     tp_gathered_bytes,
 )
-from autoplan.cost.layer import local_parameters
+from autoplan.cost.compute import padded_vocab, rank_tokens
+from autoplan.cost.layer import BYTES_PER_REDUCED_TOKEN, LOSS_REDUCTIONS, local_parameters
 from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import StageParameters, stage_parameters
 from autoplan.cost.order import chunks_of_ranks
@@ -156,6 +156,7 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
         if block is Block.MOE:
             yield from _experts(problem, batch, places, forward + count)
         yield from _units(problem, batch, places, count, local_parameters(batch, shape))
+    yield from _tensor_ends(problem, batch, places, blocks)
     # Embedding and head are units of their own, also on one stage.
     units = np.where(blocks.is_last[0] & (np.arange(plan.pp) == 0), 2, 1)
     passes = float(plan.num_microbatches) * units
@@ -199,6 +200,30 @@ def _tensor(
     for size, times in ((inputs, forward), (buffer, again)):
         yield Transfers(communicator="tp", operation="all_gather", group=group, buffer_bytes=size, times=times)
     yield Transfers(communicator="tp", operation="reduce_scatter", group=group, buffer_bytes=buffer, times=passes)
+
+
+def _tensor_ends(problem: Problem, batch: PlanBatch, places: Groups, blocks: StageBlocks) -> Iterator[Transfers]:
+    """Of the embedding on the first stage, and of head and loss on the last, as `ends_tp_s` has them."""
+    framework, stages, microbatches = problem.framework, blocks.num_stages, float(batch.num_microbatches[0])
+    tables = microbatches * (np.arange(stages) == 0)
+    heads = microbatches * (1 + problem.model.num_mtp_layers) * blocks.is_last[0]
+    tokens, none = rank_tokens(problem, batch), np.zeros(stages)
+    hidden = tp_buffer_bytes(problem, batch)
+    sums: Operation = "reduce_scatter" if batch.sp[0] else "all_reduce"
+    gathers = tables + heads * (1 + framework.regathers_norm_output) if batch.sp[0] else none
+    kinds: list[tuple[Operation, Floats, Floats]] = [(sums, hidden, tables + heads), ("all_gather", hidden, gathers)]
+    if framework.shards_logits:
+        kinds.append(("all_reduce", BYTES_PER_REDUCED_TOKEN * tokens, LOSS_REDUCTIONS * heads))
+    else:
+        kinds.append(("all_gather", GATHERED_BYTES * tokens * padded_vocab(problem, batch), heads))
+    for operation, buffer, times in kinds:
+        yield Transfers(
+            communicator="tp",
+            operation=operation,
+            group=_each(places.tp, stages),
+            buffer_bytes=np.repeat(buffer, stages),
+            times=times,
+        )
 
 
 def _context(
