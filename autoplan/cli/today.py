@@ -181,7 +181,7 @@ def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
     version = max(written, key=lambda one: len(written[one].keys() & mine.keys()))
     # What was not understood is not written either: it is the person's to keep.
     unread = {one.option for one in started.launch.unread}
-    options = tuple(one for one in _differing(mine, written[version]) if one.option not in unread)
+    options = tuple(one for one in differing(mine, written[version]) if one.option not in unread)
     if today.priced is None or today.broken:
         return replace(today, options=options)
 
@@ -189,7 +189,7 @@ def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
         if change.alone is None:
             return change
         try:
-            changed = _differing(before, _written(started, file, change.alone, version))
+            changed = differing(before, _written(started, file, change.alone, version))
         except InputError:  # admitted by the framework, but not to be written for it
             return change
         as_written = (replace(one, before=mine.get(one.option, one.before)) for one in changed)
@@ -222,7 +222,8 @@ def _written(started: Started, file: PlanFile, plan: RankedPlan, version: str) -
     raise refusal
 
 
-def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
+def differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
+    """The options whose values differ, or that only one of the two has."""
     from autoplan.result import OptionChange
 
     names = dict.fromkeys((*before, *after))
