@@ -242,11 +242,12 @@ def test_a_number_that_is_written_otherwise_is_no_change() -> None:
 
 
 def test_what_the_plan_does_not_change_is_no_change_of_an_option(folder: Path) -> None:
-    """The exported file has a tokenizer and figures of its own; the tokenizer of the person's file stays theirs."""
+    """The exported file has a tokenizer and figures of its own, and says defaults; the person's file stays theirs."""
     script = (folder / "launch" / "launch.sh").read_text()
     own = {
         "NullTokenizer": "HuggingFaceTokenizer --tokenizer-model /models/own",
         "--attention-dropout 0.0": "--attention-dropout 0",
+        "--optimizer adam ": "",
     }
     for exported_, mine in own.items():
         assert exported_ in script
