@@ -281,8 +281,10 @@ class Children:
         """End the ranks, however busy."""
         for line in self._lines:
             line.close()  # a rank that waits for the next task ends by itself
+        # Ranks that a launcher started hear of the end from this one, which has to have the time to tell them.
+        patience_s = 0.2 if self._place is None else GRACE_S
         for process in self._processes:
-            process.join(0.2)
+            process.join(patience_s)
             if process.is_alive():
                 process.kill()  # also one that is stopped or caught inside a driver
             process.join()

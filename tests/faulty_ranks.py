@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch is loaded in the ranks only
@@ -22,6 +24,15 @@ def answer_late(place: Place, line: Connection, *, after_s: float) -> None:
     """The whole work of a rank that has nothing to say for a while."""
     time.sleep(after_s)
     line.send("late")
+
+
+def end_late(place: Place, line: Connection, *, after_s: float, told: Path) -> None:
+    """The whole work of a rank that takes a while to end once nobody listens any more."""
+    line.send("here")
+    with contextlib.suppress(EOFError):
+        line.recv()
+    time.sleep(after_s)
+    told.touch()
 
 
 def prepare(task: Task, ranks: Ranks) -> Run | None:

@@ -203,6 +203,15 @@ def test_the_first_answer_may_take_as_long_as_the_caller_allows(monkeypatch: pyt
         one.start()
 
 
+def test_a_rank_of_a_launcher_has_the_time_to_tell_the_others_of_the_end(tmp_path: Path) -> None:
+    work = functools.partial(faulty_ranks.end_late, after_s=1.0, told=tmp_path / "told")
+    meeting_point = f"tcp://127.0.0.1:{free_port()}"
+    place = Place(rank=0, num_ranks=2, local_rank=0, meeting_point=meeting_point, launcher="srun")
+    with Children(work, place, 2, limit_s=60.0) as one:
+        assert one.start() == "here"
+    assert (tmp_path / "told").exists()
+
+
 PLACES = [
     (
         {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"},
