@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from autoplan.errors import InputError
-from autoplan.training import Precision
 from autoplan.units import check_count, check_not_negative, check_positive
 
 # Which ranks are neighbours: the axis whose groups are closest comes first.
@@ -140,9 +139,9 @@ class Framework:
     s_per_local_expert: float = 0.0  # in every such pass, as products and casts are kernels of each expert
     syncs_overlapped_experts: bool = True  # else plans with ep_overlap have static shapes, one graph and one kernel
     # Precisions in which its runs overlap expert traffic where a table of them does not say and the plan admits it.
-    overlaps_experts: tuple[Precision, ...] = ()
+    overlaps_experts: tuple[Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"], ...] = ()
     # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
-    narrow_attention: tuple[Precision, ...] = ()
+    narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.

@@ -199,6 +199,11 @@ class ModelSpec:
         return min(self.num_mtp_layers, 1) if self.shares_mtp_layer else self.num_mtp_layers
 
     @property
+    def layer_kinds(self) -> tuple[tuple[Block, ...], ...]:
+        """The layers that differ, in the order in which they first appear."""
+        return _layer_kinds(self)
+
+    @property
     def mtp_layer(self) -> tuple[Block, ...]:
         """The blocks of one multi-token prediction layer: those of the last layer.
 
@@ -215,6 +220,11 @@ def _layers(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
     if model.layer_pattern is not None:
         return tuple((PATTERN_SYMBOLS[symbol],) for symbol in model.layer_pattern)
     return tuple((_attention_of(model, at), _ffn_of(model, at)) for at in range(model.num_layers))
+
+
+@lru_cache(maxsize=256)
+def _layer_kinds(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
+    return tuple(dict.fromkeys(model.layers))
 
 
 def _attention_of(model: ModelSpec, layer: int) -> Block:

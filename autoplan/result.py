@@ -511,6 +511,11 @@ class SpaceFlags:
     at_most: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
 
+    @property
+    def narrows(self) -> bool:
+        """Whether plans were left out that are usually looked at."""
+        return bool(self.fix or self.at_most)
+
 
 PLAN_FILE_VERSION = 2
 

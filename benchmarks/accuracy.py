@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import datetime
 import io
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+from measured_runs import RUNS, SHARED, source_of, with_answers
 from numpy.typing import NDArray
 
 import autoplan
@@ -52,7 +51,6 @@ from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
 
 Floats = NDArray[np.float64]
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"
 LEAST_RUNS = 20  # of a source or pair, for a spread of its own
 LEAST_GAIN = 0.10  # part of the median error that factors must take away, or they stay 1
@@ -87,7 +85,7 @@ class Case:
 def main() -> int:
     """Price, score, print and, if asked, write the report and the shipped calibrations."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=SHARED / "data" / "measured_runs.csv")
+    parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--scorer", type=Path, default=SHARED / "tools" / "score_runs.py")
     parser.add_argument("--worst", type=int, default=10, help="runs with the largest errors to show of every source")
     parser.add_argument(
@@ -142,18 +140,13 @@ class _Both(io.TextIOBase):
 
 def read_cases(path: Path, runs: Sequence[Run]) -> list[Case]:
     """The finished runs with a price, each with the fold that it is left out with inside its source."""
-    with path.open(newline="", encoding="utf-8") as stream:
-        answers = {row["id"]: row for row in csv.DictReader(stream)}
     finished = []
-    for run in runs:
-        row = answers[run.id]
+    for run, row in with_answers(path, runs):
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             measured = MeasuredRun(problem=run.problem, plan=run.plan, step_s=float(row["step_time_s"]))
             batch = PlanBatch.of([run.plan], run.problem.model.num_layers)
             spread = TIME_SPREADS[int(spread_kinds(run.problem, batch)[0])]
-            finished.append(
-                Case(run=run, source=re.sub(r"-\d+$", "", run.id), measured=measured, spread=spread, fold="")
-            )
+            finished.append(Case(run=run, source=source_of(run), measured=measured, spread=spread, fold=""))
     by_source: dict[str, list[Case]] = defaultdict(list)
     for case in finished:
         by_source[case.source].append(case)

@@ -11,9 +11,7 @@ usage: python benchmarks/choice.py [--runs RUNS.csv] [--report REPORT.md]
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -21,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from measured_runs import RUNS, source_of, with_answers
 from numpy.typing import NDArray
 
 import autoplan
@@ -33,7 +32,6 @@ from search.choice import OWN_SPREAD, apart, ratio_spreads, shares
 
 Floats = NDArray[np.float64]
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 OWN_SPREADS = np.arange(0.01, 0.151, 0.005)
 QUANTILE = 0.9
 NEAR = 0.1  # ratios so near to 1 are those that a choice hangs on
@@ -70,7 +68,7 @@ class Pairs:
 def main() -> int:
     """Fit, print and, if asked, write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=SHARED / "data" / "measured_runs.csv")
+    parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
     options = parser.parse_args()
     if not options.runs.is_file():
@@ -89,16 +87,12 @@ def main() -> int:
 
 def read_pairs(path: Path) -> list[Pairs]:
     """The pairs of every source with runs of different plans that share all else."""
-    with path.open(newline="", encoding="utf-8") as stream:
-        rows = {row["id"]: row for row in csv.DictReader(stream)}
     groups: dict[str, dict[object, list[tuple[Problem, ParallelPlan, float]]]] = defaultdict(lambda: defaultdict(list))
-    for run in read_runs(path):
-        row = rows[run.id]
+    for run, row in with_answers(path, read_runs(path)):
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             alike = (run.problem.model, run.problem.training, run.problem.framework, repr(run.problem.cluster))
-            source = re.sub(r"-\d+$", "", run.id)
             one = (run.problem, run.plan, float(row["step_time_s"]))
-            groups[source][*alike, run.plan.global_batch].append(one)
+            groups[source_of(run)][*alike, run.plan.global_batch].append(one)
     found = (_pairs(source, some.values()) for source, some in groups.items())
     return [pairs for pairs in found if len(pairs.error)]
 

@@ -34,7 +34,8 @@ from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
-from accuracy import SHARED, Case, Fits, left_out, log_errors, read_cases
+from accuracy import Case, Fits, left_out, log_errors, read_cases
+from measured_runs import RUNS
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
@@ -131,7 +132,7 @@ HEADER = (
 def main() -> int:
     """Leave sources out, calibrate and print; write the report if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=SHARED / "data" / "measured_runs.csv")
+    parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--count", type=int, default=3, help="runs that calibrate a cluster")
     parser.add_argument("--draws", type=int, default=20, help="of these runs, for every cluster")
     parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")

@@ -10,9 +10,7 @@ usage: python benchmarks/memory.py [--runs RUNS.csv] [--worst N] [--as-shipped]
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from measured_runs import RUNS, source_of, with_answers
 from numpy.typing import NDArray
 
 from autoplan.cost.estimate import estimate
@@ -34,7 +33,6 @@ from autoplan.units import GIB
 
 Floats = NDArray[np.float64]
 
-RUNS = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured_runs.csv"
 # Traits that only the time of a step depends on are left alone.
 MEMORY_TRAITS = (
     "bytes_per_weight",
@@ -106,15 +104,11 @@ def main() -> int:
 
 def read_cases(path: Path) -> list[Case]:
     """The runs of a table whose memory can be judged."""
-    with path.open(newline="", encoding="utf-8") as stream:
-        answers = {row["id"]: row for row in csv.DictReader(stream)}
     cases = []
-    for run in read_runs(path):
-        row = answers[run.id]
+    for run, row in with_answers(path, read_runs(path)):
         if run.problem and run.plan and row["status"] in ("ok", "oom"):
             measured = float(row["peak_memory_gib"]) if row["status"] == "ok" and row["peak_memory_gib"] else None
-            source = re.sub(r"-\d+$", "", run.id)
-            cases.append(Case(run=run, source=source, is_oom=row["status"] == "oom", peak_gib=measured))
+            cases.append(Case(run=run, source=source_of(run), is_oom=row["status"] == "oom", peak_gib=measured))
     knows_oom = {case.source for case in cases if case.is_oom}
     return [case for case in cases if case.peak_gib is not None or case.source in knows_oom]
 

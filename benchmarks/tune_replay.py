@@ -28,7 +28,8 @@ from pathlib import Path
 
 import numpy as np
 import optuna
-from accuracy import SHARED, Fits, by_key, read_cases
+from accuracy import Fits, by_key, read_cases
+from measured_runs import RUNS
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 
@@ -77,7 +78,7 @@ class Group:
 def main() -> int:
     """Replay, print and, if asked, write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=SHARED / "data" / "measured_runs.csv")
+    parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--seeds", type=int, default=20, help="of random order and of TPE")
     parser.add_argument("--report", type=Path, help="write the tables to this Markdown file as well")
     options = parser.parse_args()

@@ -11,6 +11,8 @@ from typing import Any
 from autoplan.children import Children, Place
 from profiler.protocol import Hello, Job
 
+PRELOAD = ("profiler.worker",)
+
 
 def default_num_ranks() -> int:
     """One rank for each device, or on a machine without devices for each of two cores."""
@@ -26,7 +28,7 @@ class Crew(Children):
         self, job: Job, place: Place | None, num_ranks: int, prepare: Callable[..., Any] | None = None
     ) -> None:
         work = functools.partial(_measure, job=job, prepare=prepare)
-        super().__init__(work, place, num_ranks, limit_s=job.limit_s)
+        super().__init__(work, place, num_ranks, limit_s=job.limit_s, preload=PRELOAD)
 
     def start(self) -> Hello | None:
         """Start the ranks; what they found on rank 0, None from another one."""

@@ -288,6 +288,10 @@ def serve(place: Place, job: Job, line: Connection, prepare_task: Prepare | None
             outcome = perform(task, ranks, job, prepare_task or prepare)
             if ranks.rank == 0:
                 line.send(outcome)
+        # Nobody leaves before all have heard of the end: gloo may take a line that closes right behind its last word
+        # for a fault.  Who closes it first after that is none.
+        with contextlib.suppress(RuntimeError):
+            ranks.meet()
     except Exception as error:
         with contextlib.suppress(OSError):
             line.send(Fault(text=describe(error)))

@@ -107,17 +107,11 @@ class Spread:
 FIGURES = Spread.__slots__[: Spread.__slots__.index("rank")]
 
 
-@lru_cache(maxsize=64)
-def sorts(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
-    """The layers of a model that differ."""
-    return tuple(dict.fromkeys(model.layers))
-
-
 @lru_cache(maxsize=4096)
 def spread_of(model: ModelSpec, inside: Inside) -> Spread:
     """The figures of all plans that some kinds hold."""
     is_folded = np.isin(inside.schedule, FOLDED)
-    table = np.empty((len(FIGURES), len(inside), len(sorts(model))))
+    table = np.empty((len(FIGURES), len(inside), len(model.layer_kinds)))
     rank = np.empty(len(inside), dtype=np.int64)
     first, like = distinct_rows(inside.layout, is_folded)
     of_layout = np.argsort(like, kind="stable")
@@ -169,8 +163,8 @@ def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: b
 @lru_cache(maxsize=64)
 def _layers_before(model: ModelSpec) -> Ints:
     """How many of the first n layers are of each sort: shape (layers + 1, sorts)."""
-    which = np.array([sorts(model).index(layer) for layer in model.layers])
-    total = np.zeros((model.num_layers + 1, len(sorts(model))), dtype=np.int64)
+    which = np.array([model.layer_kinds.index(layer) for layer in model.layers])
+    total = np.zeros((model.num_layers + 1, len(model.layer_kinds)), dtype=np.int64)
     np.cumsum(which[:, None] == np.arange(total.shape[1]), axis=0, out=total[1:])
     return total
 
@@ -297,7 +291,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     layer_s = _per_layer(model, both)
     dense, expert = _parameters(model, batch)
     framework = problem.framework
-    counts = np.array([model.layers.count(layer) for layer in sorts(model)])
+    counts = np.array([model.layers.count(layer) for layer in model.layer_kinds])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
     rest_s = framework.step_overhead_s + _update_s(problem, batch, *mean)
     if first is not None and problem.timings.is_empty:
@@ -340,7 +334,7 @@ def _parameters(model: ModelSpec, batch: PlanBatch) -> tuple[Floats, Floats]:
 
 
 def _per_layer(model: ModelSpec, per_block: dict[Block, Floats]) -> Floats:
-    return np.stack([add_up(per_block[block] for block in layer) for layer in sorts(model)], axis=-1)
+    return np.stack([add_up(per_block[block] for block in layer) for layer in model.layer_kinds], axis=-1)
 
 
 def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float, ends: float) -> Floats:

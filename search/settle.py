@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.cost.mixed import estimate_mixed, layer_kinds, pipeline_s
+from autoplan.cost.mixed import estimate_mixed, pipeline_s
 from autoplan.mixed import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
 from autoplan.plan import even_chunks
 from autoplan.result import RISKY_Z, MixedCost, MixedKindCost, MixedStageCost
@@ -56,7 +56,7 @@ class Settler:
     def __init__(self, problem: MixedProblem, global_batch: int) -> None:
         self.problem, self.global_batch = problem, global_batch
         self.num_priced = 0
-        kinds = layer_kinds(problem.model)
+        kinds = problem.model.layer_kinds
         self._kind_of_layer = np.array([kinds.index(layer) for layer in problem.model.layers])
 
     def settle(self, structures: Iterable[Structure]) -> list[Settled]:

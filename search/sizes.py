@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.errors import NoPlanError
+from autoplan.errors import InputError, NoPlanError
 from autoplan.problem import Problem
 from autoplan.result import Certificate, RankedPlan, RunFigures, RunPlan, RunReport, SearchResult, SizeOutcome
 from autoplan.units import format_days, format_tokens
@@ -30,6 +30,7 @@ Costs = tuple[float, ...]
 Make = Callable[[int], tuple[Problem, Space]]
 
 TOO_SLOW = "too slow for the run"
+NO_PROGRESS = "no progress between failures"
 
 
 def size_grid(low: int, high: int) -> tuple[int, ...]:
@@ -55,8 +56,9 @@ class _Size:
     num_nodes: int
     problem: Problem
     space: Space
-    least: RunFigures | None  # None: no plan can fit
+    least: RunFigures | None  # None: no plan can fit, or a run of any plan makes no progress
     costs: Costs
+    refusal: str = ""  # why a run of any plan makes no progress
 
 
 def search_sizes(
@@ -122,8 +124,12 @@ def _of_size(shared: Shared | None, size: _Size) -> Shared | None:
 def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) -> _Size:
     """A size with figures that none of its plans beats."""
     problem, space = make(nodes)
-    groups, _ = space.groups(space.cells())
     least, costs = None, (math.inf,) * len(objectives)
+    try:
+        run.reliability.goodput(problem.cluster.num_devices)
+    except InputError as error:  # of so many devices: fewer may do
+        return _Size(num_nodes=nodes, problem=problem, space=space, least=least, costs=costs, refusal=str(error))
+    groups, _ = space.groups(space.cells())
     if len(groups):
         time, least_bytes = group_bounds(problem, space, groups)
         usable = np.flatnonzero(least_bytes <= limit_bytes(problem, RISKY))
@@ -140,6 +146,8 @@ def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) 
 
 def _ruled_out(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objective], run: Run) -> str:
     """Why no plan of a size is looked for; blank where one has to be."""
+    if size.refusal:
+        return NO_PROGRESS
     if size.least is None:
         return "no plan fits" if size.space.cells() else why_empty(size.space)
     if not run.admits(size.least):
@@ -193,7 +201,11 @@ def _why_none(
     """Why no size has a plan for the run, and the way out."""
     if slow := [one for one in outcomes if one.why == TOO_SLOW]:
         return _why_slow(slow, run)
-    largest = max(sizes, key=lambda size: size.num_nodes)
+    if all(size.refusal for size in sizes):
+        return (
+            f"{min(sizes, key=lambda size: size.num_nodes).refusal}: give fewer nodes, or shorter times that you know"
+        )
+    largest = max((size for size in sizes if not size.refusal), key=lambda size: size.num_nodes)
     result = results.get(largest.num_nodes) or search(largest.problem, largest.space)
     check_result(largest.problem, largest.space, result)
     raise AssertionError("a plan that is not too slow for the run is an answer")

@@ -8,8 +8,11 @@ from hypothesis import settings
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Real ranks: few tests that take long.  What begins last would keep one worker busy when the others are done.
-LONG = ("test_ranks_of_four", "test_launch", "test_oracle", "test_ranks_of_two", "test_run", "test_trainer")
+# Real ranks, other programs, pages in a browser.  What begins last would keep one worker busy when the others are done.
+LONG = (
+    *("test_ranks_of_four", "test_launch", "test_oracle", "test_ranks_of_two", "test_run", "test_trainer"),
+    *("test_scheduler_jobs", "test_docs", "test_workers", "test_tune", "test_sweep", "test_worth", "test_profile"),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

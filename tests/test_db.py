@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -175,6 +176,16 @@ def test_export_and_import(folder: Path) -> None:
     assert "node7" not in good(folder, "show", GEMM.key, "--db", "b.db")
     assert "nothing.gz: cannot be read" in bad(folder, "import", "nothing.gz", "--db", "c.db")
     assert not (folder / "c.db").exists()
+
+
+def test_operations_that_are_not_known_are_passed_over_with_a_word(folder: Path) -> None:
+    good(folder, "export", "t.jsonl.gz", "--db", "a.db")
+    header, first, *rest = gzip.decompress((folder / "t.jsonl.gz").read_bytes()).splitlines(keepends=True)
+    later = json.dumps({**json.loads(first), "operation": "fft"}).encode() + b"\n"
+    (folder / "later.jsonl.gz").write_bytes(gzip.compress(b"".join([header, later, first, *rest])))
+    done = commands.run(folder, "db", "import", "later.jsonl.gz", "--db", "d.db", **environment(folder))
+    assert (done.returncode, done.stdout) == (0, "4 new, 0 held already\n")
+    assert "does not know, and passes over: 1 of fft\n" in done.stderr
 
 
 def test_a_log_is_imported(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,7 @@ def test_a_hash_in_the_file_is_not_believed(tmp_path: Path) -> None:
     [
         ({"kernel": "\x1b]0;gone\x07"}, "control characters"),
         ({"operation": "rm -rf /\x1b[2J"}, "line 3"),
+        ({"operation": "x" * 41}, "line 3"),
         ({"shape": [1, 2]}, "needs m, n, k"),
         ({"shape": [2**70, 1, 1]}, "line 3"),
         ({"samples_s": [1e300]}, "no time in seconds"),
@@ -140,6 +142,21 @@ def test_a_poisoned_record_is_named_by_its_line_and_adds_nothing(
         with pytest.raises(InputError):
             store.add(read_source(str(path)))
         assert list(store.records()) == []
+
+
+def test_operations_of_a_later_version_are_passed_over_and_counted(tmp_path: Path) -> None:
+    good = msgspec.json.decode(msgspec.json.encode(GEMM))
+    later = [{**good, "operation": name, "shape": [1]} for name in ("fft", "scan_2d", "fft")]
+    path = packed(tmp_path / "timings.jsonl.gz", HEADER, later[0], good, *later[1:])
+    unknown: Counter[str] = Counter()
+    assert list(read_source(str(path), unknown=unknown)) == [GEMM]
+    assert unknown == {"fft": 2, "scan_2d": 1}
+
+
+def test_a_file_of_unknown_operations_alone_is_refused(tmp_path: Path) -> None:
+    good = msgspec.json.decode(msgspec.json.encode(GEMM))
+    path = packed(tmp_path / "timings.jsonl.gz", HEADER, {**good, "operation": "fft"})
+    assert "knows none of its operations (fft): update autoplan" in refusal(path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoplan.cli.today import _differing
+from autoplan.cli.today import differing
 from autoplan.errors import InputError
 from autoplan.export.job import File
 from autoplan.export.targets import TARGETS, exported
@@ -237,16 +237,17 @@ def test_the_walk_ends_at_the_best_plan_and_options_are_the_targets_own(folder: 
 def test_a_number_that_is_written_otherwise_is_no_change() -> None:
     before = {"--hidden-dropout": "0", "--norm-epsilon": "1e-5", "--rotary-base": "10000", "--bf16": "", "--data": "a"}
     after = {"--hidden-dropout": "0.0", "--norm-epsilon": "0.00001", "--rotary-base": "500000", "--data": "b"}
-    changed = [one.option for one in _differing(before, after)]
+    changed = [one.option for one in differing(before, after)]
     assert changed == ["--rotary-base", "--bf16", "--data"]
 
 
 def test_what_the_plan_does_not_change_is_no_change_of_an_option(folder: Path) -> None:
-    """The exported file has a tokenizer and figures of its own; the tokenizer of the person's file stays theirs."""
+    """The exported file has a tokenizer and figures of its own, and says defaults; the person's file stays theirs."""
     script = (folder / "launch" / "launch.sh").read_text()
     own = {
         "NullTokenizer": "HuggingFaceTokenizer --tokenizer-model /models/own",
         "--attention-dropout 0.0": "--attention-dropout 0",
+        "--optimizer adam ": "",
     }
     for exported_, mine in own.items():
         assert exported_ in script

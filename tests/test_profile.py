@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from commands import run
+
 torch = pytest.importorskip("torch")
 
 from profiler.environment import fingerprint  # noqa: E402
@@ -39,16 +41,7 @@ def environment() -> dict[str, str]:
 
 
 def profile(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [*AUTOPLAN, "profile", "small.toml", *arguments]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**environment(), **variables},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return run(folder, "profile", "small.toml", *arguments, **variables)
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,15 @@ OF_FOUR = [
     ),
     task(plan_of(pp=2, dp_shard=2, sharding="zero1", rank_order="tp-cp-ep-pp-dp", recompute="full")),
     *(
-        task(plan_of(tp=2, sp=True, dp_shard=2, micro_batch=2, sharding=sharding))
+        task(plan_of(tp=2, sp=True, dp_shard=2, micro_batch=4, sharding=sharding))
         for sharding in ("none", "zero1", "zero2", "zero3")
     ),
     task(plan_of(tp=2, dp_shard=2, micro_batch=2, sharding="zero3", recompute="selective")),
-    task(plan_of(tp=2, pp=2, micro_batch=2)),
-    task(plan_of(tp=2, sp=True, pp=2, micro_batch=2, schedule="zb-v", vp=2)),
+    task(plan_of(tp=2, pp=2, micro_batch=4)),
+    task(plan_of(tp=2, sp=True, pp=2, micro_batch=4, schedule="zb-v", vp=2)),
     task(
         plan_of(
-            tp=2, sp=True, pp=2, micro_batch=2, schedule="interleaved", vp=2, recompute="full", recompute_num_layers=1
+            tp=2, sp=True, pp=2, micro_batch=4, schedule="interleaved", vp=2, recompute="full", recompute_num_layers=1
         )
     ),
     *(task(plan_of(dp_replicate=2, dp_shard=2, sharding=sharding)) for sharding in ("zero1", "zero3")),
@@ -41,14 +41,14 @@ OF_FOUR = [
     task(plan_of(pp=4, micro_batch=2, schedule="zb-h1")),
     task(plan_of(pp=2, dp_shard=2, layers_per_chunk=(1, 3))),
     task(plan_of(dp_shard=4, sharding="zero3"), MOE),
-    task(plan_of(tp=2, sp=True, dp_shard=2, micro_batch=2, sharding="zero3"), MOE),
+    task(plan_of(tp=2, sp=True, dp_shard=2, micro_batch=4, sharding="zero3"), MOE),
     task(plan_of(pp=2, dp_shard=2, sharding="zero1", recompute="selective", recompute_modules=("moe",)), MOE),
-    task(plan_of(tp=2, sp=True, dp_shard=2, micro_batch=2), OLD),
-    task(plan_of(tp=2, dp_shard=2, micro_batch=2, sharding="zero3"), OLD),
-    task(plan_of(tp=2, pp=2, micro_batch=2, schedule="1f1b"), SLIDING),
+    task(plan_of(tp=2, sp=True, dp_shard=2, micro_batch=4), OLD),
+    task(plan_of(tp=2, dp_shard=2, micro_batch=4, sharding="zero3"), OLD),
+    task(plan_of(tp=2, pp=2, micro_batch=4, schedule="1f1b"), SLIDING),
 ]
 OF_EIGHT = [
-    task(plan_of(tp=2, pp=2, dp_shard=2, sharding=sharding, sp=sp, schedule=schedule, vp=vp))
+    task(plan_of(tp=2, pp=2, dp_shard=2, micro_batch=2, sharding=sharding, sp=sp, schedule=schedule, vp=vp))
     for sharding, sp, schedule, vp in (
         ("none", False, "1f1b", 1),
         ("none", True, "zb-v", 2),

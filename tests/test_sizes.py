@@ -14,7 +14,7 @@ from autoplan.problem import Problem
 from autoplan.result import RunFigures
 from search.objectives import OBJECTIVES, Run, costs_of, figures, find_objectives
 from search.ranking import ranked
-from search.sizes import TOO_SLOW, Chosen, search_sizes, size_grid
+from search.sizes import NO_PROGRESS, TOO_SLOW, Chosen, search_sizes, size_grid
 from search.space import Space
 from search.study import search
 from test_study import DENSE, make
@@ -119,6 +119,18 @@ def test_a_deadline_holds_for_objectives_that_are_not_of_time() -> None:
     assert best.figures.run_s is not None
     assert best.figures.run_s <= run.deadline_s
     assert best.plan.memory_bytes >= free.plan.memory_bytes
+
+
+def test_a_size_that_fails_too_often_is_left_out_and_the_others_are_searched() -> None:
+    # By e^(720) fails a restart of 24 devices, which no float holds; that of 16 by e^(480).
+    run = Run(reliability=Reliability(device_mtbf_s=2.0, checkpoint_s=0.1, restart_s=60.0))
+    report = chosen("step-time", run=run).report
+    left_out = [one for one in report.sizes if one.why == NO_PROGRESS]
+    assert [one.num_nodes for one in left_out] == [6]
+    assert left_out[0].best is left_out[0].least is None
+    assert report.best.num_nodes == 4
+    with pytest.raises(NoPlanError, match=r"4 devices fail every 0.025 s, .* makes no progress: give fewer nodes"):
+        chosen("step-time", run=Run(reliability=Reliability(device_mtbf_s=0.1)))
 
 
 def test_what_cannot_be_done_is_said_with_the_nearest() -> None:

@@ -356,9 +356,17 @@ some = st.builds(
 )
 
 
-@given(st.lists(some, max_size=12))
-def test_the_choice_is_that_of_sorting_them_all(tmp_path_factory: pytest.TempPathFactory, held: list[Record]) -> None:
-    with open_store(str(tmp_path_factory.mktemp("law") / "timings.db")) as store:
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database without a row: to make one takes longer than to copy it."""
+    path = tmp_path_factory.mktemp("empty") / "timings.db"
+    open_store(str(path)).close()
+    return path
+
+
+@given(held=st.lists(some, max_size=12))
+def test_the_choice_is_that_of_sorting_them_all(empty: Path, held: list[Record]) -> None:
+    with open_store(str(shutil.copy(empty, empty.with_name("law.db")))) as store:
         store.add(held)
         best: dict[tuple[int, ...], Record] = {}
         for one in sorted({one.key: one for one in held}.values(), key=lambda one: one.seconds):
@@ -550,9 +558,9 @@ def test_no_row_is_lost_or_doubled_by_four_writers_at_once_one_of_them_killed(ur
         held = keys(store)
         assert len(held) == len(set(held)) >= 2 * count + 20
         assert list(store.check()) == []
-    again = [writer(url, seed, count) for seed in seeds]
+    again = [writer(url, seed, count) for seed in seeds[-2:]]  # what was killed, and what is there whole
     results = [process.communicate(timeout=120) for process in again]
-    assert [process.returncode for process in again] == [0] * 4, results
+    assert [process.returncode for process in again] == [0] * 2, results
     with open_store(url) as store:
         assert keys(store) == sorted(record.key for seed in set(seeds) for record in some_records(seed, count))
 

@@ -158,8 +158,7 @@ def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple
 
 
 PROGRAM = """
-import signal, sys
-from autoplan.cli.profile import _on_terminate
+import sys
 from autoplan.model import ModelSpec
 from autoplan.read.framework import load_framework
 from profiler.launch import Crew
@@ -171,7 +170,6 @@ from test_sweep import JOB
 from test_wishes import WISH
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _on_terminate)
     with Crew(JOB, None, 2) as crew:
         store, hello = open_store(sys.argv[1]), crew.start()
         planned = plan(WISH, hello, store.known(hello.fingerprint))

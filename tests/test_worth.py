@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -193,15 +190,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_profile_for_a_plan_says_what_it_will_settle_and_what_it_has(folder: Path) -> None:
     pytest.importorskip("torch")
     flags = ("--for", "plan.json", "--db", "t.db", "--ranks", "2", "--allowance", "0.05s", "--budget", "5s")
-    done = subprocess.run(
-        [sys.executable, "-c", "from autoplan.cli import main; main()", "profile", *flags],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run(folder, "profile", *flags, COLUMNS="120")
     assert done.returncode == 0, done.stderr
     assert "sure that A is the faster; expected after" in done.stdout
     assert "datasheet" in done.stdout

@@ -51,6 +51,8 @@ def plan_of(**axes: object) -> ParallelPlan:
 
 
 def assert_alike(tasks: list[Task]) -> None:
+    # Where no pipeline shares layers out, two of them tell as much as four.
+    tasks = [one if one.plan.pp > 1 else replace(one, model=replace(one.model, num_layers=2)) for one in tasks]
     for one, check in zip(tasks, checks(tasks), strict=True):
         assert isinstance(check, Check)
         assert check.holds, (one.plan.describe(), check)
@@ -68,8 +70,10 @@ def _compare(place: Place, line: Connection, *, tasks: tuple[Task, ...]) -> None
 
     from torch.distributed import barrier
 
+    from autoplan.trainer import rank
     from autoplan.trainer.rank import alone, collected, differences, join, last_words, trained
 
+    rank.CHECKED_STEPS = 2  # the second begins with what the first has left; a third would not tell more
     by_one = functools.cache(trained)  # the same for many plans
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     try:

@@ -87,6 +87,8 @@ def main() -> None:
         sys.stdout.flush()
         print(f"autoplan: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:  # before the command has begun, which says itself how it ends
+        sys.exit(130)
     except OSError as error:
         if error.filename is not None or error.errno not in NO_ROOM:
             raise

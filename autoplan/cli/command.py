@@ -71,7 +71,7 @@ def run_command(
     What it writes goes to `log` too.  A `ProgramError` says how it failed, in words of its own.
     """
     from autoplan.children import place_from
-    from autoplan.cli.profile import _on_terminate
+    from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import progress_bar
     from autoplan.program import run_program
     from autoplan.read.logs import Batch, LogReader
@@ -82,7 +82,7 @@ def run_command(
         raise InputError(f"--command starts the job itself: run it once, not as every rank of {place.launcher}")
     batch = Batch(num_sequences=plan.global_batch, seq_len=problem.training.seq_len, num_devices=plan.num_devices)
     reader, words = LogReader(batch, warmup=warmup), LastWords()
-    signal.signal(signal.SIGTERM, _on_terminate)
+    leave_on_sigterm()
     with ExitStack() as stack:
         show = stack.enter_context(progress_bar(quiet=quiet, doing="training", unit="timed steps"))
         keep = stack.enter_context(opened_log(log, force=force))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -262,7 +263,14 @@ def import_(
     """Add records from a file or from the tables of aiconfigurator; a file is read to its end before any is added."""
     from profiler.imports import read_source
 
-    records = read_source(source, device=device, operation=operation)
+    unknown: Counter[str] = Counter()
+    records = read_source(source, device=device, operation=operation, unknown=unknown)
+    if unknown and not quiet:
+        counts = ", ".join(f"{count:,} of {name}" for name, count in unknown.items())
+        print(
+            f"autoplan: warning: records of operations that this version does not know, and passes over: {counts}",
+            file=sys.stderr,
+        )
     with _open(context, url) as store:
         _add(store, records, json=json, quiet=quiet)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,8 +26,13 @@ from autoplan.cli.inputs import (
     SetOption,
     TimingsOption,
     TraceOption,
+    TrainingFlags,
+    check_output,
     is_typed,
+    make_problem,
+    uniform_cluster,
     whole_number,
+    whole_url,
 )
 from autoplan.errors import InputError, NoPlanError
 
@@ -121,32 +126,21 @@ def estimate(
 
     The data-parallel degree is what the other degrees leave of the cluster.
     """
-    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, uniform_cluster, whole_url
-    from autoplan.cli.planfile import (
-        is_mixed_file,
-        is_plan_file,
-        load_mixed_file,
-        make_plan_file,
-        read_plan,
-        write_trace,
-    )
-    from autoplan.files import decode, encode, write_text
-    from autoplan.plan import ParallelPlan, parse_recompute
-    from autoplan.rules.books import book_of
+    from autoplan.cli.planfile import is_mixed_file, is_plan_file, load_mixed_file, read_plan
 
     if verify_memory and json:
         raise InputError("--verify-memory prints a table: leave out --json")
-    for written in (out, trace):
-        if written is not None:
-            check_output(written, force=force)
+    output = EstimateFlags(
+        memory=memory, verify_memory=verify_memory, out=out, trace=trace, force=force, json=json, quiet=quiet
+    )
+    output.check()
     if model is not None and is_mixed_file(Path(model)):
         from autoplan.cli.mixed import estimate_saved
 
         _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
         if verify_memory:
             raise InputError("--verify-memory is not there for mixed clusters: leave it out")
-        saved = load_mixed_file(Path(model))
-        estimate_saved(saved, out, trace, memory=memory, force=force, json=json, quiet=quiet)
+        estimate_saved(load_mixed_file(Path(model)), output)
         return
     flags = TrainingFlags(
         model=model or "",
@@ -176,71 +170,156 @@ def estimate(
         context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
     elif is_plan_file(Path(model)):
         _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
-        problem, plan, timings = read_plan(Path(model), whole_url(context, url))
+        problem, plan, timings = read_plan(Path(model), flags.db)
     else:
         if cluster is None or global_batch is None or seq_len is None:
             raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
         problem = make_problem(flags)
-        book = book_of(problem.framework)
-        degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}
+        wanted = PlanFlags(
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            vp=vp,
+            ep=ep,
+            etp=etp,
+            dp_replicate=dp_replicate,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            sharding=sharding,
+            recompute=recompute,
+            schedule=schedule,
+            layers=layers,
+            cp_kind=cp_kind,
+            offload=offload,
+            rank_order=rank_order,
+            placement=placement,
+            tp_overlap=tp_overlap,
+            ep_overlap=ep_overlap,
+            sp=sp,
+        )
+        plan = wanted.plan_for(problem)
+    _price(problem, plan, timings or "", output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateFlags:
+    """The flags that say what is told of the price of a plan, and where it goes, as typed."""
+
+    memory: bool
+    verify_memory: bool
+    out: Path | None
+    trace: Path | None
+    force: bool
+    json: bool
+    quiet: bool
+
+    def check(self) -> None:
+        """Refuse, before any work, files that exist or cannot be written."""
+        for path in (self.out, self.trace):
+            if path is not None:
+                check_output(path, force=self.force)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags:
+    """The flags that say a plan, as typed; None where the usual value depends on others."""
+
+    tp: int
+    cp: int
+    pp: int
+    vp: int
+    ep: int
+    etp: int | None
+    dp_replicate: int
+    global_batch: int
+    micro_batch: int
+    sharding: str
+    recompute: str
+    schedule: str | None
+    layers: str | None
+    cp_kind: str
+    offload: str
+    rank_order: str
+    placement: str | None
+    tp_overlap: bool
+    ep_overlap: bool
+    sp: bool
+
+    def plan_for(self, problem: Problem) -> ParallelPlan:
+        """The plan on the whole cluster: the data-parallel degree is what the other degrees leave of it."""
+        from autoplan.files import decode
+        from autoplan.plan import ParallelPlan, parse_recompute
+        from autoplan.rules.books import book_of
+
+        split = book_of(problem.framework).split
+        degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp_replicate": self.dp_replicate}
         table = {
             **degrees,
             "dp_shard": _rest(problem.cluster.num_devices, degrees),
-            "global_batch": global_batch,
-            "micro_batch": micro_batch,
-            "vp": vp,
-            "ep": ep,
-            "etp": etp if etp is not None else (tp if problem.model.moe else 1),
-            "sharding": sharding,
-            **parse_recompute(recompute),
-            "schedule": schedule or ("interleaved" if vp > 1 else "1f1b"),
-            "layers_per_chunk": _layers(layers) or (book.split(problem.model, pp * vp) if book.split else None),
-            "cp_kind": cp_kind,
-            "offload": offload,
-            "rank_order": rank_order,
-            "placement": placement.split(",") if placement else None,
-            "tp_overlap": tp_overlap,
-            "ep_overlap": ep_overlap,
-            "sp": sp and tp > 1 and problem.framework.sequence_parallel,
-            "param_gather_overlap": sharding != "none",
-            "precision": precision,
+            "vp": self.vp,
+            "ep": self.ep,
+            "etp": self.etp if self.etp is not None else (self.tp if problem.model.moe else 1),
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "sharding": self.sharding,
+            **parse_recompute(self.recompute),
+            "schedule": self.schedule or ("interleaved" if self.vp > 1 else "1f1b"),
+            "layers_per_chunk": _layers(self.layers) or (split(problem.model, self.pp * self.vp) if split else None),
+            "cp_kind": self.cp_kind,
+            "offload": self.offload,
+            "rank_order": self.rank_order,
+            "placement": self.placement.split(",") if self.placement else None,
+            "tp_overlap": self.tp_overlap,
+            "ep_overlap": self.ep_overlap,
+            "sp": self.sp and self.tp > 1 and problem.framework.sequence_parallel,
+            "param_gather_overlap": self.sharding != "none",
+            "precision": problem.training.precision,
         }
-        plan = decode(ParallelPlan, table, "plan")
-    rules = _check_legal(problem, plan)
-    if verify_memory:
-        _check_oracle(problem, plan)
+        return decode(ParallelPlan, table, "plan")
 
+
+def _price(problem: Problem, plan: ParallelPlan, timings: str, output: EstimateFlags) -> None:
+    """Price a legal plan, print it and write what was asked for; `timings` says whose the measured times are."""
     import autoplan.cost.estimate as cost
+    from autoplan.cli.planfile import make_plan_file, write_trace
+    from autoplan.files import encode, write_text
     from autoplan.plan import PlanBatch
     from search.ranking import ranked
 
+    rules = _check_legal(problem, plan)
+    if output.verify_memory:
+        _check_oracle(problem, plan)
     costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
-    file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings or "")
-    if memory:
+    file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings)
+    if output.memory:
         from search.knobs import memory_knobs
 
         file = replace(file, memory_knobs=memory_knobs(problem, plan, rules))
     text = encode(file)
-    if out is not None:
-        write_text(out, text, force=force)
-    if trace is not None:
+    if output.out is not None:
+        write_text(output.out, text, force=output.force)
+    if output.trace is not None:
         from autoplan.cost.timeline import timeline
 
-        write_trace(timeline(problem, plan), plan.describe(), trace, force=force, quiet=quiet)
-    if json:
+        write_trace(timeline(problem, plan), plan.describe(), output.trace, force=output.force, quiet=output.quiet)
+    if output.json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.terminal import make_console, print_estimate, print_memory, print_next_steps
-
-        show = print_memory if memory else print_estimate
-        show(make_console(), file)
-        if verify_memory:
-            _verify_memory(problem, file, quiet=quiet)
-        if out is not None:
-            print_next_steps(make_console(), ("next", f"autoplan explain {shlex.quote(str(out))}"))
-    if not quiet and file.best.verdict != "fits":
+        _print(problem, file, output)
+    if not output.quiet and file.best.verdict != "fits":
         what = "does not fit" if file.best.verdict == "oom" else "may not fit"
         print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
+
+
+def _print(problem: Problem, file: PlanFile, output: EstimateFlags) -> None:
+    from autoplan.report.terminal import make_console, print_estimate, print_memory, print_next_steps
+
+    show = print_memory if output.memory else print_estimate
+    show(make_console(), file)
+    if output.verify_memory:
+        _verify_memory(problem, file, quiet=output.quiet)
+    if output.out is not None:
+        print_next_steps(make_console(), ("next", f"autoplan explain {shlex.quote(str(output.out))}"))
 
 
 def _check_oracle(problem: Problem, plan: ParallelPlan) -> None:

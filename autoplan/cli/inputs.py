@@ -136,6 +136,23 @@ def whole_url(context: typer.Context, url: str | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFlags:
+    """The flags of a search that say where its answer goes, as typed."""
+
+    out: Path
+    page: Path | None
+    force: bool
+    json: bool
+    quiet: bool
+
+    def check(self) -> None:
+        """Refuse, before any work, files that exist or cannot be written."""
+        for path in (self.out, self.page):
+            if path is not None:
+                check_output(path, force=self.force)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFlags:
     """The flags that describe a problem, as typed, or as a launch file has it what was not typed."""
 

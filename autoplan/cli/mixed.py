@@ -9,54 +9,44 @@ from typing import TYPE_CHECKING, get_args
 
 import typer
 
+from autoplan.cli.inputs import OutputFlags, parse_batches
 from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
+    from autoplan.cli.estimate import EstimateFlags
     from autoplan.mixed import MixedProblem
     from autoplan.plan import Sharding
-    from autoplan.result import MixedPlanFile, MixedResult
+    from autoplan.result import MixedPlanFile, MixedResult, SpaceFlags
 
 SHARDINGS = ("zero2", "zero3")  # that may be allowed
 
 
-def search_parts(
-    problem: MixedProblem,
-    global_batch: str,
-    *,
-    narrowed: bool,
-    allow: list[str],
-    out: Path,
-    page: Path | None,
-    force: bool,
-    json: bool,
-    quiet: bool,
-) -> None:
-    """Find the fastest plan of a mixed cluster, print it and write it to `out`, and its page."""
-    from autoplan.cli.inputs import parse_batches
+def search_parts(problem: MixedProblem, asked: SpaceFlags, output: OutputFlags) -> None:
+    """Find the fastest plan of a mixed cluster, print it and write it to a file, and its page."""
     from autoplan.cli.planfile import make_mixed_file
     from autoplan.files import encode, write_text
     from search.mixed import search_mixed
 
-    if narrowed:
+    if asked.narrows:
         raise InputError("--fix and --max do not narrow the plans of a mixed cluster yet: leave them out")
-    low, high = parse_batches(global_batch)
+    low, high = parse_batches(asked.global_batch)
     if low != high:
-        raise InputError(f"--global-batch {global_batch}: a mixed cluster takes one number, not a range")
-    result = search_mixed(problem, low, ("none", "zero1", *_allowed(allow)))
+        raise InputError(f"--global-batch {asked.global_batch}: a mixed cluster takes one number, not a range")
+    result = search_mixed(problem, low, ("none", "zero1", *_allowed(asked.allow)))
     _check(problem, result)
     file = make_mixed_file(problem, result.ranked, result.certificate)
     text = encode(file)
-    write_text(out, text, force=force)
-    _show(file, text, json=json)
-    if not json:
+    write_text(output.out, text, force=output.force)
+    _show(file, text, json=output.json)
+    if not output.json:
         from autoplan.report.terminal import make_console, print_next_steps
 
-        print_next_steps(make_console(), ("why", f"autoplan explain {shlex.quote(str(out))}"))
-    if page is not None:
+        print_next_steps(make_console(), ("why", f"autoplan explain {shlex.quote(str(output.out))}"))
+    if output.page is not None:
         from autoplan.cli.report import write_page
 
-        write_page(file, out, page, url=None, force=force, quiet=quiet)
-    if quiet:
+        write_page(file, output.out, output.page, url=None, force=output.force, quiet=output.quiet)
+    if output.quiet:
         return
     for part, plan in zip(problem.cluster.parts, result.alone, strict=True):
         if plan and plan.step_s < file.best.step_s:
@@ -65,10 +55,10 @@ def search_parts(
                 "search on that part for its plan",
                 file=sys.stderr,
             )
-    print(f"wrote {out}", file=sys.stderr)
+    print(f"wrote {output.out}", file=sys.stderr)
 
 
-def _allowed(allow: list[str]) -> tuple[Sharding, ...]:
+def _allowed(allow: tuple[str, ...]) -> tuple[Sharding, ...]:
     from autoplan.plan import Sharding
 
     for wish in allow:
@@ -107,16 +97,7 @@ def _show(file: MixedPlanFile, text: str, *, json: bool) -> None:
         print_mixed(make_console(), file)
 
 
-def estimate_saved(
-    file: MixedPlanFile,
-    out: Path | None,
-    trace: Path | None,
-    *,
-    memory: bool,
-    force: bool,
-    json: bool,
-    quiet: bool,
-) -> None:
+def estimate_saved(file: MixedPlanFile, output: EstimateFlags) -> None:
     """Price the plan of a file again, and print it."""
     from autoplan.cli.planfile import make_mixed_file, mixed_problem_of
     from autoplan.cost.mixed import estimate_mixed
@@ -125,11 +106,11 @@ def estimate_saved(
     problem = mixed_problem_of(file)
     again = make_mixed_file(problem, estimate_mixed(problem, [file.best.plan]), None)
     text = encode(again)
-    if out is not None:
-        write_text(out, text, force=force)
-    if trace is not None:
-        _trace(problem, again, trace, force=force, quiet=quiet)
-    if memory and not json:
+    if output.out is not None:
+        write_text(output.out, text, force=output.force)
+    if output.trace is not None:
+        _trace(problem, again, output.trace, force=output.force, quiet=output.quiet)
+    if output.memory and not output.json:
         from autoplan.cost.mixed_stages import mixed_stages
         from autoplan.report.mixed import print_mixed_answer
         from autoplan.report.terminal import make_console, print_waterfall
@@ -137,7 +118,7 @@ def estimate_saved(
         print_mixed_answer(make_console(), again)
         print_waterfall(make_console(), mixed_stages(problem, again.best.plan))
     else:
-        _show(again, text, json=json)
+        _show(again, text, json=output.json)
 
 
 def explain_saved(file: MixedPlanFile, trace: Path | None, *, force: bool, json: bool, quiet: bool) -> None:

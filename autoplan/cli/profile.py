@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -79,12 +78,13 @@ def profile(
     With --for it says first how sure the order of the best plans is and what the measurements are expected to settle.
     """
     from autoplan.cli.inputs import parse_duration, parse_numbers, parse_words, uniform_cluster
+    from autoplan.cli.process import check_torch, leave_on_sigterm
     from autoplan.read.framework import load_framework
     from autoplan.read.model import load_model
     from autoplan.timing import SHAPES
     from autoplan.units import check_count
 
-    _check_torch()
+    check_torch()
     from autoplan.children import place_from
     from profiler.launch import Crew, default_num_ranks
     from profiler.protocol import Job
@@ -133,7 +133,7 @@ def profile(
     if wish is not None and not wish.tps:
         most = job_cluster.devices_per_node if job_cluster else num_ranks
         wish = replace(wish, tps=tuple(degree for degree in wish.degrees() if degree <= most))
-    signal.signal(signal.SIGTERM, _on_terminate)
+    leave_on_sigterm()
     with Crew(job, place, num_ranks) as crew:
         if not crew.leads:
             crew.start()
@@ -242,17 +242,6 @@ def _say(text: str) -> None:
 
 def _tally(progress: Progress) -> str:
     return f"{len(progress.outcomes)} of {progress.total} measurements"
-
-
-def _on_terminate(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
-def _check_torch() -> None:
-    import importlib.util
-
-    if missing := [name for name in ("torch", "psutil") if importlib.util.find_spec(name) is None]:
-        raise InputError(f"this needs {' and '.join(missing)}: pip install 'autoplan[profile]'")
 
 
 def _print_plan(console: Console, planned: list[Planned], num_known: int, budget_s: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -92,7 +91,7 @@ def run(
         check_output(out, force=force)
     limit_s = parse_duration(limit)
     url = whole_url(context, db)
-    problem, wanted, _ = _read_plan(plan, url)
+    problem, wanted, _ = plan_to_run(plan, url)
     place = None if command else place_from(os.environ)
     leads = place is None or place.rank == 0
     keeper = RunKeeper(url) if db and leads else None
@@ -157,7 +156,7 @@ def run(
         )
 
 
-def _read_plan(path: Path, url: str | None) -> tuple[Problem, ParallelPlan, str]:
+def plan_to_run(path: Path, url: str | None) -> tuple[Problem, ParallelPlan, str]:
     """The plan of a file, with times of the database at `url`, or of the user's own where that is for the run alone."""
     from autoplan.cli.planfile import read_plan
 
@@ -173,13 +172,13 @@ def _read_plan(path: Path, url: str | None) -> tuple[Problem, ParallelPlan, str]
 def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, quiet: bool) -> Report | None:
     """What the built-in trainer reports; None where this is another rank than the first."""
     from autoplan.cli.command import opened_log
-    from autoplan.cli.profile import _check_torch, _on_terminate
+    from autoplan.cli.process import check_torch, leave_on_sigterm
     from autoplan.cli.progress import progress_bar
     from autoplan.read.logs.trainer import line
     from autoplan.trainer.run import run_task
 
-    _check_torch()
-    signal.signal(signal.SIGTERM, _on_terminate)
+    check_torch()
+    leave_on_sigterm()
     num_done = 0
     with (
         progress_bar(quiet=quiet, doing="training", unit="steps") as show,

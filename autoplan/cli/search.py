@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,13 +20,18 @@ from autoplan.cli.inputs import (
     ForceOption,
     FrameworkOption,
     JsonOption,
+    OutputFlags,
     PrecisionOption,
     QuietOption,
     ReserveOption,
     SetOption,
     TimingsOption,
+    TrainingFlags,
     is_typed,
+    make_mixed_problem,
+    named_cluster,
     whole_number,
+    whole_url,
 )
 from autoplan.cli.objectives import (
     CheckpointOption,
@@ -46,13 +47,10 @@ from autoplan.cli.objectives import (
     RunFlags,
     TokensOption,
 )
-from autoplan.errors import AutoplanError, InputError
+from autoplan.errors import InputError
 
 if TYPE_CHECKING:
-    from autoplan.problem import Problem
-    from autoplan.result import Choice, PlanFile, SearchResult
-    from search.space import Space
-    from search.study import Shared
+    from autoplan.result import PlanFile
 
 
 def search(
@@ -160,177 +158,93 @@ def search(
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
-    from autoplan.cli.inputs import (
-        TrainingFlags,
-        check_output,
-        make_mixed_problem,
-        make_problem,
-        make_space,
-        named_cluster,
-        whole_url,
-    )
-    from autoplan.cli.objectives import search_run
-    from autoplan.cli.planfile import make_plan_file
-    from autoplan.files import encode, write_text
+    from autoplan.cli.searching import Asked, Sharing, check_for_parts, searched
     from autoplan.parts import MixedCluster
     from autoplan.result import SpaceFlags
 
-    check_output(out, force=force)
-    if page is not None:
-        check_output(page, force=force)
+    output = OutputFlags(out=out, page=page, force=force, json=json, quiet=quiet)
+    output.check()
     if robust is not None and not 0.5 <= robust < 1:
         raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
         context.fail("give MODEL, --global-batch and --seq-len, or a launch file that has them: --from FILE")
-    flags = TrainingFlags(
-        model=model or "",
-        cluster=cluster,
-        seq_len=seq_len or 0,
-        precision=precision,
-        attention=attention,
-        framework=framework,
-        reserve_memory=reserve_memory,
-        calibration=calibration,
-        timings=timings,
-        db=whole_url(context, url),
-        quiet=quiet,
-    )
-    run_flags = RunFlags(
-        objectives=objective or [],
-        nodes=nodes,
-        max_nodes=max_nodes,
-        tokens=tokens,
-        deadline=deadline,
-        gpu_hours=gpu_hours,
-        price=price,
-        device_mtbf=device_mtbf,
-        checkpoint_time=checkpoint_time,
-        restart_time=restart_time,
-        pue=pue,
-    )
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
-    is_shared = bool(storage or study or workers != 1 or sampler != "bound")
+    asked = Asked(
+        training=TrainingFlags(
+            model=model or "",
+            cluster=cluster,
+            seq_len=seq_len or 0,
+            precision=precision,
+            attention=attention,
+            framework=framework,
+            reserve_memory=reserve_memory,
+            calibration=calibration,
+            timings=timings,
+            db=whole_url(context, url),
+            quiet=quiet,
+        ),
+        space=SpaceFlags(
+            global_batch=global_batch or "", fix=tuple(fix or ()), at_most=tuple(bounds), allow=tuple(allow or ())
+        ),
+        run=RunFlags(
+            objectives=objective or [],
+            nodes=nodes,
+            max_nodes=max_nodes,
+            tokens=tokens,
+            deadline=deadline,
+            gpu_hours=gpu_hours,
+            price=price,
+            device_mtbf=device_mtbf,
+            checkpoint_time=checkpoint_time,
+            restart_time=restart_time,
+            pue=pue,
+        ),
+        sharing=Sharing(storage=storage, url=whole_url(context, storage), study=study, workers=workers),
+        sampler=sampler,
+        trials=trials,
+        seed=seed,
+        robust=robust,
+        why=why,
+    )
     parts = named_cluster(cluster, quiet=quiet)
     started = None
     if launch_file is not None:
         from autoplan.cli.today import start_from
 
-        if isinstance(parts, MixedCluster) or run_flags.are_given or robust is not None:
+        if isinstance(parts, MixedCluster) or asked.run.are_given or robust is not None:
             raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
         typed = {name for name in context.params if is_typed(context, name)}
-        started = start_from(launch_file, flags, global_batch, parts, typed=typed, variables=variables, target=target)
-        flags, global_batch = started.flags, started.global_batch
+        started = start_from(
+            launch_file, asked.training, global_batch, parts, typed=typed, variables=variables, target=target
+        )
+        asked = replace(asked, training=started.flags, space=replace(asked.space, global_batch=started.global_batch))
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
-    assert global_batch is not None
     if isinstance(parts, MixedCluster):
         from autoplan.cli.mixed import search_parts
 
-        if robust is not None or why:
-            raise InputError(f"{'--why' if why else '--robust'} is not there for mixed clusters yet: leave it out")
-        if is_shared:
-            raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
-        if run_flags.are_given:
-            raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
-        search_parts(
-            make_mixed_problem(flags, parts),
-            global_batch,
-            narrowed=bool(fix or bounds),
-            allow=allow or [],
-            out=out,
-            page=page,
-            force=force,
-            json=json,
-            quiet=quiet,
-        )
+        check_for_parts(asked)
+        search_parts(make_mixed_problem(asked.training, parts), asked.space, output)
         return
-    if storage and not storage.startswith("grpc:") and not quiet:
-        from autoplan.cli.progress import say_how_to_watch
+    file = searched(asked, started)
+    _hand_over(file, output, db=asked.training.db)
 
-        say_how_to_watch(storage)
-    problem = make_problem(flags)
-    wishes = allow or []
-    if started and not (fix or bounds):
-        from autoplan.cli.today import allowed_for
 
-        wishes = [*wishes, *allowed_for(problem, started.plan)]
+def _hand_over(file: PlanFile, output: OutputFlags, *, db: str | None) -> None:
+    """Write the plan file and its page, and print what it says."""
+    from autoplan.files import encode, write_text
 
-    asked = SpaceFlags(global_batch=global_batch, fix=tuple(fix or ()), at_most=tuple(bounds), allow=tuple(wishes))
-
-    def space_of(one: Problem) -> Space:
-        return make_space(one, asked.global_batch, fix=asked.fix, at_most=asked.at_most, allow=asked.allow)
-
-    from autoplan.cli.progress import progress_bar
-    from search.advice import check_result
-    from search.choice import choice_of, robust_margin, robust_order
-    from search.placement import place_best
-    from search.sampler import Sampling
-    from search.study import MARGIN
-    from search.study import search as run
-    from search.workers import helped
-
-    if run_flags.are_given:
-        if robust is not None or why:
-            raise InputError(f"{'--why' if why else '--robust'} is about step times: leave objectives and runs out")
-        if sampler != "bound":
-            raise InputError(f"--sampler {sampler} is for step times on one cluster: leave objectives and runs out")
-        with _shared(whole_url(context, storage), study, workers) as shared:
-            help_out = partial(search_run, problem, run_flags, space_of, shared=shared)
-            with helped(help_out, workers - 1), progress_bar(quiet=quiet, unit="sizes") as advance:
-                chosen = help_out(progress=advance)
-        file = make_plan_file(
-            chosen.problem, chosen.plans, chosen.certificate, timings=timings or "", run=chosen.report, space=asked
-        )
-    else:
-        space = space_of(problem)
-        margin = MARGIN if robust is None else max(MARGIN, robust_margin(problem, robust))
-        sampling = None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed)
-        with _shared(whole_url(context, storage), study, workers) as shared:
-            join = partial(run, problem, space, margin=margin, shared=shared, sampling=sampling)
-            with helped(join, workers - 1), progress_bar(quiet=quiet) as advance:
-                result = join(progress=advance)
-        check_result(problem, space, result)
-        result = place_best(problem, result)
-        if started and not (fix or bounds):
-            from autoplan.cli.today import nearest_result
-
-            result = nearest_result(problem, space, result, started.plan)
-        if robust is not None:
-            result = robust_order(problem, result, robust)
-        choice = choice_of(result)
-        if why:
-            choice = _explained(choice, problem, space, result, margin)
-        file = make_plan_file(
-            problem, result.rivals, result.certificate, timings=timings or "", choice=choice, space=asked
-        )
-        if started:
-            from autoplan.cli.today import today_of
-
-            file = replace(file, today=today_of(problem, started, file, result))
     text = encode(file)
-    write_text(out, text, force=force)
-    if json:
+    write_text(output.out, text, force=output.force)
+    if output.json:
         typer.echo(text, nl=False)
     else:
-        from autoplan.report.terminal import make_console, print_next_steps, print_search
-
-        console = make_console()
-        print_search(console, file)
-        if file.run:
-            from autoplan.report.runs import print_run
-
-            print_run(console, file.run)
-        if file.today:
-            from autoplan.report.launch import print_today
-            from search.axes import NAMES
-
-            print_today(console, file.today, NAMES)
-        print_next_steps(console, ("why", f" autoplan explain {shlex.quote(str(out))}"), _next_step(file, out))
-    if page is not None:
+        _print(file, output.out)
+    if output.page is not None:
         from autoplan.cli.report import write_page
 
-        write_page(file, out, page, url=flags.db, force=force, quiet=quiet)
-    if quiet:
+        write_page(file, output.out, output.page, url=db, force=output.force, quiet=output.quiet)
+    if output.quiet:
         return
     if file.best.verdict != "fits":
         print(
@@ -338,40 +252,22 @@ def search(
             "of running out of memory",
             file=sys.stderr,
         )
-    print(f"wrote {out}", file=sys.stderr)
+    print(f"wrote {output.out}", file=sys.stderr)
 
 
-def _explained(choice: Choice, problem: Problem, space: Space, result: SearchResult, margin: float) -> Choice:
-    """With what would change the answer, and why obvious plans lost."""
-    from search.obvious import obvious
-    from search.sensitivity import sensitivity
+def _print(file: PlanFile, path: Path) -> None:
+    from autoplan.cli.starting import next_step
+    from autoplan.report.terminal import make_console, print_next_steps, print_search
 
-    return replace(
-        choice, sensitivity=sensitivity(problem, space, result, margin), obvious=obvious(problem, space, result)
-    )
+    console = make_console()
+    print_search(console, file)
+    if file.run:
+        from autoplan.report.runs import print_run
 
+        print_run(console, file.run)
+    if file.today:
+        from autoplan.report.launch import print_today
+        from search.axes import NAMES
 
-@contextmanager
-def _shared(storage: str | None, study: str | None, workers: int) -> Iterator[Shared | None]:
-    """Where workers meet: in a storage, in a journal file that is gone afterwards, or nowhere where there is one."""
-    from search.study import Shared
-
-    if storage:
-        yield Shared(url=storage, name=study)
-    elif study:
-        raise InputError(f"--study {study} needs --storage: say where it is kept")
-    elif workers == 1:
-        yield None
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Shared(url=str(Path(folder) / "journal"))
-
-
-def _next_step(file: PlanFile, out: Path) -> tuple[str, str]:
-    """What to type next, or why no file starts the plan."""
-    from autoplan.cli.starting import start_of
-
-    try:
-        return "next", start_of(file, out)
-    except AutoplanError as error:
-        return "no launch script", str(error)
+        print_today(console, file.today, NAMES)
+    print_next_steps(console, ("why", f" autoplan explain {shlex.quote(str(path))}"), next_step(file, path))

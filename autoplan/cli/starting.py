@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.errors import NoPlanError
+from autoplan.errors import AutoplanError, NoPlanError
 
 if TYPE_CHECKING:
     from autoplan.result import PlanFile
@@ -27,3 +27,11 @@ def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
         raise NoPlanError(f"no launch files are written for {file.framework.name}")
     job_of(file, target)
     return f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
+
+
+def next_step(file: PlanFile, path: Path) -> tuple[str, str]:
+    """(label, what to type next), or why no file starts the plan of the file at `path`."""
+    try:
+        return "next", start_of(file, path)
+    except AutoplanError as error:
+        return "no launch script", str(error)

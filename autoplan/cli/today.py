@@ -181,15 +181,18 @@ def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
     version = max(written, key=lambda one: len(written[one].keys() & mine.keys()))
     # What was not understood is not written either: it is the person's to keep.
     unread = {one.option for one in started.launch.unread}
-    options = tuple(one for one in _differing(mine, written[version]) if one.option not in unread)
+    options = tuple(one for one in differing(mine, written[version]) if one.option not in unread)
     if today.priced is None or today.broken:
         return replace(today, options=options)
+    # What the file leaves to its framework's default, which the exported file says, is no change.
+    implied = _implied(started, file, today.priced, version)
+    options = tuple(one for one in options if one.before is not None or implied.get(one.option) != one.after)
 
     def of_axis(change: AxisChange) -> AxisChange:
         if change.alone is None:
             return change
         try:
-            changed = _differing(before, _written(started, file, change.alone, version))
+            changed = differing(before, _written(started, file, change.alone, version))
         except InputError:  # admitted by the framework, but not to be written for it
             return change
         as_written = (replace(one, before=mine.get(one.option, one.before)) for one in changed)
@@ -200,6 +203,16 @@ def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
     except InputError:
         return replace(today, options=options)
     return replace(today, options=options, changes=tuple(map(of_axis, today.changes)))
+
+
+def _implied(started: Started, file: PlanFile, priced: RankedPlan, version: str) -> dict[str, str]:
+    """The options that the file itself has once it is exported; empty where it cannot be."""
+    launch = started.launch
+    own = replace(file, model=launch.model, training=launch.training, best=replace(priced, plan=launch.plan))
+    try:
+        return _written(started, replace(own, alternatives=()), own.best, version)
+    except InputError:
+        return {}
 
 
 def _written(started: Started, file: PlanFile, plan: RankedPlan, version: str) -> dict[str, str]:
@@ -222,7 +235,8 @@ def _written(started: Started, file: PlanFile, plan: RankedPlan, version: str) -
     raise refusal
 
 
-def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
+def differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
+    """The options whose values differ, or that only one of the two has."""
     from autoplan.result import OptionChange
 
     names = dict.fromkeys((*before, *after))

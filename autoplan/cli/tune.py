@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,17 +21,22 @@ from autoplan.cli.inputs import (
     QuietOption,
     ReserveOption,
     TimingsOption,
+    TrainingFlags,
+    check_output,
+    parse_duration,
     whole_number,
+    whole_url,
 )
 from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autoplan.jobs import Jobs
+    from autoplan.cli.candidates import Candidates
+    from autoplan.cli.runners import Runner, TrialFlags
+    from autoplan.cli.trials import Budget
     from autoplan.plan import ParallelPlan
-    from autoplan.problem import Problem
-    from autoplan.result import PlanFile, RankedPlan, TriedPlan, TuneReport
+    from autoplan.result import RankedPlan, TriedPlan, TuneReport
     from search.tune import TunedTrial, Tuning, View
 
 
@@ -121,48 +126,45 @@ def tune(
     likely to be faster than the best, or the budget is spent.  A run that fails, for want of memory or otherwise,
     is told with its reason.  Interrupted, or killed, the same call goes on where it was.
     """
-    from autoplan.cli.inputs import check_output, parse_duration, whole_url
-    from autoplan.cli.planfile import make_plan_file
-    from autoplan.cli.profile import _on_terminate
-    from autoplan.cli.progress import live_line, say_how_to_watch
+    from autoplan.cli.candidates import kept_candidates, searched_candidates
+    from autoplan.cli.planfile import is_plan_file
     from autoplan.cli.run import warn_of_emulation
-    from autoplan.cli.runs import RunKeeper
-    from autoplan.cli.trials import Budget, Trials
-    from autoplan.files import encode, write_text
-    from autoplan.jobs import LocalJobs
-    from search.storage import opened
-    from search.tune import Tuning
+    from autoplan.cli.runners import TrialFlags, runner_of
+    from autoplan.cli.trials import Budget
+    from autoplan.result import SpaceFlags
 
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
-    for flag, number, least in (("--trials", trials, 1), ("--parallel", parallel, 1), ("--steps", steps, 1)):
-        if number < least:
-            raise InputError(f"{flag} {number}: must be {least} or more")
-    if template and command:
-        raise InputError("--command runs on this machine: what submit of --template starts is written there")
-    if not template and (to != "autoplan" or target_version or image):
-        raise InputError("--to, --target-version and --image are of the jobs of a --template")
-    if parallel > 1 and not template:
-        raise InputError("--parallel: trials on this machine share its devices and would slow each other down")
+    if trials < 1:
+        raise InputError(f"--trials {trials}: must be 1 or more")
     if gpu_hours is not None and gpu_hours <= 0:
         raise InputError(f"--gpu-hours {gpu_hours:g}: must be positive")
-    limit_s = parse_duration(limit)
+    db = whole_url(context, url)
+    asked = TrialFlags(
+        program=tuple(program or ()),
+        template=template,
+        to=to,
+        target_version=target_version,
+        image=image,
+        steps=steps,
+        warmup=warmup,
+        parallel=parallel,
+        limit_s=parse_duration(limit),
+        db=db,
+    )
     spend = Budget(
         trials=trials,
-        seconds=parse_duration(budget) if budget else float("inf"),
-        gpu_hours=gpu_hours if gpu_hours is not None else float("inf"),
+        seconds=parse_duration(budget) if budget else math.inf,
+        gpu_hours=gpu_hours if gpu_hours is not None else math.inf,
     )
     check_output(out, force=force)
-    db = whole_url(context, url)
-    if Path(model).suffix == ".json" and _is_plan(Path(model)):
+    if is_plan_file(Path(model)):
         if cluster or global_batch is not None or seq_len is not None:
             raise InputError(f"{model} says what is trained where: leave --cluster, --global-batch and --seq-len out")
-        problem, plans, timings = _plans_of(Path(model), db)
+        candidates = kept_candidates(Path(model), db)
     else:
         if cluster is None or global_batch is None or seq_len is None:
             context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
-        from autoplan.cli.inputs import TrainingFlags, make_problem
-
         flags = TrainingFlags(
             model=model,
             cluster=cluster,
@@ -176,91 +178,120 @@ def tune(
             db=db,
             quiet=quiet,
         )
-        problem = make_problem(flags)
-        plans = _searched(problem, global_batch, fix=fix or [], at_most=max_ or [], allow=allow or [], quiet=quiet)
-    options = ("--steps", str(steps), "--warmup", str(warmup), *(("--db", db) if db else ()))
-    about = {"steps": str(steps), "warmup": str(warmup), "program": shlex.join(program or [])}
-    enough = None
-    keeper = None  # of trials that do not keep themselves
-    jobs: Jobs
-    if template:
-        from autoplan.job_template import load_job_template
-        from autoplan.scheduler_jobs import SchedulerJobs
-
-        scheduler = load_job_template(template)
-        jobs = SchedulerJobs(
-            scheduler,
-            time_limit_s=limit_s,
-            num_steps=steps + warmup,
-            options=options,
-            to=to,
-            version=target_version,
-            image=image,
+        space = SpaceFlags(
+            global_batch=str(global_batch), fix=tuple(fix or ()), at_most=tuple(max_ or ()), allow=tuple(allow or ())
         )
-        about |= {"template": template, "to": " ".join(filter(None, (to, target_version)))}
-        if jobs.runs_own:
-            plans = _runnable(problem, plans)
-        else:
-            enough = steps
-            keeper = RunKeeper(db) if db else None
-            if scheduler.launcher:
-                plans = _exportable(make_plan_file(problem, plans[:1], None), plans, to, target_version)
-    else:
-        jobs = LocalJobs([*options, *(("--command", "--", *program) if program else ())])
-        if not command:
-            plans = _runnable(problem, plans)
-            if not quiet:
-                warn_of_emulation(problem)
+        candidates = searched_candidates(flags, space)
+    runner = runner_of(asked, candidates)
+    if not (program or template or quiet):
+        warn_of_emulation(candidates.problem)
+    place = StudyFlags(folder=work, storage=storage, url=whole_url(context, storage), study=study)
+    tuned = _tuned(asked, runner, spend, place, quiet=quiet)
+    _hand_over(tuned, out, force=force, json=json, quiet=quiet)
 
-    def prepare(at: int) -> str:
-        return encode(make_plan_file(problem, [plans[at]], None))
 
-    signal.signal(signal.SIGTERM, _on_terminate)
-    # Of another study the trials are in a folder of their own.
-    folder = work / study if study else work
-    where = whole_url(context, storage) or str(_made(work) / "study.journal")
-    name = study or (None if storage else "tune")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyFlags:
+    """The flags that say where a study is kept, as typed."""
+
+    folder: Path
+    storage: str | None  # without its password
+    url: str | None  # with it
+    study: str | None
+
+    @property
+    def trials(self) -> Path:
+        """Where trials are: those of another study in a folder of their own."""
+        return self.folder / self.study if self.study else self.folder
+
+    @property
+    def name(self) -> str | None:
+        """Of the study; None: from what is tuned."""
+        return self.study or (None if self.storage else "tune")
+
+    def made(self) -> str:
+        """Where the study is, in a folder that is there."""
+        if self.url:
+            return self.url
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{self.folder}: cannot be written: {error.strerror or error}") from None
+        return str(self.folder / "study.journal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tuned:
+    """What a tuning came to, and why it ended."""
+
+    candidates: Candidates
+    tuning: Tuning
+    view: View
+    ended: str
+    is_interrupted: bool
+
+
+def _tuned(asked: TrialFlags, runner: Runner, spend: Budget, place: StudyFlags, *, quiet: bool) -> _Tuned:
+    """Run trials until there is a reason to stop."""
+    from autoplan.cli.process import leave_on_sigterm
+    from autoplan.cli.progress import live_line, say_how_to_watch
+    from autoplan.cli.trials import Trials
+    from autoplan.files import encode
+    from search.storage import opened
+    from search.tune import Tuning
+
+    leave_on_sigterm()
+    candidates, where = runner.candidates, place.made()
     if not quiet:
-        say_how_to_watch(storage or where)
+        say_how_to_watch(place.storage or where)
     with opened(where) as held, live_line(quiet=quiet) as (show, show_now):
-        tuning = Tuning.joined(held, problem, plans, name=name, about=about)
-        runs = Trials(
+        tuning = Tuning.joined(held, candidates.problem, candidates.plans, name=place.name, about=asked.about)
+        trials = Trials(
             tuning=tuning,
-            jobs=jobs,
-            problem=problem,
-            folder=folder,
-            prepare=prepare,
+            jobs=runner.jobs,
+            problem=candidates.problem,
+            folder=place.trials,
+            prepare=lambda at: encode(candidates.trial_file(at)),
             budget=spend,
-            parallel=parallel,
-            warmup=warmup,
-            limit_s=limit_s,
-            enough=enough,
+            parallel=asked.parallel,
+            warmup=asked.warmup,
+            limit_s=asked.limit_s,
+            enough=runner.enough,
             show=show,
             show_now=show_now,
         )
         is_interrupted = False
         try:
-            ended = runs.run()
+            ended = trials.run()
         except KeyboardInterrupt:
             is_interrupted, ended = True, "interrupted; the same call goes on from here"
-        if keeper:
-            keeper.keep_trials(problem, tuning)
+        if runner.keeper:
+            runner.keeper.keep_trials(candidates.problem, tuning)
+        # The study cannot be asked once its storage is closed.
         view = tuning.view()
-        report = _report(problem, tuning, view, ended)
+    return _Tuned(candidates=candidates, tuning=tuning, view=view, ended=ended, is_interrupted=is_interrupted)
+
+
+def _hand_over(tuned: _Tuned, out: Path, *, force: bool, json: bool, quiet: bool) -> None:
+    """Write the best plan, and print what the trials told."""
+    from autoplan.cli.planfile import make_plan_file
+    from autoplan.files import encode, write_text
+
+    report, candidates = _report(tuned), tuned.candidates
     if report.best is None:
         _print(report, json=json)
-        raise NoPlanError(f"no trial has finished: {ended}")
-    best = next(one for one in plans if one.plan == report.best.plan)
-    timed = [tuning.plans[one.at].plan for one in view.measured]
-    others = sorted((one for one in plans if one is not best), key=lambda one: _rank(timed, one))
-    file = make_plan_file(problem, [best, *others], None, timings=timings or "")
+        raise NoPlanError(f"no trial has finished: {tuned.ended}")
+    best = next(one for one in candidates.plans if one.plan == report.best.plan)
+    timed = [tuned.tuning.plans[one.at].plan for one in tuned.view.measured]
+    others = sorted((one for one in candidates.plans if one is not best), key=lambda one: _rank(timed, one))
+    file = make_plan_file(candidates.problem, [best, *others], None, timings=candidates.timings)
     write_text(out, encode(file), force=force)
     _print(report, json=json)
     if not json:
-        from autoplan.cli.search import _next_step
+        from autoplan.cli.starting import next_step
         from autoplan.report.terminal import make_console, print_next_steps
 
-        step = ("next", _again()) if is_interrupted else _next_step(file, out)
+        step = ("next", _again()) if tuned.is_interrupted else next_step(file, out)
         print_next_steps(make_console(), step)
     if not quiet:
         print(f"wrote {out}", file=sys.stderr)
@@ -275,95 +306,18 @@ def _again() -> str:
     return shlex.join(["autoplan", command, *force, *arguments])
 
 
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    return folder
-
-
-def _is_plan(path: Path) -> bool:
-    from autoplan.cli.planfile import is_plan_file
-
-    return is_plan_file(path)
-
-
-def _plans_of(path: Path, db: str | None) -> tuple[Problem, tuple[RankedPlan, ...], str]:
-    """The plans that a search kept, and what timings they rest on."""
-    from autoplan.cli.planfile import problem_of
-    from autoplan.files import decode, read_table
-    from autoplan.result import PlanFile
-
-    file = decode(PlanFile, read_table(path), str(path))
-    return problem_of(file, db), (file.best, *file.alternatives), file.timings
-
-
-def _searched(
-    problem: Problem, global_batch: int, *, fix: list[str], at_most: list[str], allow: list[str], quiet: bool
-) -> tuple[RankedPlan, ...]:
-    """The best plan of each kind, the best predicted first."""
-    from autoplan.cli.inputs import make_space
-    from autoplan.cli.progress import progress_bar
-    from search.advice import check_result
-    from search.choice import distinct
-    from search.study import search
-    from search.tune import MARGIN, MOST_PLANS
-
-    space = make_space(problem, str(global_batch), fix=fix, at_most=at_most, allow=allow)
-    with progress_bar(quiet=quiet) as advance:
-        result = search(problem, space, advance, margin=MARGIN)
-    check_result(problem, space, result)
-    return distinct(result)[:MOST_PLANS]
-
-
-def _runnable(problem: Problem, plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
-    """The plans that the built-in trainer runs."""
-    from autoplan.cli.run import FRAMEWORK
-    from autoplan.rules import Setting, broken
-    from autoplan.rules.trainer import RULES, check_model
-
-    if problem.framework.name != FRAMEWORK:
-        raise InputError(
-            f"the plans are for {problem.framework.name}, trials of the built-in trainer are for {FRAMEWORK}: "
-            "say what runs them with --command -- PROGRAM ARG..."
-        )
-    check_model(problem.model)
-    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    reasons = [next(iter(broken(RULES, setting, one.plan)), "") for one in plans]
-    if all(reasons):
-        raise NoPlanError(f"the built-in trainer runs none of the plans: {reasons[0]}")
-    return tuple(one for one, reason in zip(plans, reasons, strict=True) if not reason)
-
-
-def _exportable(file: PlanFile, plans: Sequence[RankedPlan], to: str, version: str | None) -> tuple[RankedPlan, ...]:
-    """Those of the plans that the target can be told; `file` is of any of them."""
-    from autoplan.export.targets import job_of
-
-    kept, refusals = [], []
-    for one in plans:
-        try:
-            job_of(replace(file, best=one), to, version)
-        except InputError as error:
-            refusals.append(error)
-        else:
-            kept.append(one)
-    if not kept:
-        raise NoPlanError(f"{to} starts none of the plans: {refusals[0]}")
-    return tuple(kept)
-
-
 def _rank(timed: Sequence[ParallelPlan], one: RankedPlan) -> tuple[int, float]:
     """Measured plans first, the fastest of them before the others."""
     return (timed.index(one.plan), 0.0) if one.plan in timed else (len(timed), one.step_s)
 
 
-def _report(problem: Problem, tuning: Tuning, view: View, ended: str) -> TuneReport:
+def _report(tuned: _Tuned) -> TuneReport:
     from autoplan.cli.trials import spent_hours
     from autoplan.result import TuneReport
 
+    tuning, view = tuned.tuning, tuned.view
     return TuneReport(
-        ended=ended,
+        ended=tuned.ended,
         is_separated=view.stop == "separated",
         best=_tried(tuning, view.best) if view.best else None,
         best_s=view.best_s,
@@ -371,7 +325,7 @@ def _report(problem: Problem, tuning: Tuning, view: View, ended: str) -> TuneRep
         candidates=len(tuning.plans),
         left=len(view.left),
         ratio=view.ratio,
-        gpu_hours=spent_hours(problem, view),
+        gpu_hours=spent_hours(tuned.candidates.problem, view),
     )
 
 

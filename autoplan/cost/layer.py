@@ -308,7 +308,7 @@ def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[F
         numbers = links.all_reduce_s(*group, BYTES_PER_REDUCED_TOKEN * rank_tokens(problem, batch))
         loss = LOSS_REDUCTIONS * (numbers + far) + host  # they follow one another, and the hosts have met
     else:
-        logits = 2.0 * rank_tokens(problem, batch) * padded_vocab(problem, batch)
+        logits = problem.training.element_bytes * rank_tokens(problem, batch) * padded_vocab(problem, batch)
         loss = links.all_gather_s(*group, logits) + meeting
     heads = 1 + problem.model.num_mtp_layers
     return (reduce, gather), (heads * (gather + loss), heads * reduce)

@@ -21,7 +21,6 @@ from autoplan.cost.schedule import hop_sends_exposed_s, one_forward_one_backward
 from autoplan.cost.sheets import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
 from autoplan.cost.tail import first_layers, shown_gather_s, shown_reduce_s
 from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, check_mixed
-from autoplan.model import Block, ModelSpec
 from autoplan.problem import Problem
 from autoplan.result import MixedCost, MixedKindCost, MixedStageCost
 
@@ -30,11 +29,6 @@ Ints = NDArray[np.int64]
 
 END = ("data_parallel_reduce", "optimizer", "parameter_gather")
 SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result
-
-
-def layer_kinds(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
-    """The different layers of a model, in the order in which they first appear."""
-    return tuple(dict.fromkeys(model.layers))
 
 
 def pipeline_s(
@@ -95,7 +89,7 @@ def _price_kinds(
 
     # What needs the laid-out batch of a part rather than one number for every stage.
     terms = {name: np.zeros(len(members)) for name in STEP_TERMS}
-    layer_s = np.zeros((len(members), stages, len(layer_kinds(problem.model))))
+    layer_s = np.zeros((len(members), stages, len(problem.model.layer_kinds)))
     spread, host_z = np.zeros(len(members)), np.full(len(members), -np.inf)
     for sheet in sheets:
         own = sheet.problem
@@ -163,7 +157,7 @@ def _layer_s(problem: Problem, laid: Stages) -> Floats:
         block: cost.total_forward_s + cost.total_backward_s + np.where(repeats, cost.total_repeat_s, 0.0)
         for block, cost in laid.work.costs.items()
     }
-    return np.stack([add_up(one[block] for block in layer) for layer in layer_kinds(problem.model)], axis=1)
+    return np.stack([add_up(one[block] for block in layer) for layer in problem.model.layer_kinds], axis=1)
 
 
 def _host_z(sheet: Sheet) -> Floats:

@@ -113,8 +113,8 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
 def eager_norm_bytes(problem: Problem) -> float:
     """What a norm keeps per token and hidden element beyond its input and output, where no kernel fuses it.
 
-    In fp32 that is what it has normalised: the copy of its input is the input itself.  Torch's layer norm is one kernel,
-    which keeps two numbers per token; only an RMSNorm is made of parts.
+    In fp32 that is what it has normalised: the copy of its input is the input itself.  Torch's layer norm is one
+    kernel, which keeps two numbers per token; only an RMSNorm is made of parts.
     """
     if problem.model.norm == "layernorm":
         return 0.0

@@ -215,7 +215,7 @@ def _tensor_ends(problem: Problem, batch: PlanBatch, places: Groups, blocks: Sta
     if framework.shards_logits:
         kinds.append(("all_reduce", BYTES_PER_REDUCED_TOKEN * tokens, LOSS_REDUCTIONS * heads))
     else:
-        kinds.append(("all_gather", GATHERED_BYTES * tokens * padded_vocab(problem, batch), heads))
+        kinds.append(("all_gather", problem.training.element_bytes * tokens * padded_vocab(problem, batch), heads))
     for operation, buffer, times in kinds:
         yield Transfers(
             communicator="tp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,13 @@ AICONFIGURATOR = "aiconfigurator"
 
 
 def read_source(
-    source: str, *, device: str | None = None, operation: str | None = None
+    source: str, *, device: str | None = None, operation: str | None = None, unknown: Counter[str] | None = None
 ) -> Iterator[Record | RunRecord]:
     """The records and runs of a file, or of the installed wheel's tables where `source` is the word aiconfigurator.
 
     A file is read to its end before this returns, so that a bad one adds nothing.  `device` names the device
-    of a log, or chooses one of the tables; `operation` is what a log measured that does not say it.
+    of a log, or chooses one of the tables; `operation` is what a log measured that does not say it.  Records of an
+    exchange file whose operation this version does not know are passed over, and counted by operation in `unknown`.
     """
     from profiler.imports.aiconfigurator import read_records
     from profiler.imports.nccl_tests import read_log
@@ -31,6 +33,8 @@ def read_source(
         return iter(read_log(path, device=device, operation=operation))
     if device or operation:
         raise InputError(f"{path}: an export says its devices and operations: leave --device and --operation out")
-    for _ in read_exchange(path):
-        pass
+    unknown = Counter() if unknown is None else unknown
+    num_known = sum(1 for _ in read_exchange(path, unknown))
+    if unknown and not num_known:
+        raise InputError(f"{path}: this autoplan knows none of its operations ({', '.join(unknown)}): update autoplan")
     return read_exchange(path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ import msgspec
 from autoplan import __version__
 from autoplan.errors import InputError
 from autoplan.files import replacing
+from autoplan.timing import SHAPES
 from autoplan.units import cleaned
 from profiler.record import PROTOCOL, Record
 from profiler.runs import RunRecord
@@ -39,6 +42,16 @@ class _RunLine:
 
 
 _RUN_LINE = b'{"run":'
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What any version of a record has."""
+
+    operation: str
+
+
+_OPERATION = re.compile(r"[a-z][a-z0-9_]{0,39}")  # how the name of an operation is written
 
 
 def write_exchange(
@@ -78,8 +91,11 @@ def is_exchange(path: Path) -> bool:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def read_exchange(path: Path) -> Iterator[Record | RunRecord]:
-    """The records and runs of a file, one by one; read it to its end before any is kept: damage shows late."""
+def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[Record | RunRecord]:
+    """The records and runs of a file, one by one; read it to its end before any is kept: damage shows late.
+
+    Records of operations that a later version measures are passed over, and counted by operation in `unknown`.
+    """
     lines = _lines(path)
     _check_header(path, next(lines, b""))
     for number, line in enumerate(lines, start=2):
@@ -91,7 +107,20 @@ def read_exchange(path: Path) -> Iterator[Record | RunRecord]:
             else:
                 yield msgspec.json.decode(line, type=Record)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if operation := _unknown_operation(line):
+                if unknown is not None:
+                    unknown[operation] += 1
+                continue
             raise InputError(f"{path}: line {number}: {cleaned(str(error))}: nothing of the file was taken") from None
+
+
+def _unknown_operation(line: bytes) -> str:
+    """The operation of a record, where this version does not know it; else blank."""
+    try:
+        operation = msgspec.json.decode(line, type=_Named).operation
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return operation if operation not in SHAPES and _OPERATION.fullmatch(operation) else ""
 
 
 def _anonymous(record: Measured) -> Measured:

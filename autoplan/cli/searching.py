@@ -1,0 +1,178 @@
+"""What does a search find that is asked for by flags, of the fastest step or for a run?"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
+from autoplan.cli.objectives import RunFlags, search_run
+from autoplan.errors import InputError
+
+if TYPE_CHECKING:
+    from autoplan.cli.today import Started
+    from autoplan.problem import Problem
+    from autoplan.result import Choice, PlanFile, SearchResult, SpaceFlags
+    from search.space import Space
+    from search.study import Shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a search is asked, by the flags as typed."""
+
+    training: TrainingFlags
+    space: SpaceFlags
+    run: RunFlags
+    sharing: Sharing
+    sampler: str
+    trials: int
+    seed: int
+    robust: float | None
+    why: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Who shares a search: workers started here, and others that meet them in a storage."""
+
+    storage: str | None  # without its password
+    url: str | None  # with it
+    study: str | None
+    workers: int
+
+    @contextmanager
+    def opened(self) -> Iterator[Shared | None]:
+        """Where they meet: in the storage, in a journal file that is gone afterwards, or nowhere where one is alone."""
+        from search.study import Shared
+
+        if self.url:
+            yield Shared(url=self.url, name=self.study)
+        elif self.study:
+            raise InputError(f"--study {self.study} needs --storage: say where it is kept")
+        elif self.workers == 1:
+            yield None
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                yield Shared(url=str(Path(folder) / "journal"))
+
+    @property
+    def is_given(self) -> bool:
+        """Whether one of its flags was typed."""
+        return bool(self.storage or self.study or self.workers != 1)
+
+
+def check_for_parts(asked: Asked) -> None:
+    """Refuse what a search of a mixed cluster does not do yet."""
+    if asked.robust is not None or asked.why:
+        raise InputError(f"{'--why' if asked.why else '--robust'} is not there for mixed clusters yet: leave it out")
+    if asked.sharing.is_given or asked.sampler != "bound":
+        raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
+    if asked.run.are_given:
+        raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
+
+
+def searched(asked: Asked, started: Started | None) -> PlanFile:
+    """The plan file of what was asked of a cluster of equal nodes."""
+    storage = asked.sharing.storage
+    if storage and not storage.startswith("grpc:") and not asked.training.quiet:
+        from autoplan.cli.progress import say_how_to_watch
+
+        say_how_to_watch(storage)
+    problem = make_problem(asked.training)
+    if started and not asked.space.narrows:
+        from autoplan.cli.today import allowed_for
+
+        wishes = (*asked.space.allow, *allowed_for(problem, started.plan))
+        asked = replace(asked, space=replace(asked.space, allow=wishes))
+
+    def space_of(one: Problem) -> Space:
+        space = asked.space
+        return make_space(one, space.global_batch, fix=space.fix, at_most=space.at_most, allow=space.allow)
+
+    if asked.run.are_given:
+        return _best_for_run(problem, asked, space_of)
+    return _fastest_step(problem, asked, space_of(problem), started)
+
+
+def _best_for_run(problem: Problem, asked: Asked, space_of: Callable[[Problem], Space]) -> PlanFile:
+    """The plans that are best in the objectives of a run, of all its numbers of nodes."""
+    from autoplan.cli.planfile import make_plan_file
+    from autoplan.cli.progress import progress_bar
+    from search.workers import helped
+
+    if asked.robust is not None or asked.why:
+        flag = "--why" if asked.why else "--robust"
+        raise InputError(f"{flag} is about step times: leave objectives and runs out")
+    if asked.sampler != "bound":
+        raise InputError(f"--sampler {asked.sampler} is for step times on one cluster: leave objectives and runs out")
+    with asked.sharing.opened() as shared:
+        join = partial(search_run, problem, asked.run, space_of, shared=shared)
+        with helped(join, asked.sharing.workers - 1), progress_bar(quiet=asked.training.quiet, unit="sizes") as advance:
+            chosen = join(progress=advance)
+    return make_plan_file(
+        chosen.problem,
+        chosen.plans,
+        chosen.certificate,
+        timings=asked.training.timings or "",
+        run=chosen.report,
+        space=asked.space,
+    )
+
+
+def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started | None) -> PlanFile:
+    """The plans with the fastest step.
+
+    Of several that are as fast the best is the one nearest to what runs today, where no flag narrows the space.
+    """
+    from autoplan.cli.planfile import make_plan_file
+    from autoplan.cli.progress import progress_bar
+    from search.advice import check_result
+    from search.choice import choice_of, robust_margin, robust_order
+    from search.placement import place_best
+    from search.sampler import Sampling
+    from search.study import MARGIN
+    from search.study import search as run
+    from search.workers import helped
+
+    margin = MARGIN if asked.robust is None else max(MARGIN, robust_margin(problem, asked.robust))
+    sampling = None
+    if asked.sampler != "bound":
+        sampling = Sampling(name=asked.sampler, trials=asked.trials, seed=asked.seed)
+    with asked.sharing.opened() as shared:
+        join = partial(run, problem, space, margin=margin, shared=shared, sampling=sampling)
+        with helped(join, asked.sharing.workers - 1), progress_bar(quiet=asked.training.quiet) as advance:
+            result = join(progress=advance)
+    check_result(problem, space, result)
+    result = place_best(problem, result)
+    if started and not asked.space.narrows:
+        from autoplan.cli.today import nearest_result
+
+        result = nearest_result(problem, space, result, started.plan)
+    if asked.robust is not None:
+        result = robust_order(problem, result, asked.robust)
+    choice = choice_of(result)
+    if asked.why:
+        choice = _explained(choice, problem, space, result, margin)
+    timings = asked.training.timings or ""
+    file = make_plan_file(problem, result.rivals, result.certificate, timings=timings, choice=choice, space=asked.space)
+    if started is None:
+        return file
+    from autoplan.cli.today import today_of
+
+    return replace(file, today=today_of(problem, started, file, result))
+
+
+def _explained(choice: Choice, problem: Problem, space: Space, result: SearchResult, margin: float) -> Choice:
+    """With what would change the answer, and why obvious plans lost."""
+    from search.obvious import obvious
+    from search.sensitivity import sensitivity
+
+    return replace(
+        choice, sensitivity=sensitivity(problem, space, result, margin), obvious=obvious(problem, space, result)
+    )
