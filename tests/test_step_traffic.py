@@ -40,17 +40,21 @@ def test_volumes_of_a_small_model_are_those_computed_by_hand() -> None:
     assert step.stage == 1  # with the final norm
     # 4 micro-batches, 8 blocks, 2 passes, and the inputs once more for the gradients of the weights.
     hidden = 2 * 2048 * 1024
-    assert rows["tp reduce_scatter"].times == 64
-    assert rows["tp all_gather"].times == 96
-    assert rows["tp reduce_scatter"].level_bytes == (64 * hidden / 2, 0)
-    assert rows["tp all_gather"].level_bytes == (96 * hidden / 2, 0)
+    # The head gathers its inputs, twice as well, and scatters their gradient.
+    assert rows["tp reduce_scatter"].times == 64 + 4
+    assert rows["tp all_gather"].times == 96 + 2 * 4
+    assert rows["tp reduce_scatter"].level_bytes == (68 * hidden / 2, 0)
+    assert rows["tp all_gather"].level_bytes == (104 * hidden / 2, 0)
+    # Three fp32 numbers a token, which an all-reduce of two ranks sends once each.
+    assert rows["tp all_reduce"].times == 4 * 3
+    assert rows["tp all_reduce"].level_bytes == (12 * 4 * 2048, 0)
     # Of 8 replicas 4 sit in a node.
     layer = (1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096) / 2 + 2 * 1024
     held = 4 * layer + 32000 * 1024 / 2 + 1024
     assert rows["shard reduce_scatter"].level_bytes == pytest.approx((4 * held * 3 / 4, 4 * held / 4 / 2))
     assert rows["shard all_gather"].level_bytes == pytest.approx((2 * held * 3 / 4, 2 * held / 4 / 2))
     assert rows["pp send_recv"].level_bytes == (0, 4 * hidden / 2)
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert step.level_bytes[1] == pytest.approx(6 * held / 8 + 2 * hidden)
     assert sum(step.share(row) for row in step.rows) == pytest.approx(1)
 
@@ -98,7 +102,8 @@ def test_recomputed_blocks_send_again() -> None:
     some = rows_of(step_traffic(problem, dataclasses.replace(plan, recompute="selective", recompute_modules=("moe",))))
     none = rows_of(step_traffic(problem, plan))
     assert full["ep all_to_all"].times == some["ep all_to_all"].times == 1.5 * none["ep all_to_all"].times
-    assert full["tp reduce_scatter"].times == 1.5 * none["tp reduce_scatter"].times
+    ends = 2 * 2  # of each micro-batch the lookup and the gradient of the head's input, which are not repeated
+    assert full["tp reduce_scatter"].times - ends == 1.5 * (none["tp reduce_scatter"].times - ends)
     assert some["tp reduce_scatter"].times == none["tp reduce_scatter"].times + 7 * 2  # shared experts of 7 blocks
 
 
@@ -125,6 +130,10 @@ def flows_of(problem: Problem, plan: ParallelPlan) -> Expanded:
     for stage in range(plan.pp):
         for row in ranks[stage].reshape(-1, plan.tp):
             hierarchical(expanded, row.tolist(), 2 * layers * micro * (3 + 2) * state, 1.0)
+            if stage == 0:  # the looked-up rows and their gradient
+                hierarchical(expanded, row.tolist(), micro * 2 * state, 1.0)
+            if stage == plan.pp - 1:  # the head's inputs, twice, and their gradient; three numbers a token of the loss
+                hierarchical(expanded, row.tolist(), micro * (3 * state + 3 * 2 * 4.0 * tokens), 1.0)
         for row in np.moveaxis(ranks[stage], 1, -1).reshape(-1, plan.cp):
             hierarchical(expanded, row.tolist(), layers * micro * 3 * keys_and_values * plan.cp, 1.0)
         held = layers * layer + (2 if plan.pp == 1 else 1) * table + 1024 * (stage == plan.pp - 1)
@@ -179,7 +188,8 @@ def test_the_command_shows_the_traffic_of_a_plan_and_draws_it(tmp_path: Path) ->
     traffic = json.loads(shown.stdout)["traffic"]
     assert [level["name"] for level in traffic["levels"]] == ["nvlink", "infiniband"]
     assert (tmp_path / "drawn.svg").read_text().count(" a step<") == 2
-    assert " 512 " in run(tmp_path, "topo", "h100-sxm:4x8", "--plan", "plan.json").stdout
+    # On the last stage 8 micro-batches of 16 layers with two sums in each pass, and the head's.
+    assert f" {8 * (16 * 2 * 2 + 1)} " in run(tmp_path, "topo", "h100-sxm:4x8", "--plan", "plan.json").stdout
     other = run(tmp_path, "topo", "h100-sxm:2x8", "--plan", "plan.json")
     assert other.returncode == 1
     assert "the plan is for 32 devices, h100-sxm has 16" in other.stderr
