@@ -34,7 +34,8 @@ from autoplan.read import megatron_lm as lm_in
 from autoplan.read import primus as primus_in
 from autoplan.read.launch import Given, Reader
 from autoplan.result import PlanFile
-from megatron_plans import DEFECTS, MATRIX, ZERO_BUBBLE, plan_files
+from megatron_plans import DEFECTS, MATRIX, MIXTRAL, ZERO_BUBBLE, plan_files
+from test_export_megatron_lm import LLAMA_8B, plan_file_of
 
 PARSER = Path(__file__).parent / "megatron_parser.py"
 NEEDS = {
@@ -241,6 +242,17 @@ def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
     words = shlex.join(words_of(megatron_core_groups(file)))
     launch = lm_in.READER.read(words, Given(num_devices=file.best.plan.num_devices))
     assert launch.plan == file.best.plan
+
+
+def test_megatron_bridge_is_told_of_attention_in_8_bits_where_it_is_priced() -> None:
+    line = "cfg.mixed_precision.fp8_dot_product_attention = True"
+    usual = plan_file_of(MIXTRAL, ep=8, dp_shard=8)
+    narrow = replace(usual.framework, narrow_attention=("mxfp8",))
+    cluster = replace(usual.cluster, device=replace(usual.cluster.device, generation="blackwell"))
+    for model, precision, told in ((MIXTRAL, "mxfp8", True), (MIXTRAL, "bf16", False), (LLAMA_8B, "mxfp8", False)):
+        file = plan_file_of(model, cluster, ep=8 if model.moe else 1, dp_shard=8, precision=precision)
+        assert (line in megatron_bridge.recipe(replace(file, framework=narrow))) == told
+        assert line not in megatron_bridge.recipe(file)
 
 
 @FEW

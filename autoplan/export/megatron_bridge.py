@@ -152,11 +152,13 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
         lines += [] if section == "model" else [""]
         lines += [f"cfg.{path} = {_written(value)}" for path, value in rows]
     reduces_wide = plan_file.framework.bytes_per_reduced_grad >= 4
+    narrows_attention = model.moe and plan.precision in plan_file.framework.narrow_attention
     return [
         *lines,
         "",
         f"cfg.mixed_precision = get_mixed_precision_config({_PRECISIONS[plan.precision]!r})",
         f"cfg.mixed_precision.grad_reduce_in_fp32 = {reduces_wide}",
+        *(["cfg.mixed_precision.fp8_dot_product_attention = True"] if narrows_attention else []),
         "cfg.comm_overlap = CommOverlapConfig(",
         f"    tp_comm_overlap={plan.tp_overlap},",
         f"    overlap_grad_reduce={plan.grad_reduce_overlap},",
