@@ -28,7 +28,7 @@ def completed(folder: Path, line: str) -> list[str]:
         ("autoplan topo b2", ["b200"]),
         ("autoplan schema mixed-", ["mixed-cluster", "mixed-plan"]),
         ("autoplan db pu", ["pull", "push"]),
-        ("autoplan search --precision f", ["fp16", "fp8"]),
+        ("autoplan search --precision f", ["fp16", "fp32", "fp8"]),
     ],
 )
 def test_names_are_offered(tmp_path: Path, line: str, offered: list[str]) -> None:

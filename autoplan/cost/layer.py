@@ -33,7 +33,7 @@ from autoplan.cost.compute import (
     rank_tokens,
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
-from autoplan.cost.whole import LAYER, SharedStates, layer_times, repeats_core_only, shared_states
+from autoplan.cost.whole import LAYER, SharedStates, layer_times, measures_end, repeats_core_only, shared_states
 from autoplan.framework import Framework
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
@@ -292,7 +292,8 @@ def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[F
     parallel/tensor_parallel/functional.py.
     """
     none = np.zeros(len(batch))
-    if (batch.tp == 1).all() or problem.timings.is_own:
+    has_table, has_head = (not measures_end(problem, end) for end in ("embedding", "head"))
+    if (batch.tp == 1).all() or not (has_table or has_head):
         return (none, none), (none, none)
     group, hidden = groups(batch).tp, tp_buffer_bytes(problem, batch)
     host, far = _meeting_s(problem, batch)
@@ -310,8 +311,8 @@ def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[F
     else:
         logits = problem.training.element_bytes * rank_tokens(problem, batch) * padded_vocab(problem, batch)
         loss = links.all_gather_s(*group, logits) + meeting
-    heads = 1 + problem.model.num_mtp_layers
-    return (reduce, gather), (heads * (gather + loss), heads * reduce)
+    tables, heads = int(has_table), int(has_head) * (1 + problem.model.num_mtp_layers)
+    return (tables * reduce, tables * gather), (heads * (gather + loss), heads * reduce)
 
 
 def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:

@@ -438,7 +438,7 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
         states = states + terms["gradients"]
         forward = states + terms["gathered"]
         backward = forward + terms["logits"] + terms["transients"]
-        update = states + memory.update_bytes[at]
+        update = states - terms["wgrad_buffers"] + memory.update_bytes[at]  # those are of the passes
     allocated = add_up(terms[name] for name in ALLOCATED_TERMS)
     update = np.where(terms["update"] > 0, allocated, update)
     outside = add_up(terms[name] for name in ("cached", "communicators", "context"))

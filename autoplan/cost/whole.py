@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +145,11 @@ def embedding_s(problem: Problem, batch: PlanBatch) -> Floats:
     shape = (tokens, float(problem.model.hidden_size), float(problem.model.vocab_size), batch.tp)
     wide = batch.unquantised()
     return _only(find_kernels(problem, wide, "embedding", *shape), _fits(batch)).otherwise(np.zeros(len(batch)))
+
+
+def measures_end(problem: Problem, end: Literal["embedding", "head"]) -> bool:
+    """Whether that unit of the trainer was measured, in any size."""
+    return problem.timings.is_own and problem.timings.holds(end, "bf16", "fp16", "fp32")
 
 
 def action_s(problem: Problem, batch: PlanBatch) -> Floats:
