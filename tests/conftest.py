@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, max_examples=50)  # others are drawn in every run
 settings.load_profile("untimed")
 
 # Real ranks, other programs, pages in a browser.  What begins last would keep one worker busy when the others are done.
