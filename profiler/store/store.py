@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
 
 from autoplan.errors import InputError, StoreError
 from autoplan.timing import Match, Measurement, Operation
@@ -34,6 +34,7 @@ BESIDE = " beside "  # in the kernel of what was measured while something else r
 LEAST_PREFIX = 6
 _TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode")
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
+MOST_COMPARED = 5  # of the newest measurements of one shape, of which the middle one counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,13 +174,15 @@ class Store:
             rows = connection.execute(query).all()
         return _run(rows[0], self._machines()[rows[0].fingerprint_id]) if len(rows) == 1 else None
 
-    def known(self, fingerprint: Fingerprint) -> set[tuple[str, tuple[int, ...], str, str, str]]:
-        """(operation, shape, dtype, kernel, mode) of what was measured on this very machine, or failed there."""
+    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[tuple[str, tuple[int, ...], str, str, str]]:
+        """(operation, shape, dtype, kernel, mode) of what settled so often on this very machine, or failed there."""
+        columns = [records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")]
         query = (
-            select(*(records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")))
+            select(*columns)
             .join(fingerprints, fingerprints.c.id == records.c.fingerprint_id)
             .where(fingerprints.c.hash == _hash(fingerprint), records.c.status.in_(("ok", "failed")), ~is_hidden())
-            .distinct()
+            .group_by(*columns)
+            .having(or_(func.count() >= num_visits, func.min(records.c.status) == "failed"))  # before "ok" by letters
         )
         found = set()
         with self._database.reading() as connection:
@@ -211,9 +214,10 @@ class Store:
     ) -> list[Measurement]:
         """The measurements that serve a search on `wanted`: one for each operation, shape and type.
 
-        The nearest machine wins (`Match`, told in each measurement), then the steadier way of measuring, then the
-        newest, then the fastest.  Only settled ones count that nothing ran beside; hidden ones do not.  What was never
-        measured so is served by a disturbed one, if that may stand in (`profiler.choice`).
+        The nearest machine wins (`Match`, told in each measurement), then the steadier way of measuring.  Of the last
+        `MOST_COMPARED` that were made so the middle one counts, as machines have good and bad minutes; of what was
+        imported the newest, then the fastest.  Only settled ones count that nothing ran beside; hidden ones do not.
+        What was never measured so is served by a disturbed one, if that may stand in (`profiler.choice`).
         """
         levels = {
             number: level
@@ -229,9 +233,13 @@ class Store:
                 nearer = [number for number, other in levels.items() if other < level]
                 chosen = _choice(own, nearer, operations, dtypes, trust).subquery()
                 query = select(*(records.c[name] for name in _TIMED)).join(
-                    chosen, and_(records.c.id == chosen.c.id, chosen.c.place == 1)
+                    chosen,
+                    and_(
+                        records.c.id == chosen.c.id,
+                        or_(chosen.c.place == 1, and_(chosen.c.place <= MOST_COMPARED, records.c.mode != "imported")),
+                    ),
                 )
-                rows += connection.execute(query).all()
+                rows += _middle_ones(connection.execute(query.order_by(chosen.c.place)))
             disturbed = _stand_ins(connection, levels, operations, dtypes, trust)
         found = []
         for some, is_disturbed in ((rows, False), (disturbed, True)):
@@ -418,7 +426,7 @@ def _choice(
     dtypes: Collection[str] | None,
     trust: Collection[str] | None,
 ) -> Select[Any]:
-    """(id, place) of the records of the machines `own` that may serve: place 1 is the best of its shape and type.
+    """(id, place) of the records of the machines `own` that may serve: place 1 is the first choice of its work.
 
     What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
     """
@@ -435,6 +443,23 @@ def _choice(
         served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), *usable)
         query = query.where(records.c.work_hash.not_in(served))
     return query
+
+
+def _middle_ones(rows: Iterable[Any]) -> list[Any]:
+    """Of the rows of one shape and type, best first, the middle one of those that were measured as the first was."""
+    alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+    for row in rows:
+        alike[row.operation, row.shape, row.dtype].append(row)
+    return [
+        _middle(row for row in some if (row.mode, row.kernel) == (some[0].mode, some[0].kernel))
+        for some in alike.values()
+    ]
+
+
+def _middle(rows: Iterable[Any]) -> Any:
+    """By seconds; of two the faster."""
+    ordered = sorted(rows, key=lambda row: row.seconds)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def _stand_ins(
@@ -460,8 +485,8 @@ def _stand_ins(
     chosen = []
     for alike in found.values():
         nearest = min(levels[row.fingerprint_id] for row in alike)
-        near = sorted((row for row in alike if levels[row.fingerprint_id] == nearest), key=lambda row: row.seconds)
-        chosen.append(tuple(near[(len(near) - 1) // 2])[: len(_TIMED)])
+        middle = _middle(row for row in alike if levels[row.fingerprint_id] == nearest)
+        chosen.append(tuple(middle)[: len(_TIMED)])
     return chosen
 
 
