@@ -41,7 +41,9 @@ class Rules:
     """How measurements are taken; times in seconds."""
 
     mode: Mode = "sustained"
-    num_samples: int = 20  # in a round
+    num_samples: int = 20  # in a round, fewer where they are long
+    least_samples: int = 5
+    round_s: float = 1.0  # length of a round up to which they are not fewer
     sample_s: float = 0.01  # least length of a sample
     least_calls: int = 1  # in a sample
     warmup_calls: int = 3
@@ -53,10 +55,14 @@ class Rules:
     most_spread: float = 0.05  # half-width of the interval of the median, relative, at which it has settled
     most_scatter: float = 0.5  # middle half of the samples over their median: beyond it a median says little
 
+    def samples_in_round(self, sample_s: float) -> int:
+        """How many of so many seconds there are."""
+        return max(min(self.num_samples, int(self.round_s / sample_s)), self.least_samples)
+
     def expected_s(self, call_s: float) -> float:
         """What one quiet measurement takes of an operation of `call_s`."""
         sample = max(self.sample_s, call_s * self.least_calls)
-        return self.rest_s + self.soak_s + (self.num_samples + 3) * sample + self.warmup_calls * call_s
+        return self.rest_s + self.soak_s + (self.samples_in_round(sample) + 3) * sample + self.warmup_calls * call_s
 
 
 def rules_for(device_type: str, mode: Mode, *, allowance_s: float = 3.0) -> Rules:

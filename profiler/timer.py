@@ -106,10 +106,11 @@ def measure(
         _repeat(run, num_calls, device)
 
     began, rounds = time.perf_counter(), []
+    num_samples = rules.samples_in_round(elapsed)
     clean: list[float] = []
     while True:
-        reports = team.gather(_round(run, num_calls, device=device, sensors=sensors, rules=rules, clock=clock))
-        if fault := _fault(reports, rules.num_samples):
+        reports = team.gather(_round(run, num_calls, num_samples, device=device, sensors=sensors, clock=clock))
+        if fault := _fault(reports, num_samples):
             return Outcome(status="failed", reason=fault)
         working = [report for report in reports if report.samples_s]
         times = np.array([report.samples_s for report in working])
@@ -175,10 +176,10 @@ def _sample_s(run: Run | Staged | None, num_calls: int, clock: Callable[[], floa
 def _round(
     run: Run | Staged | None,
     num_calls: int,
+    num_samples: int,
     *,
     device: torch.device,
     sensors: Sensors,
-    rules: Rules,
     clock: Callable[[], float],
 ) -> _Report:
     """One rank's samples, each the mean of `num_calls` calls back to back."""
@@ -187,9 +188,9 @@ def _round(
         return _Report(samples_s=(), wall_over_cpu=1.0, window=sensors.stop())
     wall, cpu = time.perf_counter(), time.process_time()
     if device.type == "cpu":
-        lengths = np.array([_sample_s(run, num_calls, clock) for _ in range(rules.num_samples)])
+        lengths = np.array([_sample_s(run, num_calls, clock) for _ in range(num_samples)])
     else:
-        lengths = _device_samples_s(run, num_calls, rules.num_samples, sensors)
+        lengths = _device_samples_s(run, num_calls, num_samples, sensors)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     each = num_calls * (run.num_links if isinstance(run, Chain) else 1)
     return _Report(

@@ -200,7 +200,10 @@ def test_a_core_is_slow_against_its_own_better_checks() -> None:
 def test_what_a_measurement_takes_is_known_before() -> None:
     rules = Rules(num_samples=17, sample_s=0.01, warmup_calls=3, soak_s=0.5)
     assert rules.expected_s(1e-6) == pytest.approx(0.5 + 20 * 0.01, rel=1e-3)
-    assert rules.expected_s(1.0) == pytest.approx(0.5 + 20 + 3)
+    assert rules.expected_s(0.05) == pytest.approx(0.5 + 20 * 0.05 + 3 * 0.05)
+    # Of long ones fewer are taken, 5 at least: a round of 1 s has 10 of .1 s.
+    assert rules.expected_s(0.1) == pytest.approx(0.5 + (10 + 3) * 0.1 + 3 * 0.1)
+    assert rules.expected_s(1.0) == pytest.approx(0.5 + (5 + 3) + 3)
     assert rules_for("cuda", "sustained").soak_s > 0
     assert rules_for("cuda", "burst").soak_s == 0
 
