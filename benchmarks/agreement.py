@@ -37,7 +37,7 @@ class Kept:
     def __init__(self) -> None:
         self.records: dict[Key, Record] = {}
 
-    def known(self, fingerprint: Fingerprint) -> list[Key]:
+    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> list[Key]:
         """Nothing: every run measures everything."""
         return []
 

@@ -30,8 +30,8 @@ SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # over the median, worth a word; 5 % betwee
 class Store(Protocol):
     """What a sweep needs of a timing database."""
 
-    def known(self, fingerprint: Fingerprint) -> Collection[Key]:
-        """What is held for this machine."""
+    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> Collection[Key]:
+        """What has settled so often on this machine."""
 
     def add(self, records: Iterable[Record]) -> object:
         """Keep records: all of them, or none and an error."""
@@ -42,7 +42,8 @@ class Progress:
     """How a sweep stands."""
 
     total: int
-    outcomes: dict[Task, Outcome] = field(default_factory=dict)  # the last of each task, in their order
+    outcomes: dict[Task, Outcome] = field(default_factory=dict)  # a settled one of each task, else its last
+    num_visits: int = 0  # of tasks so far
     left_s: float = 0.0
     elapsed_s: float = 0.0
 
@@ -111,14 +112,15 @@ def run(
     progress: Progress,
     advance: Callable[[Progress], None] = lambda progress: None,
     measured_by: str = "",
-    num_visits: int = 2,
+    num_visits: int = 1,
+    visits_spoilt: bool = True,
 ) -> None:
     """Measure what is planned until `budget_s` is spent, and store each measurement as soon as it is there.
 
-    What other load or a slow machine spoilt, or what did not settle, is visited again after all the rest, minutes
-    later, up to `num_visits` times in all and within `MOST_AGAIN` of the time so far, as some machines are never quiet.
-    Ranks that are lost are stored as what the task failed of, and started
-    again where that is possible.
+    All of it is measured `num_visits` times, once in each round, so that minutes lie between two visits.  What other
+    load or a slow machine spoilt in the last round, or what did not settle, is visited once more after all the rest if
+    `visits_spoilt`, within `MOST_AGAIN` of the time so far, as some machines are never quiet.  Ranks that are lost are
+    stored as what the task failed of, and started again where that is possible.
     """
     began = time.monotonic()
     expected_so_far, restarts, has_seen_all = 0.0, 0, False
@@ -128,7 +130,7 @@ def run(
         one = queue.popleft()
         elapsed = time.monotonic() - began
         pace = elapsed / expected_so_far if expected_so_far else 1.0
-        if visits[one.task] == 1 and not has_seen_all:
+        if visits[one.task] == num_visits and not has_seen_all:
             budget_s, has_seen_all = min(budget_s, elapsed + max(MOST_AGAIN * elapsed, LEAST_AGAIN_S)), True
         if elapsed + one.expected_s * min(pace, 1.0) > budget_s:
             break
@@ -140,10 +142,12 @@ def run(
             outcome, lost = Outcome(status="failed", reason=str(error)), error
         with _uninterrupted():
             store.add([_record(one.task, outcome, hello, measured_by)])
-            progress.outcomes.pop(one.task, None)
-            progress.outcomes[one.task] = outcome
+            before = progress.outcomes.pop(one.task, outcome)
+            progress.outcomes[one.task] = before if before.status == "ok" else outcome
         visits[one.task] += 1
-        if outcome.status in WORTH_ANOTHER and visits[one.task] < num_visits:
+        progress.num_visits += 1
+        is_spoilt = visits_spoilt and outcome.status in WORTH_ANOTHER
+        if visits[one.task] < num_visits + is_spoilt and outcome.status != "failed":
             queue.append(one)
         expected_so_far += one.expected_s
         progress.elapsed_s = time.monotonic() - began

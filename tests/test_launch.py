@@ -316,7 +316,7 @@ if __name__ == "__main__":
         ]
         planned = [Planned(task=task, effect_s=1.0, expected_s=1.0) for task in tasks]
         store, progress = open_store(sys.argv[1]), Progress(total=2)
-        run(crew, hello, store, planned, budget_s=1e9, progress=progress, num_visits=1)
+        run(crew, hello, store, planned, budget_s=1e9, progress=progress, visits_spoilt=False)
 """
 
 

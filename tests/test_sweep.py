@@ -75,7 +75,7 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     with Crew(JOB, None, 2, faulty_ranks.prepare) as crew:
         hello = crew.start()
         assert hello is not None
-        run(crew, hello, store, planned, budget_s=1e9, progress=progress, measured_by="ada", num_visits=1)
+        run(crew, hello, store, planned, budget_s=1e9, progress=progress, measured_by="ada", visits_spoilt=False)
     records = list(store.records())
     assert [one.shape[0] for one in records] == [16, faulty_ranks.DIES, 32, faulty_ranks.REFUSES, 48]
     assert [one.status == "failed" for one in records] == [False, True, False, True, False]
@@ -111,7 +111,7 @@ def test_what_was_spoilt_is_visited_again_after_the_rest(tmp_path: Path) -> None
     with crew, open_store(str(tmp_path / "times.db")) as store:
         run(crew, LAB, store, planned, budget_s=1e9, progress=progress)
         assert crew.asked == [16, 32, 48, 64, 16, 48]
-        # Every visit is kept; of a task the last one counts.
+        # Every visit is kept; of a task its settled one counts, else its last.
         assert [one.status for one in store.records()] == list(statuses)
         assert {task.shape[0]: outcome.status for task, outcome in progress.outcomes.items()} == {
             32: "ok",
@@ -121,6 +121,24 @@ def test_what_was_spoilt_is_visited_again_after_the_rest(tmp_path: Path) -> None
         }
     assert progress.num_left == 0
     assert progress.counts() == {"gemm": {"ok": 2, "failed": 1, "unstable": 1}}
+
+
+def test_rounds_lie_between_the_visits_of_a_task(tmp_path: Path) -> None:
+    """What failed is not asked for again, what the last round spoilt is; what was settled before stays so."""
+    planned = products(16, 32, 48)
+    progress = Progress(total=len(planned))
+    crew = Told("ok", "unstable", "failed", "contaminated", "ok", "ok")
+    with crew, open_store(str(tmp_path / "times.db")) as store:
+        run(crew, LAB, store, planned, budget_s=1e9, progress=progress, num_visits=2)
+        assert crew.asked == [16, 32, 48, 16, 32, 16]
+        known = {visits: {key[1][0] for key in store.known(LAB.fingerprint, visits)} for visits in (1, 2, 3)}
+    assert known == {1: {16, 32, 48}, 2: {16, 48}, 3: {48}}
+    assert progress.num_visits == 6
+    assert {task.shape[0]: outcome.status for task, outcome in progress.outcomes.items()} == {
+        48: "failed",
+        32: "ok",
+        16: "ok",
+    }
 
 
 def test_second_visits_end_where_the_machine_is_never_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +170,7 @@ def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple
     store = open_store(str(tmp_path / "times.db"))
     progress = Progress(total=2)
     planned = [products(16)[0], replace(products(32)[0], expected_s=1e6)]
-    run(crew, hello, store, planned, budget_s=1e3, progress=progress, num_visits=1)
+    run(crew, hello, store, planned, budget_s=1e3, progress=progress, visits_spoilt=False)
     assert [one.shape for one in store.records()] == [(16, 32, 32)]
     assert progress.num_left == 1
 
@@ -206,7 +224,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
     # What other load spoilt, or what did not settle, is worth another try.
     num_known = sum(one.status in ("ok", "failed") for one in stored)
     assert len(planned) == total - num_known
-    run(crew, hello, store, planned[:2], budget_s=1e9, progress=Progress(total=len(planned)), num_visits=1)
+    run(crew, hello, store, planned[:2], budget_s=1e9, progress=Progress(total=len(planned)), visits_spoilt=False)
     again = held(path)
     assert again[: len(stored)] == stored
     assert len(again) == len(stored) + 2

@@ -66,6 +66,10 @@ def profile(
         int, whole_number("--ranks", "N", "Ranks to start here; one a device, two on a machine without devices.")
     ] = 0,
     allowance: Annotated[str, typer.Option(metavar="TIME", help="How long one measurement may take to settle.")] = "3s",
+    visits: Annotated[
+        int,
+        whole_number("--visits", "N", "How often to measure each, in rounds: the middle counts on uneasy machines."),
+    ] = 1,
     limit: Annotated[str, typer.Option(metavar="TIME", help="After how long a rank is taken to hang.")] = "2m",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be measured.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON instead of tables.")] = False,
@@ -92,6 +96,7 @@ def profile(
 
     place = place_from(os.environ)
     check_count("--ranks", ranks, least=0)
+    check_count("--visits", visits)
     if place and ranks:
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     job_cluster, budget_s = uniform_cluster(cluster, quiet=quiet) if cluster else None, parse_duration(budget)
@@ -145,7 +150,7 @@ def profile(
         aim = deciding or wish
         assert aim is not None
         with open_store(whole_url(context, url)) as store:
-            _lead(crew, store, aim, budget_s, job_cluster, dry_run=dry_run, json=json, quiet=quiet)
+            _lead(crew, store, aim, budget_s, visits, job_cluster, dry_run=dry_run, json=json, quiet=quiet)
 
 
 def _lead(
@@ -153,6 +158,7 @@ def _lead(
     store: Store,
     aim: Wish | Deciding,
     budget_s: float,
+    num_visits: int,
     cluster: ClusterSpec | None,
     *,
     dry_run: bool,
@@ -171,7 +177,7 @@ def _lead(
 
     hello = crew.start()
     assert hello is not None
-    known = store.known(hello.fingerprint)
+    known = store.known(hello.fingerprint, num_visits)
     found = None
     if isinstance(aim, Deciding):
         found, planned = aim.planned(hello, known)
@@ -200,14 +206,14 @@ def _lead(
         return
     progress = Progress(total=len(planned))
     try:
-        with measuring_bar(quiet=quiet, total=len(planned)) as show:
+        with measuring_bar(quiet=quiet, total=num_visits * len(planned)) as show:
 
             def advance(now: Progress) -> None:
                 task, outcome = next(reversed(now.outcomes.items()))
                 if outcome.status == "failed" and not quiet:
                     _say(f"{task}: {outcome.reason}")
                 if show:
-                    show(len(now.outcomes), str(task), now.left_s)
+                    show(min(now.num_visits, num_visits * now.total), str(task), now.left_s)
 
             run(
                 crew,
@@ -218,6 +224,7 @@ def _lead(
                 progress=progress,
                 advance=advance,
                 measured_by=user_name(),
+                num_visits=num_visits,
             )
     except (KeyboardInterrupt, SystemExit):
         _say(f"interrupted: {_tally(progress)} stored; the same command measures the rest")
