@@ -16,7 +16,9 @@ import torch
 from profiler.environment import nvml_handle
 from profiler.hardware import nvml
 
-CHECK_SIZE, CHECK_REPEATS = 256, 20  # of a product of about half a millisecond; five of them scatter by 20 %
+# A check: products of about half a millisecond, of which five scatter by 20 %, and operations that are nothing but
+# what the host does for one, in which slow phases of small steps show best.
+CHECK_SIZE, CHECK_PRODUCTS, CHECK_CALLS = 256, 20, 2000
 # Reasons for which NVML says that clocks are down and which are no part of sustained work within the power cap.
 _SLOWDOWNS = {0x08: "hardware", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 
@@ -68,7 +70,7 @@ class Sensors:
         self._device, self._host = device, host
         self._num_cores = psutil.cpu_count() or 1
         self._handle = nvml_handle(device)
-        self._factor = torch.ones(CHECK_SIZE, CHECK_SIZE)
+        self._factor, self._number = torch.ones(CHECK_SIZE, CHECK_SIZE), torch.ones(())
         self._checks_s: list[float] = []
         self.start()
 
@@ -112,16 +114,18 @@ class Sensors:
         )
 
     def _checked_s(self) -> float:
-        """CPU time of a product, the mean of some: a core tells in no other way that it has become slower.
+        """CPU time of some products and calls: a core tells in no other way that it has become slower.
 
         A virtual one does so for minutes on end where its host is busy.  Devices tell by themselves.
         """
         if self._device.type != "cpu":
             return 1.0
         began = time.process_time()
-        for _ in range(CHECK_REPEATS):
+        for _ in range(CHECK_PRODUCTS):
             torch.mm(self._factor, self._factor)
-        return (time.process_time() - began) / CHECK_REPEATS
+        for _ in range(CHECK_CALLS):
+            self._number.add(1)
+        return time.process_time() - began
 
     def _slowdown(self) -> str:
         library = nvml()
