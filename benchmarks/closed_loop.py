@@ -3,10 +3,12 @@
 usage: python benchmarks/closed_loop.py PART FOLDER [--budget TIME] [--model NAME ...] [--out FILE]
 
 Three small models on two ranks without accelerators: every plan of the search space, run by the trainer of `autoplan
-run` and predicted from a profile of this machine.  `profile` measures what `autoplan profile` does for the framework
-torch into a database in FOLDER; `launch` runs plans, one launch of each in turn, until each has enough that no other
-load disturbed; `track` counts the bytes of each, which needs no quiet machine; `report` predicts, compares and writes
-what it found as Markdown.  Each stops within its budget and goes on where it stopped.
+run` and predicted from a profile of this machine.  `measure` goes around in rounds: of each model it visits what
+`autoplan profile` measures for the framework torch, into a database in FOLDER, then launches every plan once, until
+each has enough launches that no other load disturbed.  A virtual machine is up to twice as slow in some minutes as in
+others, and so both meet the same ones; predictions see the profile alone.  `track` counts the bytes of each plan, which
+needs no quiet machine; `report` predicts, compares and writes what it found as Markdown.  Each stops within its budget
+and goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -15,13 +17,12 @@ import argparse
 import faulthandler
 import functools
 import gc
-import itertools
 import os
 import platform
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,10 +50,11 @@ from autoplan.trainer.task import Report, Task
 from autoplan.training import TrainingSpec
 from profiler.hardware import emulates_bf16
 from profiler.launch import Crew
-from profiler.protocol import Job, Rules
+from profiler.protocol import Hello, Job, Rules
 from profiler.store import open_store
+from profiler.store.store import Store
 from profiler.sweep import Progress, run
-from profiler.wishes import HALVES, SHARED, Key, Wish, plan
+from profiler.wishes import HALVES, SHARED, Wish, plan
 
 Floats = NDArray[np.float64]
 
@@ -76,13 +78,13 @@ MODELS = {
     ),
 }
 ALLOWED = ("zero2", "zero3", *(f"schedule={name}" for name in ("gpipe", "zb-h1", "zb-v", "dualpipe-v")))
-MOST_FOREIGN = Rules().most_foreign
-LAUNCHES = 3  # of each plan that no other load disturbed
-MOST_LAUNCHES = 9  # of each plan in all
+MOST_FOREIGN, MOST_SLOWDOWN = Rules().most_foreign, Rules().most_slowdown
+LAUNCHES = 3  # of each plan that no other load disturbed, and visits of what is measured for the profile
+MOST_ROUNDS = 9
 WARMUP, STEPS = 1, 2
 START_S, LAUNCH_S = 10.0, 5.0  # for which there must be time left
-VISITS = 3  # of what is measured for the profile, until it is clean
-COPIED, COPIES = 2**22, 20  # fp32 numbers, times
+ALLOWANCE_S = 1.0  # for one visit to settle
+COPIED = 2**22  # fp32 numbers: no cache holds them
 CAPS = (0.5, 0.25)  # memory of which so many plans fit
 # What steps of two ranks are made of; kernels of their own would only stand in for units that were not measured.
 OPERATIONS: tuple[Operation, ...] = (
@@ -142,13 +144,15 @@ class Launch:
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
     foreign: float = 0.0  # share of the machine that others used
-    copy_s: float = 0.0  # what copying took on both ranks at once, before and after: memory is shared with neighbours
+    check_s: float = 0.0  # what the same work took on both ranks at once, before and after: the machine is shared
     peak_bytes: float = 0.0
+
+    is_slow: bool = False  # its check took longer than most others
 
     @property
     def is_clean(self) -> bool:
-        """Whether it ran, and other load left it alone."""
-        return bool(self.step_s) and self.foreign <= MOST_FOREIGN
+        """Whether it ran, and other load left it alone, also that of neighbours who slow a virtual core down."""
+        return bool(self.step_s) and self.foreign <= MOST_FOREIGN and not self.is_slow
 
     @property
     def seconds(self) -> float:
@@ -161,7 +165,10 @@ def kept(folder: Path) -> list[Launch]:
     path = folder / "launches.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     launches = [msgspec.json.decode(line, type=Launch) for line in lines]
-    return [one for one in launches if one.precision == PRECISION]
+    own = [one for one in launches if one.precision == PRECISION]
+    checks_s = [one.check_s for one in own if one.check_s] or [0.0]
+    usual_s = float(np.quantile(checks_s, 0.25))
+    return [replace(one, is_slow=one.check_s > (1 + MOST_SLOWDOWN) * usual_s) for one in own]
 
 
 def keep(folder: Path, launch: Launch) -> None:
@@ -176,31 +183,54 @@ def foreign(report: Report) -> float:
     return max(others_s / (sum(report.step_s) * (os.cpu_count() or 1)), 0.0)
 
 
-def launch_all(folder: Path, names: list[str], budget_s: float) -> None:
-    """Start ranks again and again, each time with every plan of a model in turn, those with the fewest clean launches
-    first.
-    """
+def measure_all(folder: Path, names: list[str], budget_s: float) -> None:
+    """Visit what the profile is made of and launch plans, in turn, until there are enough of both."""
     until = time.monotonic() + budget_s
-    while True:
-        wanted, clean, tried = {}, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for one in kept(folder):
-            if not one.peak_bytes:
-                clean[one.model, one.plan] += one.is_clean
-                tried[one.model, one.plan] += 1
-        for name in names:
-            plans = {(name, label(one)): one for one in plans_of(name)}
-            left = [key for key in plans if clean[key] < LAUNCHES and tried[key] < MOST_LAUNCHES]
-            wanted[name] = [plans[key] for key in sorted(left, key=lambda key: (clean[key], tried[key]))]
-        done = sum(min(clean[name, label(one)], LAUNCHES) for name in names for one in plans_of(name))
-        print(f"{done} of {LAUNCHES * sum(len(plans_of(name)) for name in names)} launches are clean", flush=True)
-        name = min(names, key=lambda name: min((clean[name, label(one)] for one in wanted[name]), default=LAUNCHES))
-        if not wanted[name] or time.monotonic() + START_S > until:
-            return
-        launch(folder, name, wanted[name], until)
+    job = Job(dtypes=(PRECISION,), allowance_s=ALLOWANCE_S)
+    with open_store(str(folder / "timings.db")) as store, Crew(job, None, RANKS) as crew:
+        hello = crew.start()
+        assert hello is not None
+        for at in range(1, MOST_ROUNDS + 1):
+            for name in names:
+                if time.monotonic() + START_S > until:
+                    print("the budget is spent; the same command goes on")
+                    return
+                visit(crew, hello, store, name, num_visits=min(at, LAUNCHES), until=until)
+                clean = Counter(one.plan for one in kept(folder) if one.model == name and one.is_clean)
+                wanted = [one for one in plans_of(name) if clean[label(one)] < min(at, LAUNCHES)]
+                if wanted:
+                    launch(folder, name, wanted, until)
+                print(f"round {at}, {name}: {len(wanted)} of {len(plans_of(name))} plans launched", flush=True)
+            if at >= LAUNCHES and are_enough(folder, names):
+                break
+
+
+def are_enough(folder: Path, names: list[str]) -> bool:
+    """Whether every plan has been launched often enough without other load."""
+    clean = Counter((one.model, one.plan) for one in kept(folder) if one.is_clean)
+    return all(clean[name, label(one)] >= LAUNCHES for name in names for one in plans_of(name))
+
+
+def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int, until: float) -> None:
+    """Measure what the plans of a model are made of, but for what has settled so often."""
+    model, seq_len = MODELS[name]
+    wish = Wish(
+        model=model,
+        framework=load_framework("torch"),
+        seq_len=seq_len,
+        tps=(1, RANKS),
+        micro_batches=MICRO_BATCHES,
+        only=OPERATIONS,
+    )
+    planned = plan(wish, hello, store.known(hello.fingerprint, num_visits))
+    progress = Progress(total=len(planned))
+    run(crew, hello, store, planned, budget_s=until - time.monotonic(), progress=progress, visits_spoilt=False)
+    counts = sum(progress.counts().values(), Counter())
+    print(f"{name}: {dict(counts)}, {progress.num_left} left, {progress.elapsed_s:.0f} s", flush=True)
 
 
 def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> None:
-    """Start ranks once, and train by one plan after the other until there is no time left for the next."""
+    """Start ranks once, and train once by one plan after the other until there is no time left for the next."""
     model, seq_len = MODELS[name]
     tasks = [
         Task(
@@ -218,10 +248,10 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
     work = functools.partial(train_all, tasks=tasks, until=until)
     with Children(work, None, RANKS, limit_s=60.0, preload=PRELOAD) as ranks:
         answer, plans_left = ranks.start(), iter(plans)
-        copy_s = 0.0
+        check_s = 0.0
         while answer is not None:
             if isinstance(answer, float):
-                copy_s = answer
+                check_s = answer
             if isinstance(answer, Report):
                 seen = Launch(
                     model=name,
@@ -231,7 +261,7 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
                     passes_s=answer.passes_s,
                     optimizer_s=answer.optimizer_s,
                     foreign=foreign(answer),
-                    copy_s=copy_s,
+                    check_s=check_s,
                 )
                 keep(folder, seen)
             answer = ranks.answer()
@@ -249,13 +279,13 @@ def train_all(place: Place, line: Connection, *, tasks: list[Task], until: float
         dist.broadcast_object_list(goes_on, 0)
         if not goes_on[0]:
             break
-        before_s = copied_s()
+        before_s = checked_s()
         with Path(os.devnull).open("w") as nowhere:
             report = train(task, place.rank, device, line, nowhere)
             faulthandler.cancel_dump_traceback_later()
-        copy_s = (before_s + copied_s()) / 2
+        check_s = (before_s + checked_s()) / 2
         if place.rank == 0:
-            line.send(copy_s)
+            line.send(check_s)
             line.send(report)
         gc.collect()
     if place.rank == 0:
@@ -264,20 +294,23 @@ def train_all(place: Place, line: Connection, *, tasks: list[Task], until: float
     os._exit(0)
 
 
-def copied_s() -> float:
-    """Seconds of a copy that no cache holds, while all ranks copy; the mean over them."""
+def checked_s() -> float:
+    """Seconds that all ranks take at once for calls, products and copies, about as much of each; their mean."""
     import torch
     import torch.distributed as dist
 
-    source, target = torch.ones(COPIED), torch.empty(COPIED)
-    target.copy_(source)
-    times = []
+    number, factor = torch.ones(()), torch.ones(256, 256)
+    source, target = torch.ones(COPIED), torch.zeros(COPIED)
     dist.barrier()
-    for _ in range(COPIES):
-        began = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - began)
-    found = torch.tensor(np.median(times))
+    began = time.perf_counter()
+    for _ in range(5):
+        for _ in range(1000):
+            number.add(1)
+        for _ in range(10):
+            torch.mm(factor, factor)
+        for _ in range(3):
+            target.copy_(source)
+    found = torch.tensor(time.perf_counter() - began)
     dist.all_reduce(found)
     return float(found) / dist.get_world_size()
 
@@ -301,40 +334,6 @@ def track_all(folder: Path, names: list[str], budget_s: float) -> None:
             assert report is not None
             keep(folder, Launch(model=name, plan=label(one), precision=PRECISION, peak_bytes=max(report.peak_bytes)))
     print("the bytes of every plan are counted")
-
-
-def profile_all(folder: Path, names: list[str], budget_s: float) -> None:
-    """Measure what plans of two ranks are made of, as `autoplan profile` does: all once, then again what was not clean.
-
-    A virtual machine may never be quiet: after `VISITS` what was seen has to do.
-    """
-    until = time.monotonic() + budget_s
-    with open_store(str(folder / "timings.db")) as store, Crew(Job(dtypes=(PRECISION,)), None, RANKS) as crew:
-        hello = crew.start()
-        assert hello is not None
-        visits: Counter[Key] = Counter(
-            (one.operation, one.shape, one.dtype, one.kernel, one.mode)
-            for one in store.records()
-            if one.fingerprint == hello.fingerprint
-        )
-        for visit, name in itertools.product(range(VISITS), names):
-            model, seq_len = MODELS[name]
-            wish = Wish(
-                model=model,
-                framework=load_framework("torch"),
-                seq_len=seq_len,
-                tps=(1, RANKS),
-                micro_batches=MICRO_BATCHES,
-                only=OPERATIONS,
-            )
-            seen = {key for key, count in visits.items() if count > visit}
-            planned = plan(wish, hello, seen | store.known(hello.fingerprint))
-            progress = Progress(total=len(planned))
-            left_s = until - time.monotonic()
-            run(crew, hello, store, planned, budget_s=left_s, progress=progress, num_visits=1)
-            visits.update(task.key for task in progress.outcomes)
-            counts = sum(progress.counts().values(), Counter())
-            print(f"{name}, visit {visit + 1}: {dict(counts)}, {progress.num_left} left", flush=True)
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
@@ -497,8 +496,9 @@ def report_all(folder: Path, names: list[str], path: Path | None) -> None:
     where = (
         f"On {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}, products in {PRECISION}.  "
         f"Measured: the median over launches in which other load took at most {100 * MOST_FOREIGN:.0f} % of the "
-        f"machine, each of {STEPS} steps after {WARMUP}, the plans in turn.  Noise: half of what a plan's launches lie "
-        "apart."
+        f"machine and a check at most {100 * MOST_SLOWDOWN:.0f} % longer than usual, each of {STEPS} steps after "
+        f"{WARMUP}, the plans in turn, and in turn with visits of the profile.  Noise: half of what a plan's launches "
+        "lie apart."
     )
     lines = [f"# Plans predicted and run, {time.strftime('%Y-%m-%d')}", "", intro, "", where, ""]
     for name in names:
@@ -511,7 +511,7 @@ def report_all(folder: Path, names: list[str], path: Path | None) -> None:
 def main() -> int:
     """Do a part of the loop."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=("profile", "launch", "track", "report"))
+    parser.add_argument("part", choices=("measure", "track", "report"))
     parser.add_argument("folder", type=Path, help="of the database and the launches")
     parser.add_argument("--budget", type=parse_duration, default=parse_duration("10m"), help="such as 90s or 10m")
     parser.add_argument("--model", action="append", choices=tuple(MODELS), help="only this one; may be repeated")
@@ -523,7 +523,7 @@ def main() -> int:
         if options.part == "report":
             report_all(options.folder, names, options.out)
         else:
-            part = {"profile": profile_all, "launch": launch_all, "track": track_all}[options.part]
+            part = {"measure": measure_all, "track": track_all}[options.part]
             part(options.folder, names, options.budget)
     except AutoplanError as error:
         print(error, file=sys.stderr)
