@@ -6,6 +6,7 @@ unless the runs say otherwise, and never has more of them than the runs can tell
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
@@ -236,8 +237,8 @@ def conformal_spread(errors: Floats) -> float:
     `errors` are log(measured / predicted) of runs that the fit has not seen; the quantile is that of one run more
     (Vovk et al., Algorithmic Learning in a Random World).
     """
-    rank = min(np.ceil(0.9 * (len(errors) + 1)) / len(errors), 1.0)
-    return float(np.quantile(np.abs(errors), rank, method="higher")) / NORMAL_90
+    rank = min(math.ceil(0.9 * (len(errors) + 1)), len(errors))
+    return float(np.sort(np.abs(errors))[rank - 1]) / NORMAL_90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
