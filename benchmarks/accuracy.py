@@ -185,8 +185,8 @@ class Fits:
     """Calibrations of every framework on every generation, from all cases or without some of them.
 
     Factors are 1 unless runs say otherwise of models that no fit has seen: those of one framework and generation take
-    up the factor that brings them closest, each model left out in turn, then the next, while one takes away
-    `LEAST_GAIN` of the median error.
+    up the factor that brings them closest, each model left out in turn, then the next, while each takes away
+    `LEAST_GAIN` of the median error, or two together as much.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -209,14 +209,14 @@ class Fits:
         """What the runs at `kept` tell apart."""
         own, model = self._cases[key], self._model(key)
         names: tuple[str, ...] = ()
+        path = names
         least = _median_error(own, kept, model.log_errors(Calibration(), kept))
-        while len(names) < min(len(kept) // RUNS_PER_FACTOR, len(FACTORS)):
-            tried = [(*names, name) for name in FACTORS if name not in names]
+        while len(path) < min(len(kept) // RUNS_PER_FACTOR, len(FACTORS)) and len(path) <= len(names) + 1:
+            tried = [(*path, name) for name in FACTORS if name not in path]
             errors = [_median_error(own, kept, _unseen_errors(model.only(one), own, kept)) for one in tried]
-            best = int(np.argmin(errors))
-            if errors[best] > (1 - LEAST_GAIN) * least:
-                break
-            names, least = tried[best], errors[best]
+            path = tried[int(np.argmin(errors))]
+            if min(errors) <= (1 - LEAST_GAIN) ** (len(path) - len(names)) * least:
+                names, least = path, min(errors)
         return names
 
     def _model(self, key: tuple[str, str]) -> Linearised:
