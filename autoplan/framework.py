@@ -89,6 +89,8 @@ class Framework:
     # Recomputing a whole layer ends before its last matrix, whose output no gradient needs.
     recompute_stops_early: bool = False
     sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
+    # Tensor-parallel ranks reduce the gradient of a matrix's inputs while they compute that of its weights.
+    tp_reduce_overlap: bool = True
     tp_overlap_share: float = 0.0  # of the tensor-parallel collectives that hides under GEMMs
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
@@ -121,7 +123,7 @@ class Framework:
     # Whether schedules that take the backward pass apart do so with the first chunk, whose input has no gradient.
     splits_first_chunk: bool = True
     # What it runs where a plan says flash; flash stands for the best that the device has.
-    flash_kernel: Literal["flash", "flash2", "triton", "cudnn"] = "flash"
+    flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn"] = "flash"
     bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels

@@ -37,7 +37,6 @@ from autoplan.cost.calibration import (
     MeasuredRun,
     Pricer,
     conformal_spread,
-    factors_for,
     fit,
 )
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, spread_kinds
@@ -53,7 +52,7 @@ Floats = NDArray[np.float64]
 
 PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"
 LEAST_RUNS = 20  # of a source or pair, for a spread of its own
-LEAST_GAIN = 0.10  # part of the median error that factors must take away, or they stay 1
+LEAST_GAIN = 0.05  # part of the median error that a factor must take away, or it stays 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,59 +184,70 @@ def by_key(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
 class Fits:
     """Calibrations of every framework on every generation, from all cases or without some of them.
 
-    Runs that are too few for a factor of their own share one with the others of the generation.  Factors are 1 where
-    fitted ones bring the runs that they are fitted to hardly closer once each of their folds is left out in turn.
+    Factors are 1 unless runs say otherwise of models that no fit has seen: those of one framework and generation take
+    up the factor that brings them closest, each model left out in turn, then the next, while each takes away
+    `LEAST_GAIN` of the median error, or two together as much.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._cases = by_key(cases)
-        self._shared: dict[str, list[Case]] = defaultdict(list)
-        for case in cases:
-            self._shared[case.generation].append(case)
-        self._models: dict[object, tuple[Calibration, Linearised]] = {}
-        self._plain = {key: log_errors(some, Calibration()) for key, some in self._cases.items()}
+        self._models: dict[tuple[str, str], Linearised] = {}
 
     def whole(self, key: tuple[str, str]) -> Calibration:
         """From all runs."""
-        return self.without(key, frozenset())
+        own = self._cases[key]
+        names = self.factors(key, range(len(own)))
+        return fit([case.measured for case in own], Calibration(), names) if names else Calibration()
 
     def without(self, key: tuple[str, str], left_out: frozenset[str]) -> Calibration:
         """From the runs whose ids are not left out."""
-        own = self._cases[key]
-        kept = [at for at, case in enumerate(own) if case.run.id not in left_out]
-        plain = np.median(np.abs(self._plain[key][kept])) if kept else np.inf
-        if len(kept) >= RUNS_PER_FACTOR:
-            whole, model = self._model(key, own, factors_for(len(kept)))
-            if np.median(np.abs(_inner_errors(model, own, kept))) > (1 - LEAST_GAIN) * plain:
-                return Calibration()
-            return whole if len(kept) == len(own) else model.fit(Calibration(), kept)
-        shared = self._shared[key[1]]
-        rest = [at for at, case in enumerate(shared) if case.run.id not in left_out]
-        if len(rest) < RUNS_PER_FACTOR:
-            return Calibration()
-        calibration = self._model(key[1], shared, FACTORS[:1])[1].fit(Calibration(), rest)
-        some = [own[at] for at in kept]
-        gains = not some or np.median(np.abs(log_errors(some, calibration))) <= (1 - LEAST_GAIN) * plain
-        return calibration if gains else Calibration()
+        kept = [at for at, case in enumerate(self._cases[key]) if case.run.id not in left_out]
+        names = self.factors(key, kept)
+        return self._model(key).only(names).fit(Calibration(), kept) if names else Calibration()
 
-    def _model(self, key: object, cases: Sequence[Case], names: tuple[str, ...]) -> tuple[Calibration, Linearised]:
-        if (key, names) not in self._models:
-            runs = [case.measured for case in cases]
-            whole = fit(runs, Calibration(), names)
-            self._models[key, names] = whole, Linearised(runs, names, whole)
-        return self._models[key, names]
+    def factors(self, key: tuple[str, str], kept: Sequence[int]) -> tuple[str, ...]:
+        """What the runs at `kept` tell apart."""
+        own, model = self._cases[key], self._model(key)
+        names: tuple[str, ...] = ()
+        path = names
+        least = _median_error(own, kept, model.log_errors(Calibration(), kept))
+        while len(path) < min(len(kept) // RUNS_PER_FACTOR, len(FACTORS)) and len(path) <= len(names) + 1:
+            tried = [(*path, name) for name in FACTORS if name not in path]
+            errors = [_median_error(own, kept, _unseen_errors(model.only(one), own, kept)) for one in tried]
+            path = tried[int(np.argmin(errors))]
+            if min(errors) <= (1 - LEAST_GAIN) ** (len(path) - len(names)) * least:
+                names, least = path, min(errors)
+        return names
+
+    def _model(self, key: tuple[str, str]) -> Linearised:
+        if key not in self._models:
+            self._models[key] = Linearised([case.measured for case in self._cases[key]], FACTORS, Calibration())
+        return self._models[key]
 
 
-def _inner_errors(model: Linearised, cases: Sequence[Case], kept: Sequence[int]) -> Floats:
+def _median_error(cases: Sequence[Case], kept: Sequence[int], errors: Floats) -> float:
+    """The mean over sources of the median of `errors`, those of the runs at `kept`.
+
+    A source counts by the square root of the number of its runs: neither do the most runs decide, nor the fewest.
+    """
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for at, error in zip(kept, errors, strict=True):
+        by_source[cases[at].source].append(abs(error))
+    if not by_source:
+        return 0.0
+    sizes = [np.sqrt(len(some)) for some in by_source.values()]
+    return float(np.average([np.median(some) for some in by_source.values()], weights=sizes))
+
+
+def _unseen_errors(model: Linearised, cases: Sequence[Case], kept: Sequence[int]) -> Floats:
     """Errors of the runs at `kept`, each under a fit to those of the other folds."""
-    folds: dict[str, list[int]] = defaultdict(list)
-    for at in kept:
-        folds[cases[at].fold].append(at)
-    errors = []
-    for fold in folds.values():
-        rest = [at for at in kept if at not in set(fold)]
-        errors.append(model.log_errors(model.fit(Calibration(), rest) if rest else Calibration(), fold))
-    return np.concatenate(errors)
+    folds = np.array([cases[at].fold for at in kept])
+    rows, errors = np.array(kept), np.empty(len(kept))
+    for fold in np.unique(folds):
+        rest = rows[folds != fold]
+        found = model.fit(Calibration(), rest) if len(rest) else Calibration()
+        errors[folds == fold] = model.log_errors(found, rows[folds == fold])
+    return errors
 
 
 def log_errors(cases: Sequence[Case], calibration: Calibration) -> Floats:
@@ -362,11 +372,10 @@ def _with_step(one: Prediction, step: tuple[float, float] | None) -> Prediction:
 
 def show_folds(cases: Sequence[Case], scoring: Scoring) -> None:
     """Scores of calibrations that have not seen what they are judged on, and of fewer factors."""
-    enough = {key: len(some) for key, some in by_key(cases).items() if len(some) >= RUNS_PER_FACTOR}
-    counts = {" on ".join(key): len(factors_for(size)) for key, size in enough.items()}
-    print("Fits are of factors; traits that presets list as fitted stay as they ship, with all runs in view.")
-    print(f"{sum(counts.values())} factors at most: {', '.join(f'{name} {count}' for name, count in counts.items())}\n")
     fits = Fits(cases)
+    chosen = {" on ".join(key): fits.factors(key, range(len(some))) for key, some in by_key(cases).items()}
+    print("Fits are of factors; traits that presets list as fitted stay as they ship, with all runs in view.")
+    print("\n".join(f"{name}: {', '.join(factors)}" for name, factors in chosen.items() if factors), end="\n\n")
     for title, steps in (
         ("In fit", in_fit(cases, fits.whole)),
         ("A model, or a number of devices, left out", left_out(cases, fits, lambda case: case.fold)),

@@ -174,8 +174,8 @@ def test_every_shipped_calibration_is_of_a_framework_and_a_generation() -> None:
     assert names
     for name in names:
         framework, _, generation = name.rpartition("-")
-        assert framework in preset_frameworks() or not framework, name
-        shipped = built_in_calibration(load_framework(framework or "megatron-core"), generation)
+        assert framework in preset_frameworks(), name
+        shipped = built_in_calibration(load_framework(framework), generation)
         assert shipped.sources, name
 
 

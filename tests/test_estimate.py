@@ -13,7 +13,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.cluster import ClusterSpec
-from autoplan.cost.communication import Links, all_gather_s
+from autoplan.cost.communication import CONTENTION_SHARE, Links, all_gather_s
 from autoplan.cost.compute import gemm_rate, gemm_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
 from autoplan.cost.layer import TERMS, BlockCost, block_costs
@@ -68,6 +68,7 @@ PLAIN = Framework(
     host_s_per_collective=0.0,
     step_overhead_s=0.0,
     grad_reduce_overlap=False,
+    tp_reduce_overlap=False,
     sharded_reduce_overlap=False,
     param_gather_overlap=False,
 )
@@ -815,6 +816,22 @@ def test_a_share_of_the_collectives_hides_under_the_same_share_of_the_products_a
     assert bare - quarter == pytest.approx(0.25 * min(bare, plain["gemm"]), rel=0.2)
     assert bare - quarter <= 0.25 * min(bare, plain["gemm"])
     assert priced(dataclasses.replace(plan, tp_overlap=False), tp_overlap_share=0.25)["tp_communication"] == bare
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_the_reduction_of_input_gradients_hides_beside_weight_gradients(sp: bool) -> None:
+    def shown_s(hidden_size: int, **traits: Any) -> float:
+        model = dataclasses.replace(DENSE, hidden_size=hidden_size, ffn_size=4 * hidden_size, vocab_size=128)
+        problem = problem_of(model, framework=dataclasses.replace(PLAIN, **traits))
+        return terms_of(problem, ParallelPlan(global_batch=8, tp=2, sp=sp))["tp_communication"]
+
+    whole = shown_s(8192)
+    # Of the two all-reduces of a block one hides, of two gathers and two reduce-scatters one; the embedding has more.
+    gain = whole - shown_s(8192, tp_reduce_overlap=True)
+    assert gain == pytest.approx((1 - CONTENTION_SHARE) * whole / (4 if sp else 2), rel=0.1)
+    # Products of small matrices are too short for that.
+    small = shown_s(512)
+    assert small - shown_s(512, tp_reduce_overlap=True) < 0.7 * gain * small / whole
 
 
 def test_a_block_that_takes_the_device_long_makes_up_for_one_that_is_launched_late() -> None:

@@ -6,8 +6,10 @@ unless the runs say otherwise, and never has more of them than the runs can tell
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -118,21 +120,30 @@ class Linearised:
         logs = np.log([getattr(calibration, name) for name in self.names])
         return self._errors[rows] + self._slopes[rows] @ (logs - self._at)
 
+    def only(self, names: Sequence[str]) -> Linearised:
+        """The same in fewer factors; the others stay where they are."""
+        model = copy(self)
+        columns = [self.names.index(name) for name in names]
+        model.names, model._at, model._slopes = tuple(names), self._at[columns], self._slopes[:, columns]
+        return model
+
     def fit(self, base: Calibration, rows: Sequence[int] | slice = slice(None)) -> Calibration:
-        """`base` with the factors under which the runs at `rows` are likeliest."""
-        from scipy.optimize import least_squares
+        """`base` with the factors under which the runs at `rows` are likeliest, by least squares weighted anew.
 
-        errors, slopes = self._errors[rows], self._slopes[rows]
+        Logarithms of steps are spread by Cauchy's distribution: an erratic run, far off whatever the factors, pulls
+        hardly at all.
+        """
         prior = np.log([getattr(base, name) for name in self.names])
-
-        def residuals(logs: Floats) -> Floats:
-            # An erratic run, far off whatever the factors, pulls hardly at all.
-            off = (errors + slopes @ (logs - self._at)) / RESIDUAL_SPREAD
-            return np.concatenate([_softened(off), (logs - prior) / FACTOR_SPREAD])
-
-        most = np.full(len(self.names), np.log(MOST_FACTOR))
-        found = least_squares(residuals, np.clip(self._at, -0.99 * most, 0.99 * most), bounds=(-most, most))
-        return with_factors(base, self.names, found.x)
+        slopes = self._slopes[rows]
+        errors = self._errors[rows] + slopes @ (prior - self._at)
+        change, ridge = np.zeros(len(prior)), np.eye(len(prior)) * (RESIDUAL_SPREAD / FACTOR_SPREAD) ** 2
+        for _ in range(_MOST_STEPS):
+            weights = 1.0 / (1.0 + ((errors + slopes @ change) / RESIDUAL_SPREAD) ** 2)
+            curvature = slopes.T @ (weights[:, None] * slopes) + ridge
+            before, change = change, -np.linalg.solve(curvature, slopes.T @ (weights * errors))
+            if np.abs(change - before).max() < _SETTLED:
+                break
+        return with_factors(base, self.names, np.clip(prior + change, -np.log(MOST_FACTOR), np.log(MOST_FACTOR)))
 
     def near(
         self,
@@ -214,11 +225,6 @@ def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] |
     return found
 
 
-def _softened(errors: Floats) -> Floats:
-    """Residuals whose squares are log(1 + e^2), the loss of Cauchy's distribution."""
-    return np.sign(errors) * np.sqrt(np.log1p(errors**2))
-
-
 def with_factors(base: Calibration, names: Sequence[str], logs: Floats) -> Calibration:
     """`base` with the factors of these names, given by their logarithms."""
     factors = {name: float(np.exp(value)) for name, value in zip(names, logs, strict=True)}
@@ -231,8 +237,8 @@ def conformal_spread(errors: Floats) -> float:
     `errors` are log(measured / predicted) of runs that the fit has not seen; the quantile is that of one run more
     (Vovk et al., Algorithmic Learning in a Random World).
     """
-    rank = min(np.ceil(0.9 * (len(errors) + 1)) / len(errors), 1.0)
-    return float(np.quantile(np.abs(errors), rank, method="higher")) / NORMAL_90
+    rank = min(math.ceil(0.9 * (len(errors) + 1)), len(errors))
+    return float(np.sort(np.abs(errors))[rank - 1]) / NORMAL_90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,7 @@ class Work:
             costs=block_costs(problem, batch, links),
             head=(forward, backward, weight),
             embedding_s=embedding_s(problem, batch),
-            ends_tp=ends_tp_s(problem, batch, links),
+            ends_tp=ends_tp_s(problem, batch, links, weight),
             action_s=action_s(problem, batch),
             shared=shared_states(problem, batch),
             message_s=message_s(problem, batch, links),

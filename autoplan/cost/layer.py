@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.cost.arithmetic import BlockShape, block_shapes
-from autoplan.cost.communication import Links
+from autoplan.cost.communication import CONTENTION_SHARE, Links
 from autoplan.cost.communicators import (
     Groups,
     cp_buffer_bytes,
@@ -218,7 +218,7 @@ def _parts(
     kernels = kernel_times(problem, batch, block, shape)
     tp, tp_inputs = (zeros, zeros), zeros
     if has_tp_traffic(block, shape):
-        tp = _tp_s(problem, batch, tp_s[1:], (kernels.gemm_forward_s, kernels.gemm_backward_s))
+        tp = _tp_s(problem, batch, tp_s[1:], kernels, _column_weights_s(shape, kernels))
         tp_inputs = tp[0] * np.divide(tp_s[0], tp_s[1], out=zeros.copy(), where=tp_s[1] > 0)
     cp = zeros, zeros
     if block in ATTENTION_BLOCKS:
@@ -259,35 +259,35 @@ def layer_parameters(problem: Problem, batch: PlanBatch) -> Floats:
     return add_up(add_up(local_parameters(batch, shapes[block])) for block in LAYER)
 
 
-def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats, Floats, Floats]:
-    """Tensor-parallel collectives of one block: (what brings the inputs of the forward pass, forward pass, backward).
+def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats, ...]:
+    """Tensor-parallel collectives of one block: (what brings the inputs of the forward pass, all of that pass, the
+    gather of the backward pass, its reduction).
 
     With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes;
     the further all-gather of the inputs for the weight gradient hides under the data gradient.  Without it one
     all-reduce a pass.  Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
     """
     buffer, group = tp_buffer_bytes(problem, batch), groups(batch).tp
-    inputs = backward = np.zeros(len(batch))
+    inputs = outputs = reduce = np.zeros(len(batch))
     if batch.sp.any():
+        inputs = np.where(batch.sp, links.all_gather_s(*group, tp_gathered_bytes(problem, batch)), 0.0)
+        outputs = np.where(batch.sp, links.all_gather_s(*group, buffer), 0.0)
         reduce = links.reduce_scatter_s(*group, buffer)
-        inputs = links.all_gather_s(*group, tp_gathered_bytes(problem, batch))
-        forward, backward = inputs + reduce, links.all_gather_s(*group, buffer) + reduce
-        if batch.sp.all():
-            return inputs, forward, backward
-        inputs = np.where(batch.sp, inputs, 0.0)
-        whole = links.all_reduce_s(*group, buffer)
-        return inputs, np.where(batch.sp, forward, whole), np.where(batch.sp, backward, whole)
-    whole = links.all_reduce_s(*group, buffer)
-    return inputs, whole, whole
+    if not batch.sp.all():
+        reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, buffer))
+    return inputs, inputs + reduce, outputs, reduce
 
 
-def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Tensor-parallel collectives in front of the layers and behind them, all exposed: (forward, backward) of each.
+def ends_tp_s(
+    problem: Problem, batch: PlanBatch, links: Links, head_weight_s: Floats
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """Tensor-parallel collectives in front of the layers and behind them that show: (forward, backward) of each.
 
     Every rank looks up its rows of the table, whose sum is scattered under sequence parallelism; its gradient is
     gathered.  The head gathers its inputs, whose gradient is scattered, and the vocabulary-parallel loss reduces three
     fp32 numbers a token: the largest logit, that of the label, and the sum of the exponentials.  Without sequence
-    parallelism the sums are all-reduces, and nothing is gathered.  Ends that were measured have all of it in them.
+    parallelism the sums are all-reduces, and nothing is gathered.  The reduction of the head's inputs' gradient runs
+    beside its weight gradient, which takes `head_weight_s`.  Ends that were measured have all of it in them.
     Source: Megatron-LM core/tensor_parallel/layers.py and cross_entropy.py; nanotron
     parallel/tensor_parallel/functional.py.
     """
@@ -312,7 +312,9 @@ def ends_tp_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[tuple[F
         logits = problem.training.element_bytes * rank_tokens(problem, batch) * padded_vocab(problem, batch)
         loss = links.all_gather_s(*group, logits) + meeting
     tables, heads = int(has_table), int(has_head) * (1 + problem.model.num_mtp_layers)
-    return (tables * reduce, tables * gather), (heads * (gather + loss), heads * reduce)
+    beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.tp_reduce_overlap else none
+    head = heads * (gather + loss), heads * reduce - (1.0 - CONTENTION_SHARE) * beside
+    return (tables * reduce, tables * gather), head
 
 
 def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
@@ -335,17 +337,32 @@ def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     return np.where(batch.tp > 1, host * framework.host_s_per_collective, 0.0), far
 
 
+def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
+    """Time of the weight gradients of the matrices that are cut along their outputs; as of the forward products."""
+    columns = {linear.name for linear in shape.linears if linear.split == "column"}
+    forward = add_up(time for name, time in kernels.matrix_forward_s.items() if name in columns)
+    return kernels.gemm_weight_s * forward / kernels.gemm_forward_s
+
+
 def _tp_s(
-    problem: Problem, batch: PlanBatch, link_s: tuple[Floats, ...], gemm_s: tuple[Floats, Floats]
+    problem: Problem, batch: PlanBatch, link_s: tuple[Floats, ...], kernels: KernelTimes, columns_s: Floats
 ) -> tuple[Floats, Floats]:
-    """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` in the two passes."""
-    meeting = add_up(_meeting_s(problem, batch)) * np.where(batch.sp, 2, 1)
+    """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` alone.
+
+    The reduction of the inputs' gradient runs beside the weight gradients of the matrices that are cut along their
+    outputs, which take `columns_s`.  Source: Megatron-LM core/tensor_parallel/layers.py,
+    LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine pytorch/module/layernorm_linear.py.
+    """
+    forward, gather, reduce = link_s
+    meeting = add_up(_meeting_s(problem, batch))
+    beside = np.minimum(reduce + meeting, columns_s) if problem.framework.tp_reduce_overlap else np.zeros_like(reduce)
+    alone = gather + np.maximum(reduce - beside, 0.0)
     # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
     share = np.where(batch.tp_overlap, problem.framework.tp_overlap_share, 0.0)
-    forward, backward = (
-        taken - share * np.minimum(taken, products) + meeting for taken, products in zip(link_s, gemm_s, strict=True)
-    )
-    return forward, backward
+    forward_hidden = share * np.minimum(forward, kernels.gemm_forward_s)
+    hidden = share * np.minimum(alone, kernels.gemm_backward_s) + (1.0 - CONTENTION_SHARE) * beside
+    meetings = np.where(batch.sp, 2, 1) * meeting
+    return forward + meetings - forward_hidden, gather + reduce + meetings - hidden
 
 
 def _cp_s(

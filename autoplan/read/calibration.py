@@ -24,11 +24,11 @@ def _shipped(name: str) -> Calibration | None:
 
 
 def built_in_calibration(framework: Framework, generation: str) -> Calibration:
-    """The calibration that ships for `framework` on a generation of devices, else for that generation.
+    """The calibration that ships for `framework` on a generation of devices.
 
-    The reference with its wide spread where neither was measured.
+    The reference with its wide spread where that was not measured: factors of one framework do not hold for another.
     """
-    return _shipped(f"{framework.calibration_name}-{generation}") or _shipped(generation) or Calibration()
+    return _shipped(f"{framework.calibration_name}-{generation}") or Calibration()
 
 
 def load_calibration(path: Path) -> Calibration:
