@@ -148,17 +148,18 @@ class Framework:
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.
     cross_node_s_per_member: float = 0.0
-    # Added to the launches of a block, forward and backward together, per rank of a tensor-parallel group, in pipelines
-    # that cross nodes: its collectives wait for all their hosts; and once more per rank beyond the scale-up domain,
-    # whose host is further away.
-    cross_node_pipeline_host_s_per_tp: float = 0.0
-    cross_node_pipeline_host_s_per_far_tp: float = 0.0
+    # Added on the host to every tensor-parallel collective, per member of its group, in pipelines that cross nodes; and
+    # once more per member beyond the scale-up domain, whose host is further away.
+    cross_node_pipeline_s_per_tp: float = 0.0
+    cross_node_pipeline_s_per_far_tp: float = 0.0
+    # Added to a message between stages, both of whose ends sleep between looks at whether it came, in jobs of so many
+    # nodes and more.
+    message_poll_s: float = 0.0
+    message_poll_from_nodes: int = 1
     # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
     sharded_wire_factor: float = 1.0
     # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
     reduce_bucket_bytes: float = 0.0
-    # Added to each of them, per member of the data-parallel group, in pipelines that cross nodes.
-    cross_node_pipeline_s_per_bucket_member: float = 0.0
     grad_reduce_overlap_share: float = 1.0  # of the first stage's last backward pass that can hide an all-reduce
     # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
     host_s_per_gathered_piece: float = 0.0
@@ -189,6 +190,7 @@ class Framework:
     def __post_init__(self) -> None:
         check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
+        check_count("message_poll_from_nodes", self.message_poll_from_nodes)
         check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
         check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)
         for name in (
@@ -234,12 +236,12 @@ class Framework:
             "moe_sync_s",
             "s_per_local_expert",
             "cross_node_s_per_member",
-            "cross_node_pipeline_host_s_per_tp",
-            "cross_node_pipeline_host_s_per_far_tp",
+            "cross_node_pipeline_s_per_tp",
+            "cross_node_pipeline_s_per_far_tp",
+            "message_poll_s",
             "sharded_wire_factor",
             "reduce_bucket_bytes",
             "allocator_retry_s",
-            "cross_node_pipeline_s_per_bucket_member",
             "host_s_per_gathered_piece",
         ):
             check_not_negative(name, getattr(self, name))

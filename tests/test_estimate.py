@@ -848,13 +848,20 @@ def test_a_block_that_takes_the_device_long_makes_up_for_one_that_is_launched_la
     assert sum(cost.total_forward_s[0] for cost in costs(sum(busy))) == pytest.approx(2 * sum(busy))
 
 
-def test_every_rank_of_a_tensor_group_delays_the_launches_of_a_pipeline_across_nodes() -> None:
-    late = {"cross_node_pipeline_host_s_per_tp": 1.0}
-    # 16 blocks on two stages, a micro-batch, and a second for each of two ranks; the device works meanwhile.
+def test_every_rank_of_a_tensor_group_delays_the_collectives_of_a_pipeline_across_nodes() -> None:
+    late = {"cross_node_pipeline_s_per_tp": 1.0}
+    # 16 blocks on two stages, a micro-batch, five collectives a block, and a second for each of two ranks; the device
+    # works meanwhile.  Two collectives more for the embedding, and five for head and loss on the other stage.
     plan = ParallelPlan(global_batch=8, tp=2, sp=True, pp=2, dp_shard=8)
-    assert priced(plan, **late)["launch"] == pytest.approx(8 * 2.0, rel=0.01)
+    before, after = priced(plan), priced(plan, **late)
+    assert after["launch"] == pytest.approx(8 * 5 * 2.0, rel=0.01)
+    assert after["tp_communication"] - before["tp_communication"] == pytest.approx(2 * 2.0)
+    assert after["pipeline_bubble"] - before["pipeline_bubble"] == pytest.approx(8 * 5 * 2.0 + 5 * 2.0, rel=0.01)
+    # An all-reduce a pass in a block.
+    whole = dataclasses.replace(plan, sp=False)
+    assert priced(whole, **late)["launch"] == pytest.approx(8 * 2 * 2.0, rel=0.01)
     slow = {"host_s_per_block_forward": 0.5, "host_s_per_block_backward": 1.0}
-    assert priced(plan, **late, **slow)["launch"] == pytest.approx(8 * 3.5, rel=0.01)
+    assert priced(plan, **late, **slow)["launch"] == pytest.approx(8 * (5 * 2.0 + 1.5), rel=0.01)
     inside = dataclasses.replace(plan, dp_shard=2, global_batch=2)
     without_group = dataclasses.replace(plan, tp=1, sp=False)
     flat = dataclasses.replace(plan, pp=1)
@@ -863,12 +870,22 @@ def test_every_rank_of_a_tensor_group_delays_the_launches_of_a_pipeline_across_n
 
 
 def test_ranks_on_another_node_delay_the_launches_of_a_pipeline_once_more() -> None:
-    far = {"cross_node_pipeline_host_s_per_tp": 1.0, "cross_node_pipeline_host_s_per_far_tp": 0.5}
-    # 16 blocks on two stages: a second for each of 16 ranks, half a second for each of 8 on another node.
+    far = {"cross_node_pipeline_s_per_tp": 1.0, "cross_node_pipeline_s_per_far_tp": 0.5}
+    # 16 blocks on two stages: a second for each of 16 ranks, half a second for each of 8 on another node, five times.
     across = ParallelPlan(global_batch=1, tp=16, sp=True, pp=2)
-    assert priced(across, **far)["launch"] == pytest.approx(8 * (16 + 4), rel=0.01)
+    assert priced(across, **far)["launch"] == pytest.approx(8 * 5 * (16 + 4), rel=0.01)
     inside = dataclasses.replace(across, tp=8, global_batch=2, dp_shard=2)
-    assert priced(inside, **far)["launch"] == pytest.approx(8 * 8, rel=0.01)
+    assert priced(inside, **far)["launch"] == pytest.approx(8 * 5 * 8, rel=0.01)
+
+
+def test_messages_that_are_polled_take_so_much_longer_from_a_number_of_nodes_on() -> None:
+    polls = {"message_poll_s": 10.0}
+    # Two stages and two micro-batches: three exchanges (`modelling` E3).
+    plan = ParallelPlan(global_batch=16, pp=2, dp_shard=8, sharding="none")
+    more = priced(plan, **polls)["pipeline_send"] - priced(plan)["pipeline_send"]
+    assert more == pytest.approx(3 * 10.0)
+    assert priced(plan, **polls, message_poll_from_nodes=3) == priced(plan)
+    assert priced(TWO_NODES, **polls) == priced(TWO_NODES)
 
 
 def test_an_all_reduce_hides_only_where_the_network_is_free_of_tensor_parallelism() -> None:
@@ -912,16 +929,6 @@ def test_a_bucket_that_holds_all_gradients_changes_nothing_and_smaller_ones_cost
     assert whole < half < quarter
 
 
-def test_members_of_a_group_delay_every_bucket_of_a_pipeline_across_nodes() -> None:
-    plan = ParallelPlan(global_batch=16, pp=2, dp_shard=8, sharding="none")
-    late = {"cross_node_pipeline_s_per_bucket_member": 1e-3}
-    one = {"reduce_bucket_bytes": 1e12}
-    # One bucket, eight members; the slower stage decides, and nothing overlaps on the first.
-    more = priced(plan, **one, **late)["data_parallel_reduce"] - priced(plan, **one)["data_parallel_reduce"]
-    assert more == pytest.approx(8e-3)
-    assert priced(TWO_NODES, **late) == priced(TWO_NODES)
-
-
 def test_half_an_overlap_leaves_half_of_the_backward_pass_uncovered() -> None:
     plan = dataclasses.replace(TWO_NODES, micro_batch=2)  # one of them
     traits = {"grad_reduce_overlap": True, "reduce_bucket_bytes": 2e5}
@@ -947,7 +954,8 @@ def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_f
     [
         {"reduce_bucket_bytes": -1.0},
         {"host_s_per_gathered_piece": -1e-6},
-        {"cross_node_pipeline_s_per_bucket_member": -1e-6},
+        {"cross_node_pipeline_s_per_tp": -1e-6},
+        {"message_poll_s": -0.1},
         {"allocator_retry_s": -1.0},
         {"grad_reduce_overlap_share": 1.5},
         {"retries_above_share": -0.1},

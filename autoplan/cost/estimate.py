@@ -273,7 +273,10 @@ def message_s(problem: Problem, batch: PlanBatch, across: Links | None = None) -
     links, places = Links.of(problem), groups(batch)
     sent, gathered = message_bytes(problem, batch)
     message = (across or links).send_s(*places.pp, sent)
-    return message + links.all_gather_s(*places.tp, gathered)
+    framework = problem.framework
+    is_polled = batch.num_devices >= framework.message_poll_from_nodes * problem.cluster.devices_per_node
+    polls = np.where((batch.pp > 1) & is_polled, framework.message_poll_s, 0.0)
+    return message + polls + links.all_gather_s(*places.tp, gathered)
 
 
 def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:

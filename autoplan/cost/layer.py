@@ -297,7 +297,8 @@ def ends_tp_s(
         return (none, none), (none, none)
     group, hidden = groups(batch).tp, tp_buffer_bytes(problem, batch)
     host, far = _meeting_s(problem, batch)
-    meeting = host + far
+    wait = _hosts_wait_s(problem, batch)
+    meeting = host + far + wait
     gather = reduce = none
     if batch.sp.any():
         gather = np.where(batch.sp, links.all_gather_s(*group, hidden) + meeting, 0.0)
@@ -307,7 +308,7 @@ def ends_tp_s(
     reduce = reduce + meeting
     if problem.framework.shards_logits:
         numbers = links.all_reduce_s(*group, BYTES_PER_REDUCED_TOKEN * rank_tokens(problem, batch))
-        loss = LOSS_REDUCTIONS * (numbers + far) + host  # they follow one another, and the hosts have met
+        loss = LOSS_REDUCTIONS * (numbers + far + wait) + host  # they follow one another, and the hosts have met
     else:
         logits = problem.training.element_bytes * rank_tokens(problem, batch) * padded_vocab(problem, batch)
         loss = links.all_gather_s(*group, logits) + meeting
@@ -342,6 +343,15 @@ def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
     columns = {linear.name for linear in shape.linears if linear.split == "column"}
     forward = add_up(time for name, time in kernels.matrix_forward_s.items() if name in columns)
     return kernels.gemm_weight_s * forward / kernels.gemm_forward_s
+
+
+def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Time of the hosts in front of a tensor-parallel collective in pipelines that cross nodes."""
+    framework, domain = problem.framework, problem.cluster.levels[-1].num_devices
+    waits = framework.cross_node_pipeline_s_per_tp * batch.tp
+    waits = waits + framework.cross_node_pipeline_s_per_far_tp * np.maximum(batch.tp - domain, 0)
+    crosses = (batch.pp > 1) & (batch.num_devices > domain) & (batch.tp > 1)
+    return np.where(crosses, problem.calibration.host * waits, 0.0)
 
 
 def _tp_s(
@@ -578,13 +588,10 @@ def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: NDArra
     """(forward, backward) time of the host to launch one block, where it was not measured with its layer."""
     framework = problem.framework
     host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole
-    domain = problem.cluster.levels[-1].num_devices
-    crosses = (batch.pp > 1) & (batch.num_devices > domain) & (batch.tp > 1)
-    far = framework.cross_node_pipeline_host_s_per_far_tp * np.maximum(batch.tp - domain, 0)
-    waits = (framework.cross_node_pipeline_host_s_per_tp * batch.tp + far) * crosses
-    # As elsewhere, half as many launches forward as backward.
-    forward = host * (framework.host_s_per_block_forward + waits / 3)
-    return forward, host * (framework.host_s_per_block_backward + waits * 2 / 3)
+    wait = _hosts_wait_s(problem, batch) * ~is_whole
+    forward = np.where(batch.sp, 2, 1) * wait
+    backward = np.where(batch.sp, 2 + framework.regathers_norm_output, 1) * wait
+    return host * framework.host_s_per_block_forward + forward, host * framework.host_s_per_block_backward + backward
 
 
 def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:

@@ -44,13 +44,6 @@ def reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
     return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.reduce_bucket_bytes), 1.0)
 
 
-def _bucket_host_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """What the hosts add to every bucket: the members of its group are late in pipelines that cross nodes."""
-    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
-    members = np.where(batch.cp * batch.dp > 1, batch.cp * batch.dp, 0)
-    return problem.calibration.host * problem.framework.cross_node_pipeline_s_per_bucket_member * members * crosses
-
-
 class Collectives(Protocol):
     """Reduces gradients and gathers parameters over groups: (stride, size, buffer in bytes, gaps) to seconds.
 
@@ -98,7 +91,6 @@ def _unsharded_s(problem: Problem, batch: PlanBatch, parameters: StageParameters
     dense, wire = parameters.dense, framework.bytes_per_reduced_grad
     buckets = reduce_buckets(framework, dense)
     time = buckets * links.all_reduce_s(*_each(places.dense_copies), wire * dense / buckets, _gaps(places))
-    time = time + buckets * _bucket_host_s(problem, batch)[:, None]
     return time + links.all_reduce_s(*_each(places.expert_copies), wire * parameters.expert)
 
 
