@@ -165,10 +165,10 @@ def test_experts_that_no_device_holds_are_spread_over_a_stage(tmp_path: Path, nu
 @pytest.mark.parametrize(
     ("framework", "model", "drops"),
     [
-        ("Megatron-Bridge/Megatron-Core 25.09", "mine (tokendrop)", True),
-        ("Megatron-Bridge/Megatron-Core 25.09", "mine", False),
+        ("Megatron-Bridge/Megatron-Core 25.11", "mine (tokendrop)", True),
+        ("Megatron-Bridge/Megatron-Core 25.09", "mine (dropless)", False),
         ("NeMo/Megatron-Core", "mine", True),
-        ("NeMo/Megatron-Core", "mine (dropless)", False),
+        ("Megatron-Bridge/Megatron-Core 25.11", "mine", False),
     ],
 )
 def test_tables_say_behind_a_model_whether_its_experts_drop_tokens(
@@ -219,6 +219,16 @@ def test_latent_attention_on_blackwell_had_no_kernel_of_its_own_at_first(
     assert run.plan is not None, run.refusal
     assert run.problem.fuses_attention == (recompute == "none")
     assert run.plan.recompute == recompute
+
+
+@pytest.mark.parametrize(
+    ("recompute", "verdict"), [("?", "risky"), ("selective", "risky"), ("none", "oom"), ("full", "fits")]
+)
+def test_a_run_of_which_it_is_not_told_what_it_recomputes_may_fit(tmp_path: Path, recompute: str, verdict: str) -> None:
+    """16 sequences a micro-batch do not fit in 80 GB unless layers are recomputed."""
+    row = LLAMA | {"num_layers": "16", "micro_batch": "16", "pp": "1", "vp": "", "dp": "8", "recompute": recompute}
+    (run,) = runs_of(tmp_path, row)
+    assert predict(run).verdict == verdict
 
 
 def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> None:
