@@ -124,6 +124,7 @@ class Framework:
     splits_first_chunk: bool = True
     # What it runs where a plan says flash; flash stands for the best that the device has.
     flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn"] = "flash"
+    widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
     bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
@@ -142,6 +143,11 @@ class Framework:
     syncs_overlapped_experts: bool = True  # else plans with ep_overlap have static shapes, one graph and one kernel
     # Precisions in which its runs overlap expert traffic where a table of them does not say and the plan admits it.
     overlaps_experts: tuple[Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"], ...] = ()
+    # Likewise, in interleaved pipelines, expert traffic that leaves the scale-up domain.
+    overlaps_far_experts: bool = False
+    # Its experts take a fixed number of tokens each and drop the rest: shapes are static, so that nothing waits for the
+    # host, and tokens travel by plain all-to-all.
+    drops_tokens: bool = False
     # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
     narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
@@ -175,6 +181,8 @@ class Framework:
     )
     rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]  # that it can number its ranks in, its default first
     # -- where the run tables name it ---------------------------------------------------------------------------
+    # Its recipes for dense models interleave chunks of one layer, which a table may leave out.
+    interleaves_layers: bool = False
     # Its pipelines take as many micro-batches as they have ranks unless told otherwise, which a table may leave out.
     microbatch_per_rank: bool = False
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
@@ -183,12 +191,18 @@ class Framework:
     fitted: tuple[str, ...] = ()  # traits whose values were fitted to measured runs; all others have a source
 
     @property
+    def sends_tokens_once(self) -> bool:
+        """Whether a token goes to another rank once: Megatron-LM drops tokens with the all-to-all dispatcher alone."""
+        return self.dispatches_once and not self.drops_tokens
+
+    @property
     def calibration_name(self) -> str:
         """The framework whose calibrations hold for it."""
         return self.calibrated_as or self.name
 
     def __post_init__(self) -> None:
         check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
+        check_count("widest_blackwell_head", self.widest_blackwell_head, most=2**16)
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
         check_count("message_poll_from_nodes", self.message_poll_from_nodes)
         check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)

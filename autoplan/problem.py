@@ -69,6 +69,12 @@ class Problem:
         return other
 
     @property
+    def fuses_attention(self) -> bool:
+        """Whether a kernel computes attention without storing its scores."""
+        width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
+        return self.training.attention.startswith("flash") and width <= self.framework.widest_blackwell_head
+
+    @property
     def capacity_bytes(self) -> float:
         """Memory of a device that a plan may use."""
         return self.cluster.device.visible_memory_bytes - self.reserve_bytes

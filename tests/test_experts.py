@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from autoplan.cost.arithmetic import block_shapes
+from autoplan.cost.communicators import dispatched_copies
 from autoplan.cost.compute import NARROW_ATTENTION_TIME, gemm_pace, gemm_rate, kernel_times, memory_bound_s
 from autoplan.cost.layer import _experts_wait_s, _overlapped_ep_s, _unpaired_share, block_costs
 from autoplan.curves import GemmCurve
@@ -53,6 +54,25 @@ def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
     graphed = replace(PROBLEM, framework=replace(FRAMEWORK, syncs_overlapped_experts=False))
     assert _experts_wait_s(graphed, batch_of(ep_overlap=True))[0] == 0.0
     assert _experts_wait_s(graphed, batch_of())[0] > 0.0
+
+
+def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token() -> None:
+    once = replace(FRAMEWORK, dispatches_once=True)
+    dropping = replace(PROBLEM, framework=replace(once, drops_tokens=True))
+    assert _experts_wait_s(dropping, batch_of())[0] == 0.0
+    assert dispatched_copies(replace(PROBLEM, framework=once)) == 2  # what one transfer stands for
+    assert dispatched_copies(dropping) == 1
+
+
+def test_permuting_tokens_by_capacity_moves_three_times_as_much() -> None:
+    """Of 4 bytes for each of 2 copies of 4,096 tokens of width 1,024, in and out; other kernels move twice theirs."""
+    batch, shape = batch_of(), block_shapes(MODEL)[Block.MOE]
+    apart, dropping = (
+        kernel_times(replace(PROBLEM, framework=replace(FRAMEWORK, drops_tokens=drops)), batch, Block.MOE, shape)
+        for drops in (False, True)
+    )
+    twice_s = memory_bound_s(PROBLEM, np.array([2 * 2 * 2 * 4.0 * 4096 * 2 * 1024]))[0]
+    assert (dropping.memory_forward_s - apart.memory_forward_s)[0] == pytest.approx(twice_s)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,11 @@ def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -
     ("called", "year", "name"),
     [
         ("NeMo 24.07/Megatron-Core", "2024", "nemo-24.07"),
-        ("NeMo/Megatron-Core", "2025", "nemo"),
-        ("Megatron-Core r0.8.0", "2024", "nemo-24.07"),
+        ("NeMo/Megatron-Core", "2025", "nemo-25.04"),
+        ("Megatron-Core r0.8.0", "2024", "megatron-core-0.8"),
+        ("Megatron-Bridge/Megatron-Core 25.09", "2025", "nemo-25.09"),
+        ("Megatron-Core", "2024", "megatron-core"),
+        ("Megatron-Core", "2025", "nemo"),
         ("Megatron-Bridge/Megatron-Core 26.08", "2026", "nemo-26.06"),
         ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
         ("torchtitan (FSDP2)", "2024", "torchtitan-0.1"),

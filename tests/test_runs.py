@@ -78,7 +78,7 @@ def test_a_run_becomes_the_problem_and_plan_that_the_row_describes(tmp_path: Pat
     assert run.problem is not None
     assert run.plan is not None
     assert (run.problem.cluster.num_devices, run.problem.cluster.device.name) == (64, "h100-sxm")
-    assert run.problem.framework.name == "nemo"
+    assert run.problem.framework.name == "nemo-25.04"
     plan = run.plan
     assert (plan.tp, plan.cp, plan.pp, plan.vp, plan.dp, plan.sp) == (4, 2, 4, 5, 2, True)
     assert (plan.schedule, plan.num_microbatches) == ("interleaved", 64)
@@ -124,6 +124,111 @@ def test_layers_that_do_not_divide_leave_the_last_chunk_with_the_rest(
     (run,) = runs_of(tmp_path, LLAMA | {"num_layers": num_layers, "pp": "4", "vp": "4"})
     assert run.plan is not None
     assert run.plan.layers_per_chunk == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "vp"),
+    [
+        ({}, 20),  # 80 layers over 4 stages
+        ({"framework": "Megatron-Core r0.8.0", "year": "2024"}, 1),
+        ({"global_batch": "12"}, 1),  # 6 micro-batches for 4 stages
+        ({"num_layers": "81"}, 1),
+        ({"vp": "1"}, 1),
+    ],
+)
+def test_dense_recipes_of_nemo_interleave_chunks_of_one_layer(tmp_path: Path, changes: dict[str, str], vp: int) -> None:
+    (run,) = runs_of(tmp_path, LLAMA | {"vp": ""} | changes)
+    assert run.plan is not None, run.refusal
+    assert run.plan.vp == vp
+
+
+MIXTURE = LLAMA | {
+    "framework": "Megatron-Bridge/Megatron-Core 26.04",
+    "num_experts": "256",
+    "experts_per_token": "8",
+    "expert_ffn_size": "2048",
+    "tp": "1",
+    "cp": "1",
+    "dp": "16",
+}
+
+
+@pytest.mark.parametrize(("num_layers", "ep"), [("80", 16), ("4", 1)])
+def test_experts_that_no_device_holds_are_spread_over_a_stage(tmp_path: Path, num_layers: str, ep: int) -> None:
+    """4 bytes of weights and gradients for 3 x 8,192 x 2,048 x 256 in 20 layers of a stage, or in one, of 79 GiB."""
+    (run,) = runs_of(tmp_path, MIXTURE | {"num_layers": num_layers, "vp": "1"})
+    assert run.plan is not None, run.refusal
+    assert run.plan.ep == ep
+    assert f"ep={ep}" in predict(run).note
+
+
+@pytest.mark.parametrize(
+    ("framework", "model", "drops"),
+    [
+        ("Megatron-Bridge/Megatron-Core 25.11", "mine (tokendrop)", True),
+        ("Megatron-Bridge/Megatron-Core 25.09", "mine (dropless)", False),
+        ("NeMo/Megatron-Core", "mine", True),
+        ("Megatron-Bridge/Megatron-Core 25.11", "mine", False),
+    ],
+)
+def test_tables_say_behind_a_model_whether_its_experts_drop_tokens(
+    tmp_path: Path, framework: str, model: str, drops: bool
+) -> None:
+    (run,) = runs_of(tmp_path, MIXTURE | {"framework": framework, "model": model, "ep": "16"})
+    assert run.problem is not None
+    assert run.problem.framework.drops_tokens == drops
+
+
+@pytest.mark.parametrize(
+    ("changes", "overlaps"),
+    [({}, True), ({"ep": "8"}, False), ({"vp": "1"}, False), ({"framework": "NeMo/Megatron-Core"}, False)],
+)
+def test_recipes_overlap_expert_traffic_between_nodes_in_interleaved_pipelines(
+    tmp_path: Path, changes: dict[str, str], overlaps: bool
+) -> None:
+    (run,) = runs_of(tmp_path, MIXTURE | {"ep": "16"} | changes)
+    assert run.plan is not None, run.refusal
+    assert run.plan.ep_overlap == overlaps
+
+
+def test_a_shared_expert_that_no_column_counts_is_that_of_the_model(tmp_path: Path) -> None:
+    """As in tables of Llama 4, whose config has no number of them."""
+    row = MIXTURE | {"model": "Llama4 Maverick 400B", "num_layers": "48", "hidden_size": "5120", "num_heads": "40"}
+    row |= {"ffn_size": "16384", "num_experts": "128", "experts_per_token": "1", "expert_ffn_size": "8192", "ep": "16"}
+    (run,) = runs_of(tmp_path, row | {"num_shared_experts": "0", "vp": "12"})
+    assert run.problem is not None
+    assert run.problem.model.moe is not None
+    assert run.problem.model.moe.shared_expert_ffn_size == 8192
+
+
+@pytest.mark.parametrize(
+    ("framework", "gpu", "recompute"),
+    [
+        ("NeMo/Megatron-Core", "gb200", "selective"),
+        ("NeMo/Megatron-Core", "h100-sxm", "none"),
+        ("Megatron-Bridge/Megatron-Core 26.04", "gb200", "none"),
+    ],
+)
+def test_latent_attention_on_blackwell_had_no_kernel_of_its_own_at_first(
+    tmp_path: Path, framework: str, gpu: str, recompute: str
+) -> None:
+    row = MIXTURE | {"framework": framework, "gpu": gpu, "gpu_memory_gib": "", "gpus_per_node": "", "ep": "16"}
+    row |= {"model": "DeepSeek-V3 671B", "mla": "1", "num_heads": "128", "recompute": "?", "vp": "1"}
+    (run,) = runs_of(tmp_path, row)
+    assert run.problem is not None
+    assert run.plan is not None, run.refusal
+    assert run.problem.fuses_attention == (recompute == "none")
+    assert run.plan.recompute == recompute
+
+
+@pytest.mark.parametrize(
+    ("recompute", "verdict"), [("?", "risky"), ("selective", "risky"), ("none", "oom"), ("full", "fits")]
+)
+def test_a_run_of_which_it_is_not_told_what_it_recomputes_may_fit(tmp_path: Path, recompute: str, verdict: str) -> None:
+    """16 sequences a micro-batch do not fit in 80 GB unless layers are recomputed."""
+    row = LLAMA | {"num_layers": "16", "micro_batch": "16", "pp": "1", "vp": "", "dp": "8", "recompute": recompute}
+    (run,) = runs_of(tmp_path, row)
+    assert predict(run).verdict == verdict
 
 
 def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def ep_buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats,
 def dispatched_copies(problem: Problem) -> int:
     """How often a buffer of experts holds each token, as its dispatcher knows."""
     assert problem.model.moe is not None
-    return problem.model.moe.experts_per_token if problem.framework.dispatches_once else 1
+    return problem.model.moe.experts_per_token if problem.framework.sends_tokens_once else 1
 
 
 def message_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:

@@ -457,7 +457,7 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
     framework, moe = problem.framework, problem.model.moe
     assert moe is not None
     waits = framework.moe_sync_s + framework.s_per_local_expert * moe.num_experts / batch.ep
-    is_static = batch.ep_overlap & (not framework.syncs_overlapped_experts)
+    is_static = framework.drops_tokens | (batch.ep_overlap & (not framework.syncs_overlapped_experts))
     return np.where(is_static, 0.0, problem.calibration.host * waits)
 
 

@@ -30,7 +30,6 @@ Floats = NDArray[np.float64]
 # What eager code keeps of each attention score: softmax output (2 bytes), the scores and a masked copy; a fused kernel
 # what its framework says.  Dropout adds a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).
 UNFUSED_SCORE_BYTES = 6.0
-SCORE_KERNELS = ("unfused", "megatron-fused")
 SCORE_DROPOUT_BYTES = 3.0
 
 # Bytes of an element as quantised: 8 bits, or with the scales of blocks of 32 (MXFP8) or 16 (NVFP4) elements.
@@ -59,7 +58,7 @@ Parts = dict[RecomputeModule | None, Floats]
 
 def stores_scores(problem: Problem) -> bool:
     """Whether the attention core keeps its scores, so that repeating it gives memory back."""
-    return problem.training.attention in SCORE_KERNELS
+    return not problem.fuses_attention
 
 
 def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:

@@ -225,7 +225,10 @@ def _experts(plan_file: PlanFile, moe: Experts) -> list[Line]:
 
 def _dispatcher(plan_file: PlanFile) -> Line:
     """How tokens reach their experts, as the framework was priced with."""
-    if not plan_file.framework.dispatches_once or plan_file.best.plan.ep == 1:
+    if plan_file.framework.drops_tokens:
+        capacity = ["--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"]
+        return ["--moe-token-dispatcher-type", "alltoall", *capacity]
+    if not plan_file.framework.sends_tokens_once or plan_file.best.plan.ep == 1:
         return ["--moe-token-dispatcher-type", "alltoall"]
     return ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
 

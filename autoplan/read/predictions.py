@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from autoplan.cost.estimate import estimate
 from autoplan.errors import AutoplanError, InputError
 from autoplan.files import read_text
-from autoplan.plan import PlanBatch
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
 from autoplan.read.runs import MOST_BYTES, Run
 from autoplan.result import VERDICTS, Prediction, Said
 from autoplan.units import GIB
@@ -28,15 +30,31 @@ def predict(run: Run) -> Prediction:
     except AutoplanError as error:
         return Prediction(id=run.id, verdict="unpriced", note="; ".join(part for part in (str(error), filled) if part))
     cost = estimate(run.problem, batch)
+    verdict = VERDICTS[int(cost.verdict[0])]
+    if verdict == "oom" and _fits_recomputed(run.problem, run.plan, is_told="recompute=none" not in run.filled):
+        verdict = "risky"
+        note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)
     return Prediction(
         id=run.id,
         step_time_s=float(cost.step_s[0]),
         step_time_low_s=float(cost.low_s[0]),
         step_time_high_s=float(cost.high_s[0]),
         peak_memory_gib=float(cost.logged_memory_bytes[0]) / GIB,
-        verdict=VERDICTS[int(cost.verdict[0])],
+        verdict=verdict,
         note=note,
     )
+
+
+def _fits_recomputed(problem: Problem, plan: ParallelPlan, *, is_told: bool) -> bool:
+    """Whether a plan of which it is not told what it recomputes fits with all layers recomputed.
+
+    Selective recomputation of an attention that keeps no scores is that of other modules, which no column names
+    (Megatron-LM, --recompute-modules).
+    """
+    if is_told and not (plan.recompute == "selective" and problem.fuses_attention):
+        return False
+    batch = PlanBatch.of([replace(plan, recompute="full")], problem.model.num_layers)
+    return VERDICTS[int(estimate(problem, batch).verdict[0])] != "oom"
 
 
 COLUMNS = ("id", "step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_gib", "verdict", "note")

@@ -160,6 +160,8 @@ def _problem(row: _Row) -> Problem:
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
     )
     model = _model(row)
+    if (drops := _drops_tokens(row.text("model"), framework)) != framework.drops_tokens:
+        framework = replace(framework, drops_tokens=drops)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
     cluster = _cluster(row)
@@ -186,6 +188,11 @@ def _presets_by_name() -> dict[str, ModelSpec]:
 def find_preset(name: str) -> ModelSpec | None:
     """The shipped model that a table of runs calls `name`, if there is one."""
     return _presets_by_name().get(_plain(name))
+
+
+def _drops_tokens(model: str, framework: Framework) -> bool:
+    """Whether experts take a fixed number of tokens, which tables say behind the name of a model."""
+    return "(tokendrop)" in model or (framework.drops_tokens and "(dropless)" not in model)
 
 
 def _model(row: _Row) -> ModelSpec:
@@ -245,10 +252,15 @@ def _experts(row: _Row, preset: ModelSpec | None) -> Experts:
         num_experts=row.integer("num_experts"),
         experts_per_token=row.integer("experts_per_token"),
         expert_ffn_size=width,
-        shared_expert_ffn_size=row.integer("num_shared_experts", 0) * width,
+        shared_expert_ffn_size=row.integer("num_shared_experts", 0) * width or _always_on(known, width),
         num_dense_layers=dense,
         interval=known.interval if known else 1,
     )
+
+
+def _always_on(known: Experts | None, width: int) -> int:
+    """Width of the shared expert where no column counts one, as configs of Llama 4 do not."""
+    return known.shared_expert_ffn_size if known and known.expert_ffn_size == width else 0
 
 
 @lru_cache(maxsize=1)
@@ -296,14 +308,13 @@ def _with_links(row: _Row, cluster: ClusterSpec) -> ClusterSpec:
 
 
 def _plan(row: _Row, problem: Problem) -> ParallelPlan:
-    tp, cp, pp, ep = row.degree("tp", 1), row.degree("cp", 1), row.degree("pp", 1), row.degree("ep", 1)
-    vp, etp = (row.integer(column, 1, most=MOST_DEGREE) or 1 for column in ("vp", "etp"))  # 0: not used
-    if vp > 1 and pp == 1:
-        row.filled.append("vp=1 without a pipeline")
+    tp, cp, pp = row.degree("tp", 1), row.degree("cp", 1), row.degree("pp", 1)
     num_gpus = row.degree("num_gpus")
     dp = row.degree("dp", max(num_gpus // (tp * cp * pp), 1))
     if tp * cp * pp * dp != num_gpus:
         raise UnpricedError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not num_gpus {num_gpus}")
+    ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
+    etp = row.integer("etp", 1, most=MOST_DEGREE) or 1  # 0: not used
     sp = row.flag("sp", tp > 1 and problem.framework.sequence_parallel) and tp > 1
     sharding = row.text("sharding", "zero1")
     offload = sharding.endswith("+offload")
@@ -314,8 +325,12 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     if dp % shard:
         raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
     micro_batch = row.integer("micro_batch", _usual_micro_batch(row, problem.framework, pp, dp))
+    global_batch = row.integer("global_batch", micro_batch * dp)
+    vp = row.integer("vp", _usual_vp(problem, pp, global_batch // (micro_batch * dp)), most=MOST_DEGREE) or 1
+    if vp > 1 and pp == 1:
+        row.filled.append("vp=1 without a pipeline")
     return ParallelPlan(
-        global_batch=row.integer("global_batch", micro_batch * dp),
+        global_batch=global_batch,
         micro_batch=micro_batch,
         tp=tp,
         sp=sp,
@@ -329,11 +344,11 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         dp_replicate=dp // shard,
         dp_shard=shard,
         sharding=sharding,  # type: ignore[arg-type]
-        recompute=row.word("recompute", get_args(Recompute), "none"),  # type: ignore[arg-type]
+        recompute=row.word("recompute", get_args(Recompute), _usual_recompute(problem)),  # type: ignore[arg-type]
         precision=problem.training.precision,
         offload="optimizer" if offload else "none",
         tp_overlap=problem.framework.tp_overlap_share > 0,
-        ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp),
+        ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp, ep),
     )
 
 
@@ -355,6 +370,29 @@ def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | N
     return (*(most for _ in range(chunks - 1)), last)
 
 
+def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
+    """Where a row does not say: 1, or if the experts of a stage do not fit on a device so, all ranks that may share."""
+    moe = problem.model.moe
+    if moe is None:
+        return 1
+    held = problem.framework.bytes_per_weight + problem.framework.bytes_per_grad
+    experts = 3 * problem.model.hidden_size * moe.expert_ffn_size * moe.num_experts * problem.model.num_layers
+    fits = held * experts / moe.interval / pp < problem.capacity_bytes
+    return 1 if fits else math.gcd(moe.num_experts, num_gpus // pp)
+
+
+def _usual_vp(problem: Problem, pp: int, num_microbatches: int) -> int:
+    """Where a row does not say: 1, or as many chunks as a stage has layers."""
+    model = problem.model
+    can = pp > 1 and model.moe is None and model.num_layers % pp == 0 and num_microbatches % pp == 0
+    return model.num_layers // pp if can and problem.framework.interleaves_layers else 1
+
+
+def _usual_recompute(problem: Problem) -> Recompute:
+    """Where a row does not say: nothing, or the core of an attention that would keep its scores."""
+    return "none" if problem.training.attention != "flash" or problem.fuses_attention else "selective"
+
+
 def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int:
     """Where a row does not say: a sequence, or what makes as many micro-batches as the pipeline has ranks."""
     if framework.microbatch_per_rank and pp > 1 and row.has("global_batch"):
@@ -362,7 +400,7 @@ def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int
     return 1
 
 
-def _overlaps_experts(problem: Problem, pp: int, vp: int) -> bool:
+def _overlaps_experts(problem: Problem, pp: int, vp: int, ep: int) -> bool:
     """Whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
 
     Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving
@@ -370,7 +408,9 @@ def _overlaps_experts(problem: Problem, pp: int, vp: int) -> bool:
     """
     framework = problem.framework
     can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))
-    return can and problem.training.precision in framework.overlaps_experts
+    is_far = ep > problem.cluster.levels[-1].num_devices and pp > 1
+    by_choice = is_far and framework.overlaps_far_experts and not framework.drops_tokens
+    return can and (by_choice or problem.training.precision in framework.overlaps_experts)
 
 
 def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
