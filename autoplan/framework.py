@@ -154,10 +154,11 @@ class Framework:
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.
     cross_node_s_per_member: float = 0.0
-    # Added on the host to every tensor-parallel collective, per member of its group, in pipelines that cross nodes; and
-    # once more per member beyond the scale-up domain, whose host is further away.
+    # Added on the host to every tensor-parallel collective, per member of its group, in pipelines across nodes; once
+    # more per member beyond the scale-up domain, whose host is further away; to one of a data-parallel group likewise.
     cross_node_pipeline_s_per_tp: float = 0.0
     cross_node_pipeline_s_per_far_tp: float = 0.0
+    cross_node_pipeline_s_per_dp: float = 0.0
     # Added to a message between stages, both of whose ends sleep between looks at whether it came, in jobs of so many
     # nodes and more.
     message_poll_s: float = 0.0
@@ -252,6 +253,7 @@ class Framework:
             "cross_node_s_per_member",
             "cross_node_pipeline_s_per_tp",
             "cross_node_pipeline_s_per_far_tp",
+            "cross_node_pipeline_s_per_dp",
             "message_poll_s",
             "sharded_wire_factor",
             "reduce_bucket_bytes",

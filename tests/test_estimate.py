@@ -929,6 +929,20 @@ def test_a_bucket_that_holds_all_gradients_changes_nothing_and_smaller_ones_cost
     assert whole < half < quarter
 
 
+def test_members_of_a_data_parallel_group_delay_its_collectives_in_a_pipeline_across_nodes() -> None:
+    plan = ParallelPlan(global_batch=16, pp=2, dp_shard=8, sharding="none")
+    late = {"cross_node_pipeline_s_per_dp": 1e-3}
+    # Eight members, one bucket; the slower stage decides, and nothing overlaps on the first.  Or one reduction and one
+    # gather.
+    sharded = dataclasses.replace(plan, sharding="zero1")
+    for one, terms in ((plan, ["data_parallel_reduce"]), (sharded, ["data_parallel_reduce", "parameter_gather"])):
+        before = priced(one, reduce_bucket_bytes=1e12)
+        after = priced(one, reduce_bucket_bytes=1e12, **late)
+        for term in terms:
+            assert after[term] - before[term] == pytest.approx(8e-3)
+    assert priced(TWO_NODES, **late) == priced(TWO_NODES)
+
+
 def test_half_an_overlap_leaves_half_of_the_backward_pass_uncovered() -> None:
     plan = dataclasses.replace(TWO_NODES, micro_batch=2)  # one of them
     traits = {"grad_reduce_overlap": True, "reduce_bucket_bytes": 2e5}
@@ -955,6 +969,7 @@ def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_f
         {"reduce_bucket_bytes": -1.0},
         {"host_s_per_gathered_piece": -1e-6},
         {"cross_node_pipeline_s_per_tp": -1e-6},
+        {"cross_node_pipeline_s_per_dp": -1e-6},
         {"message_poll_s": -0.1},
         {"allocator_retry_s": -1.0},
         {"grad_reduce_overlap_share": 1.5},

@@ -46,6 +46,8 @@ def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -
         ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
         ("torchtitan (FSDP2)", "2024", "torchtitan-0.1"),
         ("torchtitan (FSDP2)", "2025", "torchtitan"),
+        ("nanotron", "2025", "nanotron-bench2"),
+        ("nanotron", "2026", "nanotron"),
     ],
 )
 def test_versions_are_told_apart_by_their_names(called: str, year: str, name: str) -> None:

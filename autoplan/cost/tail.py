@@ -44,6 +44,14 @@ def reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
     return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.reduce_bucket_bytes), 1.0)
 
 
+def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Time of the hosts in front of a data-parallel collective in pipelines that cross nodes: shape (plans, 1)."""
+    crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
+    members = np.where(batch.cp * batch.dp > 1, batch.cp * batch.dp, 0)
+    waits = problem.calibration.host * problem.framework.cross_node_pipeline_s_per_dp * members * crosses
+    return waits[:, None]
+
+
 class Collectives(Protocol):
     """Reduces gradients and gathers parameters over groups: (stride, size, buffer in bytes, gaps) to seconds.
 
@@ -91,6 +99,7 @@ def _unsharded_s(problem: Problem, batch: PlanBatch, parameters: StageParameters
     dense, wire = parameters.dense, framework.bytes_per_reduced_grad
     buckets = reduce_buckets(framework, dense)
     time = buckets * links.all_reduce_s(*_each(places.dense_copies), wire * dense / buckets, _gaps(places))
+    time = time + buckets * _hosts_wait_s(problem, batch)
     return time + links.all_reduce_s(*_each(places.expert_copies), wire * parameters.expert)
 
 
@@ -104,6 +113,7 @@ def _sharded_s(
     shard, expert_shard, replicate = _each(places.shard), _each(places.expert_shard), _each(places.replicate)
     reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s
     first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
+    wait = _hosts_wait_s(problem, batch)
     # Copies of a shard group reduce the shard that each holds.
     across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
     element = problem.training.element_bytes
@@ -113,10 +123,10 @@ def _sharded_s(
     kind = batch.sharding[:, None]
     zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
     once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
-    reduce = np.where(once, dearer * first + across, across)
+    reduce = np.where(once, dearer * first + wait + across, across)
     pieces = _weight_tensors(problem, blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
     host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
-    return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather + host_s, 0.0)
+    return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather + wait + host_s, 0.0)
 
 
 def shown_reduce_s(
