@@ -9,6 +9,7 @@ predicted.
   before    median error of the other runs before the calibration, in %
   after     the same after it: the median over the draws
   full      median error of each run under a fit to all others of the cluster; in brackets with all of them in the fit
+  apart     median error of each run under a fit to those of the cluster with another model or, where all have one, size
   ratio     of after to full: at most 1.3 is asked for
   worse     share of the draws that made the error more than 1 point worse, in %, and by how many points the worst did
   cover     share of the other runs inside their 90 % interval, in %
@@ -31,7 +32,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 from accuracy import Case, Fits, left_out, log_errors, read_cases
@@ -41,7 +41,7 @@ from scipy.stats import t as student
 
 import autoplan
 from autoplan.cost.calibration import (
-    LEVEL_FREEDOM,
+    CLUSTER_FREEDOM,
     RUN_FREEDOM,
     ClusterPrior,
     Linearised,
@@ -61,10 +61,9 @@ LEAST_OTHERS = 5  # runs of a cluster to judge on
 MOST_RATIO = 1.3
 MOST_WORSE = 1.0  # points
 
-# Medians of what Student's t and the normal distribution leave unsigned, for a spread of 1.
-MEDIAN_LEVEL = float(student.ppf(0.75, LEVEL_FREEDOM))
+# Medians of what Student's t leaves unsigned, for a spread of 1.
+MEDIAN_CLUSTER = float(student.ppf(0.75, CLUSTER_FREEDOM))
 MEDIAN_RUN = float(student.ppf(0.75, RUN_FREEDOM))
-MEDIAN_NORMAL = NormalDist().inv_cdf(0.75)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +99,7 @@ class Row:
     cover: Floats
     full: float
     full_in_fit: float
+    apart: float | None  # where all runs are of one model and size
     level: float
     oracle: Floats
 
@@ -117,15 +117,16 @@ class Row:
         gain = self.after - self.before
         return (
             f"{self.name:44}{self.num_runs:5}{np.median(self.before):8.1f}{np.median(self.after):8.1f}"
-            f"{self.full:8.1f} ({self.full_in_fit:.1f}){self.ratio:8.2f}{'*' if self.ratio > MOST_RATIO else ' '}"
+            f"{self.full:8.1f} ({self.full_in_fit:.1f}){'-' if self.apart is None else f'{self.apart:.1f}':>7}"
+            f"{self.ratio:8.2f}{'*' if self.ratio > MOST_RATIO else ' '}"
             f"{100 * np.mean(gain > MOST_WORSE):6.0f}{gain.max():+7.1f}{100 * np.mean(self.cover):7.0f}"
             f"{self.level / self.full:7.2f}{np.median(self.oracle) / self.full:8.2f}"
         )
 
 
 HEADER = (
-    f"{'cluster':44}{'runs':>5}{'before':>8}{'after':>8}{'full':>14}{'ratio':>8} {'worse':>6}{'most':>7}{'cover':>7}"
-    f"{'level':>7}{'oracle':>8}"
+    f"{'cluster':44}{'runs':>5}{'before':>8}{'after':>8}{'full':>14}{'apart':>7}{'ratio':>8} "
+    f"{'worse':>6}{'most':>7}{'cover':>7}{'level':>7}{'oracle':>8}"
 )
 
 
@@ -203,9 +204,9 @@ def prior_of(clusters: Sequence[Cluster]) -> ClusterPrior:
     scatter = [np.median(np.abs(some - level)) for some, level in zip(errors, levels, strict=True)]
     logs = np.log(np.array(scatter) / MEDIAN_RUN)
     return ClusterPrior(
-        factor_spread=float(np.median(np.abs(levels))) / MEDIAN_LEVEL,
+        factor_spread=float(np.median(np.abs(levels))) / MEDIAN_CLUSTER,
         run_spread=float(np.exp(np.median(logs))),
-        scatter_spread=float(np.median(np.abs(logs - np.median(logs)))) / MEDIAN_NORMAL,
+        scatter_spread=float(np.median(np.abs(logs - np.median(logs)))) / MEDIAN_CLUSTER,
     )
 
 
@@ -253,6 +254,12 @@ def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
     model = Linearised(runs, names, whole)
     rest = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
     unseen = np.array([model.log_errors(model.fit(base, some), [out])[0] for out, some in enumerate(rest)])
+    names_of_folds = np.array([case.fold for case in cases])
+    apart = [
+        model.log_errors(model.fit(base, np.flatnonzero(~inside).tolist()), np.flatnonzero(inside).tolist())
+        for inside in (names_of_folds == name for name in np.unique(names_of_folds))
+        if not inside.all()
+    ]
     return Row(
         name=cluster.name,
         num_runs=len(runs),
@@ -261,6 +268,7 @@ def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
         cover=np.array(found["cover"]),
         full=_median(unseen),
         full_in_fit=_median(-log_errors(cases, whole)),
+        apart=_median(np.concatenate(apart)) if apart else None,
         level=_median(plain + oracle.best),
         oracle=np.array(found["oracle"]),
     )

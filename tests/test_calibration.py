@@ -123,10 +123,11 @@ def test_an_erratic_run_of_three_changes_nothing_where_the_other_two_agree(facto
     assert np.abs(np.log(Pricer(runs).calibrated_s(fit_cluster(erratic)) / before)).max() < 0.02
 
 
-def test_three_runs_that_are_slow_by_different_factors_are_no_level() -> None:
+@pytest.mark.parametrize("factors", [(2.0, 3.0, 5.0), (16.0, 44.0, 19.0), (8.0, 8.0, 35.0)])
+def test_three_runs_that_are_slow_by_different_factors_are_no_level(factors: tuple[float, ...]) -> None:
     base = Calibration(time_spread=0.1)
     runs = [replace(run, problem=replace(run.problem, calibration=base)) for run in measured_under(base)[::13][:3]]
-    slow = [replace(run, step_s=run.step_s * factor) for run, factor in zip(runs, (2.0, 3.0, 5.0), strict=True)]
+    slow = [replace(run, step_s=run.step_s * factor) for run, factor in zip(runs, factors, strict=True)]
     before = Pricer(runs).calibrated_s(base)
     assert np.abs(np.log(Pricer(runs).calibrated_s(fit_cluster(slow)) / before)).max() < 0.1
 

@@ -46,12 +46,13 @@ class ClusterPrior:
 
 
 # Between the clusters of published runs (`benchmarks/few_runs.py`, which takes it without the source that it judges).
-PRIOR = ClusterPrior(factor_spread=0.032, run_spread=0.043, scatter_spread=0.53)
-# Tails are long, as degrees of freedom of Student's t: the level of a few clusters is far off, and more of their runs.
-LEVEL_FREEDOM = 4.0
+PRIOR = ClusterPrior(factor_spread=0.028, run_spread=0.043, scatter_spread=0.37)
+# Tails are long, as degrees of freedom of Student's t: the level or the scatter of a few clusters is far off, and more
+# of their runs.
+CLUSTER_FREEDOM = 4.0
 RUN_FREEDOM = 2.0
 RUN_SHARE = 0.1  # of the spread of their kind, by which runs scatter more
-_SCATTERS = (-2.0, -1.0, 0.0, 1.0, 2.0)  # over which to average, in standard deviations
+_SCATTERS = (-4.0, -2.0, 0.0, 2.0, 4.0, 6.0, 8.0)  # over which to average, in their spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,7 @@ class Linearised:
         evidence, changes = [], []
         for scatter in _SCATTERS:
             log_evidence, change = _likelier(errors, slopes, spread * np.exp(prior.scatter_spread * scatter), prior)
-            evidence.append(log_evidence - scatter**2 / 2.0)
+            evidence.append(log_evidence + _log_student(scatter, CLUSTER_FREEDOM))
             changes.append(change)
         weights = np.exp(np.array(evidence) - max(evidence))
         logs += weights @ np.array(changes) / weights.sum()
@@ -190,7 +191,7 @@ def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, s
     ridge = np.full(len(found), prior.factor_spread**-2.0)
     for _ in range(_MOST_STEPS):
         weights = (RUN_FREEDOM + 1.0) / (RUN_FREEDOM * spread**2 + (errors + slopes @ found) ** 2)
-        ridge[0] = (LEVEL_FREEDOM + 1.0) / (LEVEL_FREEDOM * prior.factor_spread**2 + found[0] ** 2)
+        ridge[0] = (CLUSTER_FREEDOM + 1.0) / (CLUSTER_FREEDOM * prior.factor_spread**2 + found[0] ** 2)
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(ridge)
         before = found
         found = -np.asarray(np.linalg.solve(curvature, slopes.T @ (weights * errors)), dtype=np.float64)
@@ -199,15 +200,15 @@ def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, s
     log_height = (
         _log_student((errors + slopes @ found) / spread, RUN_FREEDOM).sum()
         - np.log(spread).sum()
-        + _log_student(found[0] / prior.factor_spread, LEVEL_FREEDOM)
+        + _log_student(found[0] / prior.factor_spread, CLUSTER_FREEDOM)
         - (found[1:] ** 2).sum() / (2.0 * prior.factor_spread**2)
     )
     return float(log_height - np.linalg.slogdet(curvature)[1] / 2.0), found
 
 
-def _log_student(scaled: Floats, freedom: float) -> Floats:
+def _log_student(scaled: Floats | float, freedom: float) -> Floats:
     """Logarithm of the density of Student's t, but for a constant."""
-    return -(freedom + 1.0) / 2.0 * np.log1p(scaled**2 / freedom)
+    return np.asarray(-(freedom + 1.0) / 2.0 * np.log1p(np.square(scaled) / freedom))
 
 
 def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] | None = None) -> Calibration:
