@@ -12,8 +12,9 @@ from autoplan.cost.estimate import estimate
 from autoplan.errors import AutoplanError, InputError
 from autoplan.files import read_text
 from autoplan.plan import PlanBatch
-from autoplan.read.runs import MOST_BYTES, Run
+from autoplan.read.runs import MOST_BYTES, Run, read_runs
 from autoplan.result import VERDICTS, Prediction, Said
+from autoplan.timing import Calibration
 from autoplan.units import GIB
 
 
@@ -37,6 +38,11 @@ def predict(run: Run) -> Prediction:
         verdict=VERDICTS[int(cost.verdict[0])],
         note=note,
     )
+
+
+def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:
+    """What the model says of every run of a table, with a calibration in place of the shipped ones if it is given."""
+    return [predict(run.calibrated(calibration) if calibration else run) for run in read_runs(path)]
 
 
 COLUMNS = ("id", "step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_gib", "verdict", "note")
