@@ -8,6 +8,7 @@ done and keeps what came of it, so that a rank that crashes, hangs or is killed 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import re
@@ -336,6 +337,7 @@ def _server(preload: list[str]) -> ForkServerContext:
 
 def _be_rank(place: Place, work: Work, line: Connection) -> None:
     """The whole life of a rank, in a process of its own."""
+    gc.freeze()  # what was loaded before is no garbage: to look for some among torch takes half a second every time
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the program decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # results go to standard output, and libraries such as NCCL write there too

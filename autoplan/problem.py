@@ -10,6 +10,7 @@ from autoplan.cluster import ClusterSpec, DeviceSpec
 from autoplan.errors import InputError
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
+from autoplan.rules import Setting
 from autoplan.timing import NO_TIMINGS, Calibration, TimingTable
 from autoplan.topology.levels import Topology, compile_topology
 from autoplan.training import Precision, TrainingSpec
@@ -73,6 +74,11 @@ class Problem:
         """Whether a kernel computes attention without storing its scores."""
         width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
         return self.training.attention.startswith("flash") and width <= self.framework.widest_blackwell_head
+
+    @property
+    def setting(self) -> Setting:
+        """What rules look at, of plans on the whole cluster."""
+        return Setting(model=self.model, training=self.training, num_devices=self.cluster.num_devices)
 
     @property
     def capacity_bytes(self) -> float:

@@ -12,7 +12,7 @@ from autoplan.errors import AutoplanError, InputError
 from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch, parse_recompute
 from autoplan.problem import Problem
 from autoplan.result import AxisChange, Explanation, Neighbour, PlanFile, RankedPlan, StageCost, Versus
-from autoplan.rules import Setting, broken, legal, universal
+from autoplan.rules import broken, legal, universal
 from autoplan.rules.books import book_of
 from autoplan.units import format_bytes
 from search.axes import FLAGS, axes_of, differing, plan_of, words
@@ -59,7 +59,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
     candidates = [one for one in asked if one.global_batch <= most]
     if not candidates:
         return []
-    setting = _setting(problem)
+    setting = problem.setting
     batch = PlanBatch.of(candidates, problem.model.num_layers)
     batch = replace(batch, placement=plan.placement)
     lawful = np.flatnonzero(legal(universal.RULES, setting, batch))
@@ -92,10 +92,6 @@ def _startable(plan: ParallelPlan) -> ParallelPlan:
     """The plan with the next global batch that its replicas divide."""
     step = plan.micro_batch * plan.dp
     return replace(plan, global_batch=-(-plan.global_batch // step) * step)
-
-
-def _setting(problem: Problem) -> Setting:
-    return Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
 
 
 def _by_axis(found: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
@@ -152,19 +148,19 @@ def _binding(
 def versus(problem: Problem, best: ParallelPlan, name: str, other: ParallelPlan, theirs: Problem) -> Versus:
     """`other`, a plan of the problem `theirs`, beside the `best` of `problem`."""
     (first,) = prices(problem, [best])
-    if faults := broken(universal.RULES, _setting(theirs), other):
+    if faults := broken(universal.RULES, theirs.setting, other):
         raise InputError(f"{name}: {faults[0]}")
     (second,) = prices(theirs, [other])
     rules = book_of(theirs.framework).rules
     found: tuple[AxisChange, ...] = ()
-    if _setting(problem) == _setting(theirs) and problem.cluster == theirs.cluster:
+    if problem.setting == theirs.setting and problem.cluster == theirs.cluster:
         found = changes(Way(problem=problem, rules=rules, before=best, after=other))
     return Versus(
         name=name,
         plan=second,
         stages=stage_costs(theirs, other),
         gap=compared(second, first),
-        broken=broken(rules, _setting(theirs), other),
+        broken=broken(rules, theirs.setting, other),
         changes=found,
     )
 

@@ -18,7 +18,7 @@ from autoplan.plan import (
 )
 from autoplan.problem import Problem
 from autoplan.result import MemoryKnob
-from autoplan.rules import Rule, Setting, broken
+from autoplan.rules import Rule, broken
 from autoplan.rules.books import book_of
 from search.ranking import ranked
 
@@ -30,8 +30,7 @@ def memory_knobs(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) 
 
     Most freed first.  A larger degree takes its ranks from data parallelism.
     """
-    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    changes = [(says, other) for says, other in _neighbours(problem, plan) if not broken(rules, setting, other)]
+    changes = [(says, other) for says, other in _neighbours(problem, plan) if not broken(rules, problem.setting, other)]
     batch = PlanBatch.of([plan, *(other for _, other in changes)], problem.model.num_layers)
     costs = estimate(problem, batch)
     freed = costs.memory_bytes[0] - costs.memory_bytes

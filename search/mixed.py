@@ -12,7 +12,6 @@ from autoplan.mixed import MixedProblem
 from autoplan.plan import Recompute, Sharding
 from autoplan.problem import Problem
 from autoplan.result import RISKY_Z, MixedCertificate, MixedResult, RankedPlan
-from autoplan.rules import Setting
 from autoplan.rules.books import book_of
 from search.limits import default_limits
 from search.settle import Settled, Settler, ordered
@@ -80,9 +79,8 @@ def _subsets(parts: Sequence[int]) -> list[tuple[int, ...]]:
 def alone(problem: MixedProblem, part: int, global_batch: int) -> RankedPlan | None:
     """The best plan of one part, of all schedules and degrees that a search on it looks at; None where none fits."""
     own: Problem = problem.as_if(part, frozenset((part,)))
-    setting = Setting(model=own.model, training=own.training, num_devices=own.cluster.num_devices)
     rules = book_of(own.framework).rules
-    space = Space(setting=setting, limits=default_limits(own, (global_batch,)), rules=rules)
+    space = Space(setting=own.setting, limits=default_limits(own, (global_batch,)), rules=rules)
     ranked = search_alone(own, space).ranked if space.cells() else ()
     return ranked[0] if ranked else None
 

@@ -14,7 +14,7 @@ from autoplan.errors import AutoplanError
 from autoplan.plan import DEFAULT_RECOMPUTE_MODULES, OFFLOADS, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import VERDICTS, RankedPlan
-from autoplan.rules import Setting, legal
+from autoplan.rules import legal
 from autoplan.rules.books import book_of
 from search.axes import FLAGS, WITH_TP, axes_of, differing, plan_of, words
 from search.limits import default_limits, divisors
@@ -53,9 +53,8 @@ def nearest(
     candidates = [one for one in found if one.global_batch == plan.global_batch]
     if not candidates:
         return None
-    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
     batch = PlanBatch.of(candidates, problem.model.num_layers)
-    lawful = np.flatnonzero(legal(book_of(problem.framework).rules, setting, batch))
+    lawful = np.flatnonzero(legal(book_of(problem.framework).rules, problem.setting, batch))
     costs = estimate(problem, batch.take(lawful))
     fitting = np.flatnonzero(costs.verdict == VERDICTS.index("fits"))
     changed = np.array([found[candidates[at]] for at in lawful], dtype=np.int64)[fitting]

@@ -14,7 +14,7 @@ from autoplan.errors import AutoplanError
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import VERDICTS, AxisChange, RankedPlan, WalkStep
-from autoplan.rules import Rule, Setting, broken, legal
+from autoplan.rules import Rule, broken, legal
 from search.axes import axes_of, differing, mixed, plan_of, words
 from search.choice import pace
 from search.ranking import TIE, ranked
@@ -30,12 +30,6 @@ class Way:
     rules: tuple[Rule, ...]
     before: ParallelPlan
     after: ParallelPlan
-
-    @property
-    def setting(self) -> Setting:
-        """What the rules look at."""
-        problem = self.problem
-        return Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
 
     def axes(self) -> tuple[str, ...]:
         """The axes in which the plans differ."""
@@ -61,7 +55,7 @@ class Way:
                 continue
         keep: list[tuple[tuple[str, ...], ParallelPlan]] = []
         for places, batch in _by_placement(self.problem, [plan for _, plan in found]):
-            lawful = legal(self.rules, self.setting, batch)
+            lawful = legal(self.rules, self.problem.setting, batch)
             keep += [found[place] for place in np.asarray(places)[lawful]]
         return keep
 
@@ -90,7 +84,7 @@ def changes(way: Way) -> tuple[AxisChange, ...]:
         alone, why_not = None, ""
         try:
             plan = way.mix((axis,))
-            if faults := broken(way.rules, way.setting, plan):
+            if faults := broken(way.rules, way.problem.setting, plan):
                 why_not = faults[0]
             else:
                 alone = prices(way.problem, [plan])[0]

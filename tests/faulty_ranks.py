@@ -1,4 +1,4 @@
-"""Ranks that go wrong, for real: what `worker.prepare` is replaced by in processes of their own."""
+"""Ranks that take few samples or go wrong, for real: what replaces `worker.prepare` in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch is loaded in the ranks only
     from multiprocessing.connection import Connection
 
     from autoplan.children import Place
-    from profiler.maker import Run
-    from profiler.protocol import Task
+    from profiler.maker import Run, Staged
+    from profiler.protocol import Rules, Task
     from profiler.worker import Ranks
 
 EXITS, DIES, HANGS, LIES, REFUSES, HANGS_INSIDE = range(101, 107)  # as m of a gemm, on rank 1
@@ -35,9 +36,19 @@ def end_late(place: Place, line: Connection, *, after_s: float, mark: str) -> No
     Path(mark).touch()
 
 
-def prepare(task: Task, ranks: Ranks) -> Run | None:
-    from profiler.worker import prepare
+def few_samples(task: Task, ranks: Ranks) -> Run | Staged | None:
+    """As few and as short ones as there can be: what is asked here is whether, not how long."""
+    from profiler import worker
+    from profiler.protocol import rules_for
 
+    def rules(*device_and_mode: Any, **more: float) -> Rules:
+        return replace(rules_for(*device_and_mode, **more), num_samples=4, sample_s=1e-3)
+
+    worker.rules_for = rules
+    return worker.prepare(task, ranks)
+
+
+def prepare(task: Task, ranks: Ranks) -> Run | Staged | None:
     vars(ranks).pop("gather", None)
     fault = task.shape[0] if ranks.rank == 1 else 0
     if fault == EXITS:
@@ -51,7 +62,7 @@ def prepare(task: Task, ranks: Ranks) -> Run | None:
     if fault == LIES:
         gather = ranks.gather
         vars(ranks)["gather"] = lambda mine: gather("garbage" if mine else mine)
-    run = prepare(task, ranks)
+    run = few_samples(task, ranks)
     if fault == HANGS_INSIDE:
         return lambda: time.sleep(3600)
     return run

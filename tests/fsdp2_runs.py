@@ -1,14 +1,15 @@
 """What does the module that is exported for PyTorch FSDP2 do to a model?  A process of its own, as it imports torch.
 
 Reads [{files: {name: text}, layers: N, rank: R}, ...] and writes what every plan made of a small model, in a process
-group that talks to nobody.  With two numbers as arguments it is that rank of a group of real processes, and writes the
-gradients of one step.
+group that talks to nobody.  Of {files: ...} alone it writes how far the gradients of one step are from those of one
+process on each of two real ranks, which are forked so that torch is loaded once.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
@@ -126,14 +127,19 @@ def train(rank: int, world: int, files: dict[str, str], folder: Path) -> dict[st
 
 def main() -> None:
     cases = json.load(sys.stdin)
-    if len(sys.argv) > 2:
-        answer: Any = train(int(sys.argv[1]), 2, cases["files"], Path(sys.argv[2]))
-    else:
-        answer = []
-        for case in cases:
-            with tempfile.TemporaryDirectory() as folder:
+    answer = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if isinstance(cases, dict):
+            exported(cases["files"], folder)
+            with multiprocessing.get_context("fork").Pool(2) as ranks:
+                answer = ranks.starmap(train, [(rank, 2, cases["files"], folder) for rank in range(2)], chunksize=1)
+        else:
+            for at, case in enumerate(cases):
+                here = folder / str(at)
+                here.mkdir()
                 try:
-                    answer.append(applied(case, Path(folder)))
+                    answer.append(applied(case, here))
                 except Exception as error:
                     answer.append({"error": f"{type(error).__name__}: {error}"})
     json.dump(answer, sys.stdout)

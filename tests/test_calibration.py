@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from dataclasses import replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -32,15 +34,18 @@ from autoplan.training import TrainingSpec
 from commands import run
 
 MODELS = {name: load_model(name) for name in ("llama3-8b", "llama2-13b", "llama3-70b")}
+SIZES = ((1, 2048), (2, 4096), (4, 8192))  # nodes, tokens of a sequence
+PLACES = ((1, 1), (2, 1), (4, 2), (8, 1))  # tp, pp
 
 
-def problem_of(model: str, nodes: int, seq_len: int, calibration: Calibration) -> Problem:
+@cache
+def problem_of(model: str, nodes: int, seq_len: int) -> Problem:
     return Problem(
         model=MODELS[model],
         training=TrainingSpec(seq_len=seq_len),
         cluster=load_cluster(f"h100-sxm:{nodes}x8"),
         framework=load_framework("megatron-core"),
-        calibration=calibration,
+        calibration=Calibration(),
     )
 
 
@@ -48,14 +53,16 @@ def measured_under(truth: Calibration, noise: float = 0.0, seed: int = 0) -> lis
     """Runs of several models, sizes and plans, as if measured where `truth` holds."""
     random = np.random.default_rng(seed)
     runs = []
-    for model in MODELS:
-        for nodes, seq_len in ((1, 2048), (2, 4096), (4, 8192)):
-            for tp, pp in ((1, 1), (2, 1), (4, 2), (8, 1)):
-                problem = problem_of(model, nodes, seq_len, Calibration())
-                plan = ParallelPlan(global_batch=64, tp=tp, sp=tp > 1, pp=pp, dp_shard=nodes * 8 // (tp * pp))
-                cost = estimate(replace(problem, calibration=truth), PlanBatch.of([plan], problem.model.num_layers))
-                step_s = float(cost.step_s[0]) * float(np.exp(noise * random.standard_normal()))
-                runs.append(MeasuredRun(problem=problem, plan=plan, step_s=step_s))
+    for model, (nodes, seq_len) in itertools.product(MODELS, SIZES):
+        problem = problem_of(model, nodes, seq_len)
+        plans = [
+            ParallelPlan(global_batch=64, tp=tp, sp=tp > 1, pp=pp, dp_shard=nodes * 8 // (tp * pp)) for tp, pp in PLACES
+        ]
+        batch = PlanBatch.of(plans, problem.model.num_layers)
+        costs_s = estimate(replace(problem, calibration=truth), batch).step_s.tolist()
+        for plan, cost_s in zip(plans, costs_s, strict=True):
+            step_s = cost_s * float(np.exp(noise * random.standard_normal()))
+            runs.append(MeasuredRun(problem=problem, plan=plan, step_s=step_s))
     return runs
 
 

@@ -59,11 +59,15 @@ def bad(folder: Path, *arguments: str, **variables: str) -> str:
     return done.stderr
 
 
+def filled(folder: Path) -> Path:
+    with open_store(str(folder / "a.db")) as store:
+        store.add([GEMM, *some_records(0, 3)])
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with open_store(str(tmp_path / "a.db")) as store:
-        store.add([GEMM, *some_records(0, 3)])
-    return tmp_path
+    return filled(tmp_path)
 
 
 def test_info_tells_where_and_what(folder: Path) -> None:
@@ -265,48 +269,62 @@ URLS = (
 )
 
 
-# Several commands in one process, to save its start: arguments of each, as JSON.
+# Several commands with each URL, all in one process, to save its start: folders, URLs and arguments, as JSON.
 MANY = """
-import json, sys
+import json, os, sys
 from autoplan.cli import main
-for arguments in json.loads(sys.argv[1]):
-    sys.argv[1:] = arguments
-    try:
-        main()
-    except SystemExit as left:
-        print("left with", left.code, flush=True)
+for folder, url, commands in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    os.environ["AUTOPLAN_DB"] = url
+    for arguments in commands:
+        sys.argv[1:] = arguments
+        try:
+            main()
+        except SystemExit as left:
+            print("left with", left.code, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        print("END OF URL", file=stream, flush=True)
 """
 
 
 JOB = ("--cluster", "h100-sxm:1x8", "--global-batch", "8", "--seq-len", "4096")
 
 
-@pytest.mark.parametrize("url", URLS)
-def test_no_password_is_shown_whatever_goes_wrong(folder: Path, picky_server: int, url: str) -> None:
+@pytest.fixture(scope="module")
+def said_of_urls(picky_server: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str, str]]:
+    """By URL the folder in which all commands failed with it, and their whole output and errors."""
     pytest.importorskip("psycopg")
-    place = url.format(secret=SECRET, port=picky_server)
-    commands = (
-        ("db", "info", "--db", place, "--json"),
-        ("db", "push", place, "--db", "a.db"),
-        ("db", "pull", place, "--db=a.db"),
-        ("db", "info", place),  # the flag was forgotten: the parser of the command line complains
-        ("db", "info"),
-        ("estimate", "llama3-8b", *JOB, "--timings", "db", "--db", place),
-        ("profile", "llama3-8b", "--dry-run", "--ranks", "1", "--db", place),
-    )
+    asked = []
+    for url in URLS:
+        folder = filled(tmp_path_factory.mktemp("secret"))
+        place = url.format(secret=SECRET, port=picky_server)
+        commands = (
+            ("db", "info", "--db", place, "--json"),
+            ("db", "push", place, "--db", "a.db"),
+            ("db", "pull", place, "--db=a.db"),
+            ("db", "info", place),  # the flag was forgotten: the parser of the command line complains
+            ("db", "info"),
+            ("estimate", "llama3-8b", *JOB, "--timings", "db", "--db", place),
+            ("profile", "llama3-8b", "--dry-run", "--ranks", "1", "--db", place),
+        )
+        asked.append((str(folder), place, commands))
     done = subprocess.run(
-        [sys.executable, "-c", MANY, json.dumps(commands)],
-        cwd=folder,
-        env={**os.environ, "AUTOPLAN_DB": place},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
+        [sys.executable, "-c", MANY, json.dumps(asked)], capture_output=True, text=True, timeout=300, check=True
     )
-    assert done.stdout == "".join(f"left with {status}\n" for status in (1, 1, 1, 2, 1, 1, 1)), done.stderr
-    assert len(re.findall(r"^autoplan: .+$", done.stderr, re.MULTILINE)) == 6
-    assert SECRET not in done.stderr
-    assert "Traceback" not in done.stderr
+    outputs, errors = (text.split("END OF URL\n")[:-1] for text in (done.stdout, done.stderr))
+    return {
+        url: (Path(folder), output, error)
+        for url, (folder, _, _), output, error in zip(URLS, asked, outputs, errors, strict=True)
+    }
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_no_password_is_shown_whatever_goes_wrong(said_of_urls: dict[str, tuple[Path, str, str]], url: str) -> None:
+    folder, output, errors = said_of_urls[url]
+    assert output == "".join(f"left with {status}\n" for status in (1, 1, 1, 2, 1, 1, 1)), errors
+    assert len(re.findall(r"^autoplan: .+$", errors, re.MULTILINE)) == 6
+    assert SECRET not in errors
+    assert "Traceback" not in errors
     for file in folder.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes()
 

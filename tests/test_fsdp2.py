@@ -174,42 +174,32 @@ CASES: dict[str, tuple[PlanFile, int, dict[str, Any]]] = {
 }
 
 
-def run(question: Any, *words: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(RUNS), *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+def answer_to(question: Any) -> Any:
+    if find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(RUNS)],
+        input=json.dumps(question),
+        capture_output=True,
         text=True,
+        timeout=120,
+        check=False,
     )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(question))
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
-def answer_of(process: subprocess.Popen[str]) -> Any:
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors[-2000:]
-    return json.loads(out)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
 
 
 def test_a_model_is_sharded_as_planned() -> None:
-    if find_spec("torch") is None:
-        pytest.skip("torch is not installed")
     asked = [{"files": files_of(one), "layers": MODEL.num_layers, "rank": rank} for one, rank, _ in CASES.values()]
-    for name, answer in zip(CASES, answer_of(run(asked)), strict=True):
+    for name, answer in zip(CASES, answer_to(asked), strict=True):
         expected = CASES[name][2]
         assert "error" not in answer, (name, answer["error"])
         assert {key: answer[key] for key in expected} == expected, name
 
 
-def test_two_processes_find_the_gradients_of_one(tmp_path: Path) -> None:
-    if find_spec("torch") is None:
-        pytest.skip("torch is not installed")
-    files = files_of(fsdp(dp_shard=2, recompute="full"))
-    processes = [run({"files": files}, str(rank), str(tmp_path)) for rank in range(2)]
-    for answer in map(answer_of, processes):
+def test_two_processes_find_the_gradients_of_one() -> None:
+    answers = answer_to({"files": files_of(fsdp(dp_shard=2, recompute="full"))})
+    assert len(answers) == 2
+    for answer in answers:
         assert answer["parameters"] == 10
         assert answer["worst"] < 1e-6

@@ -54,14 +54,19 @@ PACKAGES = {"megatron-bridge": ("torch", "transformers", "hydra", "omegaconf", "
 DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--train-iters", "100", "--lr", "1e-4"]
 
 
-def ask(kind: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a framework answers; skipped where it is not here."""
+def needs(kind: str) -> None:
+    """Skip what a framework is asked that is not here."""
     for variable, place in NEEDS[kind].items():
         if not (Path(os.environ.get(variable, "/nowhere")) / place).is_file():
             pytest.skip(f"{variable} names no checkout")
     for package in PACKAGES.get(kind, ("torch",)):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+
+
+def ask(kind: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a framework answers; skipped where it is not here."""
+    needs(kind)
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(PARSER), kind],
         input=json.dumps(asked),
@@ -103,6 +108,7 @@ QUESTIONS: dict[str, Callable[[PlanFile], dict[str, Any]]] = {
 @cache
 def answers_of(kind: str) -> dict[str, dict[str, Any]]:
     """What a framework makes of the whole matrix and of every defect, its rules left out."""
+    needs(kind)
     files = MATRIX | (ZERO_BUBBLE if kind == "primus" else {}) | {name: file for name, (file, _) in DEFECTS.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron_bridge, "RULES", ())

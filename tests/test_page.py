@@ -9,19 +9,20 @@ from base64 import b64decode
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playwright.sync_api import Browser, Page, sync_playwright
 
 from autoplan.files import decode, read_table
 from autoplan.report.page.html import Markup, data, tag
 from autoplan.result import PlanFile
 from commands import run
+
+if TYPE_CHECKING:  # takes long to load
+    from playwright.sync_api import Browser, Page
 
 SEARCHES = {
     "dense": "llama3-70b --cluster h100-sxm:8x8 --global-batch 256 --seq-len 8192 --why",
@@ -50,6 +51,8 @@ def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no Chromium is installed here")
+    from playwright.sync_api import sync_playwright
+
     arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     with sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=chromium, args=arguments)
@@ -64,6 +67,13 @@ def shown(browser: Browser, path: Path, width: int = 1440, scheme: Any = "light"
     page.on("request", lambda request: heard.append(request.url) if request.url != path.as_uri() else None)
     page.goto(path.as_uri())
     return page, heard
+
+
+def checked(page: Page) -> dict[str, Any]:
+    """What axe says of who cannot use the page."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    return Axe().run(page, options={"resultTypes": ["violations"]}).response
 
 
 # -- the writer of HTML -----------------------------------------------------------------------------------------------
@@ -226,7 +236,7 @@ def test_no_text_is_clipped(folder: Path, browser: Browser, name: str) -> None:
 @pytest.mark.parametrize(("name", "width", "scheme"), [("dense", 1440, "light"), ("experts", 375, "dark")])
 def test_nobody_is_kept_out(folder: Path, browser: Browser, name: str, width: int, scheme: str) -> None:
     page, _ = shown(browser, folder / f"{name}.html", width, scheme)
-    found = Axe().run(page, options={"resultTypes": ["violations"]}).response
+    found = checked(page)
     assert len(found["passes"]) > 20
     assert [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found["violations"]] == []
     page.close()
@@ -274,7 +284,7 @@ def test_unlike_devices_have_a_page_with_stages_on_their_parts(folder: Path, bro
     tip = page.locator("#tip").inner_text()
     assert re.search(r"stage A?0 on (h100|a100)-sxm, ranks \d+-\d+", tip), tip
     page.keyboard.press("Escape")
-    found = Axe().run(page, options={"resultTypes": ["violations"]}).response
+    found = checked(page)
     assert [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found["violations"]] == []
     page.reload()  # without the tip
     for width in WIDTHS:

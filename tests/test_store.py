@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import re
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,9 @@ from autoplan.errors import InputError, StoreError
 from autoplan.timing import Match
 from profiler.record import Fingerprint, Mode, Record, Status
 from profiler.store import Store, match, open_store, schema
+from profiler.store import store as store_module
 from profiler.store.database import open_database
 from stores import GEMM, LAB, postgres_schema, some_records
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -536,25 +536,32 @@ def test_a_store_that_may_only_be_read_is_neither_made_nor_changed(url: str) -> 
 
 # -- many writers
 
-WRITER = """
-import sys
-from profiler.store import open_store, store
-from stores import some_records
-store.BATCH = 20
-url, seed, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-with open_store(url) as opened:
-    print(opened.add(some_records(seed, count), on_batch=lambda done: print(done, flush=True)).new, flush=True)
-"""
+FORK = multiprocessing.get_context("fork")  # which has all loaded
 
 
-def writer(url: str, seed: int, count: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, url, str(seed), str(count)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""},
-    )
+def write(url: str, seed: int, count: int, line: Connection) -> None:
+    store_module.BATCH = 20
+    with open_store(url) as opened:
+        opened.add(some_records(seed, count), on_batch=line.send)
+
+
+def writer(url: str, seed: int, count: int) -> tuple[BaseProcess, Connection]:
+    """A process that writes, and where it says how many it has written."""
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=write, args=(url, seed, count, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def statuses(writers: Iterable[tuple[BaseProcess, Connection]]) -> list[int | None]:
+    """With which they end."""
+    found = []
+    for process, line in writers:
+        process.join(timeout=120)
+        found.append(process.exitcode)
+        line.close()
+    return found
 
 
 def test_no_row_is_lost_or_doubled_by_four_writers_at_once_one_of_them_killed(url: str) -> None:
@@ -562,19 +569,16 @@ def test_no_row_is_lost_or_doubled_by_four_writers_at_once_one_of_them_killed(ur
     # Two of them push the same records; all meet a database that does not exist yet.
     seeds = (0, 1, 1, 2)
     running = [writer(url, seed, count) for seed in seeds]
-    victim = running[-1]
-    assert victim.stdout is not None
-    assert victim.stdout.readline() == "20\n"
-    victim.send_signal(signal.SIGKILL)
-    results = [process.communicate(timeout=120) for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0, -signal.SIGKILL], results
+    victim, line = running[-1]
+    assert line.recv() == 20
+    victim.kill()
+    assert statuses(running) == [0, 0, 0, -signal.SIGKILL]
     with open_store(url) as store:
         held = keys(store)
         assert len(held) == len(set(held)) >= 2 * count + 20
         assert list(store.check()) == []
     again = [writer(url, seed, count) for seed in seeds[-2:]]  # what was killed, and what is there whole
-    results = [process.communicate(timeout=120) for process in again]
-    assert [process.returncode for process in again] == [0] * 2, results
+    assert statuses(again) == [0] * 2
     with open_store(url) as store:
         assert keys(store) == sorted(record.key for seed in set(seeds) for record in some_records(seed, count))
 

@@ -62,7 +62,7 @@ def products(*sizes: int) -> list[Planned]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Crew, Hello]]:
-    with Crew(JOB, None, 2) as crew:
+    with Crew(JOB, None, 2, faulty_ranks.few_samples) as crew:
         hello = crew.start()
         assert hello is not None
         yield crew, hello
@@ -184,11 +184,10 @@ from profiler.protocol import Job
 from profiler.store import open_store
 from profiler.sweep import Progress, run
 from profiler.wishes import plan
-from test_sweep import JOB
 from test_wishes import WISH
 
 if __name__ == "__main__":
-    with Crew(JOB, None, 2) as crew:
+    with Crew(Job(allowance_s=0.01, limit_s=15.0, compares_devices=False), None, 2) as crew:
         store, hello = open_store(sys.argv[1]), crew.start()
         planned = plan(WISH, hello, store.known(hello.fingerprint))
         print(len(planned), *crew.pids, flush=True)

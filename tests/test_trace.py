@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,8 +15,10 @@ from autoplan.plan import ParallelPlan
 from autoplan.read.framework import load_framework
 from autoplan.report.trace import trace_json
 from commands import run
-from perfetto_processor import Processor
 from test_estimate import problem_of
+
+if TYPE_CHECKING:  # loads pandas
+    from perfetto_processor import Processor
 
 NANOSECOND = 1e-9
 
@@ -45,6 +48,8 @@ def busy_by_stream(processor: Processor) -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize("framework", PLANS)
 def test_perfetto_computes_the_busy_times_of_the_estimate(framework: str) -> None:
+    from perfetto_processor import Processor
+
     problem, plan = problem_of(framework=load_framework(framework)), PLANS[framework]
     line = timeline(problem, plan)
     processor = Processor(trace_json(line, plan.describe()).encode())

@@ -56,7 +56,7 @@ def searched_candidates(flags: TrainingFlags, asked: SpaceFlags) -> Candidates:
 def trainable(candidates: Candidates) -> Candidates:
     """Those that the built-in trainer runs."""
     from autoplan.cli.run import FRAMEWORK
-    from autoplan.rules import Setting, broken
+    from autoplan.rules import broken
     from autoplan.rules.trainer import RULES, check_model
 
     problem, plans = candidates.problem, candidates.plans
@@ -66,8 +66,7 @@ def trainable(candidates: Candidates) -> Candidates:
             "say what runs them with --command -- PROGRAM ARG..."
         )
     check_model(problem.model)
-    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    reasons = [next(iter(broken(RULES, setting, one.plan)), "") for one in plans]
+    reasons = [next(iter(broken(RULES, problem.setting, one.plan)), "") for one in plans]
     if all(reasons):
         raise NoPlanError(f"the built-in trainer runs none of the plans: {reasons[0]}")
     kept = tuple(one for one, reason in zip(plans, reasons, strict=True) if not reason)

@@ -378,7 +378,7 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     """The rules that the plan obeys; refused with the first that it breaks."""
     from autoplan.cli.inputs import check_rank_order, check_tp_overlap
     from autoplan.plan import chunk_layers
-    from autoplan.rules import Setting, broken
+    from autoplan.rules import broken
     from autoplan.rules.books import book_of
 
     chunk_layers(plan, problem.model.num_layers)
@@ -386,7 +386,6 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
         check_tp_overlap(problem.framework)
     check_rank_order(problem.framework, plan.rank_order)
     rules = book_of(problem.framework).rules
-    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    if faults := broken(rules, setting, plan):
+    if faults := broken(rules, problem.setting, plan):
         raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")
     return rules

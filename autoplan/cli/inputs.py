@@ -427,7 +427,6 @@ def make_space(
     problem: Problem, global_batch: str, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]
 ) -> Space:
     """The plans that the framework admits for `problem`, within the user's limits."""
-    from autoplan.rules import Setting
     from autoplan.rules.books import book_of
     from autoplan.topology.placement import by_switch
     from search.limits import batch_grid, check_words, default_limits, with_wishes
@@ -444,9 +443,8 @@ def make_space(
         check_tp_overlap(problem.framework)
     for rank_order in limits.rank_orders:
         check_rank_order(problem.framework, rank_order)
-    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
     placement = by_switch(problem.cluster) if is_fragmented(problem) else None
-    return Space(setting=setting, limits=limits, rules=book.rules, placement=placement)
+    return Space(setting=problem.setting, limits=limits, rules=book.rules, placement=placement)
 
 
 def check_output(path: Path, *, force: bool) -> None:

@@ -23,13 +23,10 @@ def predict(
     from autoplan.cli.inputs import check_output
     from autoplan.files import write_text
     from autoplan.read.calibration import load_calibration
-    from autoplan.read.predictions import predict as predict_run
-    from autoplan.read.predictions import prediction_table
-    from autoplan.read.runs import read_runs
+    from autoplan.read.predictions import predict_runs, prediction_table
 
     check_output(out, force=force)
-    own = load_calibration(calibration) if calibration else None
-    predictions = [predict_run(run.calibrated(own) if own else run) for run in read_runs(runs)]
+    predictions = predict_runs(runs, load_calibration(calibration) if calibration else None)
     write_text(out, prediction_table(predictions), force=force)
     verdicts = Counter(prediction.verdict for prediction in predictions)
     if json:

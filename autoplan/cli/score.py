@@ -24,8 +24,7 @@ def score(
     from autoplan.errors import InputError
     from autoplan.read.calibration import load_calibration
     from autoplan.read.outcomes import read_outcomes
-    from autoplan.read.predictions import predict, read_predictions
-    from autoplan.read.runs import read_runs
+    from autoplan.read.predictions import predict_runs, read_predictions
     from autoplan.report.score import score_by_source, score_table
 
     if predictions is not None and calibration is not None:
@@ -34,7 +33,6 @@ def score(
     if predictions is not None:
         said = list(read_predictions(predictions))
     else:
-        own = load_calibration(calibration) if calibration else None
-        said = [predict(run.calibrated(own) if own else run) for run in read_runs(runs)]
+        said = predict_runs(runs, load_calibration(calibration) if calibration else None)
     rows = score_by_source(outcomes, {one.id: one for one in said})
     typer.echo(msgspec.json.encode(rows).decode() if json else score_table(rows), nl=json)

@@ -149,11 +149,10 @@ def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:
 
 
 def _broken(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tuple[str, ...]:
-    from autoplan.rules import Setting, broken
+    from autoplan.rules import broken
 
-    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
     try:
-        return broken(rules, setting, plan)
+        return broken(rules, problem.setting, plan)
     except AutoplanError as error:
         return (str(error),)
 

@@ -14,8 +14,9 @@ from autoplan.errors import AutoplanError, InputError
 from autoplan.files import read_text
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
-from autoplan.read.runs import MOST_BYTES, Run
+from autoplan.read.runs import MOST_BYTES, Run, read_runs
 from autoplan.result import VERDICTS, Prediction, Said
+from autoplan.timing import Calibration
 from autoplan.units import GIB
 
 
@@ -43,6 +44,11 @@ def predict(run: Run) -> Prediction:
         verdict=verdict,
         note=note,
     )
+
+
+def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:
+    """What the model says of every run of a table, with a calibration in place of the shipped ones if it is given."""
+    return [predict(run.calibrated(calibration) if calibration else run) for run in read_runs(path)]
 
 
 def _fits_recomputed(problem: Problem, plan: ParallelPlan, *, is_told: bool) -> bool:

@@ -28,7 +28,7 @@ from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.framework import framework_called, load_framework
 from autoplan.read.model import load_model, preset_models
-from autoplan.rules import Setting, broken, universal
+from autoplan.rules import broken, universal
 from autoplan.rules.books import book_of
 from autoplan.timing import Calibration
 from autoplan.training import Attention, Precision, TrainingSpec
@@ -420,5 +420,4 @@ def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
     """
     framework = problem.framework
     rules = universal.RULES if framework.rules == "megatron-lm" else book_of(framework).rules
-    setting = Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-    return next(iter(broken(rules, setting, plan)), "")
+    return next(iter(broken(rules, problem.setting, plan)), "")
