@@ -498,6 +498,16 @@ def faster(cluster: ClusterSpec, part: str, factor: float) -> ClusterSpec:
     return dataclasses.replace(cluster, device=dataclasses.replace(device, peak_flops_per_s=peak))
 
 
+def test_the_launches_of_the_first_forward_pass_hide_under_no_head() -> None:
+    """So that faster products shorten a step of one micro-batch, and do not only take time away to hide under."""
+    problem = problem_of("dense", framework=load_framework("aa-scaling"), cluster="aws-p4d:64x8")
+    one, many = (ParallelPlan(global_batch=3 * m, cp=2, dp_shard=3, sharding="none") for m in (1, 100))
+    better = dataclasses.replace(problem, cluster=faster(problem.cluster, "efficiency", 1.1))
+    assert price(better, one).step_s[0] < price(problem, one).step_s[0]
+    shown = [terms_of(problem, plan)["launch"] / plan.num_microbatches for plan in (one, many)]
+    assert shown[0] > shown[1]
+
+
 @pytest.mark.parametrize("part", ["link", "network", "memory", "efficiency", "host link", "peak"])
 @settings(max_examples=50)
 @given(case=cases(fills_pipeline=True), factor=st.floats(1.0, 20.0))

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from autoplan.errors import InputError, NoPlanError
 from autoplan.report.terminal import certificate_line
-from search.sampler import FREE_AXES, SAMPLERS, Axes, Sampling
+from search.findings import FITS
+from search.pricing import Frontier
+from search.sampler import FREE_AXES, SAMPLERS, WARM_CELLS, Axes, Sampling
 from search.storage import opened
 from search.study import Shared, search
 from test_study import MOE, make
@@ -66,8 +68,12 @@ def test_a_warm_start_begins_with_the_least_bounds_and_proposals_are_told_once(t
     assert all(
         trials[trial.user_attrs["again"]].value == trial.value for trial in trials if "again" in trial.user_attrs
     )
-    bounds = [trial.user_attrs["bound"] for trial in trials[:5]]
-    assert bounds == sorted(bounds)
+    frontier = Frontier.of(problem, space)
+    bounds = frontier.cell_bound(frontier.usable(problem, FITS))
+    started = [bounds[trial.user_attrs["cell"]] for trial in trials[:WARM_CELLS]]
+    assert started == sorted(bounds)[:WARM_CELLS]
+    # What a trial tells is the bound of the best kind of its cell, closer than that of all of the cell at once.
+    assert all(trial.user_attrs["bound"] >= bounds[trial.user_attrs["cell"]] for trial in trials[:WARM_CELLS])
 
 
 def test_what_is_not_proven_is_not_called_so() -> None:

@@ -89,7 +89,7 @@ def winner(problem: Problem, space: Space) -> ParallelPlan:
 
 
 @pytest.fixture(
-    scope="module", params=[(DENSE, "h100-sxm:2x8", 64), (LARGE, "a100-pcie:2x8", 192)], ids=["16 H100", "16 A100"]
+    scope="module", params=[(DENSE, "h100-sxm:2x8", 64), (LARGE, "a100-sxm:2x8", 48)], ids=["16 H100", "16 A100"]
 )
 def answered(request: pytest.FixtureRequest) -> tuple[Problem, Space, ParallelPlan, Sensitivity]:
     problem, space = make(*request.param)

@@ -193,10 +193,13 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     return framework.allocator_retry_s * layers * short
 
 
-def _made_up_s(costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats) -> tuple[Floats, Floats]:
+def _made_up_s(
+    batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats
+) -> tuple[Floats, Floats]:
     """(forward, backward) launches of a micro-batch that do not show as the host is `ahead` of them: shape (plans).
 
-    While the device computes head and loss the host launches the backward pass, and from there the next forward pass.
+    While the device computes head and loss the host launches the backward pass, and from there the next forward pass,
+    which the first one of a step is not; the mean over micro-batches.
     """
     forward = backward = np.zeros(len(ahead))
     for block, cost in costs.items():
@@ -204,7 +207,7 @@ def _made_up_s(costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats
         forward = forward + count * cost.forward_s["launch"]
         backward = backward + count * cost.backward_s["launch"] + repeated * cost.repeat_s["launch"]
     after = np.minimum(np.maximum(backward, 0.0), ahead)
-    return np.minimum(forward, ahead - after), after
+    return np.minimum(forward, ahead - after) * (1.0 - 1.0 / batch.num_microbatches), after
 
 
 def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None = None) -> Stages:
@@ -234,7 +237,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
         embedding[0] + table_tp[0] + FORWARD_SHARE * work.embedding_s,
         embedding[1] + table_tp[1] + (1 - FORWARD_SHARE) * work.embedding_s,
     )
-    made_up = _made_up_s(costs, blocks, ahead_s(problem, batch, work.head[0] + work.head[1]))
+    made_up = _made_up_s(batch, costs, blocks, ahead_s(problem, batch, add_up((*work.head[:2], *head_tp))))
     last = (
         head_forward + head_traffic[0] + head_tp[0] - made_up[0],
         head_backward + head_traffic[1] + head_tp[1] - made_up[1],

@@ -319,7 +319,8 @@ def ends_tp_s(
 
 
 def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
-    """By how much the host is ahead of the device when head and loss, both passes of which take `head_s`, are over.
+    """By how much the host is ahead of the device when head and loss are over, both passes of which, with their
+    collectives, take `head_s`.
 
     They are few long kernels, of which the host launches as many as of a block.  In a pipeline it waits for messages,
     and with experts for the device in every layer, so that what it is ahead counts as nothing.
