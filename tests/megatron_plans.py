@@ -91,6 +91,12 @@ MATRIX: dict[str, PlanFile] = {
         plan_file_of(MIXTRAL, ep=8, dp_shard=8),
         framework=Framework(name="nemo", dispatches_once=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
     ),
+    "experts, dropped tokens": replace(
+        plan_file_of(MIXTRAL, ep=8, dp_shard=8),
+        framework=Framework(
+            name="nemo", dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0
+        ),
+    ),
     "experts, tensors": plan_file_of(MIXTRAL, tp=2, sp=True, ep=4, etp=2, dp_shard=8, pp=2),
     "experts, overlap": plan_file_of(
         MIXTRAL, pp=4, vp=2, schedule="interleaved", ep=8, dp_shard=16, ep_overlap=True, recompute="selective"

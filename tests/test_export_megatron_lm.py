@@ -292,6 +292,20 @@ def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected:
         assert not {"--use-distributed-optimizer", "--overlap-param-gather"} & set(words)
 
 
+def test_experts_that_drop_tokens_have_a_capacity_and_the_plain_dispatcher() -> None:
+    framework = Framework(name="nemo", dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0)
+    words = words_of(megatron_core_groups(replace(plan_file_of(GPT_OSS, ep=8, dp_shard=8), framework=framework)))
+    at = words.index("--moe-token-dispatcher-type")
+    assert words[at : at + 5] == [
+        "--moe-token-dispatcher-type",
+        "alltoall",
+        "--moe-expert-capacity-factor",
+        "1.0",
+        "--moe-pad-expert-input-to-capacity",
+    ]
+    assert "--moe-flex-dispatcher-backend" not in words
+
+
 def test_blackwell_needs_no_single_queue() -> None:
     for generation, exported in (("hopper", True), ("blackwell", False)):
         script = export_megatron_lm(plan_file_of(LLAMA_8B, cluster_of(1, generation), tp=8, sp=True), "torchrun")

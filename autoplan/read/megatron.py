@@ -696,6 +696,9 @@ _USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_shared_expert_overlap": ((False,), "the overlap of shared experts is not priced"),
     "moe_permute_fusion": ((True,), "priced with a fused permutation"),
     "moe_router_padding_for_quantization": ((), ""),
+    # Presets that drop tokens price it (`Framework.drops_tokens`); files do not choose a preset by it.
+    "moe_expert_capacity_factor": ((-1,), "dropped tokens are priced by presets that drop them alone"),
+    "moe_pad_expert_input_to_capacity": ((False,), "dropped tokens are priced by presets that drop them alone"),
     "moe_token_dispatcher_type": (("alltoall", "flex"), "priced as all-to-all"),
     "moe_flex_dispatcher_backend": (("deepep", "hybridep"), "priced as HybridEP"),
     "use_precision_aware_optimizer": ((), ""),
