@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ MOST_RULES = 3
 MOST_BATCH = 1.5  # of the batch asked for: a larger one is faster for its size alone
 LEAST_GAIN = 0.005  # less is no reason to change anything
 COUNTS = ("tp", "cp", "pp", "ep", "etp", "micro_batch", "global_batch")
+WORDS = {"offload": OFFLOADS, "cp_kind": ("ring", "all_to_all")}
 
 
 def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> Explanation:
@@ -173,34 +175,31 @@ def changed(problem: Problem, plan: ParallelPlan, wishes: str) -> ParallelPlan:
         axis, sign, value = (part.strip().lower().replace("-", "_") for part in wish.partition("="))
         if not sign or not value:
             raise InputError(f"--versus {wishes!r}: no such file; write a plan file, or changes such as tp=4,pp=8")
-        if axis in COUNTS or axis in ("vp", "dp_shard"):
-            if not value.isascii() or not value.isdigit() or not 0 < len(value) < 8:
-                raise InputError(f"--versus {axis}={value}: must be a whole number from 1 to 9999999")
-            if axis == "vp":
-                vp, schedule = int(value), "interleaved" if int(value) > 1 and schedule == "1f1b" else schedule
-                schedule = "1f1b" if (vp, schedule) == (1, "interleaved") else schedule
-            elif axis == "dp_shard":
-                axes["sharding"] = (axes.get("sharding", (plan.sharding, None))[0], int(value))
-            else:
-                axes[axis] = int(value)
-        elif axis == "recompute":
-            fields = parse_recompute(value)
-            modules = fields.get("recompute_modules", ParallelPlan(global_batch=1).recompute_modules)
-            axes["recompute"] = (fields["recompute"], modules, fields.get("recompute_num_layers"))
-        elif axis == "schedule":
-            schedule = _word(axis, value.replace("_", "-"), SCHEDULES)
-            vp = 2 if schedule in ("zb-v", "dualpipe-v") else vp if schedule == "interleaved" else 1
-        elif axis == "sharding":
-            axes["sharding"] = (_word(axis, value, SHARDINGS), None)
-        elif axis == "offload":
-            axes["offload"] = _word(axis, value, OFFLOADS)
-        elif axis == "cp_kind":
-            axes["cp_kind"] = _word(axis, value, ("ring", "all_to_all"))
-        elif axis in FLAGS:
-            axes[axis] = _word(axis, value, ("on", "off")) == "on"
-        else:
-            known = (*COUNTS, "vp", "dp_shard", "recompute", "schedule", "sharding", "offload", "cp_kind", *FLAGS)
-            raise InputError(f"--versus {axis}: unknown axis; known: {', '.join(known)}")
+        match axis:
+            case "vp":
+                vp = _number(axis, value)
+                schedule = "interleaved" if vp > 1 and schedule == "1f1b" else schedule
+                schedule = "1f1b" if vp == 1 and schedule == "interleaved" else schedule
+            case "schedule":
+                schedule = _word(axis, value.replace("_", "-"), SCHEDULES)
+                vp = 2 if schedule in ("zb-v", "dualpipe-v") else vp if schedule == "interleaved" else 1
+            case "sharding":
+                axes["sharding"] = (_word(axis, value, SHARDINGS), None)
+            case "dp_shard":
+                axes["sharding"] = (axes.get("sharding", (plan.sharding, None))[0], _number(axis, value))
+            case "recompute":
+                fields = parse_recompute(value)
+                modules = fields.get("recompute_modules", ParallelPlan(global_batch=1).recompute_modules)
+                axes["recompute"] = (fields["recompute"], modules, fields.get("recompute_num_layers"))
+            case _ if axis in COUNTS:
+                axes[axis] = _number(axis, value)
+            case _ if axis in WORDS:
+                axes[axis] = _word(axis, value, WORDS[axis])
+            case _ if axis in FLAGS:
+                axes[axis] = _word(axis, value, ("on", "off")) == "on"
+            case _:
+                known = (*COUNTS, "vp", "dp_shard", "recompute", "schedule", "sharding", *WORDS, *FLAGS)
+                raise InputError(f"--versus {axis}: unknown axis; known: {', '.join(known)}")
     axes["schedule"] = (schedule, vp)
     try:
         other = plan_of(problem, axes)
@@ -209,6 +208,12 @@ def changed(problem: Problem, plan: ParallelPlan, wishes: str) -> ParallelPlan:
     if not differing(axes_of(problem.model, plan), axes_of(problem.model, other)):
         raise InputError(f"--versus {wishes} changes nothing: the plan is {plan.describe()}")
     return other
+
+
+def _number(axis: str, value: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,6}", value):
+        raise InputError(f"--versus {axis}={value}: must be a whole number from 1 to 9999999")
+    return int(value)
 
 
 def _word(axis: str, value: str, known: Sequence[str]) -> str:

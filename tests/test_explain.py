@@ -131,6 +131,7 @@ def test_changes_make_the_plan_that_they_say() -> None:
         ("plan2.json", "no such file; write a plan file, or changes such as tp=4,pp=8"),
         ("tp=", "no such file"),
         ("tp=many", "must be a whole number"),
+        ("tp=0", "must be a whole number"),
         ("tp=3", "tp 3 x pp 2 does not divide the 16 devices"),
         ("colour=3", "unknown axis; known: tp, cp"),
         ("schedule=fast", "must be one of 1f1b, gpipe"),
