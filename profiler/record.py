@@ -26,6 +26,7 @@ PROTOCOL = 1  # raised when the way of measuring changes so that older samples m
 Mode = Literal["burst", "sustained", "imported"]
 # `unstable`: the samples did not settle; `contaminated`: other load took part; `failed`: `reason` says how.
 Status = Literal["ok", "unstable", "contaminated", "failed"]
+SLOWED = "device slowed down"  # how the reason begins where no other load was to blame
 
 MOST_SAMPLES = 10_000
 MOST_DTYPE = 40  # characters; the store keeps types in an index

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from autoplan.units import cleaned
 from profiler.maker import Chain, Run, Staged
 from profiler.protocol import Outcome, Rules
+from profiler.record import SLOWED
 from profiler.sensors import Sensors, Window, foreign_load
 
 MOST_KEPT = 400  # samples of a record
@@ -129,7 +130,7 @@ def measure(
     _, foreign, slowdown, samples, working = min(rounds, key=lambda one: one[0])
     conditions = _conditions(working, num_calls, foreign, is_collective=is_collective, by_cpu_time=by_cpu_time)
     if not clean:
-        why = f"device slowed down: {slowdown}" if slowdown else f"other load took {100 * foreign:.0f} % of the machine"
+        why = f"{SLOWED}: {slowdown}" if slowdown else f"other load took {100 * foreign:.0f} % of the machine"
         return Outcome(samples_s=tuple(samples), status="contaminated", reason=why, conditions=conditions)
     kept = tuple(clean[-MOST_KEPT:])
     if not is_settled:

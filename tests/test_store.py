@@ -13,6 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -24,7 +25,7 @@ from sqlalchemy import text
 
 from autoplan.errors import InputError, StoreError
 from autoplan.timing import Match
-from profiler.record import Fingerprint, Mode, Record, Status
+from profiler.record import SLOWED, Fingerprint, Mode, Record, Status
 from profiler.store import Store, match, open_store, schema
 from profiler.store import store as store_module
 from profiler.store.database import open_database
@@ -258,6 +259,25 @@ def test_of_the_last_five_measurements_the_middle_one_counts(store: Store) -> No
         assert [one.seconds for one in store.timings(LAB)] == [expected[day]]
     store.add([replace(GEMM, samples_s=(7.0,), kernel="another", measured_at="2026-11-08T00:00:00Z")])
     assert [one.seconds for one in store.timings(LAB)] == [7.0]
+
+
+def test_of_a_machine_that_is_mostly_slow_or_restless_all_measurements_count(store: Store) -> None:
+    """The settled ones alone would be those of its fast minutes; what other load did never counts beside them."""
+    slow = {"status": "contaminated", "reason": f"{SLOWED}: 30 % slower than usual", "conditions": CPU_TIME}
+    loaded = {"status": "contaminated", "reason": "other load took 41 % of the machine", "conditions": CPU_TIME}
+    visits: list[tuple[float, dict[str, Any], float]] = [
+        (2.0, {}, 2.0),
+        (5.0, slow, 2.0),  # as many settled as slow
+        (9.0, loaded, 2.0),
+        (4.0, {"status": "unstable"}, 4.0),  # of 2, 4 and 5
+        (3.0, {}, 2.0),  # two of four settled: of 2 and 3
+        (6.0, slow, 4.0),  # of 2, 3, 4, 5 and 6
+        (7.0, slow, 5.0),  # 2 is too old
+    ]
+    for day, (seconds, how, expected) in enumerate(visits, start=1):
+        store.add([replace(GEMM, samples_s=(seconds,), measured_at=f"2026-11-0{day}T00:00:00Z", **how)])
+        assert [one.seconds for one in store.timings(LAB)] == [expected]
+    assert [one.is_disturbed for one in store.timings(LAB)] == [True]
 
 
 def test_of_one_machine_sustained_beats_burst_beats_imported(store: Store) -> None:

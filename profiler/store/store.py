@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func,
 from autoplan.errors import InputError, StoreError
 from autoplan.timing import Match, Measurement, Operation
 from profiler.choice import DISTURBED, may_stand_in
-from profiler.record import NOT_CONTENT, Fingerprint, Record, Status
+from profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record, Status
 from profiler.runs import RunRecord
 from profiler.store.database import Database
 from profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
@@ -32,7 +32,7 @@ T = TypeVar("T")
 BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
 BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
 LEAST_PREFIX = 6
-_TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode")
+_TIMED = ("operation", "shape", "dtype", "seconds", "kernel", "source", "key", "fingerprint_id", "mode", "status")
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
 MOST_COMPARED = 5  # of the newest measurements of one shape, of which the middle one counts
 
@@ -216,8 +216,9 @@ class Store:
 
         The nearest machine wins (`Match`, told in each measurement), then the steadier way of measuring.  Of the last
         `MOST_COMPARED` that were made so the middle one counts, as machines have good and bad minutes; of what was
-        imported the newest, then the fastest.  Only settled ones count that nothing ran beside; hidden ones do not.
-        What was never measured so is served by a disturbed one, if that may stand in (`profiler.choice`).
+        imported the newest, then the fastest.  Only settled ones count that nothing ran beside, unless most of the last
+        were slow or restless without other load: then the machine is like that, and all of them count.  Hidden ones do
+        not.  What never settled is served by a disturbed one, if that may stand in (`profiler.choice`).
         """
         levels = {
             number: level
@@ -232,7 +233,7 @@ class Store:
                 own = [number for number, other in levels.items() if other == level]
                 nearer = [number for number, other in levels.items() if other < level]
                 chosen = _choice(own, nearer, operations, dtypes, trust).subquery()
-                query = select(*(records.c[name] for name in _TIMED)).join(
+                query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).join(
                     chosen,
                     and_(
                         records.c.id == chosen.c.id,
@@ -240,27 +241,26 @@ class Store:
                     ),
                 )
                 rows += _middle_ones(connection.execute(query.order_by(chosen.c.place)))
-            disturbed = _stand_ins(connection, levels, operations, dtypes, trust)
+            rows += _stand_ins(connection, levels, operations, dtypes, trust)
         found = []
-        for some, is_disturbed in ((rows, False), (disturbed, True)):
-            for operation, shape, dtype, seconds, kernel, source, key, number, mode in some:
-                try:
-                    one = Measurement(
-                        operation=cast(Operation, operation),
-                        shape=_shape(shape),
-                        dtype=dtype,
-                        device=wanted.device,
-                        seconds=seconds,
-                        kernel=kernel,
-                        source=source or key[:12],
-                        match=levels[number],
-                        is_burst=mode != "sustained",
-                        is_disturbed=is_disturbed,
-                    )
-                except ValueError:
-                    self._unread.add(key)
-                else:
-                    found.append(one)
+        for operation, shape, dtype, seconds, kernel, source, key, number, mode, status in rows:
+            try:
+                one = Measurement(
+                    operation=cast(Operation, operation),
+                    shape=_shape(shape),
+                    dtype=dtype,
+                    device=wanted.device,
+                    seconds=seconds,
+                    kernel=kernel,
+                    source=source or key[:12],
+                    match=levels[number],
+                    is_burst=mode != "sustained",
+                    is_disturbed=status != "ok",
+                )
+            except ValueError:
+                self._unread.add(key)
+            else:
+                found.append(one)
         return found
 
     def find(self, key: str) -> tuple[Record, Mark | None]:
@@ -430,7 +430,18 @@ def _choice(
 
     What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
     """
-    usable = [records.c.status == "ok", *_usable(operations, dtypes, trust)]
+    wanted = _usable(operations, dtypes, trust)
+    settled = and_(records.c.status == "ok", *wanted)
+    measured = select(records.c.work_hash).where(
+        records.c.fingerprint_id.in_(own), records.c.mode != "imported", settled
+    )
+    slowed = and_(records.c.status == "contaminated", records.c.reason.startswith(SLOWED))
+    restless = and_(
+        or_(records.c.status == "unstable", slowed),
+        records.c.mode != "imported",
+        records.c.work_hash.in_(measured),
+        *wanted,
+    )
     order: tuple[ColumnElement[Any], ...] = (
         case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
         records.c.measured_at.desc(),
@@ -438,22 +449,30 @@ def _choice(
         records.c.id,
     )
     place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
-    query = select(records.c.id, place).where(records.c.fingerprint_id.in_(own), *usable)
+    query = select(records.c.id, place).where(records.c.fingerprint_id.in_(own), or_(settled, restless))
     if nearer:
-        served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), *usable)
+        served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), settled)
         query = query.where(records.c.work_hash.not_in(served))
     return query
 
 
 def _middle_ones(rows: Iterable[Any]) -> list[Any]:
-    """Of the rows of one shape and type, best first, the middle one of those that were measured as the first was."""
+    """Of the rows of one shape and type, best first, the middle one of those that were measured as the first was.
+
+    Of the settled ones, unless more of them were slow or restless.
+    """
     alike: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for row in rows:
-        alike[row.operation, row.shape, row.dtype].append(row)
-    return [
-        _middle(row for row in some if (row.mode, row.kernel) == (some[0].mode, some[0].kernel))
-        for some in alike.values()
-    ]
+        if row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
+            alike[row.operation, row.shape, row.dtype].append(row)
+    chosen = []
+    for some in alike.values():
+        first = next((row for row in some if row.status == "ok"), some[0])
+        same = [row for row in some if (row.mode, row.kernel) == (first.mode, first.kernel)]
+        settled = [row for row in same if row.status == "ok"]
+        middle = _middle(settled if 2 * len(settled) >= len(same) else same)
+        chosen.append(tuple(middle)[: len(_TIMED)])
+    return chosen
 
 
 def _middle(rows: Iterable[Any]) -> Any:
@@ -472,7 +491,7 @@ def _stand_ins(
     """As the rows of `timings`: the disturbed records that stand in where no machine of `levels` has a clean one."""
     wanted = _usable(operations, dtypes, trust)
     served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *wanted)
-    query = select(*(records.c[name] for name in (*_TIMED, "status", "conditions"))).where(
+    query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
         records.c.fingerprint_id.in_(levels),
         records.c.status.in_(DISTURBED),
         records.c.work_hash.not_in(served),
