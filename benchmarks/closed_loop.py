@@ -408,13 +408,15 @@ def spearman(measured_s: Floats, predicted_s: Floats, apart: float = 0.0) -> tup
 def as_good_as_a_launch(found: Compared) -> tuple[float, float]:
     """(median error, Spearman's coefficient as `spearman` has it) of a launch as prediction of the plan's others.
 
-    No prediction can be told to be better than that.  The mean over the turns in which each plan has a launch to spare.
+    No prediction can be told to be better than that.  The mean over the turns, each of the plans with one to spare.
     """
-    turns = min(len(one) for one in found.launches)
     errors, ranks = [], []
-    for turn in range(turns if turns > 1 else 0):
-        others_s = np.array([np.median(np.delete(one, turn)) for one in found.launches])
-        launch_s = np.array([one[turn] for one in found.launches])
+    for turn in range(LAUNCHES):
+        several = [one for one in found.launches if len(one) > max(turn, 1)]
+        if len(several) < 2:
+            break
+        others_s = np.array([np.median(np.delete(one, turn)) for one in several])
+        launch_s = np.array([one[turn] for one in several])
         errors.append(np.median(np.abs(launch_s / others_s - 1)))
         ranks.append(spearman(others_s, launch_s, FAR_APART)[0])
     return (float(np.mean(errors)), float(np.mean(ranks))) if errors else (float("nan"), float("nan"))
@@ -447,6 +449,8 @@ def told(name: str, found: Compared) -> list[str]:
     correlation, pairs = spearman(found.measured_s, found.predicted_s, FAR_APART)
     launch_error, launch_rank = as_good_as_a_launch(found)
     launches = [len(one) for one in found.launches]
+    noises = found.noise[~np.isnan(found.noise)]
+    noise = (float(np.median(noises)), float(noises.max())) if len(noises) else (float("nan"), float("nan"))
     rests = ", ".join(
         f"{100 * share.mean():.0f} % {kind}" for kind, share in found.rests.items() if share.mean() > 5e-3
     )
@@ -460,8 +464,7 @@ def told(name: str, found: Compared) -> list[str]:
         "",
         f"* error: median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "
         f"bias {100 * np.median(found.errors):+.1f} %",
-        f"* noise of a launch: median {100 * np.nanmedian(found.noise):.1f} %, "
-        f"worst {100 * np.nanmax(found.noise):.1f} %",
+        f"* noise of a launch: median {percent(noise[0])}, worst {percent(noise[1])}",
         f"* Spearman over the {pairs} pairs more than {100 * FAR_APART:.0f} % apart: {correlation:.3f}; "
         f"over all plans {spearman(found.measured_s, found.predicted_s)[0]:.3f}",
         f"* a launch in place of the prediction of the plan's other ones: error {percent(launch_error)} in the median, "
