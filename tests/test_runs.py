@@ -110,18 +110,20 @@ def test_a_pipeline_of_the_first_torchtitan_has_a_micro_batch_per_rank(
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "layers"),
+    ("num_layers", "pp", "layers"),
     [
-        ("61", (*[4] * 15, 1)),  # recipes of DeepSeek-V3
-        ("62", None),  # 64 with embedding and loss
-        ("64", None),
-        ("45", None),  # nothing would be left for the last chunk
+        ("61", "4", (*[4] * 15, 1)),  # recipes of DeepSeek-V3
+        ("61", "8", (1, *[2] * 30, 0)),  # theirs on H100: "Et|(tt|)*30mL"
+        ("62", "4", None),  # 64 with embedding and loss
+        ("64", "4", None),
+        ("45", "4", None),  # nothing would be left for the last chunk
+        ("33", "8", None),  # nor for the one before it
     ],
 )
 def test_layers_that_do_not_divide_leave_the_last_chunk_with_the_rest(
-    tmp_path: Path, num_layers: str, layers: tuple[int, ...] | None
+    tmp_path: Path, num_layers: str, pp: str, layers: tuple[int, ...] | None
 ) -> None:
-    (run,) = runs_of(tmp_path, LLAMA | {"num_layers": num_layers, "pp": "4", "vp": "4"})
+    (run,) = runs_of(tmp_path, LLAMA | {"num_layers": num_layers, "pp": pp, "vp": "4", "tp": "2", "cp": "", "dp": ""})
     assert run.plan is not None
     assert run.plan.layers_per_chunk == layers
 
@@ -219,6 +221,16 @@ def test_latent_attention_on_blackwell_had_no_kernel_of_its_own_at_first(
     assert run.plan is not None, run.refusal
     assert run.problem.fuses_attention == (recompute == "none")
     assert run.plan.recompute == recompute
+
+
+@pytest.mark.parametrize(("name", "depths"), [("(w/ MTP)", 1), ("(w/o MTP)", 0), ("", 0)])
+def test_a_table_says_behind_the_name_whether_a_model_predicts_several_tokens(
+    tmp_path: Path, name: str, depths: int
+) -> None:
+    row = MIXTURE | {"model": f"DeepSeekV3 {name}".strip(), "mla": "1", "num_heads": "128"}
+    (run,) = runs_of(tmp_path, row)
+    assert run.problem is not None, run.refusal
+    assert run.problem.model.num_mtp_layers == depths
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,13 @@ LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the t
 FLASH2_ON_HOPPER = 0.77
 CUDNN_ON_HOPPER = 1.3
 FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
-FLASH_BACKWARD_SHARE = 0.80  # rate of the backward kernel over that of the forward kernel
+# Rate of the backward kernel over that of the forward kernel.  cuDNN 9.19 and 9.22 on H200, GB200 and GB300: .73-.86
+# with heads of 128 from 4,096 tokens on, .67-.79 with latent ones of 4,096 and 8,192 (NVIDIA/cudnn-frontend 3929da2,
+# benchmark/sdpa_benchmark_training/results).
+FLASH_BACKWARD_SHARE = 0.80
 FLASH_TILE = 128  # queries per thread block
 # Time of attention in 8 bits, with the casts around it, over that in 16 bits [fitted: mixtures of experts in MXFP8 on
-# B300, GB200 and GB300].
+# B300, GB200 and GB300].  cuDNN's fp8 kernels alone, as above: .57-.63 with latent heads, .76-.92 with heads of 128.
 NARROW_ATTENTION_TIME = 0.65
 # Bytes moved per score element forward and backward together (findings 3): a fused softmax reads and writes 2 + 2
 # forward and 2 + 2 + 2 backward.  What it keeps beyond 2 bytes (an fp32 output) is written, cast, and read once more.

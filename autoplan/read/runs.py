@@ -236,6 +236,8 @@ def _model(row: _Row) -> ModelSpec:
         shape["moe"] = _experts(row, preset)
     if is_latent:
         shape["num_kv_heads"] = num_heads
+    if preset and "(w/ MTP)" in row.text("model"):
+        shape |= {"num_mtp_layers": preset.num_mtp_layers, "shares_mtp_layer": preset.shares_mtp_layer}
     return ModelSpec(**shape)  # type: ignore[arg-type]
 
 
@@ -356,18 +358,20 @@ def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | N
     """Layers of every chunk, where they are not as even as they can be.
 
     Megatron-LM takes layers that do not divide where embedding and loss count as one layer each, which is even, or with
-    a layout; those of NVIDIA's recipes fill every chunk but the last, which has the loss (Megatron-LM
+    a layout; those of NVIDIA's recipes fill every chunk but the last, which has the loss, and where they are too few
+    for that, the loss is alone in it and the first chunk has fewer as well (Megatron-LM
     core/transformer/transformer_config.py, account_for_loss_in_pipeline_split; Megatron-Bridge 067f987,
-    recipes/deepseek/h100/deepseek_v3.py and recipes/kimi/h100/kimi_k2.py).
+    recipes/deepseek/h100/deepseek_v3.py, perf_recipes/deepseek/h100/deepseek_v3.py and recipes/kimi/h100/kimi_k2.py).
     """
     if split := book_of(problem.framework).split:
         return split(problem.model, pp)
     chunks, num_layers = pp * vp, problem.model.num_layers
     most = math.ceil(num_layers / chunks)
     last = num_layers - most * (chunks - 1)
-    if problem.framework.rules != "megatron-lm" or (num_layers + 2) % chunks == 0 or not 0 < last < most:
+    is_even = problem.framework.rules != "megatron-lm" or (num_layers + 2) % chunks == 0
+    if is_even or last in (0, most) or last <= -most:
         return None
-    return (*(most for _ in range(chunks - 1)), last)
+    return (min(most, most + last), *[most] * (chunks - 2), max(last, 0))
 
 
 def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
