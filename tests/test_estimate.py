@@ -240,6 +240,20 @@ def test_gradients_added_up_outside_the_products_move_bytes_in_every_micro_batch
     assert added == pytest.approx(4 * 6.0 * parameters / rate)
 
 
+def test_weight_gradients_of_megatron_lm_add_up_in_their_products_from_2022_on_and_in_hooks_before() -> None:
+    # Four micro-batches through layers of q, k, v, output and three matrices of the MLP, and two norms: 6 bytes each.
+    moved = 4 * 6.0 * 8 * (1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
+    before, after = (
+        problem_of(framework=load_framework(name), cluster="a100-sxm:1x1")
+        for name in ("megatron-lm-2021", "megatron-lm-2022")
+    )
+    device = after.cluster.device
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    plan = single(global_batch=4)
+    added = terms_of(before, plan)["memory_bound"] - terms_of(after, plan)["memory_bound"]
+    assert added == pytest.approx(moved / rate)
+
+
 # Of a layer of the dense model: q, k and v, the output, the three matrices of the MLP; two norms.
 LAYER_PARAMETERS = 1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024
 
