@@ -1,10 +1,10 @@
-"""How fast are plans that nobody has run, given those that were?  A Gaussian over the logarithms of their steps.
+"""How fast are plans that nobody has run, given those that were?  Gaussians over the logarithms of their steps.
 
-A measured step is the predicted one times three things: a factor that all plans of a cluster and framework share, a
+A measured step is the predicted one times four things: a factor that all plans of a cluster and framework share, a
 factor for each component of the model, weighted by the share of the step that it takes, so that plans which spend their
-steps on the same things are wrong alike (`search.choice`), and what is off for each plan alone.  One erratic run, slow
-whatever the factors, teaches little about the others.  No spread is fitted to sweeps of plans: all are those of
-calibrations and choices (`benchmarks/tune_replay.py`: the number of trials hardly depends on them).
+steps on the same things are wrong alike (`search.choice`), one that plans of the same degrees share, and what is off
+for each plan alone.  How far the last two go differs much between sweeps: trials that contradict each other widen the
+belief, trials that agree narrow it.  One erratic run, slow whatever the factors, teaches little about the others.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ Floats = NDArray[np.float64]
 COMMON_SPREAD = Calibration().time_spread  # of all plans of a cluster and framework: of a model without calibration
 # What one plan is off by itself: `OWN_SPREAD` is that of a ratio, of two plans.
 PLAN_SPREAD = OWN_SPREAD / math.sqrt(2.0)
+# Of the logarithm of that from one sweep to another: by the evidence likeliest at .7 to 1, whichever source is left out
+# of the 54 sweeps of `benchmarks/tune_replay.py` or of the runs of all sources.
+SCATTER = 0.7
+# How much of it, as variance, plans of the same degrees share: likeliest at .75, and at 0 to .5 with erratic runs.
+DEGREES_SHARE = 0.5
 # Of the same plan run again, as long as none was; steps of one run say what they can of it, and no less than this.
 RUN_SPREAD = 0.01
 
+_SCATTERS = np.arange(-3.0, 4.0)  # over which to average, in `SCATTER`
 _ROUNDS = 50  # of reweighting; ten are enough for any sweep seen
 _SETTLED = 1e-6
 
@@ -66,10 +72,14 @@ def pooled(runs: Sequence[Measured]) -> list[Measured]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Belief:
-    """Logarithms of seconds per sequence: mean and standard deviation of every plan."""
+    """Logarithms of seconds per sequence of every plan: a Gaussian for each scale of what plans are off by themselves.
 
-    mean: Floats
-    spread: Floats
+    `means` and `spreads`, standard deviations, have the shape (scales, plans); `weights` are the scales' probabilities.
+    """
+
+    means: Floats
+    spreads: Floats
+    weights: Floats
 
     @classmethod
     def of(cls, plans: Sequence[RankedPlan], measured: Sequence[Measured] = ()) -> Belief:
@@ -77,48 +87,81 @@ class Belief:
         predicted = np.log([pace(one) for one in plans])
         parts = shares({name: np.array([one.terms_s[name] for one in plans]) for name in plans[0].terms_s})
         alike = np.minimum(parts[:, None, :], parts[None, :, :]).sum(axis=-1)
-        shared = COMMON_SPREAD**2 + FACTOR_SPREAD**2 * alike
-        if not measured:
-            return cls(mean=predicted, spread=np.sqrt(np.diag(shared) + PLAN_SPREAD**2))
-        rows = np.array([one.at for one in measured])
+        factors = COMMON_SPREAD**2 + FACTOR_SPREAD**2 * alike
+        degrees = np.array([(one.plan.tp, one.plan.cp, one.plan.pp, one.plan.ep) for one in plans])
+        same = (degrees[:, None, :] == degrees[None, :, :]).all(axis=-1)
+        rows = np.array([one.at for one in measured], dtype=np.intp)
         batches = np.array([plans[one.at].plan.global_batch for one in measured])
         found = np.log([one.step_s for one in measured]) - np.log(batches)
-        variance = PLAN_SPREAD**2 + np.square([one.spread for one in measured])
-        weights, inverse = _robust(shared[np.ix_(rows, rows)], found - predicted[rows], variance)
-        gain = shared[:, rows]
-        left = np.diag(shared) - np.einsum("ij,jk,ik->i", gain, inverse, gain)
-        mean, spread = predicted + gain @ weights, np.sqrt(np.maximum(left, 0.0) + PLAN_SPREAD**2)
+        runs = np.array([one.spread for one in measured])
+        means, spreads, evidence = [], [], []
+        for own in PLAN_SPREAD * np.exp(SCATTER * _SCATTERS):
+            shared = factors + DEGREES_SHARE * own**2 * same
+            alone = (1.0 - DEGREES_SHARE) * own**2
+            fit = _robust(shared[np.ix_(rows, rows)], found - predicted[rows], alone + runs**2)
+            gain = shared[:, rows]
+            left = np.diag(shared) - np.einsum("ij,jk,ik->i", gain, fit.inverse, gain)
+            means.append(predicted + gain @ fit.weights)
+            spreads.append(np.sqrt(np.maximum(left, 0.0) + alone))
+            evidence.append(fit.log_evidence)
+        mean, spread = np.array(means), np.array(spreads)
         # What was measured is known, however erratic.
-        np.put(mean, rows, found)
-        np.put(spread, rows, [one.spread for one in measured])
-        return cls(mean=mean, spread=spread)
+        mean[:, rows], spread[:, rows] = found, runs
+        weights = np.exp(np.array(evidence) - max(evidence) - _SCATTERS**2 / 2.0)
+        return cls(means=mean, spreads=spread, weights=weights / weights.sum())
+
+    @property
+    def mean(self) -> Floats:
+        """Over all scales."""
+        return np.asarray(self.weights @ self.means)
+
+    @property
+    def spread(self) -> Floats:
+        """Standard deviation over all scales."""
+        return np.sqrt(self.weights @ (self.spreads**2 + (self.means - self.mean) ** 2))
 
     def improvement(self, bar: float) -> Floats:
         """By how much the logarithm is expected to fall below `bar`, counting nothing where it does not."""
-        z = (bar - self.mean) / self.spread
-        return np.asarray(self.spread * (z * _normal_cdf(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)))
+        z = (bar - self.means) / self.spreads
+        below = self.spreads * (z * _normal_cdf(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
+        return np.asarray(self.weights @ below)
 
     def chance_below(self, bar: float) -> Floats:
         """Probability that the logarithm is below `bar`."""
-        return _normal_cdf((bar - self.mean) / self.spread)
+        return np.asarray(self.weights @ _normal_cdf((bar - self.means) / self.spreads))
 
 
-def _robust(shared: Floats, off: Floats, variance: Floats) -> tuple[Floats, Floats]:
-    """(weights, inverse covariance) of measured plans that are `off` by so much, each with a variance of its own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """How measured plans tell of others: by `weights` for the mean, by the `inverse` covariance for the spread."""
 
-    A step may be slow for reasons that have nothing to do with its plan, but never fast: own errors have the tail of
-    Cauchy's distribution on the slow side, by reweighting from the prediction on.  Runs that are slow one by one are
-    erratic, until enough of them agree.
+    weights: Floats
+    inverse: Floats
+    log_evidence: float  # but for a constant
+
+
+def _robust(shared: Floats, off: Floats, variance: Floats) -> _Fit:
+    """Of measured plans that are `off` by so much, each with a variance of its own.
+
+    A step may be slow for reasons that have nothing to do with its plan, but never fast: beyond a standard deviation
+    own errors have the tail of Cauchy's distribution on the slow side, by reweighting from the prediction on.  Runs
+    that are slow one by one are erratic, until enough of them agree.  The evidence is Laplace's approximation.
     """
     expected: Floats = np.zeros_like(off)
     for _ in range(_ROUNDS):
-        slower = np.maximum(off - expected, 0.0)
-        tails = np.maximum(1.0, (1.0 + slower**2 / variance) / 2.0)
+        slower = np.maximum(off - expected, 0.0) ** 2 / variance
+        tails = np.maximum(1.0, (1.0 + slower) / 2.0)
         inverse: Floats = np.asarray(np.linalg.inv(shared + np.diag(variance * tails)), dtype=np.float64)
         before, expected = expected, shared @ (inverse @ off)
-        if np.abs(expected - before).max() < _SETTLED:
+        if np.abs(expected - before).max(initial=0.0) < _SETTLED:
             break
-    return inverse @ off, inverse
+    weights, squares = inverse @ off, (off - expected) ** 2 / variance
+    in_tail = (off > expected) & (squares > 1.0)
+    # Of the two densities, which meet with one slope at one standard deviation.
+    misfit = np.where(in_tail, np.log1p(squares) + 0.5 - math.log(2.0), squares / 2.0) + np.log(variance) / 2.0
+    width = np.linalg.slogdet(np.eye(len(off)) + shared / (variance * tails))[1]
+    log_evidence = -misfit.sum() - (weights @ expected + width) / 2.0
+    return _Fit(weights=weights, inverse=inverse, log_evidence=float(log_evidence))
 
 
 def _normal_cdf(z: Floats) -> Floats:

@@ -30,7 +30,7 @@ from search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
 from search.storage import fingerprint, join_study
 
 TOLERANCE = 0.02  # a plan that is faster by less is no better: runs of one plan differ by as much
-CHANCE = 0.05  # below which a plan is not expected to be better
+CHANCE = 0.05  # that any of some plans is better, below which they are not expected to be
 FIRST_CHANCE = 0.5  # of fitting, from which on a plan may be the first one to finish
 MOST_ALIKE = 3  # trials that fail for the same reason before any has finished: the fault is none of the plans'
 # How much slower than the best a plan may be predicted and still be tried: beyond, the belief gives it no such chance
@@ -199,8 +199,10 @@ def look(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> View:
         left, worth = np.flatnonzero(untried & (fits > 0)), np.where(likely, -belief.mean, -np.inf)
     else:
         bar = float(belief.mean[best.at])
-        chance = fits * belief.chance_below(bar + math.log1p(-TOLERANCE))
-        left = np.flatnonzero(untried & (chance >= CHANCE))
+        chance = untried * fits * belief.chance_below(bar + math.log1p(-TOLERANCE))
+        # The least likely are given up, as long as together they are.
+        by_chance = np.argsort(chance)
+        left = np.sort(by_chance[np.cumsum(chance[by_chance]) >= CHANCE])
         # What runs now is taken to come out as believed.
         running = [
             Measured(at=one.at, step_s=float(np.exp(belief.mean[one.at])) * plans[one.at].plan.global_batch)

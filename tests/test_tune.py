@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from autoplan.cli.trials import Budget, Trials, read_result
 from autoplan.errors import InputError
 from autoplan.files import encode
 from autoplan.jobs import LOG, MESSAGES, OUTCOME, PLAN, Cause, JobStatus, LocalJobs, SilentError
+from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
 from autoplan.read.logs import LogReader, read_log
 from autoplan.result import RankedPlan
@@ -33,7 +35,7 @@ from search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
 from search.choice import distinct
 from search.storage import opened
 from search.study import search
-from search.tune import MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, look
+from search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, look
 
 TINY = 'name = "tiny"\nnum_layers = 4\nhidden_size = 64\nnum_heads = 4\nffn_size = 176\nvocab_size = 256\n'
 
@@ -109,7 +111,7 @@ def test_all_plans_off_alike_changes_no_choice(plans: Sequence[RankedPlan]) -> N
 def test_one_erratic_run_teaches_little_and_many_that_agree_teach_all(plans: Sequence[RankedPlan]) -> None:
     prior = Belief.of(plans).mean
     one = Belief.of(plans, [Measured(at=0, step_s=plans[0].step_s * 5)])
-    assert (one.mean - prior)[1:].max() < 0.15  # of 1.6
+    assert (one.mean - prior)[1:].max() < 0.2  # of 1.6
     many = Belief.of(plans, [Measured(at=at, step_s=plans[at].step_s * 5) for at in range(15)])
     assert (many.mean - prior)[15:].min() > 1.2
     # A step is never fast by chance: that is believed at once.
@@ -117,10 +119,85 @@ def test_one_erratic_run_teaches_little_and_many_that_agree_teach_all(plans: Seq
     assert (fast.mean - prior)[1:].max() < -0.5
 
 
+# Two ranks on two cores, 8 layers of 256: what was predicted and what ran, in ms, and the spread of a trial.
+TWO_CORES: tuple[tuple[dict[str, Any], float, float, float], ...] = (
+    ({"dp_shard": 2, "sharding": "zero1"}, 379.7, 664.3, 0.03),
+    ({"dp_shard": 2, "sharding": "zero3"}, 385.5, 808.8, 0.06),
+    ({"tp": 2, "micro_batch": 8}, 405.0, 1008.0, 0.14),
+    ({"dp_shard": 2, "micro_batch": 2, "sharding": "zero1"}, 429.8, 688.5, 0.05),
+    ({"tp": 2, "micro_batch": 4}, 438.8, 1236.3, 0.06),
+    ({"dp_shard": 2, "micro_batch": 2, "sharding": "zero3"}, 443.4, 1049.4, 0.03),
+    ({"pp": 2, "micro_batch": 4}, 458.6, 621.8, 0.03),
+    ({"dp_shard": 2, "recompute": "full"}, 488.8, 758.3, 0.04),
+)  # fmt: skip
+
+
+def two_cores(plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
+    """Those plans, which spend all their time on the same things but for the waiting of the pipeline's stages."""
+    nothing = dict.fromkeys(plans[0].terms_s, 0.0)
+    made = []
+    for axes, predicted_ms, *_ in TWO_CORES:
+        step_s, waits = predicted_ms / 1000, 0.07 if "pp" in axes else 0.0
+        terms = nothing | {"gemm": step_s * (1 - waits), "pipeline_bubble": step_s * waits}
+        plan = ParallelPlan(**{"global_batch": 8, "micro_batch": 4} | axes)
+        made.append(
+            replace(plans[0], plan=plan, step_s=step_s, low_s=step_s, high_s=step_s, terms_s=terms, oom_probability=0.0)
+        )
+    return tuple(made)
+
+
+def test_trials_that_contradict_each_other_widen_the_belief_and_trials_that_agree_narrow_it(
+    plans: Sequence[RankedPlan],
+) -> None:
+    some = two_cores(plans)
+    agreeing = [Measured(at=at, step_s=1.75 * some[at].step_s) for at in range(3)]
+    contradicting = [Measured(at=at, step_s=ms / 1000) for at, (_, _, ms, _) in enumerate(TWO_CORES[:3])]
+    one, other = Belief.of(some, agreeing), Belief.of(some, contradicting)
+    scales = np.arange(len(one.weights))
+    assert one.weights @ scales < Belief.of(some).weights @ scales < other.weights @ scales
+    assert (one.spread[3:] < other.spread[3:]).all()
+    assert one.weights.sum() == pytest.approx(1.0)
+
+
+def test_plans_of_the_same_degrees_follow_a_measured_one_most(plans: Sequence[RankedPlan]) -> None:
+    some = two_cores(plans)
+    moved = Belief.of(some, [Measured(at=2, step_s=1.2 * some[2].step_s)]).mean - Belief.of(some).mean
+    assert moved[4] > moved[3] + 0.003 > moved[6]
+    assert moved[0] == pytest.approx(moved[3])
+
+
+def test_a_plan_of_other_degrees_is_tried_after_two_that_contradict_each_other_and_found_to_be_the_best(
+    plans: Sequence[RankedPlan],
+) -> None:
+    some = two_cores(plans)
+    trials: list[TunedTrial] = []
+    for number in range(5):
+        at = look(some, trials).next
+        assert at is not None
+        _, _, measured_ms, spread = TWO_CORES[at]
+        trials.append(trial(number, at, TrialResult(how="measured", step_s=measured_ms / 1000, spread=spread)))
+    best = look(some, trials).best
+    assert best is not None
+    assert some[best.at].plan.pp == 2
+
+
+def test_the_plans_given_up_are_together_unlikely_to_hold_a_better_one(plans: Sequence[RankedPlan]) -> None:
+    done = [trial(at, at, measured(plans, at)) for at in range(3)]
+    view = look(plans, done)
+    chance = view.belief.chance_below(float(np.log(plans[0].step_s / 64) + np.log1p(-TOLERANCE)))
+    given_up = sorted(set(range(3, len(plans))) - set(view.left))
+    assert chance[given_up].sum() < CHANCE <= chance[given_up].sum() + chance[list(view.left)].min()
+    assert chance[given_up].max() <= chance[list(view.left)].min()
+
+
 def test_expected_improvement_is_what_sampling_says(plans: Sequence[RankedPlan]) -> None:
     belief = Belief.of(plans)
     bar = float(belief.mean[0])
-    draws = np.random.default_rng(0).normal(belief.mean, belief.spread, (200_000, len(plans)))
+    rng = np.random.default_rng(0)
+    scales = rng.choice(len(belief.weights), 200_000, p=belief.weights)
+    draws = rng.normal(belief.means[scales], belief.spreads[scales])
+    assert belief.mean == pytest.approx(draws.mean(axis=0), abs=3e-3)
+    assert belief.spread == pytest.approx(draws.std(axis=0), rel=0.01)
     assert belief.improvement(bar) == pytest.approx(np.maximum(bar - draws, 0).mean(axis=0), rel=0.05, abs=1e-4)
     assert belief.chance_below(bar) == pytest.approx((draws < bar).mean(axis=0), abs=0.01)
 
