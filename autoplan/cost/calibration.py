@@ -46,13 +46,13 @@ class ClusterPrior:
 
 
 # Between the clusters of published runs (`benchmarks/few_runs.py`, which takes it without the source that it judges).
-PRIOR = ClusterPrior(factor_spread=0.028, run_spread=0.043, scatter_spread=0.37)
+PRIOR = ClusterPrior(factor_spread=0.031, run_spread=0.037, scatter_spread=0.24)
 # Tails are long, as degrees of freedom of Student's t: the level or the scatter of a few clusters is far off, and more
 # of their runs.
 CLUSTER_FREEDOM = 4.0
 RUN_FREEDOM = 2.0
 RUN_SHARE = 0.1  # of the spread of their kind, by which runs scatter more
-_SCATTERS = (-4.0, -2.0, 0.0, 2.0, 4.0, 6.0, 8.0)  # over which to average, in their spread
+_SCATTERS = tuple(range(-3, 22, 3))  # over which to average, in their spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
