@@ -41,12 +41,22 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:  # a null byte in the name
+        raise InputError(f"{path}: cannot be read: {error}") from None
 
 
 def is_file(path: Path) -> bool:
-    """Whether `path` is a file; no for a name that the file system cannot hold."""
+    """Whether `path` is a file; no for one that cannot be looked at, or a name that the file system cannot hold."""
     try:
         return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder, as `is_file` has it."""
+    try:
+        return path.is_dir()
     except (OSError, ValueError):
         return False
 
