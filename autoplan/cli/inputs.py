@@ -178,7 +178,7 @@ def is_typed(context: typer.Context, name: str) -> bool:
 
 def check_untyped(context: typer.Context, said: Collection[str], says: str) -> None:
     """Refuse parameters on the command line that a file beside them says: they would be ignored."""
-    typed = [one for one in context.command.params if one.name in said and is_typed(context, one.name)]
+    typed = [one for one in context.command.params if one.name and one.name in said and is_typed(context, one.name)]
     if typed:
         flags = ", ".join(one.opts[0] if one.param_type_name == "option" else one.human_readable_name for one in typed)
         raise InputError(f"{says}, without {flags}: leave them out, or give a model in place of the file")

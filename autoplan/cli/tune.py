@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from search.tune import TunedTrial, Tuning, View
 
 
-SAID_BY_A_PLAN = ("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings")
-SAID_BY_A_PLAN += ("reserve_memory", "fix", "max_", "allow")
+SAID_BY_A_PLAN = (
+    *("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings"),
+    *("reserve_memory", "fix", "max_", "allow"),
+)
 
 
 def tune(
