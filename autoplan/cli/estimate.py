@@ -169,6 +169,8 @@ def estimate(
         place = uniform_cluster(cluster, quiet=quiet)
         started = start_from(launch_file, flags, batch, place, typed=typed, variables=variables, target=target)
         problem, plan = make_problem(started.flags), started.plan
+    elif variables or target:
+        raise InputError("--set and --as are about a launch file: give --from FILE")
     elif model is None:
         context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
     elif is_plan_file(Path(model)):
