@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import tempfile
 import tomllib
 import types
@@ -41,12 +42,22 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:  # a null byte in the name
+        raise InputError(f"{path}: cannot be read: {error}") from None
 
 
 def is_file(path: Path) -> bool:
-    """Whether `path` is a file; no for a name that the file system cannot hold."""
+    """Whether `path` is a file; no for one that cannot be looked at, or a name that the file system cannot hold."""
     try:
         return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder, as `is_file` has it."""
+    try:
+        return path.is_dir()
     except (OSError, ValueError):
         return False
 
@@ -95,9 +106,23 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
         text, _, place = str(error).removesuffix("`").partition(" - at `")
         if isinstance(error.__cause__, OutOfRangeError):
             text = _as_written(error.__cause__, place or "$", written)
+        elif text.startswith("Invalid enum value") and (words := _words_at(kind, place)):
+            text += f", must be one of {', '.join(words)}"
         raise InputError(f"{where}: {text}" + (f" (at {place})" if place else "")) from None
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def _words_at(kind: type, place: str) -> tuple[str, ...]:
+    """The words that may stand at a place such as $.levels[0].kind; none where it is not known."""
+    annotation: Any = kind
+    for name in re.sub(r"\[.*?\]", "", place).split(".")[1:]:
+        inner, _ = _dataclass_inside(annotation)
+        annotation = typing.get_type_hints(inner).get(name) if inner else None
+    while annotation is not None and typing.get_origin(annotation) is not typing.Literal:
+        parts = [part for part in typing.get_args(annotation) if part not in (type(None), ...)]
+        annotation = parts[0] if len(parts) == 1 else None
+    return typing.get_args(annotation)
 
 
 def _as_written(error: OutOfRangeError, place: str, written: dict[str, tuple[str, float]]) -> str:

@@ -136,6 +136,11 @@ class ParallelPlan:
         """Micro-batches of one data-parallel replica in a step."""
         return self.global_batch // (self.micro_batch * self.dp)
 
+    @property
+    def waits_for_gathers(self) -> bool:
+        """Whether parameters are gathered with nothing beside it; where nothing is sharded, none are."""
+        return self.sharding != "none" and not self.param_gather_overlap
+
     def describe(self) -> str:
         """The plan in a few words: 'tp 4 pp 2 dp 16, micro-batch 1, interleave 5, zero1'."""
         degrees = [f"{axis} {getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]

@@ -14,6 +14,7 @@ from autoplan.rules import Setting
 from autoplan.timing import NO_TIMINGS, Calibration, TimingTable
 from autoplan.topology.levels import Topology, compile_topology
 from autoplan.training import Precision, TrainingSpec
+from autoplan.units import format_bytes
 
 MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
 
@@ -56,8 +57,11 @@ class Problem:
             raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
         if precision == "fp32" and not self.framework.eager_layers:
             raise InputError(f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: use bf16")
-        if not 0 <= self.reserve_bytes < self.cluster.device.visible_memory_bytes:
-            raise InputError("reserved memory must be at least 0 and less than the device's visible memory")
+        if not 0 <= self.reserve_bytes < device.visible_memory_bytes:
+            raise InputError(
+                f"reserved memory must be at least 0 and less than the {format_bytes(device.visible_memory_bytes)} of "
+                f"{device.name}, got {format_bytes(self.reserve_bytes)}: reserve less"
+            )
 
     def placed(self, placement: tuple[str, ...] | None) -> Problem:
         """The problem with ranks on the nodes in that order; None: as the cluster lists them."""

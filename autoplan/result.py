@@ -547,6 +547,11 @@ class PlanFile:
     today: Today | None = None  # where the search began with a launch file
     space: SpaceFlags | None = None  # where plans were searched
 
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of a device that a plan may use."""
+        return self.cluster.device.visible_memory_bytes - self.reserve_bytes
+
     def __post_init__(self) -> None:
         if self.schema_version != PLAN_FILE_VERSION:
             raise InputError(

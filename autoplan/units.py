@@ -44,22 +44,30 @@ def check_count(name: str, value: int, *, least: int = 1, most: int = 10**9) -> 
         raise InputError(f"{name} must be between {least} and {most}, got {value}")
 
 
-def check_positive(name: str, value: float, *, most: float = 1e30) -> None:
-    """Refuse a quantity that is zero, negative, not a number or absurdly large."""
-    if not (math.isfinite(value) and 0 < value <= most):
+MOST = 1e30  # of any quantity; the least is its inverse: products of a few neither overflow nor vanish
+
+
+def check_positive(name: str, value: float, *, most: float = MOST) -> None:
+    """Refuse a quantity that is zero, negative, not a number or absurdly large or small."""
+    if not (math.isfinite(value) and value > 0):
         raise OutOfRangeError(name, value, "must be a positive finite number")
+    if not 1 / MOST <= value <= most:
+        raise OutOfRangeError(name, value, f"must lie in [{1 / MOST:g}, {most:g}]")
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Refuse a share outside (0, 1]."""
+    """Refuse a share outside (0, 1], or one that is absurdly small."""
     if not (math.isfinite(value) and 0 < value <= 1):
         raise OutOfRangeError(name, value, "must be above 0 and at most 1")
+    check_positive(name, value)
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Refuse a quantity that is negative, not a number or infinite."""
+    """Refuse a quantity that is negative, not a number or absurdly large."""
     if not (math.isfinite(value) and value >= 0):
         raise OutOfRangeError(name, value, "must be finite and not negative")
+    if value > MOST:
+        raise OutOfRangeError(name, value, f"must be at most {MOST:g}")
 
 
 def check_name(name: str, value: str) -> None:

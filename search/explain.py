@@ -171,18 +171,17 @@ def changed(problem: Problem, plan: ParallelPlan, wishes: str) -> ParallelPlan:
     """`plan` with the values of 'tp=4,pp=8'; what depends on them follows, as data parallelism does."""
     axes = dict(axes_of(problem.model, plan))
     schedule, vp = axes.get("schedule", ("1f1b", 1))
-    for wish in wishes.split(","):
-        axis, sign, value = (part.strip().lower().replace("-", "_") for part in wish.partition("="))
-        if not sign or not value:
-            raise InputError(f"--versus {wishes!r}: no such file; write a plan file, or changes such as tp=4,pp=8")
+    wanted = _wanted(wishes)
+    for axis, value in wanted.items():
         match axis:
             case "vp":
                 vp = _number(axis, value)
-                schedule = "interleaved" if vp > 1 and schedule == "1f1b" else schedule
-                schedule = "1f1b" if vp == 1 and schedule == "interleaved" else schedule
+                if "schedule" not in wanted and schedule in ("1f1b", "interleaved"):
+                    schedule = "interleaved" if vp > 1 else "1f1b"
             case "schedule":
                 schedule = _word(axis, value.replace("_", "-"), SCHEDULES)
-                vp = 2 if schedule in ("zb-v", "dualpipe-v") else vp if schedule == "interleaved" else 1
+                if "vp" not in wanted:
+                    vp = 2 if schedule in ("zb-v", "dualpipe-v") else vp if schedule == "interleaved" else 1
             case "sharding":
                 axes["sharding"] = (_word(axis, value, SHARDINGS), None)
             case "dp_shard":
@@ -208,6 +207,19 @@ def changed(problem: Problem, plan: ParallelPlan, wishes: str) -> ParallelPlan:
     if not differing(axes_of(problem.model, plan), axes_of(problem.model, other)):
         raise InputError(f"--versus {wishes} changes nothing: the plan is {plan.describe()}")
     return other
+
+
+def _wanted(wishes: str) -> dict[str, str]:
+    """The value of each axis in 'tp=4,pp=8'; `sharding` stands before the number of ranks over which it is."""
+    wanted: dict[str, str] = {}
+    for wish in wishes.split(","):
+        axis, sign, value = (part.strip().lower().replace("-", "_") for part in wish.partition("="))
+        if not sign or not value:
+            raise InputError(f"--versus {wishes!r}: no such file; write a plan file, or changes such as tp=4,pp=8")
+        if axis in wanted:
+            raise InputError(f"--versus {wishes}: {axis} is given twice: leave one of them out")
+        wanted[axis] = value
+    return dict(sorted(wanted.items(), key=lambda one: one[0] == "dp_shard"))
 
 
 def _number(axis: str, value: str) -> int:

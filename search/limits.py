@@ -210,12 +210,18 @@ def batch_grid(low: int, high: int, num_devices: int) -> tuple[int, ...]:
     return tuple(sorted(grid))
 
 
-def _pair(text: str, option: str) -> tuple[str, str]:
-    axis, sign, value = text.partition("=")
-    axis = axis.strip().lower().replace("-", "_")
-    if not sign or not axis or not value.strip():
-        raise InputError(f"{option} {text!r}: write AXIS=VALUE, such as {option} tp=8")
-    return axis, value.strip().lower()
+def _pairs(wishes: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
+    """(axis, value) of every AXIS=VALUE, each axis once."""
+    pairs: dict[str, str] = {}
+    for wish in wishes:
+        axis, sign, value = wish.partition("=")
+        axis = axis.strip().lower().replace("-", "_")
+        if not sign or not axis or not value.strip():
+            raise InputError(f"{option} {wish!r}: write AXIS=VALUE, such as {option} tp=8")
+        if axis in pairs:
+            raise InputError(f"{option} {axis} is given twice: leave one of them out")
+        pairs[axis] = value.strip().lower()
+    return tuple(pairs.items())
 
 
 def _count(axis: str, value: str, option: str) -> int:
@@ -241,8 +247,6 @@ def _not_an_axis(name: str, known: tuple[str, ...]) -> str:
 def _fix(limits: Limits, axis: str, value: str) -> Limits:
     if axis in COUNTS:
         count = _count(axis, value, "--fix")
-        if any(name == axis for name, _ in limits.fixed):
-            raise InputError(f"--fix {axis} is given twice")
         # A value that is fixed replaces the bound that is there by default.
         most = tuple((name, bound) for name, bound in limits.most if name != axis)
         return replace(limits, fixed=(*limits.fixed, (axis, count)), most=most)
@@ -289,15 +293,14 @@ def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], a
         else:
             limits = replace(limits, tp_overlaps=(False, True))
     asked = {}
-    for wish in at_most:
-        axis, value = _pair(wish, "--max")
+    for axis, value in _pairs(at_most, "--max"):
         if axis not in COUNTS:
             raise InputError(f"--max {axis}: {_not_an_axis(axis, COUNTS)}")
         asked[axis] = _count(axis, value, "--max")
     kept = tuple((name, most) for name, most in limits.most if name not in asked)
     limits = replace(limits, most=(*kept, *asked.items()))
-    for wish in fix:
-        limits = _fix(limits, *_pair(wish, "--fix"))
+    for axis, value in _pairs(fix, "--fix"):
+        limits = _fix(limits, axis, value)
     for axis, count in limits.fixed:
         if count > asked.get(axis, count):
             raise InputError(f"--fix {axis}={count} is above --max {axis}={asked[axis]}: leave one of them out")

@@ -38,6 +38,11 @@ class Run:
         for name in ("tokens", "deadline_s", "device_hours", "power_usage_effectiveness"):
             if (value := getattr(self, name)) is not None:
                 check_positive(name, value)
+        if self.power_usage_effectiveness < 1:
+            raise InputError(
+                f"power usage effectiveness (--pue) is the building's power over that of its nodes, at least 1, got "
+                f"{self.power_usage_effectiveness:g}"
+            )
         if self.deadline_s is not None and self.tokens is None and self.device_hours is None:
             raise InputError("a deadline needs tokens to train until then, or device hours that last as long")
 

@@ -34,6 +34,8 @@ class Sampling:
             raise InputError(f"sampler {self.name!r} is unknown: use bound, {', '.join(SAMPLERS)}")
         if self.trials < 1:
             raise InputError(f"trials must be at least 1, got {self.trials}")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
         needed = _NEEDS.get(self.name)
         if needed and find_spec(needed) is None:
             raise InputError(f"sampler {self.name} needs {needed}: pip install 'autoplan[samplers]'")

@@ -123,6 +123,10 @@ def test_changes_make_the_plan_that_they_say() -> None:
     assert (other.schedule, other.vp, other.recompute_num_layers) == ("interleaved", 3, 2)
     assert changed(problem, other, "vp=1").schedule == "1f1b"
     assert changed(problem, PLAN, "schedule=zb-v").vp == 2
+    # In any order.
+    for wish in ("sharding=zero2,dp_shard=2", "dp_shard=2,sharding=zero2"):
+        assert (found := changed(problem, PLAN, f"tp=4,{wish}")).dp_shard == 2
+        assert found.sharding == "zero2"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,9 @@ def test_changes_make_the_plan_that_they_say() -> None:
         ("schedule=fast", "must be one of 1f1b, gpipe"),
         ("sp=maybe", "must be one of on, off"),
         ("tp=8", "changes nothing"),
+        ("tp=4,TP=2", "tp is given twice"),
+        ("vp=2,schedule=1f1b", "vp = 2 needs schedule = 'interleaved'"),
+        ("schedule=1f1b,vp=2", "vp = 2 needs schedule = 'interleaved'"),
         ("recompute=all", "write none, selective, full"),
     ],
 )

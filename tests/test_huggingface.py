@@ -396,6 +396,16 @@ def test_the_two_spellings_of_a_hybrid_are_one_model() -> None:
         (QWEN3_30B_A3B, {"mlp_only_layers": "0"}, ["mlp_only_layers", "'0'"]),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, ["interval", "0"]),
         (GEMMA3_4B, {"text_config": None}, ["text_config", "None"]),
+        (
+            {**GEMMA3_4B["text_config"], "architectures": ["Gemma3ForCausalLM"]},
+            {"sliding_window_pattern": None, "layer_types": None},
+            ["sliding_window_pattern is null"],
+        ),
+        (
+            {**LLAMA3_70B, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+            {"use_sliding_window": True, "max_window_layers": None},
+            ["max_window_layers is null"],
+        ),
         (GEMMA3_4B, {"text_config": {"model_type": "gemma3"}}, ["'gemma3'"]),
         (NEMOTRON_3_NANO, {"hybrid_override_pattern": "MX*"}, ["layer_pattern", "X"]),
         (NEMOTRON_3_NANO, {"hybrid_override_pattern": None}, ["hybrid_override_pattern"]),

@@ -329,6 +329,8 @@ def test_wishes_fix_bound_and_allow() -> None:
         {"fix": ["tp"]},
         {"fix": ["tp=x"]},
         {"fix": ["tp=2", "tp=4"]},
+        {"fix": ["sharding=zero1", "Sharding=none"]},
+        {"at_most": ["micro-batch=2", "micro_batch=4"]},
         {"fix": ["sharding=zero9"]},
         {"fix": ["sp=maybe"]},
         {"at_most": ["sharding=zero1"]},

@@ -698,7 +698,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     for more, said in (
         (("--parallel", "2"), "share its devices"),
         (("--trials", "0"), "--trials 0: must be 1 or more"),
-        (("--gpu-hours", "0"), "must be positive"),
+        (("--gpu-hours", "nan"), "--gpu-hours 'nan': write a number above 0"),
         (("--framework", "megatron-core"), "say what runs them with --command"),
         (("--command",), "--command and PROGRAM go together"),
     ):
@@ -706,4 +706,8 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert said in done.stderr
         assert done.stderr.count("\n") == 1
+    (tmp_path / "kept.json").write_text('{"schema_version": 2}')
+    done = run(tmp_path, "tune", "kept.json", "--framework", "nemo", "--fix", "tp=2")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "without --framework, --fix: leave them out" in done.stderr
     assert not (tmp_path / "tune").exists()

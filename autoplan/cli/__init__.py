@@ -74,6 +74,12 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     return app
 
 
+def _one_line(error: AutoplanError) -> str:
+    """The message on one line; of a file's control characters, which a terminal would obey, as what they are."""
+    text = " ".join(str(error).split())
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def main() -> None:
     """Run the command line: a user's error is one line on stderr and exit 1, any other is a bug with its traceback."""
     # What imports make lives as long as the program: to look for garbage among it takes a twentieth of a start.
@@ -85,7 +91,7 @@ def main() -> None:
         make_app(called or COMMANDS)(arguments, prog_name="autoplan", obj=whole_urls)
     except AutoplanError as error:
         sys.stdout.flush()
-        print(f"autoplan: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"autoplan: {_one_line(error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:  # before the command has begun, which says itself how it ends
         sys.exit(130)

@@ -28,6 +28,7 @@ from autoplan.cli.inputs import (
     TraceOption,
     TrainingFlags,
     check_output,
+    check_untyped,
     is_typed,
     make_problem,
     uniform_cluster,
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
 RECOMPUTE_HELP = (
     "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
 )
-BESIDE_A_PLAN_FILE = ("model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url")
-BESIDE_A_LAUNCH_FILE = (
+BESIDE_A_PLAN_FILE = {"model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url"}
+BESIDE_A_LAUNCH_FILE = {
     *BESIDE_A_PLAN_FILE,
     *("launch_file", "variables", "target", "cluster", "global_batch", "seq_len", "precision", "attention"),
     *("framework", "calibration", "timings", "reserve_memory"),
-)
+}
 
 
 def estimate(
@@ -137,7 +138,7 @@ def estimate(
     if model is not None and is_mixed_file(Path(model)):
         from autoplan.cli.mixed import estimate_saved
 
-        _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
+        check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
         if verify_memory:
             raise InputError("--verify-memory is not there for mixed clusters: leave it out")
         estimate_saved(load_mixed_file(Path(model)), output)
@@ -158,7 +159,9 @@ def estimate(
     if launch_file is not None:
         from autoplan.cli.today import start_from
 
-        _check_alone(context, BESIDE_A_LAUNCH_FILE, "the plan of a launch file is priced as it is")
+        check_untyped(
+            context, context.params.keys() - BESIDE_A_LAUNCH_FILE, "the plan of a launch file is priced as it is"
+        )
         if cluster is None:
             raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
         typed = {name for name in context.params if is_typed(context, name)}
@@ -166,10 +169,12 @@ def estimate(
         place = uniform_cluster(cluster, quiet=quiet)
         started = start_from(launch_file, flags, batch, place, typed=typed, variables=variables, target=target)
         problem, plan = make_problem(started.flags), started.plan
+    elif variables or target:
+        raise InputError("--set and --as are about a launch file: give --from FILE")
     elif model is None:
         context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
     elif is_plan_file(Path(model)):
-        _check_alone(context, BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
+        check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
         problem, plan, timings = read_plan(Path(model), flags.db)
     else:
         if cluster is None or global_batch is None or seq_len is None:
@@ -343,14 +348,6 @@ def _verify_memory(problem: Problem, file: PlanFile, *, quiet: bool) -> None:
         print("autoplan: asking the memory oracle, in a minute at most", file=sys.stderr)
     found = ask(Question(model=problem.model, plan=file.best.plan, seq_len=problem.training.seq_len))
     print_verified(make_console(), file, found)
-
-
-def _check_alone(context: typer.Context, beside: tuple[str, ...], says: str) -> None:
-    """Refuse flags that would change what a file says."""
-    options = {one.name: one.opts[0] for one in context.command.params if one.name is not None}
-    flags = [flag for name, flag in options.items() if name not in beside and is_typed(context, name)]
-    if flags:
-        raise InputError(f"{says}, without {', '.join(flags)}: leave them out, or give a model")
 
 
 def _rest(num_devices: int, degrees: dict[str, int]) -> int:

@@ -49,13 +49,13 @@ def explain(
     if isinstance(file, MixedPlanFile):
         from autoplan.cli.mixed import explain_saved
 
-        if against:
+        if against is not None:
             raise InputError("--versus is not there for mixed clusters yet: leave it out")
         explain_saved(file, trace, force=force, json=json, quiet=quiet)
         return
     db = whole_url(context, url)
     problem, best = problem_of(file, db), file.best.plan
-    found = explained(problem, file, _versus(problem, best, against, db) if against else None)
+    found = explained(problem, file, _versus(problem, best, against, db) if against is not None else None)
     if trace is not None:
         write_trace(timeline(problem, best), best.describe(), trace, force=force, quiet=quiet)
     if json:

@@ -46,20 +46,20 @@ def export(
 ) -> None:
     """Write the files that start a plan."""
     from autoplan.cli.nearest import startable
+    from autoplan.cli.planfile import load_any_plan_file
     from autoplan.cli.starting import NOT_STARTED
     from autoplan.export.targets import exported
-    from autoplan.files import check_folder, decode, read_table, write_folder
-    from autoplan.result import PlanFile
+    from autoplan.files import check_folder, write_folder
+    from autoplan.result import MixedPlanFile
     from autoplan.units import format_bytes
 
     if to not in TARGETS:
         raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
     if out is not None:
         check_folder(out, force=force)
-    table = read_table(plan)
-    if "mixed_schema_version" in table:
+    plan_file = load_any_plan_file(plan)
+    if isinstance(plan_file, MixedPlanFile):
         raise NoPlanError(f"{plan}: {NOT_STARTED}")
-    plan_file = decode(PlanFile, table, str(plan))
     if plan_file.best.verdict == "oom":
         raise NoPlanError(
             f"{plan}: the plan needs {format_bytes(plan_file.best.memory_bytes)} and would run out of memory: "

@@ -124,7 +124,7 @@ DbOption = Annotated[
     ),
 ]
 
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?b|b)?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[kmgt]i?b|b)?", re.IGNORECASE)
 _SIZE_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -176,6 +176,14 @@ def is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def check_untyped(context: typer.Context, said: Collection[str], says: str) -> None:
+    """Refuse parameters on the command line that a file beside them says: they would be ignored."""
+    typed = [one for one in context.command.params if one.name and one.name in said and is_typed(context, one.name)]
+    if typed:
+        flags = ", ".join(one.opts[0] if one.param_type_name == "option" else one.human_readable_name for one in typed)
+        raise InputError(f"{says}, without {flags}: leave them out, or give a model in place of the file")
+
+
 def parse_size(text: str) -> float:
     """Bytes of a size such as '4GiB', '500MB' or '0'."""
     match = _SIZE.fullmatch(text.strip())
@@ -186,7 +194,7 @@ def parse_size(text: str) -> float:
 
 def parse_duration(text: str) -> float:
     """Seconds of a time such as '90s', '10m', '1.5h' or '30d'."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|m|h|d)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(s|m|h|d)", text.strip())
     if not match or float(match[1]) <= 0:
         raise InputError(f"time {text!r}: write a number above 0 with a unit, such as 90s, 10m, 1h or 30d")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]

@@ -83,7 +83,7 @@ class RunFlags:
 
 def parse_tokens(text: str) -> float:
     """Tokens of '15T', '445B', '2e12' or '1000000'."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?(?:e\d{1,2})?)([TBM]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([TBM]?)", text.strip(), re.IGNORECASE)
     if not match or float(match[1]) <= 0:
         raise InputError(f"--tokens {text!r}: write a number of tokens, such as 15T or 300B")
     return float(match[1]) * next((size for size, unit in TOKEN_UNITS if unit == match[2].upper()), 1.0)
@@ -91,7 +91,7 @@ def parse_tokens(text: str) -> float:
 
 def parse_positive(text: str, flag: str) -> float:
     """A positive decimal number."""
-    if not re.fullmatch(r"\d{1,12}(?:\.\d{1,12})?", text.strip()) or float(text) <= 0:
+    if not re.fullmatch(r"[0-9]{1,12}(?:\.[0-9]{1,12})?", text.strip()) or float(text) <= 0:
         raise InputError(f"{flag} {text!r}: write a number above 0, such as 2.5")
     return float(text)
 

@@ -35,16 +35,16 @@ KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
 def is_plan_file(path: Path) -> bool:
     """Whether a path names a plan file of a cluster of equal nodes."""
-    from autoplan.files import read_table
+    from autoplan.files import is_file, read_table
 
-    return path.suffix == ".json" and path.is_file() and "schema_version" in read_table(path)
+    return path.suffix == ".json" and is_file(path) and "schema_version" in read_table(path)
 
 
 def is_mixed_file(path: Path) -> bool:
     """Whether a path names a plan file of a mixed cluster."""
-    from autoplan.files import read_table
+    from autoplan.files import is_file, read_table
 
-    return path.suffix == ".json" and path.is_file() and "mixed_schema_version" in read_table(path)
+    return path.suffix == ".json" and is_file(path) and "mixed_schema_version" in read_table(path)
 
 
 def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan, str]:

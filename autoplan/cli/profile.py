@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import DbOption, FrameworkOption, QuietOption, is_typed, whole_number, whole_url
+from autoplan.cli.inputs import DbOption, FrameworkOption, QuietOption, check_untyped, whole_number, whole_url
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ def profile(
     if plan_file is not None:
         from autoplan.cli.profile_for import Deciding
 
-        if said := [name for name in SAID_BY_A_PLAN if is_typed(context, name)]:
-            flags = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in said)
-            raise InputError(f"--for takes it from the plan file what to measure, without {flags}: leave them out")
+        check_untyped(context, SAID_BY_A_PLAN, "--for takes it from the plan file what to measure")
         deciding = Deciding(plan_file, whole_url(context, url), modes)
         job_cluster = deciding.file.cluster
     elif model is None:

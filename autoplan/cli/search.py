@@ -166,6 +166,8 @@ def search(
     output.check()
     if robust is not None and not 0.5 <= robust < 1:
         raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
+    if sampler == "bound" and (idle := [f"--{name}" for name in ("trials", "seed") if is_typed(context, name)]):
+        raise InputError(f"{' and '.join(idle)}: a search looks at all plans unless a --sampler is given: leave it out")
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
         context.fail("give MODEL, --global-batch and --seq-len, or a launch file that has them: --from FILE")
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]

@@ -23,10 +23,12 @@ from autoplan.cli.inputs import (
     TimingsOption,
     TrainingFlags,
     check_output,
+    check_untyped,
     parse_duration,
     whole_number,
     whole_url,
 )
+from autoplan.cli.objectives import parse_positive
 from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
@@ -38,6 +40,12 @@ if TYPE_CHECKING:
     from autoplan.plan import ParallelPlan
     from autoplan.result import RankedPlan, TriedPlan, TuneReport
     from search.tune import TunedTrial, Tuning, View
+
+
+SAID_BY_A_PLAN = (
+    *("cluster", "global_batch", "seq_len", "precision", "attention", "framework", "calibration", "timings"),
+    *("reserve_memory", "fix", "max_", "allow"),
+)
 
 
 def tune(
@@ -86,7 +94,7 @@ def tune(
     trials: Annotated[int, whole_number("--trials", "N", "Runs at most, those of earlier calls among them.")] = 10,
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Of this call at most, such as 30m.")] = None,
     gpu_hours: Annotated[
-        float | None, typer.Option(metavar="H", help="Of all devices at most, earlier calls among them.")
+        str | None, typer.Option(metavar="HOURS", help="Of all devices at most, earlier calls among them.")
     ] = None,
     parallel: Annotated[int, whole_number("--parallel", "N", "Trials at once, where they do not share devices.")] = 1,
     steps: Annotated[int, whole_number("--steps", "N", "Steps of a trial that are timed.")] = 10,
@@ -137,8 +145,6 @@ def tune(
         raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
     if trials < 1:
         raise InputError(f"--trials {trials}: must be 1 or more")
-    if gpu_hours is not None and gpu_hours <= 0:
-        raise InputError(f"--gpu-hours {gpu_hours:g}: must be positive")
     db = whole_url(context, url)
     asked = TrialFlags(
         program=tuple(program or ()),
@@ -155,12 +161,11 @@ def tune(
     spend = Budget(
         trials=trials,
         seconds=parse_duration(budget) if budget else math.inf,
-        gpu_hours=gpu_hours if gpu_hours is not None else math.inf,
+        gpu_hours=parse_positive(gpu_hours, "--gpu-hours") if gpu_hours else math.inf,
     )
     check_output(out, force=force)
     if is_plan_file(Path(model)):
-        if cluster or global_batch is not None or seq_len is not None:
-            raise InputError(f"{model} says what is trained where: leave --cluster, --global-batch and --seq-len out")
+        check_untyped(context, SAID_BY_A_PLAN, f"{model} says what is trained where, and by which plans")
         candidates = kept_candidates(Path(model), db)
     else:
         if cluster is None or global_batch is None or seq_len is None:

@@ -95,7 +95,7 @@ def _check(plan: ParallelPlan, version: str) -> None:
         (plan.ep_overlap, "ep_overlap: leave it out"),
         (plan.rank_order != "tp-cp-ep-dp-pp", f"rank_order {plan.rank_order!r}: leave it out"),
         (
-            not plan.param_gather_overlap and plan.sharding in ("zero1", "zero2"),
+            plan.waits_for_gathers and plan.sharding in ("zero1", "zero2"),
             f"param_gather_overlap off with {plan.sharding}: it has no switch for it",
         ),
         (

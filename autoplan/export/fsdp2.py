@@ -73,7 +73,7 @@ def _check(plan_file: PlanFile) -> None:
         ),
         (plan.tp_overlap or plan.ep_overlap, "overlapped tensor or expert traffic: leave it out"),
         (
-            not plan.grad_reduce_overlap or not plan.param_gather_overlap,
+            not plan.grad_reduce_overlap or plan.waits_for_gathers,
             "traffic that is not overlapped: FSDP2 overlaps",
         ),
     )

@@ -98,7 +98,7 @@ def _check(plan_file: PlanFile, version: str) -> None:
         ),
         (plan.ep_overlap, "ep_overlap: it overlaps expert traffic in no schedule that is priced here"),
         (not plan.grad_reduce_overlap, "grad_reduce_overlap = false: FSDP2 always overlaps the reduction"),
-        (not plan.param_gather_overlap, "param_gather_overlap = false: FSDP2 always gathers ahead"),
+        (plan.waits_for_gathers, "param_gather_overlap = false: FSDP2 always gathers ahead"),
         (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}: plan with flash"),
         (
             plan.precision in ("mxfp8", "nvfp4") and generation in ("volta", "ampere", "ada", "hopper"),

@@ -136,6 +136,13 @@ class _Config:
         value = self.given(key)
         return self.rules.get("absent", {}).get(key, _ABSENT) if value is _ABSENT else value
 
+    def count(self, key: str) -> int:
+        """The whole number under a key that the windows need."""
+        value = _typed(key, self.assumed(key), int)
+        if value is _ABSENT:
+            raise InputError(f"{key} is null: {self.kind} models with a window need it")
+        return int(value)
+
     def value(self, part: str, inner: str, expression: str) -> Any:
         """The value of one field, `_ABSENT` where its default holds; the file comes before the class's assumptions."""
         field = next(one for one in fields(_PARTS[part]) if one.name == inner)
@@ -187,11 +194,11 @@ class _Config:
             if len(sees_all) != num_layers:
                 raise InputError(f"layer_types has {len(sees_all)} entries, the model has {num_layers} layers")
         elif "first" in rule:
-            first = _typed(rule["first"], self.assumed(rule["first"]), int)
+            first = self.count(rule["first"])
             sees_all = [at < first for at in range(num_layers)]
         else:
             every = rule.get("full_every", 0)
-            every = _typed(every, self.assumed(every), int) if isinstance(every, str) else every
+            every = self.count(every) if isinstance(every, str) else every
             sees_all = [bool(every) and (at + 1) % every == 0 for at in range(num_layers)]
         if all(sees_all):
             return {}

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from autoplan.errors import InputError
-from autoplan.files import decode, read_table
+from autoplan.files import decode, is_file, is_folder, read_table
 from autoplan.model import ModelSpec
 from autoplan.read.huggingface import read_huggingface
 
@@ -56,9 +56,9 @@ def _preset(name: str, path: Path) -> ModelSpec:
 
 
 def _from_path(path: Path) -> ModelSpec:
-    if path.is_dir():
+    if is_folder(path):
         path = path / "config.json"
-        if not path.is_file():
+        if not is_file(path):
             raise InputError(f"{path.parent}: a folder without config.json")
     table = read_table(path)
     if path.suffix == ".toml":

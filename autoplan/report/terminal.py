@@ -191,7 +191,6 @@ def layers_line(file: PlanFile) -> str:
 
 def _answer(file: PlanFile) -> Table:
     best = file.best
-    capacity = best.memory_bytes + best.memory_headroom_bytes
     grid = labelled()
     grid.add_row("plan", f"[bold green]{escape(best.plan.describe())}[/]")
     if layers := layers_line(file):
@@ -210,7 +209,7 @@ def _answer(file: PlanFile) -> Table:
     room = f"{format_bytes(abs(free))} free" if free >= 0 else f"{format_bytes(-free)} too much"
     grid.add_row(
         "memory",
-        f"{format_bytes(best.memory_bytes)} of {format_bytes(capacity)}, {room}, {risk} risk of running out",
+        f"{format_bytes(best.memory_bytes)} of {format_bytes(file.capacity_bytes)}, {room}, {risk} risk of running out",
     )
     if len(file.stages) > 1:
         grid.add_row("", f"{runs(f'{stage.memory_bytes / GIB:,.1f}' for stage in file.stages)} GiB on the stages")
@@ -533,8 +532,7 @@ def summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
 def print_memory(console: Console, file: PlanFile) -> None:
     """Where the memory of one plan goes, stage by stage, and which change would free how much."""
     print_answer(console, file)
-    capacity = file.best.memory_bytes + file.best.memory_headroom_bytes
-    print_waterfall(console, placed(file.stages, file.best.plan.num_microbatches, capacity))
+    print_waterfall(console, placed(file.stages, file.best.plan.num_microbatches, file.capacity_bytes))
     console.print()
     _print_knobs(console, file)
 

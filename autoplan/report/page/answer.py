@@ -103,14 +103,13 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
         bar([Segment(name="MFU", colour="compute", share=best.mfu, text=format_percent(best.mfu))]),
         mfu_convention(file),
     )
-    capacity = best.memory_bytes + best.memory_headroom_bytes
-    used = best.memory_bytes / max(capacity, best.memory_bytes)
+    used = best.memory_bytes / max(file.capacity_bytes, best.memory_bytes)
     risk = format_percent(best.oom_probability) if best.oom_probability >= 0.001 else "under 0.1 %"
     yield figure(
         "Memory",
         format_bytes(best.memory_bytes),
         bar([Segment(name="worst stage", colour="memory", share=used, text=format_bytes(best.memory_bytes))]),
-        f"of {format_bytes(capacity)} on the fullest stage; {risk} risk of running out",
+        f"of {format_bytes(file.capacity_bytes)} on the fullest stage; {risk} risk of running out",
     )
 
 

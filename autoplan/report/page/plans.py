@@ -122,7 +122,7 @@ def front(content: PlanContent) -> Markup:
     title = "Time against memory"
     if not content.front:
         return section("front", title, content.why_not("front"))
-    capacity = file.best.memory_bytes + file.best.memory_headroom_bytes
+    capacity = file.capacity_bytes
     drawn = plot(
         "Step time against memory of the plans that no other beats in both",
         Axis(label="memory of the fullest stage, GiB"),
