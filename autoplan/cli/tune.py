@@ -161,7 +161,7 @@ def tune(
     spend = Budget(
         trials=trials,
         seconds=parse_duration(budget) if budget else math.inf,
-        gpu_hours=parse_positive(gpu_hours, "--gpu-hours") if gpu_hours else math.inf,
+        gpu_hours=parse_positive(gpu_hours, "--gpu-hours") if gpu_hours is not None else math.inf,
     )
     check_output(out, force=force)
     if is_plan_file(Path(model)):
