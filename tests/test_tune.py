@@ -699,6 +699,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (("--parallel", "2"), "share its devices"),
         (("--trials", "0"), "--trials 0: must be 1 or more"),
         (("--gpu-hours", "nan"), "--gpu-hours 'nan': write a number above 0"),
+        (("--gpu-hours", ""), "--gpu-hours '': write a number above 0"),
         (("--framework", "megatron-core"), "say what runs them with --command"),
         (("--command",), "--command and PROGRAM go together"),
     ):
