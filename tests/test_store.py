@@ -280,6 +280,12 @@ def test_of_a_machine_that_is_mostly_slow_or_restless_all_measurements_count(sto
     assert [one.is_disturbed for one in store.timings(LAB)] == [True]
 
 
+def test_a_slow_measurement_alone_does_not_stand_before_an_imported_one(store: Store) -> None:
+    slow = {"status": "contaminated", "reason": f"{SLOWED}: 30 % slower than usual", "conditions": CPU_TIME}
+    store.add([replace(GEMM, samples_s=(2.0,), mode="imported"), replace(GEMM, samples_s=(5.0,), **slow)])  # type: ignore[arg-type]
+    assert [(one.seconds, one.is_disturbed) for one in store.timings(LAB)] == [(2.0, False)]
+
+
 def test_of_one_machine_sustained_beats_burst_beats_imported(store: Store) -> None:
     times = {"imported": 1.0, "burst": 2.0, "sustained": 3.0}
     new = "2026-11-22T00:00:00Z"

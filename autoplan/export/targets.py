@@ -58,9 +58,7 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
         )
     version = target.versions[0] if version is None else version
     if version not in target.versions:
-        known = (
-            f"known are {', '.join(target.versions)}" if any(target.versions) else "leave it out, one is written for"
-        )
+        known = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
         raise InputError(f"no version {version!r} of {target.says}: {known}")
     return target.job(plan_file, version)
 
