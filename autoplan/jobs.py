@@ -18,7 +18,7 @@ LOG = "log.txt"  # of the training
 MESSAGES = "messages.txt"  # of the program that ran it
 
 # Not -m: a search.py where the user stands would be taken for ours.
-_AUTOPLAN = (sys.executable, "-P", "-c", "from autoplan.cli import main; main()")
+AUTOPLAN = (sys.executable, "-P", "-c", "from autoplan.cli import main; main()")
 
 
 # Why a job ended before its time, where a scheduler tells.
@@ -74,7 +74,7 @@ class LocalJobs:
     def start(self, folder: Path) -> str:
         """Start `autoplan run` on the plan of the folder; its name tells the machine, the process and its mark."""
         folder = folder.resolve()
-        program = (*_AUTOPLAN, "run", str(folder / PLAN), "--quiet")
+        program = (*AUTOPLAN, "run", str(folder / PLAN), "--quiet")
         files = ("--out", str(folder / OUTCOME), "--log", str(folder / LOG), "--force")
         options = (one.replace("{plan}", str(folder / PLAN)).replace("{folder}", str(folder)) for one in self._options)
         try:

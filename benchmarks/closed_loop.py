@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
-import gc
 import os
 import platform
 import sys
@@ -230,10 +229,16 @@ def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int,
 
 
 def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> None:
-    """Start ranks once, and train once by one plan after the other until there is no time left for the next."""
+    """Train once by one plan after the other until there is no time left for the next.
+
+    Every plan has ranks of its own, as in `autoplan run`: in those that have trained by others before, with their
+    groups and what they left of the heap, steps take up to a tenth longer.
+    """
     model, seq_len = MODELS[name]
-    tasks = [
-        Task(
+    for one in plans:
+        if time.monotonic() + LAUNCH_S > until:
+            break
+        task = Task(
             model=model,
             plan=one,
             seq_len=seq_len,
@@ -243,53 +248,39 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
             data="synthetic",
             tracks_memory=False,
         )
-        for one in plans
-    ]
-    work = functools.partial(train_all, tasks=tasks, until=until)
-    with Children(work, None, RANKS, limit_s=60.0, preload=PRELOAD) as ranks:
-        answer, plans_left = ranks.start(), iter(plans)
-        check_s = 0.0
-        while answer is not None:
-            if isinstance(answer, float):
-                check_s = answer
-            if isinstance(answer, Report):
-                seen = Launch(
-                    model=name,
-                    plan=label(next(plans_left)),
-                    precision=PRECISION,
-                    step_s=answer.step_s,
-                    passes_s=answer.passes_s,
-                    optimizer_s=answer.optimizer_s,
-                    foreign=foreign(answer),
-                    check_s=check_s,
-                )
-                keep(folder, seen)
-            answer = ranks.answer()
+        with Children(functools.partial(train_one, task=task), None, RANKS, limit_s=60.0, preload=PRELOAD) as ranks:
+            answer, check_s = ranks.start(), 0.0
+            while not isinstance(answer, Report):
+                check_s = answer if isinstance(answer, float) else check_s
+                answer = ranks.answer()
+        seen = Launch(
+            model=name,
+            plan=label(one),
+            precision=PRECISION,
+            step_s=answer.step_s,
+            passes_s=answer.passes_s,
+            optimizer_s=answer.optimizer_s,
+            foreign=foreign(answer),
+            check_s=check_s,
+        )
+        keep(folder, seen)
 
 
-def train_all(place: Place, line: Connection, *, tasks: list[Task], until: float) -> None:
-    """Be a rank of one plan after the other: rank 0 sends what `autoplan run` gets of each, and None at the end."""
+def train_one(place: Place, line: Connection, *, task: Task) -> None:
+    """Be a rank of a plan: rank 0 sends what a check took, and what `autoplan run` gets."""
     import torch.distributed as dist
 
     from autoplan.trainer.rank import join, train
 
     device = join(place, 60.0)
-    for task in tasks:
-        goes_on = [time.monotonic() + LAUNCH_S < until]
-        dist.broadcast_object_list(goes_on, 0)
-        if not goes_on[0]:
-            break
-        before_s = checked_s()
-        with Path(os.devnull).open("w") as nowhere:
-            report = train(task, place.rank, device, line, nowhere)
-            faulthandler.cancel_dump_traceback_later()
-        check_s = (before_s + checked_s()) / 2
-        if place.rank == 0:
-            line.send(check_s)
-            line.send(report)
-        gc.collect()
+    before_s = checked_s()
+    with Path(os.devnull).open("w") as nowhere:
+        report = train(task, place.rank, device, line, nowhere)
+        faulthandler.cancel_dump_traceback_later()
+    check_s = (before_s + checked_s()) / 2
     if place.rank == 0:
-        line.send(None)
+        line.send(check_s)
+        line.send(report)
     dist.barrier()
     os._exit(0)
 

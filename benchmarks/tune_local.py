@@ -1,13 +1,15 @@
 """Does `autoplan tune` find the fastest plan on this machine in five trials?
 
-Runs every plan that tune would consider on two ranks, several times each, in turn, so that a slow minute hits all of
-them; the medians are the truth.  Then tune has its trials, runs of their own.  Its regret is how much slower the plan
-that it keeps is than the fastest, by that truth, beside what two runs of one plan differ by.
+Measures the machine with `autoplan profile`, and tune has its trials of the plans that a search proposes with these
+times.  Then every plan that tune considered runs several times on two ranks, in turn, so that a slow minute hits all of
+them; the medians are the truth.  The regret is how much slower the plan that tune keeps is than the fastest, by that
+truth, beside what two runs of one plan differ by.  With --unmeasured the search knows nothing of this machine.
 
 Give it a machine of its own.  What was run is kept in FOLDER; after --budget seconds it stops, and the same call goes
 on from there.
 
-usage: python benchmarks/tune_local.py FOLDER [--rounds N] [--trials N] [--budget SECONDS] [--report REPORT.md]
+usage: python benchmarks/tune_local.py FOLDER [--rounds N] [--trials N] [--budget SECONDS] [--unmeasured]
+       [--report REPORT.md]
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import datetime
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,8 +33,7 @@ from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.planfile import make_plan_file
 from autoplan.cli.trials import Budget, Trials, read_result
 from autoplan.files import encode, write_text
-from autoplan.jobs import OUTCOME, PLAN, JobStatus, LocalJobs
-from autoplan.model import ModelSpec
+from autoplan.jobs import AUTOPLAN, OUTCOME, PLAN, JobStatus, LocalJobs
 from autoplan.problem import Problem
 from autoplan.read.logs import LogReader
 from autoplan.result import RankedPlan
@@ -42,8 +44,16 @@ from search.storage import opened
 from search.study import search
 from search.tune import MARGIN, TunedTrial, Tuning, look
 
-MODEL = ModelSpec(name="small", num_layers=8, hidden_size=256, vocab_size=4096, num_heads=8, ffn_size=704)
+MODEL = """\
+name = "small"
+num_layers = 8
+hidden_size = 256
+vocab_size = 4096
+num_heads = 8
+ffn_size = 704
+"""
 SEQ_LEN, GLOBAL_BATCH = 128, "8"
+VISITS = 3  # of what the profile measures: the middle counts
 PRECISION: Precision = "fp32" if emulates_bf16() else "bf16"  # a step in bf16 would take many times as long
 STEPS, WARMUP = 6, 2
 OPTIONS = ("--steps", str(STEPS), "--warmup", str(WARMUP))
@@ -58,29 +68,47 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="two or more say what runs of one plan differ by")
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of this call")
+    parser.add_argument("--unmeasured", action="store_true", help="leave the profile out")
     parser.add_argument("--report", type=Path)
     options = parser.parse_args()
     until_s = time.monotonic() + options.budget
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = options.folder / "small.toml"
+    write_text(model, MODEL, force=True)
+    timings = options.folder / "timings.db"
+    if not options.unmeasured:
+        profile(model, timings)
     problem = make_problem(
         TrainingFlags(
-            model=MODEL, cluster="cpu:1x2", seq_len=SEQ_LEN, precision=PRECISION, attention="flash", framework="torch",
-            reserve_memory="0",
+            model=str(model), cluster="cpu:1x2", seq_len=SEQ_LEN, precision=PRECISION, attention="flash",
+            framework="torch", reserve_memory="0", timings=None if options.unmeasured else "db", db=str(timings),
         )
     )  # fmt: skip
     plans = distinct(search(problem, make_space(problem, GLOBAL_BATCH, fix=[], at_most=[], allow=[]), margin=MARGIN))
     tried = tune(problem, plans, options.folder, options.trials, until_s)
     truth = measure(problem, plans, options.folder / "truth", options.rounds, until_s)
-    text = "\n".join(table(plans, truth, tried))
+    text = "\n".join(table(problem, plans, truth, tried))
     print(text)
     if options.report:
         head = (
             f"# Tuning on this machine, {datetime.date.today().isoformat()}\n\n"
             f"autoplan {autoplan.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, "
             f"products in {PRECISION}; "
-            f"`python benchmarks/tune_local.py --rounds {options.rounds} --trials {options.trials}`.\n"
+            f"`python benchmarks/tune_local.py --rounds {options.rounds} --trials {options.trials}"
+            f"{' --unmeasured' if options.unmeasured else ''}`.\n"
         )
         write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)
     return 0
+
+
+def profile(model: Path, timings: Path) -> None:
+    """Measure what is not in the database yet, as a user would."""
+    options = {
+        "--db": timings, "--framework": "torch", "--dtypes": PRECISION, "--seq-len": SEQ_LEN, "--tp": "1,2",
+        "--micro-batches": "1,2,4,8", "--ranks": 2, "--visits": VISITS, "--allowance": "1s",
+    }  # fmt: skip
+    words = [str(word) for pair in options.items() for word in pair]
+    subprocess.run([*AUTOPLAN, "profile", str(model), *words], check=True)
 
 
 def tune(
@@ -139,12 +167,15 @@ def finish(run: Path) -> None:
         jobs.cancel([name])
 
 
-def table(plans: Sequence[RankedPlan], truth: Sequence[Sequence[float]], tried: Sequence[TunedTrial]) -> Iterator[str]:
+def table(
+    problem: Problem, plans: Sequence[RankedPlan], truth: Sequence[Sequence[float]], tried: Sequence[TunedTrial]
+) -> Iterator[str]:
     """Every plan, in the order of its truth, and what tune made of them."""
+    model = problem.model
     middle = np.array([median(some) if some else np.inf for some in truth])
     best = float(middle.min())
     ratios = [abs(np.log(one / two)) for some in truth for one, two in pairwise(some)]
-    yield f"{len(plans)} plans of {MODEL.num_layers} layers of {MODEL.hidden_size} on two ranks, {STEPS} steps each"
+    yield f"{len(plans)} plans of {model.num_layers} layers of {model.hidden_size} on two ranks, {STEPS} steps each"
     yield "predicted   truth of rounds                over the best  trial"
     for at in np.argsort(middle, kind="stable").tolist():
         rounds = " ".join(f"{1000 * one:6.1f}" for one in truth[at])

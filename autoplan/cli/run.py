@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoplan.children import Place
+    from autoplan.cli.runs import RunKeeper
     from autoplan.plan import ParallelPlan
     from autoplan.problem import Problem
     from autoplan.trainer.task import Advance, Command, Predicted, Report, RunFile, Task
@@ -76,17 +77,9 @@ def run(
     from autoplan.cli.command import ProgramError, run_command
     from autoplan.cli.inputs import check_output, parse_duration, whole_url
     from autoplan.cli.runs import RunKeeper
-    from autoplan.files import encode, write_text
-    from autoplan.report.terminal import make_console
-    from autoplan.trainer.run import usual_data
-    from autoplan.trainer.task import RunFile, Task
+    from autoplan.trainer.task import RunFile
 
-    if bool(program) != command:
-        raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
-    if command and (check or data):
-        raise InputError("--check and --data are of the built-in trainer: leave them out with --command")
-    if data not in (None, "text", "synthetic"):
-        raise InputError(f"no data {data!r}: text or synthetic")
+    _check_words(program, data, command=command, check=check)
     if out is not None:
         check_output(out, force=force)
     limit_s = parse_duration(limit)
@@ -95,38 +88,21 @@ def run(
     place = None if command else place_from(os.environ)
     leads = place is None or place.rank == 0
     keeper = RunKeeper(url) if db and leads else None
-    task: Task | Command
-    report: Report | None
     if not program:
         problem = _of_trainer(problem)
         if leads and not quiet:
             warn_of_emulation(problem)
     predicted = _predicted(problem, wanted)
+    task: Task | Command
+    report: Report | None
     try:
         if program:
+            words = [whole_url(context, one) or one for one in program]
             task, report = run_command(
-                problem,
-                wanted,
-                [whole_url(context, one) or one for one in program],
-                steps=steps,
-                warmup=warmup,
-                limit_s=limit_s,
-                log=log,
-                force=force,
-                quiet=quiet,
+                problem, wanted, words, steps=steps, warmup=warmup, limit_s=limit_s, log=log, force=force, quiet=quiet
             )
         else:
-            task = Task(
-                model=problem.model,
-                plan=wanted,
-                seq_len=problem.training.seq_len,
-                dtype=wanted.precision,  # type: ignore[arg-type]  # `check_task` refuses others
-                num_steps=steps,
-                num_warmup=warmup,
-                data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
-                checks=check,
-                limit_s=limit_s,
-            )
+            task = _task(problem, wanted, steps=steps, warmup=warmup, data=data, checks=check, limit_s=limit_s)
             report = _train(task, place, log=log, force=force, quiet=quiet)
     except (ProgramError, CrewError) as error:
         try:
@@ -135,24 +111,43 @@ def run(
         except StoreError as unkept:
             raise AutoplanError(f"{error}; and this was not stored: {unkept}") from None
         raise
-    if report is None:
-        return
-    made = RunFile(task=task, predicted=predicted, measured=report)
-    text = encode(made)
+    if report is not None:
+        _hand_over(RunFile(task=task, predicted=predicted, measured=report), problem, keeper, out, force, as_json)
+
+
+def _check_words(program: list[str] | None, data: str | None, *, command: bool, check: bool) -> None:
+    """Refuse options that do not go together."""
+    if bool(program) != command:
+        raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
+    if command and (check or data):
+        raise InputError("--check and --data are of the built-in trainer: leave them out with --command")
+    if data not in (None, "text", "synthetic"):
+        raise InputError(f"no data {data!r}: text or synthetic")
+
+
+def _hand_over(
+    made: RunFile, problem: Problem, keeper: RunKeeper | None, out: Path | None, force: bool, as_json: bool
+) -> None:
+    """Print what was measured, store it and write it; then complain if the plan trains something else."""
+    from autoplan.files import encode, write_text
+    from autoplan.report.terminal import make_console
+
+    text, check = encode(made), made.measured.check
     if as_json:
         typer.echo(text, nl=False)
     else:
         _print_run(make_console(), made)
     try:
-        if keeper and (report.check is None or report.check.holds):
-            keeper.keep(problem, wanted, predicted, report, log_of=getattr(task, "log_of", ""))
+        if keeper and (check is None or check.holds):
+            log_of = getattr(made.task, "log_of", "")
+            keeper.keep(problem, made.task.plan, made.predicted, made.measured, log_of=log_of)
     finally:  # a disk that is full for the one need not be for the other
         if out is not None:
             write_text(out, text, force=force)
-    if report.check is not None and not report.check.holds:
+    if check is not None and not check.holds:
         raise AutoplanError(
-            f"the plan trains something else than one process does: losses differ by {report.check.loss:.2g}, "
-            f"gradients by {report.check.gradients:.2g}, weights by {report.check.weights:.2g} of their size"
+            f"the plan trains something else than one process does: losses differ by {check.loss:.2g}, "
+            f"gradients by {check.gradients:.2g}, weights by {check.weights:.2g} of their size"
         )
 
 
@@ -167,6 +162,26 @@ def plan_to_run(path: Path, url: str | None) -> tuple[Problem, ParallelPlan, str
             with suppress(AutoplanError):
                 return read_plan(path)
         raise
+
+
+def _task(
+    problem: Problem, plan: ParallelPlan, *, steps: int, warmup: int, data: str | None, checks: bool, limit_s: float
+) -> Task:
+    """What the built-in trainer is to do."""
+    from autoplan.trainer.run import usual_data
+    from autoplan.trainer.task import Task
+
+    return Task(
+        model=problem.model,
+        plan=plan,
+        seq_len=problem.training.seq_len,
+        dtype=plan.precision,  # type: ignore[arg-type]  # `check_task` refuses others
+        num_steps=steps,
+        num_warmup=warmup,
+        data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
+        checks=checks,
+        limit_s=limit_s,
+    )
 
 
 def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, quiet: bool) -> Report | None:
