@@ -8,10 +8,10 @@ prediction's first plans enqueued.
 
 Predictions come from calibrations that have not seen the group's source, or another one of the same people.  The
 spreads of the belief are constants of the product; two of them, `SCATTER` and `DEGREES_SHARE`, are the likeliest for
-the errors of all these sweeps, not those that need the fewest trials.  Traits of frameworks that presets
-list as fitted stay as they ship, with all runs in view.  As predictions of a framework that nobody has measured are
-worse, the same is shown with spoiled ones: times of every component are off by a factor of their own, and every plan
-by another one.
+the errors of all these sweeps (`belief_fit.py`), not those that need the fewest trials.  Traits of frameworks that
+presets list as fitted stay as they ship, with all runs in view.  As predictions of a framework that nobody has measured
+are worse, the same is shown with spoiled ones: times of every component are off by a factor of their own, and every
+plan by another one.
 
 usage: python benchmarks/tune_replay.py [--runs RUNS.csv] [--seeds N] [--report REPORT.md]
 """

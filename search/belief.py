@@ -27,10 +27,9 @@ Floats = NDArray[np.float64]
 COMMON_SPREAD = Calibration().time_spread  # of all plans of a cluster and framework: of a model without calibration
 # What one plan is off by itself: `OWN_SPREAD` is that of a ratio, of two plans.
 PLAN_SPREAD = OWN_SPREAD / math.sqrt(2.0)
-# Of the logarithm of that from one sweep to another: by the evidence likeliest at .7 to 1, whichever source is left out
-# of the 54 sweeps of `benchmarks/tune_replay.py` or of the runs of all sources.
-SCATTER = 0.7
-# How much of it, as variance, plans of the same degrees share: likeliest at .75, and at 0 to .5 with erratic runs.
+# Of the logarithm of that from one sweep to another, and how much of it, as variance, plans of the same degrees share:
+# the likeliest pair for measured sweeps (`benchmarks/belief_fit.py`).
+SCATTER = 1.0
 DEGREES_SHARE = 0.5
 # Of the same plan run again, as long as none was; steps of one run say what they can of it, and no less than this.
 RUN_SPREAD = 0.01
@@ -75,11 +74,13 @@ class Belief:
     """Logarithms of seconds per sequence of every plan: a Gaussian for each scale of what plans are off by themselves.
 
     `means` and `spreads`, standard deviations, have the shape (scales, plans); `weights` are the scales' probabilities.
+    `log_evidence` is the logarithm of how likely what was measured is, but for a constant.
     """
 
     means: Floats
     spreads: Floats
     weights: Floats
+    log_evidence: float
 
     @classmethod
     def of(cls, plans: Sequence[RankedPlan], measured: Sequence[Measured] = ()) -> Belief:
@@ -107,8 +108,10 @@ class Belief:
         mean, spread = np.array(means), np.array(spreads)
         # What was measured is known, however erratic.
         mean[:, rows], spread[:, rows] = found, runs
-        weights = np.exp(np.array(evidence) - max(evidence) - _SCATTERS**2 / 2.0)
-        return cls(means=mean, spreads=spread, weights=weights / weights.sum())
+        prior = np.exp(-(_SCATTERS**2) / 2.0)
+        weights = prior / prior.sum() * np.exp(np.array(evidence) - max(evidence))
+        log_evidence = max(evidence) + math.log(weights.sum())
+        return cls(means=mean, spreads=spread, weights=weights / weights.sum(), log_evidence=log_evidence)
 
     @property
     def mean(self) -> Floats:

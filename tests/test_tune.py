@@ -74,7 +74,7 @@ def test_what_was_measured_is_known_and_plans_alike_follow_it(plans: Sequence[Ra
     assert before.mean == pytest.approx(np.log([one.step_s / 64 for one in plans]))
     after = Belief.of(plans, [Measured(at=0, step_s=plans[0].step_s * 1.1)])
     assert after.mean[0] == pytest.approx(before.mean[0] + np.log(1.1))
-    assert after.spread[0] == RUN_SPREAD
+    assert after.spread[0] == pytest.approx(RUN_SPREAD)
     moved = after.mean - before.mean
     assert (moved > 0).all()
     # The one that spends its step most like the measured one moves most, and nothing moves beyond it.
@@ -111,7 +111,7 @@ def test_all_plans_off_alike_changes_no_choice(plans: Sequence[RankedPlan]) -> N
 def test_one_erratic_run_teaches_little_and_many_that_agree_teach_all(plans: Sequence[RankedPlan]) -> None:
     prior = Belief.of(plans).mean
     one = Belief.of(plans, [Measured(at=0, step_s=plans[0].step_s * 5)])
-    assert (one.mean - prior)[1:].max() < 0.2  # of 1.6
+    assert (one.mean - prior)[1:].max() < 0.25  # of 1.6
     many = Belief.of(plans, [Measured(at=at, step_s=plans[at].step_s * 5) for at in range(15)])
     assert (many.mean - prior)[15:].min() > 1.2
     # A step is never fast by chance: that is believed at once.

@@ -1,0 +1,89 @@
+"""Which spreads of the belief about plans are likeliest?
+
+The steps of all finished plans of a sweep have a likelihood under the belief of `autoplan tune` about errors that
+predictions have (`search.belief`).  This is its logarithm, summed over the sweeps of `tune_replay.py`, for values of
+`SCATTER` and `DEGREES_SHARE`: less is less likely, by a factor of e for each 1.  Then the likeliest pair with each
+source left out.  Predictions come from calibrations that have not seen the source, as in the replay.
+
+usage: python benchmarks/belief_fit.py [--runs RUNS.csv] [--report REPORT.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from measured_runs import RUNS
+from numpy.typing import NDArray
+from tune_replay import Group, read_groups
+
+import autoplan
+from autoplan.files import write_text
+from search import belief
+from search.belief import Belief, Measured, pooled
+
+Floats = NDArray[np.float64]
+
+SCATTERS = (0.3, 0.5, 0.7, 1.0, 1.4)
+SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
+
+
+def main() -> int:
+    """Try all pairs, print and, if asked, write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--report", type=Path, help="write the tables to this Markdown file as well")
+    options = parser.parse_args()
+    if not options.runs.is_file():
+        print(f"{options.runs} is not there: name it with --runs", file=sys.stderr)
+        return 1
+    text = "\n".join(tables(read_groups(options.runs)))
+    print(text)
+    if options.report:
+        head = f"# Spreads of the belief about plans, {datetime.date.today().isoformat()}\n\n"
+        head += f"autoplan {autoplan.__version__}; `python benchmarks/belief_fit.py`.\n"
+        write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)
+    return 0
+
+
+def log_evidence(group: Group) -> float:
+    """Of the steps of all its finished plans."""
+    steps = [(at, one.step_s) for at, one in enumerate(group.answers)]
+    measured = pooled([Measured(at=at, step_s=step_s) for at, step_s in steps if step_s is not None])
+    return Belief.of(group.plans, measured).log_evidence
+
+
+def evidences(groups: Sequence[Group]) -> Floats:
+    """Of every group under every pair: shape (scatters, shares, groups)."""
+    found = np.empty((len(SCATTERS), len(SHARES), len(groups)))
+    usual = belief.SCATTER, belief.DEGREES_SHARE
+    for (row, scatter), (column, share) in itertools.product(enumerate(SCATTERS), enumerate(SHARES)):
+        belief.SCATTER, belief.DEGREES_SHARE = scatter, share
+        found[row, column] = [log_evidence(group) for group in groups]
+    belief.SCATTER, belief.DEGREES_SHARE = usual
+    return found
+
+
+def tables(groups: Sequence[Group]) -> Iterator[str]:
+    """All lines of the report."""
+    found = evidences(groups)
+    sources = np.array([group.source for group in groups])
+    whole = found.sum(axis=-1)
+    yield f"{len(groups)} sweeps; the product has SCATTER {belief.SCATTER:g}, DEGREES_SHARE {belief.DEGREES_SHARE:g}"
+    yield f"{'SCATTER':>8}  " + "".join(f"{f'share {share:g}':>12}" for share in SHARES)
+    for scatter, row in zip(SCATTERS, whole - whole.max(), strict=True):
+        yield f"{scatter:8g}  " + "".join(f"{value:12.1f}" for value in row)
+    yield ""
+    for source in sorted(set(sources.tolist())):
+        rest = found[..., sources != source].sum(axis=-1)
+        row, column = np.unravel_index(int(rest.argmax()), rest.shape)
+        yield f"without {source:12} likeliest at SCATTER {SCATTERS[row]:g}, DEGREES_SHARE {SHARES[column]:g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
