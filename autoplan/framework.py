@@ -96,7 +96,7 @@ class Framework:
     separate_inputs: bool = False
     # Narrow products scale by the largest value of the tensor that they take, found in a pass of its own.
     scales_by_own_largest: bool = False
-    narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised
+    narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised, gradients too
     # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
     # whose ranks gather all of them at once, beside attention to their own.
     expands_kv: bool = False

@@ -58,9 +58,9 @@ SCAN_S = 700e-6
 NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}
 FP4_GEMM_SHARE = 0.80
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
-# Per element of a GEMM's input: read in bf16, written in 8 bits, and the transposed copy.  In 4 bits a pass for the
-# tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its own
-# (Transformer Engine, NVFP4BlockScaling).
+# Per element that enters a GEMM, an input or an output's gradient: read in bf16, written in 8 bits, and the transposed
+# copy.  In 4 bits a pass for the tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and
+# read on its own (Transformer Engine, NVFP4BlockScaling).
 CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
 LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the tensor itself (torchao, dynamic scaling)
 
@@ -497,13 +497,12 @@ def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> tuple[
     of_slices = np.where(in_slices, (moved - 1.0) / batch.tp + 2.0, moved)
     forward = backward = np.zeros(len(batch))
     for linear in shape.linears:
-        inputs, _ = local_sizes(linear, batch)
+        inputs, outputs = local_sizes(linear, batch)
+        tokens = rank_tokens(problem, batch)
         if linear.is_expert:
-            elements = inputs * expert_tokens(problem, batch) * linear.copies / batch.ep
-        else:
-            elements = inputs * rank_tokens(problem, batch)
-        forward = forward + elements * (of_slices if linear.split == "column" else moved)
-        backward = backward + 2 * moved * elements
+            tokens = expert_tokens(problem, batch) * linear.copies / batch.ep
+        forward = forward + inputs * tokens * (of_slices if linear.split == "column" else moved)
+        backward = backward + outputs * tokens * (of_slices if linear.split == "row" else moved)
     return forward, backward
 
 

@@ -271,7 +271,7 @@ def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats
     inputs = outputs = reduce = np.zeros(len(batch))
     if batch.sp.any():
         inputs = np.where(batch.sp, links.all_gather_s(*group, tp_gathered_bytes(problem, batch)), 0.0)
-        outputs = np.where(batch.sp, links.all_gather_s(*group, buffer), 0.0)
+        outputs = inputs  # the gradients of a block's outputs are gathered as its inputs are
         reduce = links.reduce_scatter_s(*group, buffer)
     if not batch.sp.all():
         reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, buffer))
