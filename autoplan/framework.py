@@ -94,6 +94,8 @@ class Framework:
     tp_overlap_share: float = 0.0  # of the tensor-parallel collectives that hides under GEMMs
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
+    # Overlapped products run in so many pieces, each beside the traffic of another one; 0: they stay as they are.
+    tp_overlap_pieces: int = 0
     # Narrow products scale by the largest value of the tensor that they take, found in a pass of its own.
     scales_by_own_largest: bool = False
     narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised, gradients too
@@ -208,6 +210,7 @@ class Framework:
         check_count("message_poll_from_nodes", self.message_poll_from_nodes)
         check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
         check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)
+        check_count("tp_overlap_pieces", self.tp_overlap_pieces, least=0, most=1000)
         for name in (
             "bytes_per_weight",
             "bytes_per_grad",
