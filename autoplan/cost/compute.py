@@ -76,6 +76,9 @@ FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT run
 # benchmark/sdpa_benchmark_training/results).
 FLASH_BACKWARD_SHARE = 0.80
 FLASH_TILE = 128  # queries per thread block
+# Time of attention that draws random numbers for dropout, over that without: 1.2 to 1.4 (FlashAttention 4 and cuDNN on
+# GB200, Dao-AILab/flash-attention pull request 2597; arXiv:2410.07531 on GH100).
+DROPOUT_ATTENTION_TIME = 1.3
 # Time of attention in 8 bits, with the casts around it, over that in 16 bits [fitted: mixtures of experts in MXFP8 on
 # B300, GB200 and GB300].  cuDNN's fp8 kernels alone, as above: .57-.63 with latent heads, .76-.92 with heads of 128.
 NARROW_ATTENTION_TIME = 0.65
@@ -321,6 +324,8 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward
+    if has_dropout(problem):
+        factor = factor * DROPOUT_ATTENTION_TIME
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
     kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
@@ -379,7 +384,7 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
     model, framework = problem.model, problem.framework
     hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
     norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
-    residual = sliced * hidden * (6.0 + (3.0 if framework.dropout else 0.0))
+    residual = sliced * hidden * (6.0 + (3.0 if has_dropout(problem) else 0.0))
     moved = {"norm": (4.0 * norm, 8.0 * norm), "residual": (residual, residual)}
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         if model.position_embedding == "rope":
@@ -392,7 +397,7 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
         # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
         moved["scan"] = (32.0 * scan, 80.0 * scan)
     else:
-        read, backward_read = (6.0, 10.0) if model.gated_mlp else (4.0, 6.0)
+        read, backward_read = _activation_bytes(problem)
         width = tokens * _ffn_size(problem, block) / batch.tp
         moved["activation"] = (read * width, backward_read * width)
         if block is Block.MOE and model.moe:
@@ -414,6 +419,21 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
         name: (forward * factors[name] * wider, backward * factors[name] * wider)
         for name, (forward, backward) in moved.items()
     }
+
+
+def has_dropout(problem: Problem) -> bool:
+    """Whether hidden states and attention scores are dropped at random."""
+    is_gpt = problem.model.position_embedding == "learned"
+    return problem.framework.dropout or (problem.framework.gpt_dropout and is_gpt)
+
+
+def _activation_bytes(problem: Problem) -> tuple[float, float]:
+    """(forward, backward) bytes that an MLP's activation moves per token and element of its width."""
+    if problem.model.gated_mlp:
+        return 6.0, 10.0
+    if problem.model.squared_relu and not problem.framework.fused_squared_relu:
+        return 8.0, 20.0  # backward a copy, its double, that times the gradient, and the threshold
+    return 4.0, 6.0
 
 
 def _norm_traffic(problem: Problem) -> float:
