@@ -396,7 +396,7 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
         wide = inner + model.mamba.num_groups * model.mamba.state_size
         scan = tokens * wide / batch.tp
         # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
-        moved["scan"] = (32.0 * scan, 80.0 * scan)
+        moved["scan"] = (36.0 * scan, 88.0 * scan)
     else:
         read, backward_read = _activation_bytes(problem)
         width = tokens * _ffn_size(problem, block) / batch.tp
