@@ -59,8 +59,9 @@ NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}
 FP4_GEMM_SHARE = 0.80
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 # Per element that enters a GEMM, an input or an output's gradient: read in bf16, written in 8 bits, and the transposed
-# copy.  In 4 bits a pass for the tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and
-# read on its own (Transformer Engine, NVFP4BlockScaling).
+# copy, which those of one scale do without on Blackwell (Transformer Engine, nvte_is_non_tn_fp8_gemm_supported).  In 4
+# bits a pass for the tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its
+# own (Transformer Engine, NVFP4BlockScaling).
 CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
 LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the tensor itself (torchao, dynamic scaling)
 
@@ -513,9 +514,12 @@ def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> tuple[
     framework, is_fp8 = problem.framework, batch.precision == PRECISIONS.index("fp8")
     moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in PRECISIONS])[batch.precision]
     moved = moved + LARGEST_BYTES * (is_fp8 & framework.scales_by_own_largest)
+    # Blackwell's products take matrices of 8 bits as they lie.
+    copies = is_fp8 & (problem.device.generation != "blackwell")
+    moved = moved - (is_fp8 & ~copies)
     # What is gathered as quantised was so in slices; its transposed copy is made of the whole.
     in_slices = is_fp8 & batch.sp & framework.narrow_tp_gathers
-    of_slices = np.where(in_slices, (moved - 1.0) / batch.tp + 2.0, moved)
+    of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
     forward = backward = np.zeros(len(batch))
     for linear in shape.linears:
         inputs, outputs = local_sizes(linear, batch)
