@@ -389,7 +389,7 @@ def test_a_message_that_is_a_slice_already_is_not_gathered(changes: dict[str, An
 
 @pytest.mark.parametrize(
     ("cluster", "kernel", "rate"),
-    [("h100-sxm:1x8", "cudnn", 1.3), ("h100-sxm:1x8", "flash2", 0.77), ("b200:1x8", "cudnn", 1.0)],
+    [("h100-sxm:1x8", "cudnn", 1.3), ("h100-sxm:1x8", "flash2", 0.70), ("b200:1x8", "cudnn", 1.0)],
 )
 def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any, rate: float) -> None:
     # Without what a kernel takes to start: a long sequence of few heads.
