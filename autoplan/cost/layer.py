@@ -404,10 +404,10 @@ def _in_pieces_s(
     """
     inputs, forward, gather, _ = link_s
     reduce, share, curve = forward - inputs, problem.framework.tp_overlap_share, problem.device.gemm
-    splits = problem.framework.tp_overlap_pieces
+    splits = np.where(batch.tp > 1, problem.framework.tp_overlap_pieces, 1)
     rows = rank_tokens(problem, batch) + curve.half_m
 
-    def times_s(split: str, pieces: Floats | int) -> tuple[Floats, Floats]:
+    def times_s(split: str, pieces: Ints) -> tuple[Floats, Floats]:
         """Of the forward products of the matrices that are cut so, and what they lose in so many pieces."""
         names = [linear.name for linear in shape.linears if linear.split == split]
         whole = add_up(kernels.matrix_forward_s[name] for name in names)
