@@ -860,6 +860,15 @@ def test_products_in_pieces_show_a_piece_of_the_reductions_and_are_slower_the_fe
     assert shown_s(few, 1024, **userbuffers) / shown_s(few, 1024) > shown_s(plan, **userbuffers) / plain
 
 
+def test_weights_kept_in_8_bits_of_one_scale_are_gathered_so() -> None:
+    plan = dataclasses.replace(TWO_NODES, sharding="zero1", precision="fp8")
+    wide = priced(plan)["parameter_gather"]
+    narrow = priced(plan, narrow_weights=("fp8", "mxfp8"))["parameter_gather"]
+    assert wide / 2 < narrow < 0.8 * wide  # embedding and head stay wide
+    blocks = dataclasses.replace(plan, precision="mxfp8")
+    assert priced(blocks, narrow_weights=("fp8", "mxfp8")) == priced(blocks)
+
+
 def test_gpt_keeps_its_dropout_where_recipes_say_so() -> None:
     gpt = dataclasses.replace(DENSE, gated_mlp=False, position_embedding="learned", max_positions=2048)
     llama = dataclasses.replace(DENSE, gated_mlp=False)
