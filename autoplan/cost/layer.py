@@ -377,11 +377,10 @@ def _tp_s(
     meeting = add_up(_meeting_s(problem, batch))
     meetings = np.where(batch.sp, 2, 1) * meeting
     beside = np.minimum(reduce + meeting, columns_s) if framework.tp_reduce_overlap else np.zeros_like(reduce)
-    late = reduce - (1.0 - CONTENTION_SHARE) * beside
-    plain = forward + meetings, gather + late + meetings
+    plain = forward + meetings, gather + reduce + meetings - (1.0 - CONTENTION_SHARE) * beside
     if framework.tp_overlap_pieces:
         pieces = _in_pieces_s(problem, batch, shape, link_s, kernels)
-        overlapped = pieces[0], pieces[1] + late
+        overlapped = pieces[0], pieces[1] + reduce - (1.0 - CONTENTION_SHARE) * np.minimum(beside, reduce)
     else:
         # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
         alone = gather + np.maximum(reduce - beside, 0.0)
