@@ -46,6 +46,7 @@ class Framework:
     # input in 16 bits.  6 where that is in fp32, too (`modelling` B2).
     bytes_per_eager_norm: float = 4.0
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
+    fused_squared_relu: bool = True  # else a ReLU and a power with kernels of their own
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
     # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
     # copies, and gradients that live from their backward pass to the optimizer's step: a step has several peaks.
@@ -58,6 +59,7 @@ class Framework:
     # Precisions in which those copies are all that is kept of the weights of narrow GEMMs (--fp8-param-gather).
     narrow_weights: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     dropout: bool = False
+    gpt_dropout: bool = False  # of models of the shape of GPT, whose recipes keep it
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
     communicator_bytes: float = 0.3 * 2**30  # NCCL buffers of one active group
@@ -92,11 +94,13 @@ class Framework:
     # Tensor-parallel ranks reduce the gradient of a matrix's inputs while they compute that of its weights.
     tp_reduce_overlap: bool = True
     tp_overlap_share: float = 0.0  # of the tensor-parallel collectives that hides under GEMMs
+    # Overlapped products run in so many pieces, each beside the traffic of another one; 0: they stay as they are.
+    tp_overlap_pieces: int = 0
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
     # Narrow products scale by the largest value of the tensor that they take, found in a pass of its own.
     scales_by_own_largest: bool = False
-    narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised
+    narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised, gradients too
     # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
     # whose ranks gather all of them at once, beside attention to their own.
     expands_kv: bool = False
@@ -206,6 +210,7 @@ class Framework:
         check_count("widest_blackwell_head", self.widest_blackwell_head, most=2**16)
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
         check_count("message_poll_from_nodes", self.message_poll_from_nodes)
+        check_count("tp_overlap_pieces", self.tp_overlap_pieces, least=0, most=1000)
         check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
         check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)
         for name in (

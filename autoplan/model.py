@@ -100,6 +100,7 @@ class ModelSpec:
     head_dim: int | None = None  # None: hidden_size / num_heads
     ffn_size: int = 0  # dense MLP; 0 only where every layer is MoE
     gated_mlp: bool = True
+    squared_relu: bool = False  # between two matrices of an MLP without a gate
     mlp_bias: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False

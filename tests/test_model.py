@@ -68,6 +68,8 @@ PUBLISHED_BILLIONS = {
     "gemma3-4b": 3.88,
     "gemma3-12b": 11.77,
     "gemma3-27b": 27.0,
+    "nemotron3-8b": 8.54,  # marketed 8
+    "nemotron3-22b": 21.3,  # marketed 22
     "nemotron4-15b": 15.6,
     "nemotron4-340b": 341.0,
     "nemotron-h-56b": 56.3,

@@ -203,6 +203,23 @@ def test_a_shared_expert_that_no_column_counts_is_that_of_the_model(tmp_path: Pa
     assert run.problem.model.moe.shared_expert_ffn_size == 8192
 
 
+def test_a_model_without_a_gate_that_is_no_gpt_has_the_blocks_of_its_preset(tmp_path: Path) -> None:
+    row = LLAMA | {
+        "gated_mlp": "0",
+        "num_layers": "32",
+        "hidden_size": "6144",
+        "num_heads": "48",
+        "vocab_size": "256000",
+    }
+    nemotron, gpt = runs_of(tmp_path, row | {"model": "nemotron4_15b"}, row | {"model": "my GPT"})
+    assert nemotron.problem is not None
+    assert gpt.problem is not None
+    model = nemotron.problem.model
+    assert (model.position_embedding, model.mlp_bias, model.squared_relu) == ("rope", False, True)
+    assert not model.tied_embeddings
+    assert (gpt.problem.model.position_embedding, gpt.problem.model.mlp_bias) == ("learned", True)
+
+
 @pytest.mark.parametrize(
     ("framework", "gpu", "recompute"),
     [

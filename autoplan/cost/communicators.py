@@ -87,7 +87,7 @@ def tp_buffer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def tp_gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """The same where it enters a block's matrices: as quantised, if the framework gathers it so."""
+    """The same where it, or its gradient, enters a block's matrices: as quantised, if the framework gathers it so."""
     is_narrow = problem.framework.narrow_tp_gathers & (batch.precision == PRECISIONS.index("fp8"))
     return np.where(is_narrow, 0.5, 1.0) * tp_buffer_bytes(problem, batch)
 

@@ -58,17 +58,19 @@ SCAN_S = 700e-6
 NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}
 FP4_GEMM_SHARE = 0.80
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
-# Per element of a GEMM's input: read in bf16, written in 8 bits, and the transposed copy.  In 4 bits a pass for the
-# tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its own
-# (Transformer Engine, NVFP4BlockScaling).
+# Per element that enters a GEMM, an input or an output's gradient: read in bf16, written in 8 bits, and the transposed
+# copy, which those of one scale do without on Blackwell (Transformer Engine, nvte_is_non_tn_fp8_gemm_supported).  In 4
+# bits a pass for the tensor's largest value comes before, and the transposed copy is rotated (Hadamard) and read on its
+# own (Transformer Engine, NVFP4BlockScaling).
 CAST_BYTES = {"fp8": 4.0, "mxfp8": 4.0, "nvfp4": 7.0}
 LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the tensor itself (torchao, dynamic scaling)
 
-# Rates on Hopper over FlashAttention 3 there, which the device's curve describes.  FlashAttention 2 and its kin: .41
-# against .53 of the peak at long sequences (`modelling` C3, arXiv:2407.08608).  cuDNN from 9.4 on is 1.7 times or more
-# as fast as FlashAttention 2 in shapes of training (huggingface/transformers pull request 48163); it was 5-30 % slower
-# before (release notes of cuDNN 9.4).
-FLASH2_ON_HOPPER = 0.77
+# Rates on Hopper over FlashAttention 3 there, which the device's curve describes.  FlashAttention 2 and its kin, of
+# instructions that Ampere has too: 1 / 2 to 1 / 1.5 in short benchmarks (arXiv:2407.08608), of which the curve's level
+# is .83 as its kernel is throttled, theirs less [within .60 to .80 fitted: MPT and torchtitan runs].  cuDNN from 9.4 on
+# is 1.7 times or more as fast as FlashAttention 2 in shapes of training (huggingface/transformers pull request 48163);
+# it was 5-30 % slower before (release notes of cuDNN 9.4).
+FLASH2_ON_HOPPER = 0.70
 CUDNN_ON_HOPPER = 1.3
 FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
 # Rate of the backward kernel over that of the forward kernel.  cuDNN 9.19 and 9.22 on H200, GB200 and GB300: .73-.86
@@ -76,6 +78,9 @@ FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT run
 # benchmark/sdpa_benchmark_training/results).
 FLASH_BACKWARD_SHARE = 0.80
 FLASH_TILE = 128  # queries per thread block
+# Time of attention that draws random numbers for dropout, over that without: 1.2 to 1.4 (FlashAttention 4 and cuDNN on
+# GB200, Dao-AILab/flash-attention pull request 2597; arXiv:2410.07531 on GH100).
+DROPOUT_ATTENTION_TIME = 1.3
 # Time of attention in 8 bits, with the casts around it, over that in 16 bits [fitted: mixtures of experts in MXFP8 on
 # B300, GB200 and GB300].  cuDNN's fp8 kernels alone, as above: .57-.63 with latent heads, .76-.92 with heads of 128.
 NARROW_ATTENTION_TIME = 0.65
@@ -321,6 +326,8 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward
+    if has_dropout(problem):
+        factor = factor * DROPOUT_ATTENTION_TIME
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
     kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
@@ -379,7 +386,7 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
     model, framework = problem.model, problem.framework
     hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
     norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
-    residual = sliced * hidden * (6.0 + (3.0 if framework.dropout else 0.0))
+    residual = sliced * hidden * (6.0 + (3.0 if has_dropout(problem) else 0.0))
     moved = {"norm": (4.0 * norm, 8.0 * norm), "residual": (residual, residual)}
     if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
         if model.position_embedding == "rope":
@@ -390,9 +397,9 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
         wide = inner + model.mamba.num_groups * model.mamba.state_size
         scan = tokens * wide / batch.tp
         # Convolution, gate, time steps, chunk states and their normalisation, each read and written [fitted: hybrids].
-        moved["scan"] = (32.0 * scan, 80.0 * scan)
+        moved["scan"] = (36.0 * scan, 88.0 * scan)
     else:
-        read, backward_read = (6.0, 10.0) if model.gated_mlp else (4.0, 6.0)
+        read, backward_read = _activation_bytes(problem)
         width = tokens * _ffn_size(problem, block) / batch.tp
         moved["activation"] = (read * width, backward_read * width)
         if block is Block.MOE and model.moe:
@@ -414,6 +421,21 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
         name: (forward * factors[name] * wider, backward * factors[name] * wider)
         for name, (forward, backward) in moved.items()
     }
+
+
+def has_dropout(problem: Problem) -> bool:
+    """Whether hidden states and attention scores are dropped at random."""
+    is_gpt = problem.model.position_embedding == "learned"
+    return problem.framework.dropout or (problem.framework.gpt_dropout and is_gpt)
+
+
+def _activation_bytes(problem: Problem) -> tuple[float, float]:
+    """(forward, backward) bytes that an MLP's activation moves per token and element of its width."""
+    if problem.model.gated_mlp:
+        return 6.0, 10.0
+    if problem.model.squared_relu and not problem.framework.fused_squared_relu:
+        return 8.0, 20.0  # backward a copy, its double, that times the gradient, and the threshold
+    return 4.0, 6.0
 
 
 def _norm_traffic(problem: Problem) -> float:
@@ -492,18 +514,20 @@ def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> tuple[
     framework, is_fp8 = problem.framework, batch.precision == PRECISIONS.index("fp8")
     moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in PRECISIONS])[batch.precision]
     moved = moved + LARGEST_BYTES * (is_fp8 & framework.scales_by_own_largest)
+    # Blackwell's products take matrices of 8 bits as they lie.
+    copies = is_fp8 & (problem.device.generation != "blackwell")
+    moved = moved - (is_fp8 & ~copies)
     # What is gathered as quantised was so in slices; its transposed copy is made of the whole.
     in_slices = is_fp8 & batch.sp & framework.narrow_tp_gathers
-    of_slices = np.where(in_slices, (moved - 1.0) / batch.tp + 2.0, moved)
+    of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
     forward = backward = np.zeros(len(batch))
     for linear in shape.linears:
-        inputs, _ = local_sizes(linear, batch)
+        inputs, outputs = local_sizes(linear, batch)
+        tokens = rank_tokens(problem, batch)
         if linear.is_expert:
-            elements = inputs * expert_tokens(problem, batch) * linear.copies / batch.ep
-        else:
-            elements = inputs * rank_tokens(problem, batch)
-        forward = forward + elements * (of_slices if linear.split == "column" else moved)
-        backward = backward + 2 * moved * elements
+            tokens = expert_tokens(problem, batch) * linear.copies / batch.ep
+        forward = forward + inputs * tokens * (of_slices if linear.split == "column" else moved)
+        backward = backward + outputs * tokens * (of_slices if linear.split == "row" else moved)
     return forward, backward
 
 

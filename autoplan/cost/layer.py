@@ -45,6 +45,9 @@ Ints = NDArray[np.int64]
 
 # Of the vocabulary-parallel loss, each of an fp32 number per token.
 LOSS_REDUCTIONS = 3
+# Compute units that reduce the pieces of an overlapped product: 8 to 24 in NVIDIA's recipes (num_sm of proj_fprop and
+# fc2_fprop, NeMo-Framework-Launcher conf/training/tp_overlap).
+REDUCING_UNITS = 20
 BYTES_PER_REDUCED_TOKEN = 4.0
 
 # The terms of a block's time, in the order in which they are shown.
@@ -218,7 +221,7 @@ def _parts(
     kernels = kernel_times(problem, batch, block, shape)
     tp, tp_inputs = (zeros, zeros), zeros
     if has_tp_traffic(block, shape):
-        tp = _tp_s(problem, batch, tp_s[1:], kernels, _column_weights_s(shape, kernels))
+        tp = _tp_s(problem, batch, shape, tp_s, kernels, _column_weights_s(shape, kernels))
         tp_inputs = tp[0] * np.divide(tp_s[0], tp_s[1], out=zeros.copy(), where=tp_s[1] > 0)
     cp = zeros, zeros
     if block in ATTENTION_BLOCKS:
@@ -271,7 +274,7 @@ def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats
     inputs = outputs = reduce = np.zeros(len(batch))
     if batch.sp.any():
         inputs = np.where(batch.sp, links.all_gather_s(*group, tp_gathered_bytes(problem, batch)), 0.0)
-        outputs = np.where(batch.sp, links.all_gather_s(*group, buffer), 0.0)
+        outputs = inputs  # the gradients of a block's outputs are gathered as its inputs are
         reduce = links.reduce_scatter_s(*group, buffer)
     if not batch.sp.all():
         reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, buffer))
@@ -356,7 +359,12 @@ def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _tp_s(
-    problem: Problem, batch: PlanBatch, link_s: tuple[Floats, ...], kernels: KernelTimes, columns_s: Floats
+    problem: Problem,
+    batch: PlanBatch,
+    shape: BlockShape,
+    link_s: tuple[Floats, ...],
+    kernels: KernelTimes,
+    columns_s: Floats,
 ) -> tuple[Floats, Floats]:
     """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` alone.
 
@@ -364,16 +372,55 @@ def _tp_s(
     outputs, which take `columns_s`.  Source: Megatron-LM core/tensor_parallel/layers.py,
     LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine pytorch/module/layernorm_linear.py.
     """
-    forward, gather, reduce = link_s
+    framework = problem.framework
+    forward, gather, reduce = link_s[1:]
     meeting = add_up(_meeting_s(problem, batch))
-    beside = np.minimum(reduce + meeting, columns_s) if problem.framework.tp_reduce_overlap else np.zeros_like(reduce)
-    alone = gather + np.maximum(reduce - beside, 0.0)
-    # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
-    share = np.where(batch.tp_overlap, problem.framework.tp_overlap_share, 0.0)
-    forward_hidden = share * np.minimum(forward, kernels.gemm_forward_s)
-    hidden = share * np.minimum(alone, kernels.gemm_backward_s) + (1.0 - CONTENTION_SHARE) * beside
     meetings = np.where(batch.sp, 2, 1) * meeting
-    return forward + meetings - forward_hidden, gather + reduce + meetings - hidden
+    beside = np.minimum(reduce + meeting, columns_s) if framework.tp_reduce_overlap else np.zeros_like(reduce)
+    plain = forward + meetings, gather + reduce + meetings - (1.0 - CONTENTION_SHARE) * beside
+    if framework.tp_overlap_pieces:
+        pieces = _in_pieces_s(problem, batch, shape, link_s, kernels)
+        overlapped = pieces[0], pieces[1] + reduce - (1.0 - CONTENTION_SHARE) * np.minimum(beside, reduce)
+    else:
+        # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
+        alone = gather + np.maximum(reduce - beside, 0.0)
+        overlapped = (
+            plain[0] - framework.tp_overlap_share * np.minimum(forward, kernels.gemm_forward_s),
+            plain[1] - framework.tp_overlap_share * np.minimum(alone, kernels.gemm_backward_s),
+        )
+    return np.where(batch.tp_overlap, overlapped[0], plain[0]), np.where(batch.tp_overlap, overlapped[1], plain[1])
+
+
+def _in_pieces_s(
+    problem: Problem, batch: PlanBatch, shape: BlockShape, link_s: tuple[Floats, ...], kernels: KernelTimes
+) -> tuple[Floats, Floats]:
+    """(forward, backward without its reduction) of collectives whose products run in pieces, and what these lose by it.
+
+    Gathers go around a ring beside the products of what has come, on copy engines.  Reductions take compute units from
+    the product of the next piece.  Few rows are slower; the tails of pieces overlap, as they run in several streams.
+    Source: Transformer Engine common/comm_gemm_overlap; "ring_exchange" and "pipeline" of NeMo-Framework-Launcher
+    26e42fa, launcher_scripts/conf/training/tp_overlap, where rings of 8 take two pieces at a time ("aggregate").
+    """
+    inputs, forward, gather, _ = link_s
+    reduce, share, curve = forward - inputs, problem.framework.tp_overlap_share, problem.device.gemm
+    splits = np.where(batch.tp > 1, problem.framework.tp_overlap_pieces, 1)
+    rows = rank_tokens(problem, batch) + curve.half_m
+
+    def times_s(split: str, pieces: Ints) -> tuple[Floats, Floats]:
+        """Of the forward products of the matrices that are cut so, and what they lose in so many pieces."""
+        names = [linear.name for linear in shape.linears if linear.split == split]
+        whole = add_up(kernels.matrix_forward_s[name] for name in names)
+        return whole, (pieces - 1) * (whole * curve.half_m / rows + len(names) * curve.start_s)
+
+    ring = np.minimum(batch.tp, splits)
+    column, lost = times_s("column", ring)
+    row, lost_backward = times_s("row", ring)
+    occupied = REDUCING_UNITS / problem.device.compute_units
+    lost = lost + times_s("row", splits)[1] + occupied * np.minimum(reduce, row)
+    return (
+        np.maximum(inputs - column, 0.0) + reduce - share * np.minimum(reduce, row) + lost,
+        np.maximum(gather - row, 0.0) + lost_backward,
+    )
 
 
 def _cp_s(

@@ -16,6 +16,7 @@ from autoplan.cost.compute import (
     KernelTimes,
     add_up,
     expert_tokens,
+    has_dropout,
     memory_bound_s,
     norm_tokens,
     rank_tokens,
@@ -80,7 +81,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     model, framework, element = problem.model, problem.framework, problem.training.element_bytes
     sliced = norm_tokens(problem, batch) * model.hidden_size
     norm = model.norms_per_block * (2 * element + eager_norm_bytes(problem))
-    norm += 1.0 if framework.dropout else 0.0
+    norm += 1.0 if has_dropout(problem) else 0.0
     if block in ATTENTION_BLOCKS:
         parts = _attention_parts(problem, batch)
     elif block is Block.MAMBA and model.mamba:
@@ -161,7 +162,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
     if stores_scores(problem):
         is_fused = framework.fuses_softmax or training.attention == "megatron-fused"
         score = framework.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES
-        score += SCORE_DROPOUT_BYTES if framework.dropout else 0.0
+        score += SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0
         parts["core_attn"] = score * tokens * heads * training.seq_len
     else:
         kept = kept + 4.0 * tokens * heads  # the logarithms of the softmax sums

@@ -19,7 +19,7 @@ from autoplan.cost.layout import StageBlocks
 from autoplan.cost.measured import find
 from autoplan.cost.memory import StageParameters
 from autoplan.framework import Framework
-from autoplan.plan import OFFLOADS, SHARDINGS, PlanBatch
+from autoplan.plan import OFFLOADS, PRECISIONS, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -116,9 +116,9 @@ def _sharded_s(
     wait = _hosts_wait_s(problem, batch)
     # Copies of a shard group reduce the shard that each holds.
     across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
-    element = problem.training.element_bytes
-    gather = links.all_gather_s(*shard, element * dense, gaps)
-    gather = gather + links.all_gather_s(*expert_shard, element * expert)
+    element, narrow = problem.training.element_bytes, _gathered_bytes(problem, batch)[:, None]
+    gather = links.all_gather_s(*shard, element * parameters.ends + narrow * (dense - parameters.ends), gaps)
+    gather = gather + links.all_gather_s(*expert_shard, narrow * expert)
 
     kind = batch.sharding[:, None]
     zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
@@ -127,6 +127,16 @@ def _sharded_s(
     pieces = _weight_tensors(problem, blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
     host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
     return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather + wait + host_s, 0.0)
+
+
+def _gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Of a weight of the layers on its way from the optimizer's shard: 8 bits of one scale travel as they are kept.
+
+    Those with scales of blocks are gathered in 16 bits and quantised then: either copy is needed.
+    Source: Megatron-LM core/distributed/param_and_grad_buffer.py, and reuse_grad_buf_for_mxfp8_param_ag.
+    """
+    is_narrow = (batch.precision == PRECISIONS.index("fp8")) & ("fp8" in problem.framework.narrow_weights)
+    return np.where(is_narrow, 1.0, problem.training.element_bytes)
 
 
 def shown_reduce_s(

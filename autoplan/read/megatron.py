@@ -259,9 +259,12 @@ def _model(settings: Settings, base: ModelSpec | None, seq_len: int) -> ModelSpe
 
 
 def _named(model: ModelSpec, base: ModelSpec | None) -> ModelSpec:
-    """The shipped model of just this architecture, the one that the file names first."""
+    """The shipped model of just this architecture, the one that the file names first.
+
+    Which function an MLP without a gate has is not read.
+    """
     for known in ([base] if base else []) + list(_presets()):
-        if replace(known, name=model.name, aliases=(), sources=()) == model:
+        if replace(known, name=model.name, aliases=(), sources=(), squared_relu=model.squared_relu) == model:
             return known
     return replace(model, name=base.name if base else "megatron")
 

@@ -36,6 +36,16 @@ from autoplan.units import GIB
 
 DEFAULT_FRAMEWORK = "megatron-core"
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, where a table leaves the vocabulary out
+# Of a model, where it has no gate and is no GPT.
+NOT_IN_COLUMNS = (
+    "squared_relu",
+    "norm",
+    "norm_bias",
+    "qkv_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "position_embedding",
+)
 BLANKS = ("", "?")
 MOST_BYTES = 2**30  # of a table: some millions of rows
 MOST_DEGREE = 10**6
@@ -225,6 +235,10 @@ def _model(row: _Row) -> ModelSpec:
         "tied_embeddings": row.flag("tied_embeddings", not gated),
     }
     preset = find_preset(row.text("model"))
+    if preset and not gated and not preset.gated_mlp and preset.position_embedding != "learned":
+        shape |= {name: getattr(preset, name) for name in NOT_IN_COLUMNS}
+        shape["tied_embeddings"] = row.flag("tied_embeddings", preset.tied_embeddings)
+        shape["max_positions"] = 0
     is_latent = row.flag("mla", False)
     if is_latent:
         if preset is None or preset.mla is None:
