@@ -292,6 +292,21 @@ def test_products_of_their_own_add_up_the_gradients_of_their_input() -> None:
     assert latent[0] < latent[1]  # the MLP's alone
 
 
+def test_heads_whose_rows_are_no_multiples_of_16_bytes_take_longer() -> None:
+    unpadded = dataclasses.replace(PLAIN, pads_vocab_to=1)
+
+    def head_s(vocab_size: int, framework: Framework = unpadded, **training: Any) -> float:
+        model = dataclasses.replace(DENSE, vocab_size=vocab_size)
+        problem = problem_of(model, framework=framework)
+        problem = dataclasses.replace(problem, training=dataclasses.replace(problem.training, **training))
+        return terms_of(problem, single())["head"]
+
+    whole, narrow, odd = head_s(50304), head_s(50260), head_s(50257)
+    assert 1.1 * whole < narrow < odd < 3 * whole
+    assert head_s(50257, dataclasses.replace(PLAIN, pads_vocab_to=64)) == whole
+    assert head_s(50257, precision="fp32") == pytest.approx(head_s(50304, precision="fp32"), rel=0.01)
+
+
 def test_recomputation_that_stops_early_leaves_out_the_last_matrix_and_its_reduction() -> None:
     whole = problem_of()
     early = dataclasses.replace(whole, framework=dataclasses.replace(PLAIN, recompute_stops_early=True))

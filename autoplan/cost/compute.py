@@ -33,6 +33,15 @@ Ints = NDArray[np.int64]
 # What decides the shapes of a plan's kernels: many plans share all of them.
 KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "precision")
 
+# How much longer 16-bit GEMMs of large shapes take where the rows of a matrix are no multiple of 16 bytes, so that it is
+# loaded in narrower pieces, and where they hold an odd number of elements, which no asynchronous copy takes (4 bytes at
+# least).  Heads of an A100 as vTrain profiled them, with torch 2.0, whose times by width follow from its table of one
+# node (VIA-Research/vTrain f8dda84 data/ground_truth_single.csv): 50,257 columns ran at 81 Tflop/s, 12,564 and 6,282 at
+# 129 and 145.  Netflix says three times for heads of odd vocabularies (netflixtechblog.com, Scaling LLM Post-Training,
+# 2026-02-13), and 50,304 columns in place of 50,257 made nanoGPT 25 % faster (x.com/karpathy/status/1621578354024677377).
+ROW_BYTES = 16.0
+NARROW_ROWS_TIME, ODD_ROWS_TIME = 1.6, 2.8
+
 # Grouped GEMMs against dense ones by tokens per expert (`modelling` C4): .48 M / (M + 180) forward and data gradient,
 # .40 M / (M + 450) weight gradient, where dense GEMMs of the same runs reach about .50.
 GROUPED_HALF_M, GROUPED_SHARE = 180.0, 0.96
@@ -200,13 +209,17 @@ def gemm_s(
     k: Floats,
     *,
     pace: Floats | float = 1.0,
+    slower: Floats | float = 1.0,
     accumulates: bool = False,
 ) -> Floats:
-    """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer."""
+    """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer.
+
+    Its kernel computes `slower` than that of rows of whole 16 bytes.
+    """
     curve = problem.device.gemm
     element = problem.training.element_bytes
     moved = element * (m * k + k * n) + (8.0 if accumulates else element) * m * n
-    computing = 2.0 * m * n * k * curve.slowdown(m, n, k, pace) / rate
+    computing = slower * 2.0 * m * n * k * curve.slowdown(m, n, k, pace) / rate
     return np.maximum(computing, memory_bound_s(problem, moved)) + curve.start_s * problem.calibration.gemm
 
 
@@ -214,15 +227,29 @@ def products_s(
     problem: Problem, batch: PlanBatch, rate: Floats, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0
 ) -> tuple[Floats, ...]:
     """(forward, data gradient, weight gradient) of a matrix of k inputs and n outputs that m tokens meet."""
+    slower = _narrow_rows_time(problem, n, k)
     references = (
-        gemm_s(problem, rate, m, n, k, pace=pace),
-        gemm_s(problem, rate, m, k, n, pace=pace),
-        gemm_s(problem, rate, n, k, m, pace=pace, accumulates=True),
+        gemm_s(problem, rate, m, n, k, pace=pace, slower=slower),
+        gemm_s(problem, rate, m, k, n, pace=pace, slower=slower),
+        gemm_s(problem, rate, n, k, m, pace=pace, slower=slower, accumulates=True),
     )
     if problem.timings.is_empty:
         return references
     passes: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
     return passes_s([find_kernels(problem, batch, one, m, n, k) for one in passes], references)
+
+
+def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
+    """Of the products of a matrix of k inputs and n outputs, over that of aligned ones: rows are as long in all three."""
+    element = problem.training.element_bytes
+    if problem.device.vendor != "nvidia" or element != 2.0:
+        return 1.0
+    whole = ROW_BYTES / element
+    if not (np.mod(n, whole).any() or np.mod(k, whole).any()):
+        return 1.0
+    is_odd = (np.mod(n, 2.0) > 0) | (np.mod(k, 2.0) > 0)
+    is_narrow = (np.mod(n, whole) > 0) | (np.mod(k, whole) > 0)
+    return np.where(is_odd, ODD_ROWS_TIME, np.where(is_narrow, NARROW_ROWS_TIME, 1.0))
 
 
 def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
