@@ -104,7 +104,7 @@ class Framework:
     ring_attention_factor: float = 1.0
     grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
     sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
-    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
+    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire, where no wider accumulator is reduced
     # Copied on the device per weight that zero3 gathers, into tensors of their own, and per gradient that is reduced.
     bytes_copied_per_gathered: float = 0.0
     bytes_copied_per_reduced: float = 0.0

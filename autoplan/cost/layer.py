@@ -484,8 +484,8 @@ def fsdp_s(
     element = problem.training.element_bytes
     gather = links.all_gather_s(*shard, element * dense, gaps)
     gather = gather + links.all_gather_s(*expert_shard, element * expert)
-    reduce = links.reduce_scatter_s(*shard, framework.bytes_per_reduced_grad * dense, gaps)
-    reduce = reduce + links.reduce_scatter_s(*expert_shard, framework.bytes_per_reduced_grad * expert)
+    reduce = links.reduce_scatter_s(*shard, problem.bytes_per_reduced_grad * dense, gaps)
+    reduce = reduce + links.reduce_scatter_s(*expert_shard, problem.bytes_per_reduced_grad * expert)
     once = ((batch.pp > 1) & (not framework.zero3_regathers_in_pipeline))[rows]
     times = np.where(once, 1.0 / batch.num_microbatches[rows], 1.0)
     forward[rows] = np.where(is_zero3, gather * times, 0.0)
@@ -530,7 +530,7 @@ def _block_cost(
     dense, expert = local_parameters(batch, shape)
     zeros = np.zeros(len(batch))
     # A layer that was measured as a whole adds up its gradients.
-    accumulated = framework.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
+    accumulated = problem.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
     copies = copied_s(problem, batch, dense + expert)
     ep, wait = zeros, zeros
     if block is Block.MOE:
