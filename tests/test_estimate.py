@@ -292,6 +292,15 @@ def test_products_of_their_own_add_up_the_gradients_of_their_input() -> None:
     assert latent[0] < latent[1]  # the MLP's alone
 
 
+def test_layers_repeated_by_a_share_spare_their_last_matrix_where_recomputation_stops_early() -> None:
+    share = dataclasses.replace(PLAIN, selective_recompute_share=0.5)
+    early = dataclasses.replace(share, recompute_stops_early=True)
+    some, whole = single(recompute="selective"), single(recompute="full")
+    for framework in (share, early):
+        problem = problem_of(framework=framework)
+        assert terms_of(problem, some)["recompute"] == pytest.approx(0.5 * terms_of(problem, whole)["recompute"])
+
+
 def test_heads_whose_rows_are_no_multiples_of_16_bytes_take_longer() -> None:
     unpadded = dataclasses.replace(PLAIN, pads_vocab_to=1)
 

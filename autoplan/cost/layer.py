@@ -556,13 +556,14 @@ def _block_cost(
     }
     forward_s = add_up(forward.values())
     forward["memory_bound"] = forward["memory_bound"] + copies[0]  # which recomputation does not repeat
-    backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s, parts.tp_inputs)
+    spared = _never_repeated_s(framework, block, parts)
+    backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s, parts.tp_inputs, spared)
     if parts.is_whole.any():
         is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
     gathers, reductions = fsdp_s(problem, batch, links, places, dense, expert)
     host_forward, host_backward = _launch_s(problem, batch, block, parts.is_whole)
-    repeated = backward | {"recompute": forward_s - _never_repeated_s(framework, block, parts)}
+    repeated = backward | {"recompute": forward_s - spared}
     lag = _finish(framework, forward, gathers, host_forward, wait)
     late = again_late = _finish(framework, backward, reductions, host_backward, wait)
     repeat = dict.fromkeys(TERMS, zeros)
