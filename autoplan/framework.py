@@ -187,7 +187,8 @@ class Framework:
     # Its pipelines take as many micro-batches as they have ranks unless told otherwise, which a table may leave out.
     microbatch_per_rank: bool = False
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
-    aliases: tuple[str, ...] = ()  # beginnings of the names used in tables of measured runs, with "@year" if it matters
+    # Beginnings of the names used in tables of measured runs, with "@year" and " on device" if these matter.
+    aliases: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     fitted: tuple[str, ...] = ()  # traits whose values were fitted to measured runs; all others have a source
 

@@ -56,6 +56,13 @@ def test_versions_are_told_apart_by_their_names(called: str, year: str, name: st
     assert found.name == name
 
 
+@pytest.mark.parametrize(("device", "name"), [("a100-sxm-40", "llm-foundry-0.0"), ("a100-sxm-80", "llm-foundry")])
+def test_versions_are_told_apart_by_what_they_ran_on(device: str, name: str) -> None:
+    found = framework_called("Composer/PyTorch FSDP1", "2023", device)
+    assert found is not None
+    assert found.name == name
+
+
 def test_the_schema_of_a_framework_lets_it_extend_another() -> None:
     described = framework_schema()["$defs"]["Framework"]["properties"]["extends"]
     assert "nemo" in described["enum"]
