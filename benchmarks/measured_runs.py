@@ -14,8 +14,8 @@ RUNS = SHARED / "data" / "measured_runs.csv"
 
 
 # What is called ground truth and was computed.  Rows of vTrain's table of one node that differ in data-parallel ranks
-# alone differ by what its simulator's table of all-reduces says, to the microsecond and whatever the micro-batches.  For
-# more than 1 GiB of gradients more ranks take less time, as its formula has it and no ring does.
+# alone differ by what its simulator's table of all-reduces says, to the microsecond and whatever the micro-batches.
+# For more than 1 GiB of gradients more ranks take less time, as its formula has it and no ring does.
 # Source: VIA-Research/vTrain f8dda84: data/ground_truth_single.csv, src/predictor.py compute_comm_time, trace/a100.
 NOT_MEASURED = ("vTrain (MICRO 2024) single-node ground truth",)
 

@@ -313,7 +313,8 @@ def test_heads_whose_rows_are_no_multiples_of_16_bytes_take_longer() -> None:
     whole, narrow, odd = head_s(50304), head_s(50260), head_s(50257)
     assert 1.1 * whole < narrow < odd < 3 * whole
     assert head_s(50257, dataclasses.replace(PLAIN, pads_vocab_to=64)) == whole
-    assert head_s(50257, precision="fp32") == pytest.approx(head_s(50304, precision="fp32"), rel=0.01)
+    eager = dataclasses.replace(unpadded, eager_layers=True)
+    assert head_s(50257, eager, precision="fp32") == pytest.approx(head_s(50304, eager, precision="fp32"), rel=0.01)
 
 
 def test_recomputation_that_stops_early_leaves_out_the_last_matrix_and_its_reduction() -> None:

@@ -33,12 +33,13 @@ Ints = NDArray[np.int64]
 # What decides the shapes of a plan's kernels: many plans share all of them.
 KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "precision")
 
-# How much longer 16-bit GEMMs of large shapes take where the rows of a matrix are no multiple of 16 bytes, so that it is
-# loaded in narrower pieces, and where they hold an odd number of elements, which no asynchronous copy takes (4 bytes at
-# least).  Heads of an A100 as vTrain profiled them, with torch 2.0, whose times by width follow from its table of one
-# node (VIA-Research/vTrain f8dda84 data/ground_truth_single.csv): 50,257 columns ran at 81 Tflop/s, 12,564 and 6,282 at
-# 129 and 145.  Netflix says three times for heads of odd vocabularies (netflixtechblog.com, Scaling LLM Post-Training,
-# 2026-02-13), and 50,304 columns in place of 50,257 made nanoGPT 25 % faster (x.com/karpathy/status/1621578354024677377).
+# How many times as long 16-bit GEMMs of large shapes take where the rows of a matrix are no multiple of 16 bytes, so
+# that it is loaded in narrower pieces, and where rows have an odd number of elements, which no asynchronous copy takes
+# (4 bytes at least).  Heads of an A100 as vTrain profiled them with torch 2.0, after what its table of one node says of
+# hidden states of 1,024 and 2,048 (VIA-Research/vTrain f8dda84 data/ground_truth_single.csv): 81 Tflop/s with 50,257
+# columns, 129 and 145 with 12,564 and 6,282, where aligned ones reach 230.  Elsewhere: three times for heads of some
+# vocabularies (Netflix, "Scaling LLM Post-Training", 2026-02-13), a step of nanoGPT that is 25 % faster with 50,304
+# (x.com/karpathy/status/1621578354024677377).
 ROW_BYTES = 16.0
 NARROW_ROWS_TIME, ODD_ROWS_TIME = 1.6, 2.8
 
@@ -241,7 +242,7 @@ def products_s(
 
 
 def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
-    """Of the products of a matrix of k inputs and n outputs, over that of aligned ones: rows are as long in all three."""
+    """Of the products of a matrix of k inputs and n outputs, over that of aligned ones: all three have such rows."""
     element = problem.training.element_bytes
     if problem.device.vendor != "nvidia" or element != 2.0:
         return 1.0
