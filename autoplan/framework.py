@@ -108,7 +108,7 @@ class Framework:
     ring_attention_factor: float = 1.0
     grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
     sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
-    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
+    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire, where no wider accumulator is reduced
     # Copied on the device per weight that zero3 gathers, into tensors of their own, and per gradient that is reduced.
     bytes_copied_per_gathered: float = 0.0
     bytes_copied_per_reduced: float = 0.0
@@ -191,7 +191,8 @@ class Framework:
     # Its pipelines take as many micro-batches as they have ranks unless told otherwise, which a table may leave out.
     microbatch_per_rank: bool = False
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
-    aliases: tuple[str, ...] = ()  # beginnings of the names used in tables of measured runs, with "@year" if it matters
+    # Beginnings of the names used in tables of measured runs, with "@year" and " on device" if these matter.
+    aliases: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     fitted: tuple[str, ...] = ()  # traits whose values were fitted to measured runs; all others have a source
 

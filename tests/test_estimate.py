@@ -241,8 +241,8 @@ def test_gradients_added_up_outside_the_products_move_bytes_in_every_micro_batch
 
 
 def test_weight_gradients_of_megatron_lm_add_up_in_their_products_from_2022_on_and_in_hooks_before() -> None:
-    # Four micro-batches through layers of q, k, v, output and three matrices of the MLP, and two norms: 6 bytes each.
-    moved = 4 * 6.0 * 8 * (1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
+    # Four micro-batches through layers of q, k, v, output and three matrices of the MLP, and two norms: 10 bytes each.
+    moved = 4 * 10.0 * 8 * (1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
     before, after = (
         problem_of(framework=load_framework(name), cluster="a100-sxm:1x1")
         for name in ("megatron-lm-2021", "megatron-lm-2022")
@@ -290,6 +290,31 @@ def test_products_of_their_own_add_up_the_gradients_of_their_input() -> None:
         price(dataclasses.replace(one, model=MODELS["mla"]), plan).terms_s["gemm"][0] for one in (joined, separate)
     ]
     assert latent[0] < latent[1]  # the MLP's alone
+
+
+def test_layers_repeated_by_a_share_spare_their_last_matrix_where_recomputation_stops_early() -> None:
+    share = dataclasses.replace(PLAIN, selective_recompute_share=0.5)
+    early = dataclasses.replace(share, recompute_stops_early=True)
+    some, whole = single(recompute="selective"), single(recompute="full")
+    for framework in (share, early):
+        problem = problem_of(framework=framework)
+        assert terms_of(problem, some)["recompute"] == pytest.approx(0.5 * terms_of(problem, whole)["recompute"])
+
+
+def test_heads_whose_rows_are_no_multiples_of_16_bytes_take_longer() -> None:
+    unpadded = dataclasses.replace(PLAIN, pads_vocab_to=1)
+
+    def head_s(vocab_size: int, framework: Framework = unpadded, **training: Any) -> float:
+        model = dataclasses.replace(DENSE, vocab_size=vocab_size)
+        problem = problem_of(model, framework=framework)
+        problem = dataclasses.replace(problem, training=dataclasses.replace(problem.training, **training))
+        return terms_of(problem, single())["head"]
+
+    whole, narrow, odd = head_s(50304), head_s(50260), head_s(50257)
+    assert 1.1 * whole < narrow < odd < 3 * whole
+    assert head_s(50257, dataclasses.replace(PLAIN, pads_vocab_to=64)) == whole
+    eager = dataclasses.replace(unpadded, eager_layers=True)
+    assert head_s(50257, eager, precision="fp32") == pytest.approx(head_s(50304, eager, precision="fp32"), rel=0.01)
 
 
 def test_recomputation_that_stops_early_leaves_out_the_last_matrix_and_its_reduction() -> None:

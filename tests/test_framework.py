@@ -41,6 +41,8 @@ def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -
         ("Megatron-Core r0.8.0", "2024", "megatron-core-0.8"),
         ("Megatron-Bridge/Megatron-Core 25.09", "2025", "nemo-25.09"),
         ("Megatron-Core", "2024", "megatron-core"),
+        ("Megatron-LM/DeepSpeed", "2021", "megatron-lm-2021"),
+        ("Megatron-LM/DeepSpeed", "2023", "megatron-lm-2022"),
         ("Megatron-Core", "2025", "nemo"),
         ("Megatron-Bridge/Megatron-Core 26.08", "2026", "nemo-26.06"),
         ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
@@ -52,6 +54,13 @@ def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -
 )
 def test_versions_are_told_apart_by_their_names(called: str, year: str, name: str) -> None:
     found = framework_called(called, year)
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize(("device", "name"), [("a100-sxm-40", "llm-foundry-0.0"), ("a100-sxm-80", "llm-foundry")])
+def test_versions_are_told_apart_by_what_they_ran_on(device: str, name: str) -> None:
+    found = framework_called("Composer/PyTorch FSDP1", "2023", device)
     assert found is not None
     assert found.name == name
 

@@ -1,4 +1,4 @@
-"""Does a problem refuse what its device cannot run?"""
+"""Does a problem refuse what its device cannot run, and know what its gradients weigh?"""
 
 from __future__ import annotations
 
@@ -52,3 +52,11 @@ def test_a_device_runs_the_precisions_that_it_has_units_for(cluster: str) -> Non
 def test_fp32_is_of_the_built_in_trainer(framework: str) -> None:
     with pytest.raises(InputError, match=f"fp32 is priced for the built-in trainer alone, not for {framework}"):
         problem("h100-sxm", "fp32", framework)
+
+
+def test_accumulators_of_fp32_are_reduced_and_moved_as_they_are() -> None:
+    wide, narrow = (problem("a100-sxm", precision, "megatron-lm-2021") for precision in ("bf16", "fp16"))
+    assert (wide.bytes_per_reduced_grad, narrow.bytes_per_reduced_grad) == (4.0, 2.0)
+    assert (wide.bytes_moved_per_accumulated_grad, narrow.bytes_moved_per_accumulated_grad) == (10.0, 6.0)
+    assert problem("a100-sxm", "bf16", "megatron-lm-2022").bytes_moved_per_accumulated_grad == 0.0
+    assert problem("a100-sxm", "bf16", "internevo").bytes_per_reduced_grad == 2.0

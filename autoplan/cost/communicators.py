@@ -131,5 +131,5 @@ def message_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
 
 def tied_table_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Gradients of the embedding that the first and the last stage reduce where it is the head's matrix too."""
-    wire = problem.framework.bytes_per_reduced_grad
+    wire = problem.bytes_per_reduced_grad
     return wire * padded_vocab(problem, batch) * problem.model.hidden_size / batch.tp

@@ -33,6 +33,16 @@ Ints = NDArray[np.int64]
 # What decides the shapes of a plan's kernels: many plans share all of them.
 KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "precision")
 
+# How many times as long 16-bit GEMMs of large shapes take where the rows of a matrix are no multiple of 16 bytes, so
+# that it is loaded in narrower pieces, and where rows have an odd number of elements, which no asynchronous copy takes
+# (4 bytes at least).  Heads of an A100 as vTrain profiled them with torch 2.0, after what its table of one node says of
+# hidden states of 1,024 and 2,048 (VIA-Research/vTrain f8dda84 data/ground_truth_single.csv): 81 Tflop/s with 50,257
+# columns, 129 and 145 with 12,564 and 6,282, where aligned ones reach 230.  Elsewhere: three times for heads of some
+# vocabularies (Netflix, "Scaling LLM Post-Training", 2026-02-13), a step of nanoGPT that is 25 % faster with 50,304
+# (x.com/karpathy/status/1621578354024677377).
+ROW_BYTES = 16.0
+NARROW_ROWS_TIME, ODD_ROWS_TIME = 1.6, 2.8
+
 # Grouped GEMMs against dense ones by tokens per expert (`modelling` C4): .48 M / (M + 180) forward and data gradient,
 # .40 M / (M + 450) weight gradient, where dense GEMMs of the same runs reach about .50.
 GROUPED_HALF_M, GROUPED_SHARE = 180.0, 0.96
@@ -72,7 +82,8 @@ LARGEST_BYTES = 2.0  # read once more where the scale of 8 bits is that of the t
 # it was 5-30 % slower before (release notes of cuDNN 9.4).
 FLASH2_ON_HOPPER = 0.70
 CUDNN_ON_HOPPER = 1.3
-FLASH_SHARE = {"flash1": 0.46, "triton": 0.60}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
+TRITON_ON_HOPPER = 0.66  # Triton before MLIR [fitted: MPT runs on H100], times its share below
+FLASH_SHARE = {"flash1": 0.46, "triton": 0.58}  # of flash2: findings 3; MPT runs of 2023 with Triton's kernel
 # Rate of the backward kernel over that of the forward kernel.  cuDNN 9.19 and 9.22 on H200, GB200 and GB300: .73-.86
 # with heads of 128 from 4,096 tokens on, .67-.79 with latent ones of 4,096 and 8,192 (NVIDIA/cudnn-frontend 3929da2,
 # benchmark/sdpa_benchmark_training/results).
@@ -205,13 +216,17 @@ def gemm_s(
     k: Floats,
     *,
     pace: Floats | float = 1.0,
+    slower: Floats | float = 1.0,
     accumulates: bool = False,
 ) -> Floats:
-    """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer."""
+    """Time of one m x n x k GEMM at `rate` for large shapes; `accumulates` into an fp32 gradient buffer.
+
+    Its kernel computes `slower` than that of rows of whole 16 bytes.
+    """
     curve = problem.device.gemm
     element = problem.training.element_bytes
     moved = element * (m * k + k * n) + (8.0 if accumulates else element) * m * n
-    computing = 2.0 * m * n * k * curve.slowdown(m, n, k, pace) / rate
+    computing = slower * 2.0 * m * n * k * curve.slowdown(m, n, k, pace) / rate
     return np.maximum(computing, memory_bound_s(problem, moved)) + curve.start_s * problem.calibration.gemm
 
 
@@ -219,15 +234,29 @@ def products_s(
     problem: Problem, batch: PlanBatch, rate: Floats, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0
 ) -> tuple[Floats, ...]:
     """(forward, data gradient, weight gradient) of a matrix of k inputs and n outputs that m tokens meet."""
+    slower = _narrow_rows_time(problem, n, k)
     references = (
-        gemm_s(problem, rate, m, n, k, pace=pace),
-        gemm_s(problem, rate, m, k, n, pace=pace),
-        gemm_s(problem, rate, n, k, m, pace=pace, accumulates=True),
+        gemm_s(problem, rate, m, n, k, pace=pace, slower=slower),
+        gemm_s(problem, rate, m, k, n, pace=pace, slower=slower),
+        gemm_s(problem, rate, n, k, m, pace=pace, slower=slower, accumulates=True),
     )
     if problem.timings.is_empty:
         return references
     passes: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
     return passes_s([find_kernels(problem, batch, one, m, n, k) for one in passes], references)
+
+
+def _narrow_rows_time(problem: Problem, n: Floats, k: Floats) -> Floats | float:
+    """Of the products of a matrix of k inputs and n outputs, over that of aligned ones: all three have such rows."""
+    element = problem.training.element_bytes
+    if problem.device.vendor != "nvidia" or element != 2.0:
+        return 1.0
+    whole = ROW_BYTES / element
+    if not (np.mod(n, whole).any() or np.mod(k, whole).any()):
+        return 1.0
+    is_odd = (np.mod(n, 2.0) > 0) | (np.mod(k, 2.0) > 0)
+    is_narrow = (np.mod(n, whole) > 0) | (np.mod(k, whole) > 0)
+    return np.where(is_odd, ODD_ROWS_TIME, np.where(is_narrow, NARROW_ROWS_TIME, 1.0))
 
 
 def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
@@ -333,7 +362,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
-        efficiency *= CUDNN_ON_HOPPER if kernel == "cudnn" else FLASH2_ON_HOPPER
+        efficiency *= {"cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}.get(kernel, FLASH2_ON_HOPPER)
     # One thread block per head and FLASH_TILE queries: too few of them leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     operations = 2.0 * tokens * heads * attention_context(model, block, training.seq_len) * widths

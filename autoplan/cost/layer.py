@@ -531,8 +531,8 @@ def fsdp_s(
     element = problem.training.element_bytes
     gather = links.all_gather_s(*shard, element * dense, gaps)
     gather = gather + links.all_gather_s(*expert_shard, element * expert)
-    reduce = links.reduce_scatter_s(*shard, framework.bytes_per_reduced_grad * dense, gaps)
-    reduce = reduce + links.reduce_scatter_s(*expert_shard, framework.bytes_per_reduced_grad * expert)
+    reduce = links.reduce_scatter_s(*shard, problem.bytes_per_reduced_grad * dense, gaps)
+    reduce = reduce + links.reduce_scatter_s(*expert_shard, problem.bytes_per_reduced_grad * expert)
     once = ((batch.pp > 1) & (not framework.zero3_regathers_in_pipeline))[rows]
     times = np.where(once, 1.0 / batch.num_microbatches[rows], 1.0)
     forward[rows] = np.where(is_zero3, gather * times, 0.0)
@@ -577,7 +577,7 @@ def _block_cost(
     dense, expert = local_parameters(batch, shape)
     zeros = np.zeros(len(batch))
     # A layer that was measured as a whole adds up its gradients.
-    accumulated = framework.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
+    accumulated = problem.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
     copies = copied_s(problem, batch, dense + expert)
     ep, wait = zeros, zeros
     if block is Block.MOE:
@@ -603,13 +603,14 @@ def _block_cost(
     }
     forward_s = add_up(forward.values())
     forward["memory_bound"] = forward["memory_bound"] + copies[0]  # which recomputation does not repeat
-    backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s, parts.tp_inputs)
+    spared = _never_repeated_s(framework, block, parts)
+    backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s, parts.tp_inputs, spared)
     if parts.is_whole.any():
         is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
     gathers, reductions = fsdp_s(problem, batch, links, places, dense, expert)
     host_forward, host_backward = _launch_s(problem, batch, block, parts.is_whole)
-    repeated = backward | {"recompute": forward_s - _never_repeated_s(framework, block, parts)}
+    repeated = backward | {"recompute": forward_s - spared}
     lag = _finish(framework, forward, gathers, host_forward, wait)
     late = again_late = _finish(framework, backward, reductions, host_backward, wait)
     repeat = dict.fromkeys(TERMS, zeros)

@@ -222,17 +222,18 @@ def selective_s(
     kernels: KernelTimes,
     forward_s: Floats,
     inputs_s: Floats,
+    never_repeated_s: Floats,
 ) -> Floats:
     """Time that selective recomputation adds to the backward pass of a block, whose forward pass takes `forward_s`.
 
-    A framework that repeats a share of all operations pays that share.  By name: the attention core where it stores
-    scores (Megatron-Core skips it under a flash kernel), the whole MLP or MoE with its communication, the others by
-    their matrices or the bytes that they move.
+    A framework that repeats a share of all layers pays that share of what repeating a layer takes.  By name: the
+    attention core where it stores scores (Megatron-Core skips it under a flash kernel), the whole MLP or MoE with its
+    communication, the others by their matrices or the bytes that they move.
     """
     zeros = np.zeros(len(batch))
     selective = batch.recompute == SELECTIVE
     if share := problem.framework.selective_recompute_share:
-        again = share * forward_s
+        again = share * (forward_s - never_repeated_s)
         if problem.framework.selective_saves_attention:
             again = share * kernels.gemm_forward_s + kernels.memory_forward_s + inputs_s
         return np.where(selective, again, 0.0)

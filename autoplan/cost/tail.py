@@ -96,7 +96,7 @@ def _gaps(places: Groups) -> Gaps | None:
 def _unsharded_s(problem: Problem, batch: PlanBatch, parameters: StageParameters, links: Collectives) -> Floats:
     """Gradient reduction among all copies of the parameters."""
     framework, places = problem.framework, groups(batch)
-    dense, wire = parameters.dense, framework.bytes_per_reduced_grad
+    dense, wire = parameters.dense, problem.bytes_per_reduced_grad
     buckets = reduce_buckets(framework, dense)
     time = buckets * links.all_reduce_s(*_each(places.dense_copies), wire * dense / buckets, _gaps(places))
     time = time + buckets * _hosts_wait_s(problem, batch)
@@ -108,7 +108,7 @@ def _sharded_s(
 ) -> tuple[Floats, Floats]:
     """(reduction, gather) of plans that shard some of their states."""
     framework, places = problem.framework, groups(batch)
-    wire, dearer = framework.bytes_per_reduced_grad, framework.sharded_wire_factor
+    wire, dearer = problem.bytes_per_reduced_grad, framework.sharded_wire_factor
     dense, expert, gaps = parameters.dense, parameters.expert, _gaps(places)
     shard, expert_shard, replicate = _each(places.shard), _each(places.expert_shard), _each(places.replicate)
     reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s

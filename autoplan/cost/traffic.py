@@ -287,7 +287,7 @@ def _units(
 ) -> Iterator[Transfers]:
     """Gathers and reductions of sharded blocks as `fsdp_s` has them."""
     framework, sharding = problem.framework, batch.plan(0).sharding
-    wire = framework.bytes_per_reduced_grad
+    wire = problem.bytes_per_reduced_grad
     if sharding == "zero2" and framework.zero2_reduces_every_microbatch:
         yield from _sharded(problem, places, held, "reduce_scatter", wire, passes)
     if sharding != "zero3":
@@ -305,7 +305,7 @@ def _end_of_step(
 ) -> Iterator[Transfers]:
     """Gradients and parameters as `reduction_s` has them, and the table that first and last stage share."""
     framework, sharding = problem.framework, batch.plan(0).sharding
-    held, wire = (parameters.dense[0], parameters.expert[0]), framework.bytes_per_reduced_grad
+    held, wire = (parameters.dense[0], parameters.expert[0]), problem.bytes_per_reduced_grad
     stages = len(held[0])
     ones = np.ones(stages)
     gaps = places.gaps.repeat(stages) if places.gaps else None

@@ -63,17 +63,20 @@ def load_framework(text: str) -> Framework:
     raise InputError(f"unknown framework {text!r}: {hint}")
 
 
-def framework_called(name: str, year: str) -> Framework | None:
-    """The preset that answers to `name` in a table of runs: the longest alias that begins it, of that year if it says.
+def framework_called(name: str, year: str, device: str = "") -> Framework | None:
+    """The preset that answers to `name` in a table of runs: the longest alias that begins it, and holds of the rest.
 
-    An alias may end in "@2021": then it means the software of that year only.
+    An alias may go on with "@2021": then it means the software of that year only; or with " on a100-sxm-40": that of
+    its runs on this device.
     """
     best: tuple[int, Framework] | None = None
     for framework in map(_preset, _paths()):
         for alias in framework.aliases:
-            beginning, _, era = alias.partition("@")
-            if name.casefold().startswith(beginning.casefold()) and year.startswith(era):
-                length = len(beginning) + len(era)
+            called, _, place = alias.partition(" on ")
+            beginning, _, era = called.partition("@")
+            holds = year.startswith(era) and place in ("", device)
+            if holds and name.casefold().startswith(beginning.casefold()):
+                length = len(beginning) + len(era) + len(place)
                 if best is None or length > best[0]:
                     best = (length, framework)
     return best[1] if best else None

@@ -156,7 +156,7 @@ def _run(cells: dict[str, str]) -> Run:
 
 
 def _problem(row: _Row) -> Problem:
-    framework = framework_called(row.text("framework", "?"), row.text("year", "?"))
+    framework = framework_called(row.text("framework", "?"), row.text("year", "?"), _sized_gpu(row))
     is_known = framework is not None
     if framework is None:
         framework = load_framework(DEFAULT_FRAMEWORK)
@@ -290,11 +290,16 @@ def _cluster_of_device() -> dict[str, str]:
     return chosen
 
 
+def _sized_gpu(row: _Row) -> str:
+    """The device as it is called with its memory: "a100-sxm-40"."""
+    gpu = row.text("gpu")
+    return f"{gpu}-{row.number('gpu_memory_gib'):g}" if row.has("gpu_memory_gib") else gpu
+
+
 def _cluster(row: _Row) -> ClusterSpec:
     gpu = row.text("gpu")
     memory_gib = row.number("gpu_memory_gib") if row.has("gpu_memory_gib") else None
-    sized = gpu if memory_gib is None else f"{gpu}-{memory_gib:g}"
-    name = _cluster_of_device().get(sized) or _cluster_of_device().get(gpu)
+    name = _cluster_of_device().get(_sized_gpu(row)) or _cluster_of_device().get(gpu)
     if name is None:
         raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device")
     known_gib = load_cluster(name).device.memory_bytes / GIB
