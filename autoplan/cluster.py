@@ -28,6 +28,8 @@ class DeviceSpec:
     tdp_w: float
     host_link_bytes_per_s: float
     gemm_efficiency: float  # sustained rate of large bf16 GEMMs as a share of the peak
+    # Likewise of 8-bit ones, as a share of theirs, where it was seen by itself; None: by the generation of the device.
+    narrow_gemm_efficiency: float | None = None
     memory_efficiency: float  # sustained share of the memory bandwidth for long streams
     peak_flops_per_s: dict[Literal["bf16", "fp16", "fp8", "nvfp4", "tf32", "fp32"], float]
     gemm: GemmCurve = field(default_factory=GemmCurve)
@@ -46,6 +48,8 @@ class DeviceSpec:
             check_positive(name, getattr(self, name))
         check_count("compute_units", self.compute_units, most=10**6)
         check_fraction("gemm_efficiency", self.gemm_efficiency)
+        if self.narrow_gemm_efficiency is not None:
+            check_fraction("narrow_gemm_efficiency", self.narrow_gemm_efficiency)
         check_fraction("memory_efficiency", self.memory_efficiency)
         for precision, rate in self.peak_flops_per_s.items():
             check_positive(f"peak_flops_per_s.{precision}", rate)

@@ -188,6 +188,10 @@ class Framework:
     # -- where the run tables name it ---------------------------------------------------------------------------
     # Its recipes for dense models interleave chunks of one layer, which a table may leave out.
     interleaves_layers: bool = False
+    # Its recipes train the layers of multi-token prediction that a model has, likewise.
+    trains_mtp: bool = False
+    # Selective recomputation of latent attention repeats its up-projections in its recipes, likewise.
+    repeats_up_projections: bool = False
     # Its pipelines take as many micro-batches as they have ranks unless told otherwise, which a table may leave out.
     microbatch_per_rank: bool = False
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same

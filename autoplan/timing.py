@@ -67,6 +67,8 @@ _ENDS = ("tokens", "hidden_size", "vocab_size", "tp")
 _PIPELINE = ("num_micro_batches", "num_devices", "devices_per_domain")
 _GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
+NARROW_TYPES = ("fp8", "mxfp8", "nvfp4")
+
 # What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
 # `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
 # over the last `window` tokens, itself among them, or over all where it is 0; `latent_attention` is causal too, with
@@ -330,13 +332,13 @@ class TimingTable:
         cls,
         measurements: Iterable[Measurement],
         *,
-        slower: Mapping[Operation, float] | None = None,
+        slower: Mapping[Operation | tuple[Operation, str], float] | None = None,
         is_own: bool = False,
     ) -> TimingTable:
         """The table of `measurements`, which are of one device; of repeats of a shape the median counts.
 
         Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the bursts of an
-        operation, so that they reach what training sustains (`burst_factors`).
+        operation, or of one in a type, so that they reach what training sustains (`burst_factors`).
         """
         samples: dict[tuple[Operation, str], dict[tuple[int, ...], list[float]]] = defaultdict(
             lambda: defaultdict(list)
@@ -346,7 +348,9 @@ class TimingTable:
         for one in measurements:
             devices.add(one.device)
             match = max(match, one.match)
-            factor = (slower or {}).get(one.operation, 1.0) if one.is_burst else 1.0
+            factor = 1.0
+            if one.is_burst and slower:
+                factor = slower.get((one.operation, one.dtype), slower.get(one.operation, 1.0))
             samples[one.operation, one.dtype][one.shape].append(one.seconds * factor)
             if one.is_disturbed:
                 disturbed[one.operation, one.dtype].add(one.shape)
@@ -372,10 +376,13 @@ class TimingTable:
 NO_TIMINGS = TimingTable()  # one for all, so that problems without measured times are alike
 
 
-def burst_factors(device: DeviceSpec, calibration: Calibration | None = None) -> dict[Operation, float]:
+def burst_factors(
+    device: DeviceSpec, calibration: Calibration | None = None
+) -> dict[Operation | tuple[Operation, str], float]:
     """How much longer operations take in training than in short benchmarks at burst clocks (`modelling` C2, C9).
 
     Bursts tell the shape, not the level: that stays the one of the reference, whose `calibration` thus holds for them.
+    Products in 8 or 4 bits stand apart where the device sustains those at a rate of its own.
     """
     calibration = calibration or Calibration()
     gemm = device.gemm.burst_efficiency / device.gemm_efficiency * calibration.gemm
@@ -388,11 +395,15 @@ def burst_factors(device: DeviceSpec, calibration: Calibration | None = None) ->
         "latent_attention_backward",
     )
     collectives: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    return {
+    factors: dict[Operation | tuple[Operation, str], float] = {
         **dict.fromkeys(products, gemm),
         **dict.fromkeys(attentions, attention),
         **dict.fromkeys(collectives, calibration.scale_up),
     }
+    if device.narrow_gemm_efficiency is not None:
+        narrow = device.gemm.burst_efficiency / device.narrow_gemm_efficiency * calibration.gemm
+        factors |= {(product, dtype): narrow for product in products for dtype in NARROW_TYPES}
+    return factors
 
 
 def line_of(operation: Operation) -> int:

@@ -63,13 +63,13 @@ def test_heads_of_128_lose_nothing_and_wider_ones_gain_nothing() -> None:
 
 
 def test_attention_at_few_heads_falls_on_blackwell() -> None:
-    """B200, 4,096 tokens, forward: .31 of the peak with 8 heads where 64 reach .87 (`modelling` C3)."""
+    """B200, 4,096 tokens, both passes: 8 heads reach .65 of the rate of 64 (SimuMax's kernels, `modelling` C3)."""
     device = load_cluster("b200:1x8").device
     at = {
         heads: float(device.attention.slowdown(4096, array(heads * 32 / device.compute_units), 128)[0])
         for heads in (8, 64)
     }
-    assert at[8] / at[64] > 1.7
+    assert at[8] / at[64] == pytest.approx(1 / 0.65, rel=0.1)
 
 
 def test_a_collective_starts_steps_and_fills() -> None:

@@ -115,6 +115,14 @@ def test_eight_bits_run_at_less_than_twice_the_pace_of_sixteen() -> None:
     assert gemm_pace(PROBLEM, wide, gemm_rate(PROBLEM, wide))[0] == 1.0
 
 
+def test_a_device_may_have_a_rate_of_its_own_for_eight_bits() -> None:
+    device = replace(PROBLEM.device, narrow_gemm_efficiency=0.5)
+    problem = replace(PROBLEM, cluster=replace(PROBLEM.cluster, device=device))
+    rates = {precision: gemm_rate(problem, batch_of(precision=precision))[0] for precision in ("fp8", "bf16")}
+    assert rates["fp8"] == pytest.approx(0.5 * 1978.9e12)
+    assert rates["bf16"] == gemm_rate(PROBLEM, batch_of())[0]
+
+
 def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> None:
     """Not `kernel_bytes_factor` times, which is 2 here: in and out, each read and written in 16 bits."""
     batch, shape = batch_of(), block_shapes(MODEL)[Block.MOE]

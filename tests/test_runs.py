@@ -240,14 +240,40 @@ def test_latent_attention_on_blackwell_had_no_kernel_of_its_own_at_first(
     assert run.plan.recompute == recompute
 
 
-@pytest.mark.parametrize(("name", "depths"), [("(w/ MTP)", 1), ("(w/o MTP)", 0), ("", 0)])
+@pytest.mark.parametrize(
+    ("framework", "name", "depths"),
+    [
+        ("Megatron-LM", "(w/ MTP)", 1),
+        ("Megatron-LM", "", 0),
+        ("Megatron-Bridge/Megatron-Core 26.04", "", 1),
+        ("Megatron-Bridge/Megatron-Core 25.11", "(w/o MTP)", 0),
+    ],
+)
 def test_a_table_says_behind_the_name_whether_a_model_predicts_several_tokens(
-    tmp_path: Path, name: str, depths: int
+    tmp_path: Path, framework: str, name: str, depths: int
 ) -> None:
-    row = MIXTURE | {"model": f"DeepSeekV3 {name}".strip(), "mla": "1", "num_heads": "128"}
+    """Or does not, where all recipes of a framework train its prediction layer."""
+    row = MIXTURE | {"model": f"DeepSeekV3 {name}".strip(), "mla": "1", "num_heads": "128", "framework": framework}
     (run,) = runs_of(tmp_path, row)
     assert run.problem is not None, run.refusal
     assert run.problem.model.num_mtp_layers == depths
+
+
+@pytest.mark.parametrize(
+    ("framework", "recompute", "modules"),
+    [
+        ("Megatron-Bridge/Megatron-Core 26.04", "selective", ("mla_up_proj",)),
+        ("Megatron-Bridge/Megatron-Core 26.04", "none", ("core_attn",)),
+        ("Megatron-LM", "selective", ("core_attn",)),
+    ],
+)
+def test_recipes_for_latent_attention_recompute_its_up_projections(
+    tmp_path: Path, framework: str, recompute: str, modules: tuple[str, ...]
+) -> None:
+    row = MIXTURE | {"model": "DeepSeekV3", "mla": "1", "num_heads": "128", "framework": framework}
+    (run,) = runs_of(tmp_path, row | {"recompute": recompute})
+    assert run.plan is not None, run.refusal
+    assert run.plan.recompute_modules == modules
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,11 @@ def test_burst_benchmarks_are_slowed_down_to_what_training_sustains() -> None:
     sustained = dataclasses.replace(burst, is_burst=False)
     assert seconds(TimingTable.of([sustained], slower=factors), "gemm", 64, 64, 64) == 1.0
     assert factors["gemm"] > 1.3  # `modelling` C2: ratio about .70
+    narrow = dataclasses.replace(burst, dtype="fp8")
+    table = TimingTable.of([narrow], slower=factors)
+    assert device.narrow_gemm_efficiency is not None
+    slower = device.gemm.burst_efficiency / device.narrow_gemm_efficiency
+    assert table.lookup("gemm", "fp8", np.array([[64, 64, 64]])).seconds[0] == pytest.approx(slower)
 
 
 def test_a_table_is_as_near_as_its_farthest_machine() -> None:

@@ -62,9 +62,10 @@ ROUTING_S = 100e-6
 # a pass; beside the traffic [fitted: hybrids on H100 and B200-class devices].
 SCAN_S = 700e-6
 
-# 8-bit GEMMs reach this share of their peak over that which bf16 ones reach of theirs.  Sustained: ND H100 v5 .65-.70
-# of the fp8 peak for 8,192 cubed, 6 % below the plateau, against .72 in bf16 (devices/h100-sxm.toml); bursts say .88
-# there and .98 on B200 (MAMF, `modelling` C1).  4-bit ones have no such measurement [fitted: 8 dense B200-class runs].
+# 8-bit GEMMs reach this share of their peak over that which bf16 ones reach of theirs, where a device has no figure of
+# its own.  Sustained: ND H100 v5 .65-.70 of the fp8 peak for 8,192 cubed, 6 % below the plateau, against .72 in bf16
+# (devices/h100-sxm.toml); bursts say .88 there and .98 on B200 (MAMF, `modelling` C1).  4-bit ones, over 8-bit ones,
+# have no such measurement [fitted: 8 dense B200-class runs].
 NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}
 FP4_GEMM_SHARE = 0.80
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
@@ -193,14 +194,15 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
     device = problem.device
     peak = device.peak_flops_per_s
     wide = peak.get("bf16", peak.get("fp16", 0.0))
+    narrow = device.narrow_gemm_efficiency or device.gemm_efficiency * NARROW_GEMM_SHARE.get(device.generation, 0.88)
     by_precision = []
     for precision in PRECISIONS:
         name = NARROW_PEAK.get(precision, precision)
         # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
         rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)  # type: ignore[call-overload]
-        share = FP4_GEMM_SHARE if name == "nvfp4" else NARROW_GEMM_SHARE.get(device.generation, 0.88)
-        by_precision.append(rate * (share if name in NARROW_PEAK and rate > wide else 1.0))
-    return np.array(by_precision)[batch.precision] * device.gemm_efficiency / problem.calibration.gemm
+        efficiency = narrow if name in NARROW_PEAK and rate > wide else device.gemm_efficiency
+        by_precision.append(rate * efficiency * (FP4_GEMM_SHARE if name == "nvfp4" else 1.0))
+    return np.array(by_precision)[batch.precision] / problem.calibration.gemm
 
 
 def gemm_pace(problem: Problem, batch: PlanBatch, rate: Floats) -> Floats:

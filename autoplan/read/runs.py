@@ -22,7 +22,7 @@ from autoplan.errors import AutoplanError, InputError, UnpricedError
 from autoplan.files import read_text
 from autoplan.framework import Framework
 from autoplan.model import Experts, ModelSpec
-from autoplan.plan import ParallelPlan, Recompute, Sharding
+from autoplan.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan, Recompute, RecomputeModule, Sharding
 from autoplan.problem import Problem
 from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
@@ -169,7 +169,7 @@ def _problem(row: _Row) -> Problem:
         attention=attention,  # type: ignore[arg-type]
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
     )
-    model = _model(row)
+    model = _model(row, framework)
     if (drops := _drops_tokens(row.text("model"), framework)) != framework.drops_tokens:
         framework = replace(framework, drops_tokens=drops)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
@@ -205,7 +205,12 @@ def _drops_tokens(model: str, framework: Framework) -> bool:
     return "(tokendrop)" in model or (framework.drops_tokens and "(dropless)" not in model)
 
 
-def _model(row: _Row) -> ModelSpec:
+def _trains_mtp(model: str, framework: Framework) -> bool:
+    """Whether prediction layers are trained, which tables say behind the name of a model."""
+    return "(w/ MTP)" in model or (framework.trains_mtp and "(w/o MTP)" not in model)
+
+
+def _model(row: _Row, framework: Framework) -> ModelSpec:
     needed = ("num_layers", "hidden_size", "num_heads", "ffn_size")
     if not all(row.has(column) for column in needed):
         preset = find_preset(row.text("model"))
@@ -250,7 +255,7 @@ def _model(row: _Row) -> ModelSpec:
         shape["moe"] = _experts(row, preset)
     if is_latent:
         shape["num_kv_heads"] = num_heads
-    if preset and "(w/ MTP)" in row.text("model"):
+    if preset and _trains_mtp(row.text("model"), framework):
         shape |= {"num_mtp_layers": preset.num_mtp_layers, "shares_mtp_layer": preset.shares_mtp_layer}
     return ModelSpec(**shape)  # type: ignore[arg-type]
 
@@ -350,6 +355,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     vp = row.integer("vp", _usual_vp(problem, pp, global_batch // (micro_batch * dp)), most=MOST_DEGREE) or 1
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
+    recompute = row.word("recompute", get_args(Recompute), _usual_recompute(problem))
     return ParallelPlan(
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -365,7 +371,8 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         dp_replicate=dp // shard,
         dp_shard=shard,
         sharding=sharding,  # type: ignore[arg-type]
-        recompute=row.word("recompute", get_args(Recompute), _usual_recompute(problem)),  # type: ignore[arg-type]
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_modules=_recompute_modules(problem, recompute),
         precision=problem.training.precision,
         offload="optimizer" if offload else "none",
         tp_overlap=problem.framework.tp_overlap_share > 0,
@@ -414,6 +421,12 @@ def _usual_vp(problem: Problem, pp: int, num_microbatches: int) -> int:
 def _usual_recompute(problem: Problem) -> Recompute:
     """Where a row does not say: nothing, or the core of an attention that would keep its scores."""
     return "none" if problem.training.attention != "flash" or problem.fuses_attention else "selective"
+
+
+def _recompute_modules(problem: Problem, recompute: str) -> tuple[RecomputeModule, ...]:
+    """Tables do not name parts: the core of the attention, or of a latent one what recipes name, if it is fused."""
+    latent = problem.model.mla is not None and problem.fuses_attention and problem.framework.repeats_up_projections
+    return ("mla_up_proj",) if recompute == "selective" and latent else DEFAULT_RECOMPUTE_MODULES
 
 
 def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int:
