@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-from measured_runs import RUNS, SHARED, source_of, with_answers, write_measured
+from measured_runs import RUNS, SHARED, source_of, with_answers
 from numpy.typing import NDArray
 
 import autoplan
@@ -97,7 +97,7 @@ def main() -> int:
         if not path.is_file():
             print(f"{path} is not there: name it with --runs or --scorer", file=sys.stderr)
             return 1
-    runs = [run for run, _ in with_answers(options.runs, read_runs(options.runs))]
+    runs = list(read_runs(options.runs))
     cases = read_cases(options.runs, runs)
     if options.ship:
         ship(cases)
@@ -356,10 +356,9 @@ class Scoring:
 
     def _score(self, predictions: Sequence[Prediction]) -> str:
         with tempfile.TemporaryDirectory() as folder:
-            table, path = Path(folder) / "runs.csv", Path(folder) / "predictions.csv"
-            write_measured(self._runs, table)
+            path = Path(folder) / "predictions.csv"
             write_text(path, prediction_table(predictions), force=True)
-            command = (sys.executable, str(self._scorer), str(table), str(path))
+            command = (sys.executable, str(self._scorer), str(self._runs), str(path))
             return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -41,8 +41,6 @@ def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -
         ("Megatron-Core r0.8.0", "2024", "megatron-core-0.8"),
         ("Megatron-Bridge/Megatron-Core 25.09", "2025", "nemo-25.09"),
         ("Megatron-Core", "2024", "megatron-core"),
-        ("Megatron-LM/DeepSpeed", "2021", "megatron-lm-2021"),
-        ("Megatron-LM/DeepSpeed", "2023", "megatron-lm-2022"),
         ("Megatron-Core", "2025", "nemo"),
         ("Megatron-Bridge/Megatron-Core 26.08", "2026", "nemo-26.06"),
         ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
