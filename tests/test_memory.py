@@ -15,6 +15,7 @@ from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.layout import stage_blocks
 from autoplan.cost.memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory, stage_parameters
+from autoplan.cost.order import rank_orders
 from autoplan.framework import Framework
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
@@ -863,3 +864,28 @@ def test_stage_0_of_gpt3_keeps_the_9_56_gib_of_activations_of_korthikanti_less_d
     assert (first - log_sum_exp) / GIB == pytest.approx(9.5625 * 32 / 34)
     chunked = stages_of(problem, tp=8, sp=True, pp=8, vp=3, schedule="interleaved")[0]
     assert chunked.memory_terms_bytes["activations"] / first == pytest.approx(1 + 7 / 24)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 5, 8])
+def test_forwards_of_zb_h1_follow_on_gradients_of_weights_beyond_as_many_as_ranks(
+    stages: int, num_microbatches: int
+) -> None:
+    for order in rank_orders("zb-h1", stages, 1, num_microbatches):
+        kinds = "".join(one.kind for one in order)
+        assert ("F" in kinds[kinds.index("W") :]) == (num_microbatches > stages)
+
+
+@pytest.mark.parametrize(("micro_batch", "tracked_mib"), [(1, 238.2), (2, 271.7), (4, 278.0), (8, 310.0)])
+def test_zb_h1_of_torch_needs_what_was_tracked(micro_batch: int, tracked_mib: float) -> None:
+    # The fuller of two gloo ranks in an untimed step of autoplan's own trainer, torch 2.13, 2026-11-22.
+    model = ModelSpec(name="medium", num_layers=4, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1408)
+    problem = Problem(
+        model=model,
+        training=TrainingSpec(seq_len=128, precision="bf16"),
+        cluster=load_cluster("cpu:1x2"),
+        framework=load_framework("torch"),
+    )
+    plan = ParallelPlan(global_batch=8, micro_batch=micro_batch, pp=2, schedule="zb-h1", sharding="none")
+    cost = estimate(problem, PlanBatch.of([plan], model.num_layers))
+    assert cost.logged_memory_bytes[0] / 2**20 == pytest.approx(tracked_mib, rel=0.09)

@@ -34,6 +34,7 @@ from autoplan.problem import Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 # The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
 # the allocator holds beyond it, and what lies outside of the allocator.
@@ -310,9 +311,7 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     return total[:, None] + blocks.at_last(head)
 
 
-def _spread_bytes(
-    parameters: StageParameters, places: Groups, per_parameter: float, sharded: NDArray[np.bool_]
-) -> Floats:
+def _spread_bytes(parameters: StageParameters, places: Groups, per_parameter: float, sharded: Bools) -> Floats:
     """What a rank holds per parameter, divided over its shard group where `sharded`: shape (plans, stages)."""
     dense = per_parameter / np.where(sharded, places.shard[1].astype(np.float64), 1.0)
     expert = per_parameter / np.where(sharded, places.expert_shard[1].astype(np.float64), 1.0)
@@ -475,8 +474,18 @@ def _held_by_stage(
         transients=held.transients - gone[:, None],
         matrix=blocks.at_all(_last_matrix(problem, batch)),
         layer=np.where(blocks.repeats_chunk, stored[:, None], least[:, None]),
-        refills=in_flight < (batch.num_microbatches * batch.vp)[:, None],
+        refills=_refills(batch, in_flight),
     )
+
+
+def _refills(batch: PlanBatch, in_flight: Ints) -> Bools:
+    """Whether forward passes follow on the first gradients of weights: shape (plans, stages).
+
+    Rank r of ZB-H1 keeps r of these back: all ranks begin with as many forward passes as there are ranks, a chunk.
+    """
+    waits = batch.schedule == SCHEDULES.index("zb-h1")
+    begins: Floats = np.where(waits, batch.pp, in_flight.T / batch.vp)
+    return np.asarray(batch.num_microbatches[:, None] > begins.T)
 
 
 def _chunk_ends(problem: Problem, batch: PlanBatch) -> ChunkEnds:
