@@ -24,8 +24,10 @@ from flows import Expanded, chain, hierarchical
 from test_estimate import PLAIN, price, problem_of, terms_of
 from test_traffic import cluster_of
 
-# Nothing hides, and nothing is gathered twice.
-OPEN = dataclasses.replace(PLAIN, fsdp_unhidden_share=1.0, regathers_norm_output=False)
+# Nothing hides, and nothing is gathered twice; 8-bit plans gather in 8 bits.
+OPEN = dataclasses.replace(
+    PLAIN, fsdp_unhidden_share=1.0, regathers_norm_output=False, narrow_tp_gathers=True, narrow_weights=("fp8",)
+)
 
 
 def rows_of(step: StepTraffic) -> dict[str, TrafficRow]:
@@ -76,6 +78,8 @@ def priced_cases() -> Iterator[tuple[str, ParallelPlan]]:
     for sharding in ("none", "zero1", "zero2", "zero3"):
         yield "dense", dataclasses.replace(dense, tp=2, cp=2, sharding=sharding, cp_kind="all_to_all", sp=True)
         yield "moe", dataclasses.replace(dense, tp=2, ep=4, etp=2, sharding=sharding)
+    yield "dense", dataclasses.replace(dense, tp=2, sharding="zero1", sp=True, precision="fp8")
+    yield "moe", dataclasses.replace(dense, tp=2, ep=4, etp=2, sharding="zero1", precision="fp8")
     yield "mla", dataclasses.replace(dense, tp=4, sp=False)
 
 

@@ -116,7 +116,7 @@ def _sharded_s(
     wait = _hosts_wait_s(problem, batch)
     # Copies of a shard group reduce the shard that each holds.
     across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
-    element, narrow = problem.training.element_bytes, _gathered_bytes(problem, batch)[:, None]
+    element, narrow = problem.training.element_bytes, gathered_bytes(problem, batch)[:, None]
     gather = links.all_gather_s(*shard, element * parameters.ends + narrow * (dense - parameters.ends), gaps)
     gather = gather + links.all_gather_s(*expert_shard, narrow * expert)
 
@@ -129,8 +129,8 @@ def _sharded_s(
     return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather + wait + host_s, 0.0)
 
 
-def _gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Of a weight of the layers on its way from the optimizer's shard: 8 bits of one scale travel as they are kept.
+def gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Of a weight of the layers on its way from the optimizer's shard, shape (plans): one scale's 8 bits stay narrow.
 
     Those with scales of blocks are gathered in 16 bits and quantised then: either copy is needed.
     Source: Megatron-LM core/distributed/param_and_grad_buffer.py, and reuse_grad_buf_for_mxfp8_param_ag.

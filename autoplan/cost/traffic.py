@@ -32,7 +32,7 @@ from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import StageParameters, stage_parameters
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.recompute import ATTENTION_BLOCKS
-from autoplan.cost.tail import reduce_buckets
+from autoplan.cost.tail import gathered_bytes, reduce_buckets
 from autoplan.model import Block
 from autoplan.plan import SELECTIVE, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
@@ -196,9 +196,9 @@ def _tensor(
         return
     # The inputs are gathered once more for the weight gradient, unless they are kept whole.
     again = backward * (1 + problem.framework.regathers_norm_output)
-    inputs = np.repeat(tp_gathered_bytes(problem, batch), len(forward))
-    for size, times in ((inputs, forward), (buffer, again)):
-        yield Transfers(communicator="tp", operation="all_gather", group=group, buffer_bytes=size, times=times)
+    gathered = np.repeat(tp_gathered_bytes(problem, batch), len(forward))
+    times = forward + again
+    yield Transfers(communicator="tp", operation="all_gather", group=group, buffer_bytes=gathered, times=times)
     yield Transfers(communicator="tp", operation="reduce_scatter", group=group, buffer_bytes=buffer, times=passes)
 
 
@@ -328,7 +328,9 @@ def _end_of_step(
             operation: Operation = "all_reduce" if framework.zero1_grad_all_reduce else "reduce_scatter"
             yield from _sharded(problem, places, held, operation, wire, ones)
         if sharding != "zero3":
-            yield from _sharded(problem, places, held, "all_gather", problem.training.element_bytes, ones)
+            width, ends = gathered_bytes(problem, batch), parameters.ends[0]
+            wide = held[0] + ends * (problem.training.element_bytes / width - 1.0)
+            yield from _sharded(problem, places, (wide, held[1]), "all_gather", width[0], ones)
         yield Transfers(
             communicator="replicate",
             operation="all_reduce",
