@@ -25,6 +25,17 @@ def test_a_file_may_extend_a_shipped_framework(tmp_path: Path) -> None:
     assert mine == expected
 
 
+def test_what_was_fitted_is_inherited_unless_it_is_stated_anew(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nextends = "nemo"\nmoe_sync_s = 1e-3\ns_per_local_expert = 1e-5\n')
+    assert set(load_framework("nemo").fitted) - set(load_framework(str(path)).fitted) == {
+        "moe_sync_s",
+        "s_per_local_expert",
+    }
+    path.write_text(path.read_text() + 'step_overhead_s = 1e-2\nfitted = ["step_overhead_s", "moe_sync_s"]\n')
+    assert load_framework(str(path)).fitted == ("kernel_bytes_factor", "step_overhead_s", "moe_sync_s")
+
+
 @pytest.mark.parametrize("name", ["nothing", "nemo-24.07"])
 def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -> None:
     path = tmp_path / "mine.toml"

@@ -35,13 +35,16 @@ def _preset(name: str) -> Framework:
 
 
 def _decoded(table: dict[str, Any], where: str) -> Framework:
-    """The framework in `table`; what it leaves out is as in the preset that it `extends`, calibrations too."""
+    """The framework in `table`; what it leaves out is as in the preset that it `extends`, calibrations and fits too."""
     if "extends" in table:
         table = dict(table)
         name = table.pop("extends")
         if name not in (known := _extendable()):  # it may be anything
             raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(known)}")
-        table = {"calibrated_as": name, **_table(name), "aliases": [], **table}
+        base = _table(name)
+        inherited = [trait for trait in base.get("fitted", []) if trait not in table]
+        fitted = inherited + [trait for trait in table.get("fitted", []) if trait not in inherited]
+        table = {"calibrated_as": name, **base, "aliases": [], **table, "fitted": fitted}
     return decode(Framework, table, where)
 
 
