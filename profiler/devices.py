@@ -15,6 +15,7 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"NVIDIA H100 80GB HBM3", ("h100-sxm",)),
     (r"NVIDIA H100 PCIe", ("h100-pcie",)),
     (r"NVIDIA H800", ("h800",)),
+    (r"NVIDIA H20", ("h20",)),
     (r"NVIDIA H200", ("h200-sxm",)),
     (r"NVIDIA GH200.*", ("gh200",)),
     (r"NVIDIA B200\b.*", ("b200",)),

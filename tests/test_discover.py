@@ -248,18 +248,19 @@ def test_a_slow_and_a_dead_nic_are_named(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path) -> None:
-    seen = hgx(name="NVIDIA H20")
+    seen = hgx(name="NVIDIA H100 NVL")
     devices = tuple(replace(one, memory_bytes=round(95 * GIB), host_bytes_per_s=63e9) for one in seen.devices)
     found = describe(replace(seen, devices=devices))
     device = found.cluster.device
-    assert (device.name, device.visible_memory_bytes, device.host_link_bytes_per_s) == ("NVIDIA H20", 95 * GIB, 63e9)
-    assert device.generation == "hopper"
+    assert (device.name, device.generation) == ("NVIDIA H100 NVL", "hopper")
+    assert (device.visible_memory_bytes, device.host_link_bytes_per_s) == (95 * GIB, 63e9)
     assert "figures of h100-96g-500w stand in, correct [device]" in found.warnings[0]
     text = cluster_toml(found.cluster, found.remarks)
     assert "tdp_w = 500.0  # of h100-96g-500w: correct it" in text
     assert "visible_memory_gib = 95.0\n" in text
     written(found, tmp_path)
-    assert "figures of h100-sxm stand in" in describe(hgx(name="NVIDIA H20")).warnings[0]
+    assert "figures of h100-sxm stand in" in describe(hgx(name="NVIDIA H100 NVL")).warnings[0]
+    assert "figures of h20 stand in" in describe(hgx(name="NVIDIA H20-3e")).warnings[0]
     card = describe(hgx(name="NVIDIA H100 NVL", num_links=0))
     assert "figures of h100-pcie stand in" in card.warnings[0]
 

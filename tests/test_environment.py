@@ -28,6 +28,7 @@ from profiler.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nic
         ("NVIDIA H100 PCIe", 79.11, "h100-pcie"),
         ("NVIDIA H200", 139.81, "h200-sxm"),
         ("NVIDIA H800", 79.11, "h800"),
+        ("NVIDIA H20", 95.0, "h20"),
         ("NVIDIA A100-SXM4-80GB", 79.15, "a100-sxm"),
         ("A100-SXM4-40GB", 39.39, "a100-sxm-40"),
         ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie"),
@@ -54,7 +55,7 @@ def test_a_shipped_device_is_known_by_its_drivers_name(name: str, memory_gib: fl
     ("name", "memory_gib"),
     [
         ("NVIDIA H100 NVL", 93.1),
-        ("NVIDIA H20", 95.0),
+        ("NVIDIA H20-3e", 139.8),
         ("NVIDIA H200 NVL", 139.8),
         ("NVIDIA A100-PCIE-40GB", 39.39),
         ("NVIDIA GH200 144G HBM3e", 142.0),

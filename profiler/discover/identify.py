@@ -85,10 +85,13 @@ def _stand_in(node: SeenNode, seen: SeenDevice, alike: list[DeviceSpec]) -> Iden
     clusters = [load_cluster(name) for name in preset_clusters()]
     joined = {one.device.name for one in clusters if one.levels[-1].kind in ("nvlink", "xgmi")}
 
-    def unlike(one: DeviceSpec) -> tuple[bool, bool, float, bool, str]:
+    words = re.findall(r"\w+", seen.name.lower())
+
+    def unlike(one: DeviceSpec) -> tuple[bool, bool, bool, float, bool, str]:
         is_coupled = one.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
         return (
             (one.name in joined) != has_fabric,
+            one.name.split("-")[0] not in words,  # another chip, such as an H20 in place of an H100 with as much memory
             is_coupled != ((seen.host_bytes_per_s or 0) > _FASTEST_PCIE),
             abs(memory - one.visible_memory_bytes) if memory else 0.0,
             one.name not in preset_clusters(),  # a variant
