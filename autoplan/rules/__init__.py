@@ -9,6 +9,7 @@ from types import FunctionType, MethodType
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.errors import InputError
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import (
@@ -156,3 +157,12 @@ def broken(rules: tuple[Rule, ...], setting: Setting, plan: ParallelPlan) -> tup
     return tuple(
         f"{rule.says(setting, plan)} ({rule.source})" for rule in rules if not bool(rule.holds(setting, batch)[0])
     )
+
+
+def check_legal(
+    rules: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, says: str
+) -> None:
+    """Refuse a plan that breaks a rule on as many devices as it needs; `says` is what the message begins with."""
+    setting = Setting(model=model, training=training, num_devices=plan.num_devices)
+    if problems := broken(rules, setting, plan):
+        raise InputError(f"{says}: {'; '.join(problems)}")

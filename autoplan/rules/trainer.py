@@ -7,7 +7,7 @@ functions of this project.
 
 from __future__ import annotations
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, refused
 from autoplan.model import ModelSpec
 from autoplan.plan import OFFLOADS, RECOMPUTE_MODULES, SHARDINGS, PlanBatch
 from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
@@ -15,6 +15,7 @@ from autoplan.rules.fsdp2 import PIPELINE_RULES
 
 _PARALLEL = "autoplan/trainer/parallel.py"
 _TRANSFORMER = "autoplan/trainer/transformer.py"
+DECLINES = "the built-in trainer does not run the plan"
 _KNOWN_PARTS = sum(1 << RECOMPUTE_MODULES.index(name) for name in ("core_attn", "mlp", "moe"))
 
 
@@ -118,6 +119,5 @@ def check_model(model: ModelSpec) -> None:
         (model.embedding_norm, "embedding_norm"),
         (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
     )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")
+    if what := refused(refusals):
+        raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")
