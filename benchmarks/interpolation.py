@@ -10,7 +10,6 @@ with radial basis functions and with the curves.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import itertools
 import math
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from reports import make_parser
 from scipy.interpolate import RBFInterpolator
 
 from autoplan import interpolation
@@ -348,10 +348,9 @@ refused for its distance.  A ratio of 4 is one size four times as large, or two 
 
 def main() -> int:
     """Fit, print and, if asked, write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--tables", type=Path, help="folder systems/data of the wheel, if it is not installed")
     parser.add_argument("--devices", nargs="+", choices=tuple(CLUSTERS), default=list(CLUSTERS))
-    parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
     options = parser.parse_args()
     rows, tables, left_out, gemms = [], [], [], {}
     try:
