@@ -28,7 +28,6 @@ from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.rules import Setting
 from autoplan.rules.megatron_lm import RULES
 from autoplan.training import TrainingSpec
 from search.bounds import group_bounds
@@ -58,8 +57,7 @@ def problem_of(model: str, cluster: str, batch: int, seq_len: int) -> tuple[Prob
         framework=framework,
         calibration=built_in_calibration(framework, machine.device.generation),
     )
-    setting = Setting(model=problem.model, training=problem.training, num_devices=machine.num_devices)
-    return problem, Space(setting=setting, limits=default_limits(problem, (batch,)), rules=RULES)
+    return problem, Space(setting=problem.setting, limits=default_limits(problem, (batch,)), rules=RULES)
 
 
 def cell_values(problem: Problem, space: Space) -> Floats:

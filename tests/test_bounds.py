@@ -14,7 +14,7 @@ from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework, preset_frameworks
-from autoplan.rules import Setting, legal
+from autoplan.rules import legal
 from autoplan.rules.books import book_of
 from autoplan.timing import Measurement, Operation, TimingTable
 from autoplan.training import TrainingSpec
@@ -77,8 +77,7 @@ def make(
     allow += ["partial_recompute"] if plain.partial_recomputes else []
     allow += ["uneven_stages"] if all_schedules and not plain.split else []
     limits = with_wishes(plain, fix=(), at_most=(), allow=(*allow, *(schedules if all_schedules else ())))
-    setting = Setting(model=model, training=problem.training, num_devices=spec.num_devices)
-    return problem, Space(setting=setting, limits=limits, rules=book.rules)
+    return problem, Space(setting=problem.setting, limits=limits, rules=book.rules)
 
 
 problems = st.builds(

@@ -89,7 +89,7 @@ def winner(problem: Problem, space: Space) -> ParallelPlan:
 
 
 @pytest.fixture(
-    scope="module", params=[(DENSE, "h100-sxm:2x8", 64), (LARGE, "a100-sxm:2x8", 48)], ids=["16 H100", "16 A100"]
+    scope="module", params=[(DENSE, "h100-sxm:2x8", (64,)), (LARGE, "a100-sxm:2x8", (48,))], ids=["16 H100", "16 A100"]
 )
 def answered(request: pytest.FixtureRequest) -> tuple[Problem, Space, ParallelPlan, Sensitivity]:
     problem, space = make(*request.param)
@@ -141,7 +141,7 @@ def test_memory_flips_are_where_searches_flip(
 
 
 def test_elasticities_add_up_to_what_rests_on_hardware() -> None:
-    problem, space = make(SMALL, "h100-sxm:1x1", batch=4)
+    problem, space = make(SMALL, "h100-sxm:1x1", batches=(4,))
     result = search(problem, space)
     best = result.rivals[0]
     found = sensitivity(problem, space, result, MARGIN).elasticities
@@ -155,6 +155,6 @@ def test_elasticities_add_up_to_what_rests_on_hardware() -> None:
 
 
 def test_an_only_kind_of_plan_stays() -> None:
-    problem, space = make(SMALL, "h100-sxm:1x1", batch=1, fix=("recompute=none", "sharding=none"))
+    problem, space = make(SMALL, "h100-sxm:1x1", batches=(1,), fix=("recompute=none", "sharding=none"))
     result = search(problem, space)
     assert sensitivity(problem, space, result, MARGIN).flips == ()
