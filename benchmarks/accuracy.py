@@ -25,10 +25,10 @@ from typing import TextIO
 
 import numpy as np
 from measured_runs import RUNS, SHARED, source_of, with_answers
-from numpy.typing import NDArray
 from reports import existing, make_parser, write_report
 
 import autoplan
+from autoplan.arrays import Floats
 from autoplan.cost.calibration import (
     RUNS_PER_FACTOR,
     Linearised,
@@ -45,8 +45,6 @@ from autoplan.read.predictions import predict, prediction_table
 from autoplan.read.runs import Run, read_runs
 from autoplan.result import CostEstimate, Prediction
 from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
-
-Floats = NDArray[np.float64]
 
 PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"
 LEAST_RUNS = 20  # of a source or pair, for a spread of its own

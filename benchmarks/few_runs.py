@@ -31,10 +31,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from accuracy import Case, Fits, left_out, log_errors, read_cases
 from measured_runs import RUNS
-from numpy.typing import NDArray
 from reports import existing, make_parser, write_report
 from scipy.stats import t as student
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.calibration import (
     CLUSTER_FREEDOM,
     RUN_FREEDOM,
@@ -47,9 +47,6 @@ from autoplan.cost.calibration import (
 from autoplan.cost.estimate import NORMAL_90
 from autoplan.read.runs import read_runs
 from autoplan.timing import TIME_SPREADS, Calibration
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 LEAST_OTHERS = 5  # runs of a cluster to judge on
 MOST_RATIO = 1.3

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 from measured_runs import RUNS, source_of, with_answers
-from numpy.typing import NDArray
 from reports import existing
 
+from autoplan.arrays import Floats
 from autoplan.cost.estimate import estimate
 from autoplan.cost.memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
 from autoplan.framework import Framework
@@ -31,8 +31,6 @@ from autoplan.problem import Problem
 from autoplan.read.runs import Run, read_runs
 from autoplan.result import OOM_ABOVE, RISKY_ABOVE
 from autoplan.units import GIB
-
-Floats = NDArray[np.float64]
 
 # Traits that only the time of a step depends on are left alone.
 MEMORY_TRAITS = (

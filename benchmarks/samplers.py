@@ -19,9 +19,9 @@ from statistics import median
 
 import numpy as np
 import optuna
-from numpy.typing import NDArray
 from optuna.trial import TrialState
 
+from autoplan.arrays import Floats
 from autoplan.cost.estimate import estimate
 from autoplan.problem import Problem
 from autoplan.read.calibration import built_in_calibration
@@ -44,7 +44,6 @@ PROBLEMS = (  # model, cluster, global batch, tokens of a sequence
     ("mixtral-8x7b", "h100-sxm:16x8", 512, 4096),
 )
 NEAR = 1.01
-Floats = NDArray[np.float64]
 
 
 def problem_of(model: str, cluster: str, batch: int, seq_len: int) -> tuple[Problem, Space]:

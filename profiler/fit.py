@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats
 from autoplan.cluster import DeviceSpec, LinkLevel
 from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.errors import InputError
 from autoplan.timing import Measurement, Operation
 
-Floats = NDArray[np.float64]
 Curve = TypeVar("Curve")
 
 RESIDUAL_SCALE = 0.1  # residuals beyond this weigh less and less: shapes whose kernel was chosen badly
@@ -46,7 +45,7 @@ class Points:
     shapes: Floats
     seconds: Floats
 
-    def where(self, chosen: NDArray[np.bool_]) -> Points:
+    def where(self, chosen: Bools) -> Points:
         """The points that a mask chooses."""
         return Points(shapes=self.shapes[chosen], seconds=self.seconds[chosen])
 
@@ -99,7 +98,7 @@ def mean_error(predicted_s: Floats, measured_s: Floats) -> float:
 def _fit(
     predict: Callable[[Floats, Floats], Floats],
     points: Points,
-    held_out: NDArray[np.bool_],
+    held_out: Bools,
     ranges: dict[str, tuple[float, float, float]],
 ) -> tuple[dict[str, float], float]:
     """(fitted parameters, error on the held-out points); `ranges` gives each parameter's start, least and most."""
@@ -129,7 +128,7 @@ def training_gemms(points: Points) -> Points:
     return points.where(np.all(points.shapes >= (128, 256, 256), axis=1))
 
 
-def held_out_gemms(points: Points) -> NDArray[np.bool_]:
+def held_out_gemms(points: Points) -> Bools:
     """A fifth of the weight matrices (n, k), with all their batches."""
     _, n, k = points.shapes.astype(np.int64).T
     return (n * 7919 + k * 104729) // 128 % 5 == 0
@@ -171,7 +170,7 @@ def training_attention(points: Points) -> Points:
     return points.where((window == 0) & (length >= 512) & np.isin(head_dim, (64, 128)))
 
 
-def held_out_attention(points: Points) -> NDArray[np.bool_]:
+def held_out_attention(points: Points) -> Bools:
     """A fifth of the combinations of heads and batch, with all their lengths."""
     batch, _, heads, kv_heads = points.shapes.astype(np.int64).T[:4]
     return (heads * 31 + kv_heads * 17 + batch) % 5 == 0
@@ -229,7 +228,7 @@ def training_experts(points: Points) -> Points:
     return points.where((each >= 16) & (local >= 1) & (local % 1 == 0) & (each * local >= 256) & (ffn / tp >= 256))
 
 
-def held_out_experts(points: Points) -> NDArray[np.bool_]:
+def held_out_experts(points: Points) -> Bools:
     """A fifth of the experts' sizes and numbers."""
     _, hidden, ffn, _, experts, tp, _ = points.shapes.T
     return (hidden // 128 * 31 + ffn // tp // 64 * 17 + experts * 7).astype(np.int64) % 5 == 0
@@ -300,7 +299,7 @@ def collective_points(measurements: Iterable[Measurement]) -> Points:
     return Points(shapes=np.concatenate(rows), seconds=np.concatenate(seconds))
 
 
-def held_out_collectives(points: Points) -> NDArray[np.bool_]:
+def held_out_collectives(points: Points) -> Bools:
     """Every third message size."""
     return np.round(np.log2(np.maximum(points.shapes[:, 3], 1))) % 3 == 0
 

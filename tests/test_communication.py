@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s, send_s
 from autoplan.read.cluster import load_cluster
 from autoplan.topology.levels import Level, Topology, compile_topology
 
-Collective = Callable[..., NDArray[np.float64]]
+Collective = Callable[..., Floats]
 COLLECTIVES = (all_reduce_s, all_gather_s, all_to_all_s, send_s)
 GIB = 2**30
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from allocations import DEVICES, fat_tree, packed, problem_on, shuffled
+from autoplan.arrays import Floats
 from autoplan.cli.inputs import make_space
 from autoplan.cluster import WanSpec
 from autoplan.cost.estimate import estimate
@@ -19,8 +19,6 @@ from autoplan.topology.levels import Topology
 from autoplan.topology.placement import Group, effective_members, leaving_share, spreads, switches_of_nodes
 from search.placement import best_placement, is_fragmented, place_best
 from search.study import search
-
-Floats = NDArray[np.float64]
 
 BIG = ParallelPlan(global_batch=64, tp=8, sp=True, pp=8, dp_shard=8)
 

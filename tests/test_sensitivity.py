@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
@@ -20,8 +20,6 @@ from search.sensitivity import MOST_CHANGE, first_crossing, quantities, sensitiv
 from search.space import Space
 from search.study import MARGIN, search
 from search_cases import DENSE, LARGE, make
-
-Floats = NDArray[np.float64]
 
 SMALL = ModelSpec(name="small", num_layers=8, hidden_size=2048, vocab_size=32000, num_heads=16, ffn_size=8192)
 

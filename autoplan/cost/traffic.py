@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communication import Links, link_bytes
 from autoplan.cost.communicators import (
@@ -38,9 +38,6 @@ from autoplan.plan import SELECTIVE, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.timing import Operation
 from autoplan.topology.levels import Gaps, Level, compile_topology
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools
 from autoplan.errors import InputError
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
@@ -23,8 +23,6 @@ from autoplan.plan import (
     PlanBatch,
 )
 from autoplan.training import TrainingSpec
-
-Bools = NDArray[np.bool_]
 
 # The axes of a plan whose values are words, with all of them.
 WORDS: dict[str, tuple[str, ...]] = {

@@ -6,8 +6,9 @@ Megatron whose mpu DeepSpeed is given; context parallelism is Ulysses; experts a
 
 from __future__ import annotations
 
+from autoplan.arrays import Bools
 from autoplan.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.widths import kv_groups
 
 _ENGINE = "runtime/engine.py"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.plan import CP_KINDS, OFFLOADS, SCHEDULES, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, shared, universal
 
 _SCHEDULES = "torch/distributed/pipelining/schedules.py"
 _ATTENTION = "torch/distributed/tensor/experimental/_context_parallel/_attention.py"

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Ints
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import (
@@ -28,10 +28,8 @@ from autoplan.plan import (
     ParallelPlan,
     PlanBatch,
 )
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.widths import has_dense_mlp, kv_groups
-
-Ints = NDArray[np.int64]
 
 _ARGUMENTS = "training/arguments.py"
 _CONFIG = "core/transformer/transformer_config.py"

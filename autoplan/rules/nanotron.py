@@ -10,9 +10,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.model import ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch, chunk_layers
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.widths import has_dense_mlp
 
 _LLAMA = "models/llama.py"

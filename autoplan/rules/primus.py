@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.plan import RECOMPUTES, SCHEDULES, SPLIT_SCHEDULES, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting
+from autoplan.rules import Choice, Rule, Rulebook, Setting
 from autoplan.rules.megatron_lm import COMMON, INTERLEAVED, INTERLEAVED_MICROBATCHES
 
 _LAUNCHER = "backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py"

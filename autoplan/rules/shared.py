@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.plan import PRECISIONS, PlanBatch
-from autoplan.rules import Bools, Rule, Setting, all_true
+from autoplan.rules import Rule, Setting, all_true
 from autoplan.rules.widths import gemm_widths, kv_groups
 
 

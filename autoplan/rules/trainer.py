@@ -7,10 +7,11 @@ functions of this project.
 
 from __future__ import annotations
 
+from autoplan.arrays import Bools
 from autoplan.errors import InputError, refused
 from autoplan.model import ModelSpec
 from autoplan.plan import OFFLOADS, RECOMPUTE_MODULES, SHARDINGS, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, shared, universal
 from autoplan.rules.fsdp2 import PIPELINE_RULES
 
 _PARALLEL = "autoplan/trainer/parallel.py"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from autoplan.arrays import Bools
 from autoplan.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PRECISIONS, SCHEDULES, PlanBatch
-from autoplan.rules import Bools, Rule, Rulebook, Setting, all_true
+from autoplan.rules import Rule, Rulebook, Setting, all_true
 
 SOURCE = "any framework"
 
