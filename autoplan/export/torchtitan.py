@@ -10,14 +10,13 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from autoplan.errors import InputError, refused
+from autoplan.export.fsdp2 import SCHEDULES
 from autoplan.export.header import header
 from autoplan.export.job import File, Group, Job, Setting, Target, Variable
-from autoplan.files import decode, read_table
+from autoplan.files import decode, read_table, shipped
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
@@ -27,14 +26,6 @@ from autoplan.rules.torchtitan import RULES
 from autoplan.training import TrainingSpec
 
 MODULE, TOML = "plan_cfg.py", "torchtitan.toml"
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved": "Interleaved1F1B",
-    "zb-h1": "InterleavedZeroBubble",  # with one stage a rank
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,10 +460,9 @@ def _toml_value(value: Any) -> str:
 
 def _flavor(model: ModelSpec) -> tuple[str, str]:
     """The name and flavor under which version 0.2 knows a model of these sizes."""
-    presets = resources.files("autoplan.presets")
-    for family, flavors in read_table(Path(str(presets / "torchtitan.toml")))["flavors"].items():
+    for family, flavors in read_table(shipped()["torchtitan"])["flavors"].items():
         for flavor, name in flavors.items():
-            table = read_table(Path(str(presets / "models" / f"{name}.toml")))
+            table = read_table(shipped("models")[name])
             known = decode(ModelSpec, {"name": name, **table}, name)
             mine = replace(model, name=name, aliases=known.aliases, sources=known.sources)
             if mine == replace(known, num_mtp_layers=0):

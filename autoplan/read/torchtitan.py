@@ -10,12 +10,11 @@ import re
 import tomllib
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from autoplan.errors import InputError
-from autoplan.files import is_file, read_table, read_text
+from autoplan.files import is_file, read_table, read_text, shipped
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import ParallelPlan, Schedule
 from autoplan.read.launch import Given, Launch, Reader, Unread
@@ -87,7 +86,7 @@ def _toml(text: str) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=1)
 def _known() -> dict[str, Any]:
-    return read_table(Path(str(resources.files("autoplan.presets") / "torchtitan.toml")))
+    return read_table(shipped()["torchtitan"])
 
 
 def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
