@@ -29,14 +29,6 @@ def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
     return several == (batch.vp > 1)
 
 
-def _needs_pp(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule == _NAME["1f1b"]) | (batch.pp > 1)
-
-
-def _filled(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule != _NAME["1f1b"]) | (batch.num_microbatches >= batch.pp)
-
-
 def _interleaved_rounds(setting: Setting, batch: PlanBatch) -> Bools:
     """Rounds of more than pp micro-batches, which it has where pp does not divide them, are not priced."""
     return (batch.schedule != _NAME["interleaved"]) | (batch.num_microbatches % batch.pp == 0)
@@ -58,12 +50,12 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_SCHEDULES}:686",
-        holds=_needs_pp,
+        holds=lambda s, b: (b.schedule == _NAME["1f1b"]) | (b.pp > 1),
         says=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b with vp 1",
     ),
     Rule(
         source=f"{_SCHEDULES}:1021",
-        holds=_filled,
+        holds=lambda s, b: (b.schedule != _NAME["1f1b"]) | (b.num_microbatches >= b.pp),
         says=lambda s, p: (
             f"1f1b needs at least pp {p.pp} micro-batches, there are {p.num_microbatches}: lower pp or micro_batch, or "
             "use gpipe"
@@ -89,10 +81,6 @@ PIPELINE_RULES: tuple[Rule, ...] = (
 
 
 # -- experts, sharding ------------------------------------------------------------------------------------------------
-
-
-def _no_experts(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.ep == 1) & (batch.etp == 1)
 
 
 CHOICES = (
@@ -124,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     shared.whole_sequence("torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py:148"),
     Rule(
         source="torch/distributed/tensor/parallel/style.py",
-        holds=_no_experts,
+        holds=lambda s, b: (b.ep == 1) & (b.etp == 1),
         says=lambda s, p: (
             f"ep {p.ep} and etp {p.etp}: PyTorch has no style that spreads experts; set both to 1, or use torchtitan"
         ),

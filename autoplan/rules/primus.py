@@ -32,10 +32,6 @@ def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
     return np.where(batch.schedule == INTERLEAVED, batch.vp > 1, needed)
 
 
-def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(setting, batch)
-
-
 def _filled(setting: Setting, batch: PlanBatch) -> Bools:
     """The table of ZB-V always has passes for 2 pp - 1 micro-batches, those that do not exist among them."""
     return (batch.schedule != ZB_V) | (batch.num_microbatches >= 2 * batch.pp - 1)
@@ -74,7 +70,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=INTERLEAVED_MICROBATCHES.source,
-        holds=_interleaved_microbatches,
+        holds=lambda s, b: (b.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(s, b),
         says=INTERLEAVED_MICROBATCHES.says,
     ),
     Rule(
