@@ -27,7 +27,7 @@ from search.objectives import Measure
 from search.pricing import limit_bytes
 from search.ranking import TIE, ordering, ranked, seconds_per_sequence
 from search.space import Cell, Space
-from search.study import Progress, Shared, joined, search
+from search.study import Shared, joined, search
 
 # Kinds bounded in one go; of the first round, and how many times those before are in the next one.
 BLOCK_KINDS, FIRST_KINDS, GROWTH, ROUND_BLOCKS = 4096, 1024, 4, 8
@@ -89,7 +89,6 @@ def search_front(
     problem: Problem,
     space: Space,
     measures: Sequence[Measure],
-    progress: Progress | None = None,
     *,
     shared: Shared | None = None,
 ) -> SearchResult:
@@ -106,14 +105,10 @@ def search_front(
             mine = [one for one in told if one.block.wanted == wanted]
             seen = _together(mine, len(measures), space.placement)
             taken = [cell for one in mine for cell in one.block.cells]
-            if progress:
-                progress(len(taken), len(field.cells))
             if blocks := field.next_round(seen.front, taken, wanted, max((one.block.round for one in mine), default=0)):
                 return blocks
             if len(seen.front):
                 break
-        if progress:
-            progress(len(field.cells), len(field.cells))
         return ()
 
     def price(block: Block) -> BlockOutcome:

@@ -260,7 +260,7 @@ def _experts(problem: Problem, batch: PlanBatch, places: Groups, passes: Floats)
 
 
 def _sharded(
-    problem: Problem, places: Groups, held: tuple[Floats, Floats], operation: Operation, width: float, times: Floats
+    places: Groups, held: tuple[Floats, Floats], operation: Operation, width: float, times: Floats
 ) -> Iterator[Transfers]:
     """A collective of the parameters that a rank holds, (dense, expert), over the groups that shard them."""
     stages = len(times)
@@ -286,15 +286,13 @@ def _units(
     framework, sharding = problem.framework, batch.plan(0).sharding
     wire = problem.bytes_per_reduced_grad
     if sharding == "zero2" and framework.zero2_reduces_every_microbatch:
-        yield from _sharded(problem, places, held, "reduce_scatter", wire, passes)
+        yield from _sharded(places, held, "reduce_scatter", wire, passes)
     if sharding != "zero3":
         return
     once = batch.pp[0] > 1 and not framework.zero3_regathers_in_pipeline
     reduces = passes / batch.num_microbatches if once else passes
-    yield from _sharded(
-        problem, places, held, "all_gather", problem.training.element_bytes, reduces if once else 2 * passes
-    )
-    yield from _sharded(problem, places, held, "reduce_scatter", wire, reduces)
+    yield from _sharded(places, held, "all_gather", problem.training.element_bytes, reduces if once else 2 * passes)
+    yield from _sharded(places, held, "reduce_scatter", wire, reduces)
 
 
 def _end_of_step(
@@ -323,11 +321,11 @@ def _end_of_step(
     else:
         if sharding == "zero1" or (sharding == "zero2" and not framework.zero2_reduces_every_microbatch):
             operation: Operation = "all_reduce" if framework.zero1_grad_all_reduce else "reduce_scatter"
-            yield from _sharded(problem, places, held, operation, wire, ones)
+            yield from _sharded(places, held, operation, wire, ones)
         if sharding != "zero3":
             width, ends = gathered_bytes(problem, batch), parameters.ends[0]
             wide = held[0] + ends * (problem.training.element_bytes / width - 1.0)
-            yield from _sharded(problem, places, (wide, held[1]), "all_gather", width[0], ones)
+            yield from _sharded(places, (wide, held[1]), "all_gather", width[0], ones)
         yield Transfers(
             communicator="replicate",
             operation="all_reduce",
