@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import DbOption, FrameworkOption, QuietOption, check_untyped, whole_number, whole_url
+from autoplan.cli.inputs import check_untyped, whole_url
+from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, whole_number
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:
