@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.units import check_fraction, check_not_negative, check_positive
-
-Floats = NDArray[np.float64]
 
 FULL_HEAD_DIM = 128  # kernels are tuned for it; wider heads gain nothing more
 

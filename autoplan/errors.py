@@ -1,5 +1,9 @@
 """Which errors are the user's to mend?  Those of this family: one clear line and exit 1."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class AutoplanError(Exception):
     """The rule that was broken, the values that broke it, and the way out, in one line."""
@@ -31,3 +35,8 @@ class UnpricedError(AutoplanError):
 
 class StoreError(AutoplanError):
     """The timing database cannot be read or written: not reachable, not allowed, full, damaged, too new."""
+
+
+def refused(refusals: Iterable[tuple[bool, str]]) -> str:
+    """What the first (is refused, what) says that holds; empty where none does."""
+    return next((what for is_refused, what in refusals if is_refused), "")

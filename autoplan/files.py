@@ -13,6 +13,8 @@ import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -86,6 +88,14 @@ def read_table(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise InputError(f"{path}: must hold one table (object), not a {type(table).__name__}")
     return table
+
+
+@cache
+def shipped(folder: str = "") -> dict[str, Path]:
+    """The TOML files of a folder of presets, by their ids in alphabetical order."""
+    entries = (Path(str(entry)) for entry in (resources.files("autoplan.presets") / folder).iterdir())
+    found = {path.stem: path for path in entries if path.suffix == ".toml"}
+    return dict(sorted(found.items()))
 
 
 def decode(kind: type[T], table: dict[str, Any], where: str) -> T:

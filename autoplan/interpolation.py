@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from autoplan.arrays import Floats, Ints
 
 # What other values are worth stands in benchmarks/results.
 NEIGHBOURS = 12

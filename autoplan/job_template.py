@@ -8,14 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from autoplan.errors import InputError
 from autoplan.export.names import LAUNCHERS
-from autoplan.files import decode, read_table, schema
+from autoplan.files import decode, read_table, schema, shipped
 from autoplan.jobs import Cause
 from autoplan.units import check_name, check_positive
 
@@ -207,16 +205,9 @@ def _short(text: str) -> str:
     return repr(line[:200]) if line else "nothing"
 
 
-@lru_cache(maxsize=1)
-def _paths() -> dict[str, Path]:
-    folder = resources.files("autoplan.presets") / "jobs"
-    paths = sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return {path.stem: path for path in paths}
-
-
 def load_job_template(text: str) -> JobTemplate:
     """The template that `text` names: a shipped one's id or the path of a TOML file, which may extend a shipped one."""
-    known = _paths()
+    known = shipped("jobs")
     if text in known:
         return decode(JobTemplate, read_table(known[text]), f"template {text}")
     path = Path(text)
@@ -227,9 +218,9 @@ def load_job_template(text: str) -> JobTemplate:
         name = table.pop("extends")
         if name not in (names := tuple(known)):  # it may be anything
             raise InputError(f"{path}: extends {name!r}, which must be one of {', '.join(names)}")
-        shipped = read_table(known[name])
+        base = read_table(known[name])
         states = table.get("states", {})
-        table = {**shipped, **table, "states": {**shipped["states"], **states} if isinstance(states, dict) else states}
+        table = {**base, **table, "states": {**base["states"], **states} if isinstance(states, dict) else states}
     return decode(JobTemplate, table, str(path))
 
 
@@ -238,6 +229,6 @@ def job_template_schema() -> dict[str, Any]:
     described = schema(JobTemplate, human_units=True)
     table = described["$defs"]["JobTemplate"]
     required = table.pop("required")
-    table["properties"]["extends"] = {"enum": list(_paths())}
+    table["properties"]["extends"] = {"enum": list(shipped("jobs"))}
     table["anyOf"] = [{"required": required}, {"required": ["extends"]}]
     return described

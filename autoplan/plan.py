@@ -9,15 +9,12 @@ from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Ints
 from autoplan.errors import InputError, UnpricedError
 from autoplan.framework import RANK_ORDERS, RankOrder
 from autoplan.training import Precision
 from autoplan.units import check_count
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
@@ -273,7 +270,7 @@ class PlanBatch:
         for plan in plans:
             check_priced(plan)
             index.append(layouts.setdefault(chunk_layers(plan, num_layers), len(layouts)))
-        arrays: dict[str, NDArray[np.int64] | NDArray[np.bool_]] = {
+        arrays: dict[str, Ints | Bools] = {
             name: np.array([getattr(plan, name) for plan in plans], dtype=np.int64) for name in _COUNTS
         }
         arrays |= {name: np.array([getattr(plan, name) for plan in plans], dtype=np.bool_) for name in _FLAGS}

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Ints
 from autoplan.cluster import ClusterSpec
 from autoplan.plan import ParallelPlan
 from autoplan.topology.placement import node_names
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

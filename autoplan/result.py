@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cluster import ClusterSpec, DeviceSpec
 from autoplan.errors import InputError
 from autoplan.framework import Framework
@@ -21,9 +21,6 @@ from autoplan.ranks import HostRanks
 from autoplan.timing import Calibration, Provenance
 from autoplan.training import Precision, TrainingSpec
 from autoplan.units import check_not_negative, check_positive
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 Verdict = Literal["fits", "risky", "oom"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)

@@ -10,15 +10,12 @@ from enum import IntEnum
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cluster import DeviceSpec
 from autoplan.errors import InputError
 from autoplan.interpolation import Scattered
 from autoplan.units import check_positive
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 Operation = Literal[
     "gemm",
@@ -216,8 +213,8 @@ class Lookup:
     """Times of some shapes in seconds, NaN where the table refuses, and whether each itself was measured, and how."""
 
     seconds: Floats
-    is_exact: NDArray[np.bool_]
-    is_disturbed: NDArray[np.bool_]  # of those that were measured
+    is_exact: Bools
+    is_disturbed: Bools  # of those that were measured
     nudge: Nudge = (1.0, 1.0, 1.0)
 
     @classmethod

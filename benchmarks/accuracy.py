@@ -11,11 +11,8 @@ usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--w
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
 import io
-import platform
 import subprocess
 import sys
 import tempfile
@@ -28,9 +25,10 @@ from typing import TextIO
 
 import numpy as np
 from measured_runs import RUNS, SHARED, source_of, with_answers
-from numpy.typing import NDArray
+from reports import existing, make_parser, write_report
 
 import autoplan
+from autoplan.arrays import Floats
 from autoplan.cost.calibration import (
     RUNS_PER_FACTOR,
     Linearised,
@@ -47,8 +45,6 @@ from autoplan.read.predictions import predict, prediction_table
 from autoplan.read.runs import Run, read_runs
 from autoplan.result import CostEstimate, Prediction
 from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
-
-Floats = NDArray[np.float64]
 
 PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"
 LEAST_RUNS = 20  # of a source or pair, for a spread of its own
@@ -81,27 +77,22 @@ class Case:
         return self.measured.problem.cluster.device.generation
 
 
-def main() -> int:
+def main() -> None:
     """Price, score, print and, if asked, write the report and the shipped calibrations."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--scorer", type=Path, default=SHARED / "tools" / "score_runs.py")
+    parser = make_parser(__doc__)
+    parser.add_argument("--runs", type=existing, default=str(RUNS))
+    parser.add_argument("--scorer", type=existing, default=str(SHARED / "tools" / "score_runs.py"))
     parser.add_argument("--worst", type=int, default=10, help="runs with the largest errors to show of every source")
     parser.add_argument(
         "--as-shipped", action="store_true", help="leave out what fits calibrations, which takes minutes"
     )
-    parser.add_argument("--report", type=Path, help="write all tables to this Markdown file as well")
     parser.add_argument("--ship", action="store_true", help="write the calibrations that the package ships")
     options = parser.parse_args()
-    for path in (options.runs, options.scorer):
-        if not path.is_file():
-            print(f"{path} is not there: name it with --runs or --scorer", file=sys.stderr)
-            return 1
     runs = list(read_runs(options.runs))
     cases = read_cases(options.runs, runs)
     if options.ship:
         ship(cases)
-        return 0
+        return
     scoring = Scoring(options.runs, options.scorer, runs)
     text = io.StringIO()
     with contextlib.redirect_stdout(_Both(sys.stdout, text)):
@@ -113,12 +104,8 @@ def main() -> int:
         show_ablation(cases)
         show_worst(cases, options.worst)
     if options.report:
-        head = (
-            f"# Accuracy on measured runs, {datetime.date.today().isoformat()}\n\n"
-            f"autoplan {autoplan.__version__}, Python {platform.python_version()}; `python benchmarks/accuracy.py`.\n"
-        )
-        write_text(options.report, f"{head}\n```\n{text.getvalue()}```\n", force=True)
-    return 0
+        made_by = "`python benchmarks/accuracy.py`"
+        write_report(options.report, "Accuracy on measured runs", made_by, text.getvalue())
 
 
 class _Both(io.TextIOBase):
@@ -433,4 +420,4 @@ def _cost(case: Case) -> CostEstimate:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,45 +10,31 @@ usage: python benchmarks/belief_fit.py [--runs RUNS.csv] [--report REPORT.md]
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 from measured_runs import RUNS
-from numpy.typing import NDArray
+from reports import existing, make_parser, write_report
 from tune_replay import Group, read_groups
 
-import autoplan
-from autoplan.files import write_text
+from autoplan.arrays import Floats
 from search import belief
 from search.belief import Belief, Measured, pooled
-
-Floats = NDArray[np.float64]
 
 SCATTERS = (0.3, 0.5, 0.7, 1.0, 1.4)
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
 
 
-def main() -> int:
+def main() -> None:
     """Try all pairs, print and, if asked, write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--report", type=Path, help="write the tables to this Markdown file as well")
+    parser = make_parser(__doc__)
+    parser.add_argument("--runs", type=existing, default=str(RUNS))
     options = parser.parse_args()
-    if not options.runs.is_file():
-        print(f"{options.runs} is not there: name it with --runs", file=sys.stderr)
-        return 1
     text = "\n".join(tables(read_groups(options.runs)))
     print(text)
     if options.report:
-        head = f"# Spreads of the belief about plans, {datetime.date.today().isoformat()}\n\n"
-        head += f"autoplan {autoplan.__version__}; `python benchmarks/belief_fit.py`.\n"
-        write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)
-    return 0
+        write_report(options.report, "Spreads of the belief about plans", "`python benchmarks/belief_fit.py`", text)
 
 
 def log_evidence(group: Group) -> float:
@@ -86,4 +72,4 @@ def tables(groups: Sequence[Group]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.objectives import resized
 from autoplan.cost.arithmetic import count_parameters
@@ -67,8 +68,6 @@ MOST_DRAWS = 20  # of so many cells, until a space is taken to hold too few lega
 SAME = 1e-12  # steps this close are equal: the sums of larger batches may be added up in another order
 TIE = 1e-8  # costs this close are equal: fronts take steps of 1e-9 in their logarithms
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Rng = np.random.Generator
 
 

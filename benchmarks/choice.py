@@ -10,9 +10,6 @@ usage: python benchmarks/choice.py [--runs RUNS.csv] [--report REPORT.md]
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,17 +17,14 @@ from pathlib import Path
 
 import numpy as np
 from measured_runs import RUNS, source_of, with_answers
-from numpy.typing import NDArray
+from reports import existing, make_parser, write_report
 
-import autoplan
+from autoplan.arrays import Floats
 from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.files import write_text
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.runs import read_runs
 from search.choice import OWN_SPREAD, apart, ratio_spreads, shares
-
-Floats = NDArray[np.float64]
 
 OWN_SPREADS = np.arange(0.01, 0.151, 0.005)
 QUANTILE = 0.9
@@ -65,24 +59,15 @@ class Pairs:
         return float(np.average(np.where(beyond > 0, QUANTILE * beyond, (QUANTILE - 1) * beyond), weights=self.weight))
 
 
-def main() -> int:
+def main() -> None:
     """Fit, print and, if asked, write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RUNS)
-    parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
+    parser = make_parser(__doc__)
+    parser.add_argument("--runs", type=existing, default=str(RUNS))
     options = parser.parse_args()
-    if not options.runs.is_file():
-        print(f"{options.runs} is not there: name it with --runs", file=sys.stderr)
-        return 1
     text = "\n".join(table(read_pairs(options.runs)))
     print(text)
     if options.report:
-        head = (
-            f"# Ratios of plans on measured runs, {datetime.date.today().isoformat()}\n\n"
-            f"autoplan {autoplan.__version__}; `python benchmarks/choice.py`.\n"
-        )
-        write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)
-    return 0
+        write_report(options.report, "Ratios of plans on measured runs", "`python benchmarks/choice.py`", text)
 
 
 def read_pairs(path: Path) -> list[Pairs]:
@@ -149,4 +134,4 @@ def table(sources: list[Pairs]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -29,8 +29,8 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.children import Children, Place
 from autoplan.cli.inputs import make_space, parse_duration, with_timings
 from autoplan.cost.arithmetic import count_parameters
@@ -54,8 +54,6 @@ from profiler.store import open_store
 from profiler.store.store import Store
 from profiler.sweep import Progress, run
 from profiler.wishes import HALVES, SHARED, Wish, plan
-
-Floats = NDArray[np.float64]
 
 # Without units for bf16 a step in it would take many times as long.
 PRECISION: Literal["bf16", "fp32"] = "fp32" if emulates_bf16() else "bf16"

@@ -24,22 +24,17 @@ usage: python benchmarks/few_runs.py [--runs RUNS.csv] [--count N] [--draws N] [
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import platform
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from accuracy import Case, Fits, left_out, log_errors, read_cases
 from measured_runs import RUNS
-from numpy.typing import NDArray
+from reports import existing, make_parser, write_report
 from scipy.stats import t as student
 
-import autoplan
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.calibration import (
     CLUSTER_FREEDOM,
     RUN_FREEDOM,
@@ -50,12 +45,8 @@ from autoplan.cost.calibration import (
     fit,
 )
 from autoplan.cost.estimate import NORMAL_90
-from autoplan.files import write_text
 from autoplan.read.runs import read_runs
 from autoplan.timing import TIME_SPREADS, Calibration
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 LEAST_OTHERS = 5  # runs of a cluster to judge on
 MOST_RATIO = 1.3
@@ -130,17 +121,13 @@ HEADER = (
 )
 
 
-def main() -> int:
+def main() -> None:
     """Leave sources out, calibrate and print; write the report if asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser = make_parser(__doc__)
+    parser.add_argument("--runs", type=existing, default=str(RUNS))
     parser.add_argument("--count", type=int, default=3, help="runs that calibrate a cluster")
     parser.add_argument("--draws", type=int, default=20, help="of these runs, for every cluster")
-    parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
     options = parser.parse_args()
-    if not options.runs.is_file():
-        print(f"{options.runs} is not there: name it with --runs", file=sys.stderr)
-        return 1
     clusters = [
         one
         for one in read_clusters(read_cases(options.runs, list(read_runs(options.runs))))
@@ -167,15 +154,10 @@ def main() -> int:
     )
     print(lines[-1])
     if options.report:
-        head = (
-            f"# {options.count} runs of a cluster that was left out, {datetime.date.today().isoformat()}\n\n"
-            f"autoplan {autoplan.__version__}, Python {platform.python_version()}; {options.draws} draws; "
-            "`python benchmarks/few_runs.py`.\n"
-        )
+        title = f"{options.count} runs of a cluster that was left out"
+        made_by = f"{options.draws} draws; `python benchmarks/few_runs.py`"
         what = (__doc__ or "").partition("usage:")[0].strip()
-        text = "\n".join(lines)
-        write_text(options.report, f"{head}\n```\n{what}\n```\n\n```\n{text}\n```\n", force=True)
-    return 0
+        write_report(options.report, title, made_by, what, "\n".join(lines))
 
 
 def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
@@ -310,4 +292,4 @@ def _median(log_ratios: Floats) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

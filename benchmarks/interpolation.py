@@ -10,7 +10,6 @@ with radial basis functions and with the curves.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import itertools
 import math
@@ -24,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from reports import make_parser
 from scipy.interpolate import RBFInterpolator
 
 from autoplan import interpolation
+from autoplan.arrays import Bools, Floats
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
 from autoplan.cost.compute import GROUPED_HALF_M, GROUPED_SHARE
@@ -41,9 +41,6 @@ from autoplan.units import file_units
 from profiler import fit
 from profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from profiler.imports.aiconfigurator import read_measurements
-
-Floats = NDArray[np.float64]
-Chosen = NDArray[np.bool_]
 
 CLUSTERS = {
     "a100-sxm": "a100-sxm",
@@ -176,17 +173,17 @@ def _products(measurements: list[Measurement]) -> fit.Points:
     return points.where(points.shapes[:, 0] >= 256)
 
 
-def _hidden_rows(points: fit.Points, share: float = HIDDEN_SHARE) -> Chosen:
+def _hidden_rows(points: fit.Points, share: float = HIDDEN_SHARE) -> Bools:
     return np.random.default_rng(SEED).random(len(points.seconds)) < share
 
 
-def _hidden_matrices(points: fit.Points) -> Chosen:
+def _hidden_matrices(points: fit.Points) -> Bools:
     """All rows of some (n, k)."""
     matrices, matrix_of = np.unique(points.shapes[:, 1:], axis=0, return_inverse=True)
     return (np.random.default_rng(SEED).random(len(matrices)) < HIDDEN_SHARE)[matrix_of.ravel()]
 
 
-def _hidden_sizes(points: fit.Points) -> Chosen:
+def _hidden_sizes(points: fit.Points) -> Bools:
     """Every second buffer, of powers of two."""
     return np.log2(points.shapes[:, -1]) % 2 == 0
 
@@ -236,7 +233,7 @@ def _spread(predicted_s: Floats, measured_s: Floats) -> list[float | None]:
     return np.quantile(errors, (0.5, 0.95)).tolist() if len(errors) else [None, None]
 
 
-def _left_out(cluster: ClusterSpec, operation: Operation, what: str, points: fit.Points, hidden: Chosen) -> str:
+def _left_out(cluster: ClusterSpec, operation: Operation, what: str, points: fit.Points, hidden: Bools) -> str:
     known, unseen = points.where(~hidden), points.where(hidden)
     found = _table_s(operation, known, unseen.shapes)
     others = (_radial_s(operation, known, unseen.shapes), _curve_s(cluster, operation, unseen.shapes))
@@ -348,10 +345,9 @@ refused for its distance.  A ratio of 4 is one size four times as large, or two 
 
 def main() -> int:
     """Fit, print and, if asked, write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--tables", type=Path, help="folder systems/data of the wheel, if it is not installed")
     parser.add_argument("--devices", nargs="+", choices=tuple(CLUSTERS), default=list(CLUSTERS))
-    parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
     options = parser.parse_args()
     rows, tables, left_out, gemms = [], [], [], {}
     try:

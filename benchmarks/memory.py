@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 from measured_runs import RUNS, source_of, with_answers
-from numpy.typing import NDArray
+from reports import existing
 
+from autoplan.arrays import Floats
 from autoplan.cost.estimate import estimate
 from autoplan.cost.memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
 from autoplan.framework import Framework
@@ -30,8 +31,6 @@ from autoplan.problem import Problem
 from autoplan.read.runs import Run, read_runs
 from autoplan.result import OOM_ABOVE, RISKY_ABOVE
 from autoplan.units import GIB
-
-Floats = NDArray[np.float64]
 
 # Traits that only the time of a step depends on are left alone.
 MEMORY_TRAITS = (
@@ -79,18 +78,15 @@ class Case:
         return self.problem.framework.name, self.problem.cluster.device.generation
 
 
-def main() -> int:
+def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--runs", type=existing, default=str(RUNS))
     parser.add_argument("--worst", type=int, default=10, help="runs with the largest errors to show of every source")
     parser.add_argument(
         "--as-shipped", action="store_true", help="leave the fits with a model left out, which take long"
     )
     options = parser.parse_args()
-    if not options.runs.is_file():
-        print(f"{options.runs} is not there: name a table with --runs", file=sys.stderr)
-        return 1
     cases = read_cases(options.runs)
     shipped = predicted(cases, {})
     held_out = None if options.as_shipped else leave_models_out(cases)
@@ -99,7 +95,6 @@ def main() -> int:
     show_spreads(cases, shipped if held_out is None else held_out)
     for source in sorted({case.source for case in cases}):
         show_source(source, [case for case in cases if case.source == source], options.worst)
-    return 0
 
 
 def read_cases(path: Path) -> list[Case]:
@@ -356,4 +351,4 @@ def show_source(source: str, cases: Sequence[Case], worst: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,6 @@ is compared are bytes of tensors: no gaps of an allocator, no context, no commun
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 import time
@@ -17,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reports import make_parser
 
 from autoplan.cost.estimate import stage_costs
 from autoplan.errors import AutoplanError
@@ -182,10 +181,9 @@ def compared(title: str, questions: Iterator[Question], truth: Any) -> str:
 
 def main() -> int:
     """Print both comparisons, or those asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--real", action="store_true", help="only (a), against real ranks")
     parser.add_argument("--large", action="store_true", help="only (b), against the oracle")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="also write it here, over what is there")
     options = parser.parse_args()
     sections = []
     try:

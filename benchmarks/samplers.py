@@ -19,16 +19,15 @@ from statistics import median
 
 import numpy as np
 import optuna
-from numpy.typing import NDArray
 from optuna.trial import TrialState
 
+from autoplan.arrays import Floats
 from autoplan.cost.estimate import estimate
 from autoplan.problem import Problem
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.rules import Setting
 from autoplan.rules.megatron_lm import RULES
 from autoplan.training import TrainingSpec
 from search.bounds import group_bounds
@@ -45,7 +44,6 @@ PROBLEMS = (  # model, cluster, global batch, tokens of a sequence
     ("mixtral-8x7b", "h100-sxm:16x8", 512, 4096),
 )
 NEAR = 1.01
-Floats = NDArray[np.float64]
 
 
 def problem_of(model: str, cluster: str, batch: int, seq_len: int) -> tuple[Problem, Space]:
@@ -58,8 +56,7 @@ def problem_of(model: str, cluster: str, batch: int, seq_len: int) -> tuple[Prob
         framework=framework,
         calibration=built_in_calibration(framework, machine.device.generation),
     )
-    setting = Setting(model=problem.model, training=problem.training, num_devices=machine.num_devices)
-    return problem, Space(setting=setting, limits=default_limits(problem, (batch,)), rules=RULES)
+    return problem, Space(setting=problem.setting, limits=default_limits(problem, (batch,)), rules=RULES)
 
 
 def cell_values(problem: Problem, space: Space) -> Floats:

@@ -10,7 +10,6 @@ looked up.  PostgreSQL gets a schema of its own, which is dropped afterwards.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import platform
@@ -24,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
+
+from reports import make_parser
 
 from autoplan.errors import AutoplanError
 from autoplan.files import write_text
@@ -183,12 +184,11 @@ time with SQLite is all that the look-up takes.
 
 def main() -> int:
     """Measure, print and, if asked, write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--server", default=SERVER, help="URL of a PostgreSQL database in which a schema may be made")
     parser.add_argument("--writers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=20_000, help="of each writer")
     parser.add_argument("--lookup-rows", type=int, default=1_000_000)
-    parser.add_argument("--report", type=Path, help="write the table to this Markdown file as well")
     options = parser.parse_args()
     writers, lookups = [], []
     try:

@@ -14,10 +14,7 @@ usage: python benchmarks/tune_local.py FOLDER [--rounds N] [--trials N] [--budge
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -27,8 +24,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from reports import make_parser, write_report
 
-import autoplan
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.planfile import make_plan_file
 from autoplan.cli.trials import Budget, Trials, read_result
@@ -61,15 +58,14 @@ NEAR = 0.02
 POLL_S = 0.1
 
 
-def main() -> int:
+def main() -> None:
     """Measure what is missing, print, and write the report if asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3, help="two or more say what runs of one plan differ by")
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of this call")
     parser.add_argument("--unmeasured", action="store_true", help="leave the profile out")
-    parser.add_argument("--report", type=Path)
     options = parser.parse_args()
     until_s = time.monotonic() + options.budget
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -90,15 +86,12 @@ def main() -> int:
     text = "\n".join(table(problem, plans, truth, tried))
     print(text)
     if options.report:
-        head = (
-            f"# Tuning on this machine, {datetime.date.today().isoformat()}\n\n"
-            f"autoplan {autoplan.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, "
-            f"products in {PRECISION}; "
+        made_by = (
+            f"{os.cpu_count()} cores, products in {PRECISION}; "
             f"`python benchmarks/tune_local.py --rounds {options.rounds} --trials {options.trials}"
-            f"{' --unmeasured' if options.unmeasured else ''}`.\n"
+            f"{' --unmeasured' if options.unmeasured else ''}`"
         )
-        write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)
-    return 0
+        write_report(options.report, "Tuning on this machine", made_by, text)
 
 
 def profile(model: Path, timings: Path) -> None:
@@ -201,4 +194,4 @@ def _said(trial: TunedTrial) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

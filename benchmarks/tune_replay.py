@@ -18,9 +18,6 @@ usage: python benchmarks/tune_replay.py [--runs RUNS.csv] [--seeds N] [--report 
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,11 +30,10 @@ from accuracy import Fits, by_key, read_cases
 from measured_runs import RUNS
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
+from reports import existing, make_parser, write_report
 
-import autoplan
 from autoplan.cost.estimate import estimate
 from autoplan.errors import AutoplanError
-from autoplan.files import write_text
 from autoplan.plan import PlanBatch
 from autoplan.read.outcomes import read_outcomes
 from autoplan.read.runs import Run, read_runs
@@ -76,26 +72,18 @@ class Group:
         return step_s is not None and step_s <= (1 + NEAR) * self.best_s
 
 
-def main() -> int:
+def main() -> None:
     """Replay, print and, if asked, write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser = make_parser(__doc__)
+    parser.add_argument("--runs", type=existing, default=str(RUNS))
     parser.add_argument("--seeds", type=int, default=20, help="of random order and of TPE")
-    parser.add_argument("--report", type=Path, help="write the tables to this Markdown file as well")
     options = parser.parse_args()
-    if not options.runs.is_file():
-        print(f"{options.runs} is not there: name it with --runs", file=sys.stderr)
-        return 1
     groups = read_groups(options.runs)
     text = "\n".join(tables(groups, options.seeds))
     print(text)
     if options.report:
-        head = (
-            f"# Trials until the best plan is found, {datetime.date.today().isoformat()}\n\n"
-            f"autoplan {autoplan.__version__}; `python benchmarks/tune_replay.py --seeds {options.seeds}`.\n"
-        )
-        write_text(options.report, f"{head}\n```\n{text}\n```\n", force=True)
-    return 0
+        made_by = f"`python benchmarks/tune_replay.py --seeds {options.seeds}`"
+        write_report(options.report, "Trials until the best plan is found", made_by, text)
 
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------
@@ -353,4 +341,4 @@ def tables(groups: Sequence[Group], seeds: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,20 +6,20 @@ fifth of the shapes is held out and gives the error that is reported.  Offline: 
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats
 from autoplan.cluster import DeviceSpec, LinkLevel
 from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.errors import InputError
 from autoplan.timing import Measurement, Operation
 
-Floats = NDArray[np.float64]
 Curve = TypeVar("Curve")
 
 RESIDUAL_SCALE = 0.1  # residuals beyond this weigh less and less: shapes whose kernel was chosen badly
@@ -46,20 +46,18 @@ class Points:
     shapes: Floats
     seconds: Floats
 
-    def where(self, chosen: NDArray[np.bool_]) -> Points:
+    def where(self, chosen: Bools) -> Points:
         """The points that a mask chooses."""
         return Points(shapes=self.shapes[chosen], seconds=self.seconds[chosen])
 
 
-def points_of(measurements: Iterable[Measurement], *, reduce: Callable[[list[float]], float] | None = None) -> Points:
-    """One point for each shape: the median over its repeats and kernels, or what `reduce` makes of them."""
+def points_of(measurements: Iterable[Measurement]) -> Points:
+    """One point for each shape: the median over its repeats and kernels."""
     samples: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for one in measurements:
         samples[one.shape].append(one.seconds)
-    pick = reduce or (lambda values: float(np.median(values)))
-    return Points(
-        shapes=np.array(list(samples), dtype=np.float64), seconds=np.array([pick(v) for v in samples.values()])
-    )
+    medians = [float(np.median(seconds)) for seconds in samples.values()]
+    return Points(shapes=np.array(list(samples), dtype=np.float64), seconds=np.array(medians))
 
 
 def least_squares(residuals: Callable[[Floats], Floats], start: Floats, lower: Floats, upper: Floats) -> Floats:
@@ -97,23 +95,33 @@ def mean_error(predicted_s: Floats, measured_s: Floats) -> float:
 
 
 def _fit(
-    predict: Callable[[Floats, Floats], Floats],
     points: Points,
-    held_out: NDArray[np.bool_],
+    held_out: Bools,
     ranges: dict[str, tuple[float, float, float]],
-) -> tuple[dict[str, float], float]:
-    """(fitted parameters, error on the held-out points); `ranges` gives each parameter's start, least and most."""
+    make: Callable[..., Curve],
+    predict: Callable[[Curve, float, Floats], Floats],
+) -> Fit[Curve]:
+    """The curve that `make` gives of the fitted parameters, named as in `ranges`, and the error of its fit.
+
+    `ranges` gives each parameter's start, least and most.  One called plateau is not of the curve, but what `predict`
+    takes between it and the shapes; where there is none it is 1.
+    """
     if len(points.seconds) < LEAST_POINTS or not held_out.any() or held_out.all():
         raise InputError(f"a curve needs at least {LEAST_POINTS} measured shapes, got {len(points.seconds)}")
     seen, unseen = points.where(~held_out), points.where(held_out)
     start, lower, upper = np.log(np.array(list(ranges.values()))).T
 
-    def residuals(x: Floats) -> Floats:
-        return np.log(predict(np.exp(x), seen.shapes) / seen.seconds)
+    def fitted(x: Floats, error: float = 0.0) -> tuple[Curve, float]:
+        values = {"plateau": 1.0, **dict(zip(ranges, np.exp(x).tolist(), strict=True))}
+        return make(**values, fit_error=error), values["plateau"]
 
-    best = np.exp(least_squares(residuals, start, lower, upper))
-    error = mean_error(predict(best, unseen.shapes), unseen.seconds)
-    return dict(zip(ranges, best.tolist(), strict=True)), error
+    def residuals(x: Floats) -> Floats:
+        return np.log(predict(*fitted(x), seen.shapes) / seen.seconds)
+
+    best = least_squares(residuals, start, lower, upper)
+    error = mean_error(predict(*fitted(best), unseen.shapes), unseen.seconds)
+    curve, plateau = fitted(best, error)
+    return Fit(curve=curve, plateau=plateau, num_points=len(held_out), num_held_out=int(held_out.sum()), error=error)
 
 
 def _bf16_peak(device: DeviceSpec) -> float:
@@ -129,7 +137,7 @@ def training_gemms(points: Points) -> Points:
     return points.where(np.all(points.shapes >= (128, 256, 256), axis=1))
 
 
-def held_out_gemms(points: Points) -> NDArray[np.bool_]:
+def held_out_gemms(points: Points) -> Bools:
     """A fifth of the weight matrices (n, k), with all their batches."""
     _, n, k = points.shapes.astype(np.int64).T
     return (n * 7919 + k * 104729) // 128 % 5 == 0
@@ -145,7 +153,6 @@ def gemm_s(device: DeviceSpec, curve: GemmCurve, plateau: float, shapes: Floats)
 def fit_gemm(device: DeviceSpec, points: Points) -> Fit[GemmCurve]:
     """The curve of dense bf16 products on `device`; times of several libraries may be among the points."""
     points = training_gemms(points)
-    held_out = held_out_gemms(points)
     ranges = {
         "plateau": (0.7, 0.2, 1.0),
         "half_m": (50.0, 0.5, 1000.0),
@@ -155,14 +162,10 @@ def fit_gemm(device: DeviceSpec, points: Points) -> Fit[GemmCurve]:
         "start_s": (4e-6, 1e-8, 3e-5),
     }
 
-    def predict(x: Floats, shapes: Floats) -> Floats:
-        shape = dict(zip(list(ranges)[1:], x[1:].tolist(), strict=True))
-        return gemm_s(device, GemmCurve(**shape, burst_efficiency=1.0, source=""), x[0], shapes)
+    def make(plateau: float, **values: float) -> GemmCurve:
+        return GemmCurve(**values, burst_efficiency=plateau, source="")
 
-    found, error = _fit(predict, points, held_out, ranges)
-    plateau = found.pop("plateau")
-    curve = GemmCurve(**found, burst_efficiency=plateau, fit_error=error, source="")
-    return Fit(curve=curve, plateau=plateau, num_points=len(held_out), num_held_out=int(held_out.sum()), error=error)
+    return _fit(points, held_out_gemms(points), ranges, make, functools.partial(gemm_s, device))
 
 
 def training_attention(points: Points) -> Points:
@@ -171,7 +174,7 @@ def training_attention(points: Points) -> Points:
     return points.where((window == 0) & (length >= 512) & np.isin(head_dim, (64, 128)))
 
 
-def held_out_attention(points: Points) -> NDArray[np.bool_]:
+def held_out_attention(points: Points) -> Bools:
     """A fifth of the combinations of heads and batch, with all their lengths."""
     batch, _, heads, kv_heads = points.shapes.astype(np.int64).T[:4]
     return (heads * 31 + kv_heads * 17 + batch) % 5 == 0
@@ -190,7 +193,6 @@ def attention_s(device: DeviceSpec, curve: AttentionCurve, plateau: float, shape
 def fit_attention(device: DeviceSpec, points: Points) -> Fit[AttentionCurve]:
     """The curve of causal flash attention forward on `device`."""
     points = training_attention(points)
-    held_out = held_out_attention(points)
     ranges = {
         "plateau": (0.6, 0.05, 1.0),
         "half_seq_len": (400.0, 1.0, 1e4),
@@ -199,14 +201,10 @@ def fit_attention(device: DeviceSpec, points: Points) -> Fit[AttentionCurve]:
         "start_s": (5e-6, 1e-8, 1e-4),
     }
 
-    def predict(x: Floats, shapes: Floats) -> Floats:
-        shape = dict(zip(list(ranges)[1:], x[1:].tolist(), strict=True))
-        return attention_s(device, AttentionCurve(**shape, source=""), x[0], shapes)
+    def make(plateau: float, **values: float) -> AttentionCurve:
+        return AttentionCurve(**values, burst_efficiency=plateau, source="")
 
-    found, error = _fit(predict, points, held_out, ranges)
-    plateau = found.pop("plateau")
-    curve = AttentionCurve(**found, burst_efficiency=plateau, fit_error=error, source="")
-    return Fit(curve=curve, plateau=plateau, num_points=len(held_out), num_held_out=int(held_out.sum()), error=error)
+    return _fit(points, held_out_attention(points), ranges, make, functools.partial(attention_s, device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +227,7 @@ def training_experts(points: Points) -> Points:
     return points.where((each >= 16) & (local >= 1) & (local % 1 == 0) & (each * local >= 256) & (ffn / tp >= 256))
 
 
-def held_out_experts(points: Points) -> NDArray[np.bool_]:
+def held_out_experts(points: Points) -> Bools:
     """A fifth of the experts' sizes and numbers."""
     _, hidden, ffn, _, experts, tp, _ = points.shapes.T
     return (hidden // 128 * 31 + ffn // tp // 64 * 17 + experts * 7).astype(np.int64) % 5 == 0
@@ -253,20 +251,13 @@ def experts_s(device: DeviceSpec, curve: ExpertsCurve, share: float, shapes: Flo
 def fit_experts(device: DeviceSpec, points: Points) -> Fit[ExpertsCurve]:
     """The curve of routed experts, balanced, at the dense plateau of `device`."""
     points = training_experts(points)
-    held_out = held_out_experts(points)
     ranges = {"half_tokens": (150.0, 1.0, 5000.0), "traffic": (1.0, 0.01, 10.0), "start_s": (3e-5, 1e-7, 3e-3)}
 
-    def predict(x: Floats, shapes: Floats) -> Floats:
-        return experts_s(device, ExpertsCurve(**dict(zip(ranges, x.tolist(), strict=True))), 1.0, shapes)
+    def make(plateau: float, fit_error: float, **values: float) -> ExpertsCurve:
+        return ExpertsCurve(**values)
 
-    found, error = _fit(predict, points, held_out, ranges)
-    return Fit(
-        curve=ExpertsCurve(**found),
-        plateau=device.gemm.burst_efficiency,
-        num_points=len(held_out),
-        num_held_out=int(held_out.sum()),
-        error=error,
-    )
+    found = _fit(points, held_out_experts(points), ranges, make, functools.partial(experts_s, device))
+    return replace(found, plateau=device.gemm.burst_efficiency)
 
 
 # Share of the buffer that crosses a link of a device: twice for an all-reduce (nccl-tests doc/PERFORMANCE.md).
@@ -300,14 +291,13 @@ def collective_points(measurements: Iterable[Measurement]) -> Points:
     return Points(shapes=np.concatenate(rows), seconds=np.concatenate(seconds))
 
 
-def held_out_collectives(points: Points) -> NDArray[np.bool_]:
+def held_out_collectives(points: Points) -> Bools:
     """Every third message size."""
     return np.round(np.log2(np.maximum(points.shapes[:, 3], 1))) % 3 == 0
 
 
 def fit_collectives(link: LinkLevel, points: Points) -> Fit[CollectiveCurve]:
     """The curve of all collectives inside the domain of `link`."""
-    held_out = held_out_collectives(points)
     ranges = {
         "plateau": (0.7, 0.02, 1.0),
         "start_s": (7e-6, 1e-7, 1e-4),
@@ -317,11 +307,7 @@ def fit_collectives(link: LinkLevel, points: Points) -> Fit[CollectiveCurve]:
         "pair_slowdown": (0.3, 1e-3, 1.0),
     }
 
-    def predict(x: Floats, rows: Floats) -> Floats:
-        shape = dict(zip(list(ranges)[1:], x[1:].tolist(), strict=True))
-        return collective_s(link, CollectiveCurve(**shape, fit_error=0.0, source=""), x[0], rows)
+    def make(plateau: float, **values: float) -> CollectiveCurve:
+        return CollectiveCurve(**values, source="")
 
-    found, error = _fit(predict, points, held_out, ranges)
-    plateau = found.pop("plateau")
-    curve = CollectiveCurve(**found, fit_error=error, source="")
-    return Fit(curve=curve, plateau=plateau, num_points=len(held_out), num_held_out=int(held_out.sum()), error=error)
+    return _fit(points, held_out_collectives(points), ranges, make, functools.partial(collective_s, link))

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.units import cleaned
 from profiler.maker import Chain, Run, Staged
 from profiler.protocol import Outcome, Rules
@@ -199,7 +199,7 @@ def _round(
     )
 
 
-def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, sensors: Sensors) -> NDArray[np.float64]:
+def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, sensors: Sensors) -> Floats:
     """What so many calls take on the device, without what comes before each: marks in its queue."""
     marks: list[Any] = []
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from autoplan.arrays import Floats, Ints
 
 SAME = 1e-12  # share by which times may differ by rounding
 

@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cost.calibration import FACTOR_SPREAD
 from autoplan.result import RankedPlan, probability_above
 from autoplan.timing import Calibration
 from search.choice import OWN_SPREAD, pace, shares
-
-Floats = NDArray[np.float64]
 
 # Standard deviations of logarithms.
 COMMON_SPREAD = Calibration().time_spread  # of all plans of a cluster and framework: of a model without calibration

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communication import CONTENTION_SHARE, Links
 from autoplan.cost.communicators import groups
@@ -41,10 +42,6 @@ from autoplan.model import Block, ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch, distinct_rows
 from autoplan.problem import Problem
 from search.space import Inside, Space
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 ONE_FORWARD_ONE_BACKWARD = tuple(SCHEDULES.index(name) for name in ("1f1b", "interleaved"))
 FOLDED = tuple(SCHEDULES.index(name) for name in V_SHAPED)

@@ -15,15 +15,13 @@ from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cost.estimate import NORMAL_90
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
 from autoplan.result import Choice, Contender, RankedPlan, SearchResult
 from search.findings import KEPT_WINNERS
-
-Floats = NDArray[np.float64]
 
 # Standard deviation of the logarithm of any ratio, beside the share of the calibration.  Fitted to 32,000 pairs of runs
 # of 10 published sources; of a source left out the 90 % interval then holds .87 of the pairs, in the mean of sources

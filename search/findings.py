@@ -11,13 +11,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.plan import PlanBatch
 from autoplan.result import VERDICTS
 from search.ranking import TIE, Leaders
-
-Floats = NDArray[np.float64]
 
 FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 KEPT = 1000  # plans that a result ranks

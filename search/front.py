@@ -12,8 +12,8 @@ from dataclasses import field as dataclass_field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.energy import step_energy_j, waiting_power_w
 from autoplan.cost.estimate import estimate
 from autoplan.plan import PlanBatch
@@ -27,10 +27,7 @@ from search.objectives import Measure
 from search.pricing import limit_bytes
 from search.ranking import TIE, ordering, ranked, seconds_per_sequence
 from search.space import Cell, Space
-from search.study import Progress, Shared, joined, search
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from search.study import Shared, joined, search
 
 # Kinds bounded in one go; of the first round, and how many times those before are in the next one.
 BLOCK_KINDS, FIRST_KINDS, GROWTH, ROUND_BLOCKS = 4096, 1024, 4, 8
@@ -51,7 +48,7 @@ class Front:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def rules_out(self, bounds: Floats) -> NDArray[np.bool_]:
+    def rules_out(self, bounds: Floats) -> Bools:
         """Whether plans with these bounds, shape (plans, measures), cannot belong to the front."""
         keys = np.floor(np.log(bounds) / TIE).astype(np.int64) - SLACK
         left = np.arange(len(keys))
@@ -92,7 +89,6 @@ def search_front(
     problem: Problem,
     space: Space,
     measures: Sequence[Measure],
-    progress: Progress | None = None,
     *,
     shared: Shared | None = None,
 ) -> SearchResult:
@@ -109,14 +105,10 @@ def search_front(
             mine = [one for one in told if one.block.wanted == wanted]
             seen = _together(mine, len(measures), space.placement)
             taken = [cell for one in mine for cell in one.block.cells]
-            if progress:
-                progress(len(taken), len(field.cells))
             if blocks := field.next_round(seen.front, taken, wanted, max((one.block.round for one in mine), default=0)):
                 return blocks
             if len(seen.front):
                 break
-        if progress:
-            progress(len(field.cells), len(field.cells))
         return ()
 
     def price(block: Block) -> BlockOutcome:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
 from autoplan.plan import ParallelPlan, PlanBatch
@@ -30,9 +30,6 @@ from autoplan.topology.placement import (
 )
 from search.limits import divisors
 from search.ranking import TIE, ranked
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 PLACED_PLANS = 3  # of a search
 STARTS = 4  # orders that are improved step by step

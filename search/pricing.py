@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
@@ -20,9 +20,6 @@ from search.findings import FITS, RISKY, Findings
 from search.ledger import Block, BlockOutcome, CellOutcome
 from search.ranking import ordering, ranked, seconds_per_sequence
 from search.space import Cell, Space
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
 # Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.

@@ -6,15 +6,12 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.arithmetic import model_flops_per_token
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import VERDICTS, CostEstimate, RankedPlan, datasheet_peak
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # Step times this close, as a share, are equal: sums in another order differ by less, measurements by far more.
 TIE = 1e-9

@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cluster import ClusterSpec
 from autoplan.cost.estimate import estimate
 from autoplan.plan import PlanBatch
@@ -24,9 +24,6 @@ from search.findings import KEPT
 from search.ranking import TIE, seconds_per_sequence
 from search.space import Space
 from search.study import MARGIN, search
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_CHANGE = 2.0  # a number that is off by more is another machine
 MOST_PLANS = 64  # that are priced again

@@ -9,17 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.mixed import estimate_mixed, pipeline_s
 from autoplan.mixed import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
 from autoplan.plan import even_chunks
 from autoplan.result import RISKY_Z, MixedCost, MixedKindCost, MixedStageCost
 from search.balance import even_shares, min_max_layers, split_microbatches
 from search.structures import Place, Structure
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ROUNDS = 6  # of pricing and sharing out anew
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Ints
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import (
@@ -31,8 +31,6 @@ from autoplan.plan import (
 )
 from autoplan.rules import Rule, Setting, legal, legal_so_far
 from search.limits import Limits, divisors
-
-Ints = NDArray[np.int64]
 
 # What varies inside a cell, level by level; words are indices into the tuples of `autoplan.plan`.
 _GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap", "rank_order")
@@ -389,7 +387,7 @@ class Space:
         held = sum(len(self.inside(cell.pp, number)) for *_, number in self._repeats(cell.pp).tolist())
         return len(self._group_rows(cell)) * len(self._states(cell)) * held
 
-    def _sequence_parallel(self, tp: Ints, cp: Ints) -> NDArray[np.bool_]:
+    def _sequence_parallel(self, tp: Ints, cp: Ints) -> Bools:
         """Where the tokens of a rank can be shared out over its tensor-parallel group; tp = 3 rarely divides them."""
         divides = self.setting.training.seq_len // cp % tp == 0
         return (tp > 1) & divides & self.limits.sequence_parallel

@@ -19,8 +19,8 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cluster import LinkLevel
 from autoplan.cost.estimate import estimate
 from autoplan.plan import PlanBatch
@@ -30,8 +30,6 @@ from autoplan.timing import Measurement, Operation, Provenance
 from search.choice import OWN_SPREAD, first_of_kinds, pace
 from search.ranking import seconds_per_sequence
 from search.sensitivity import ATTENTIONS, COLLECTIVES, PRODUCTS, STREAMS
-
-Floats = NDArray[np.float64]
 
 Family = Literal["layers", "matrix products", "attention", "memory-bound kernels", "collectives"]
 _KERNELS: dict[Family, tuple[Operation, ...]] = {

@@ -5,13 +5,14 @@ Reads the texts of config files, writes for each either {error: ...} or {environ
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from framework_parsers import answer
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -64,20 +65,13 @@ def check(text: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    out, sys.stdout = sys.stdout, sys.stderr
+def prepare(folder: Path) -> Callable[[str], dict[str, Any]]:
     import accelerate.utils.launch as starting
 
     starting.is_fp8_available = lambda: True  # torchao need not be here to read what it is told
-    answers: list[Any] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for text in json.load(sys.stdin):
-            try:
-                answers.append(check(text, Path(folder)))
-            except (Exception, SystemExit) as error:
-                answers.append({"error": f"{type(error).__name__}: {error}"})
-    json.dump(answers, out)
+    return lambda text: check(text, folder)
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        answer(lambda: prepare(Path(folder)))

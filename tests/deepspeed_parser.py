@@ -6,13 +6,14 @@ what DeepSpeed made of it, with the keys at the top that it never looks up.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from framework_parsers import answer
 
 
 class Seen(dict[str, Any]):
@@ -93,17 +94,10 @@ def made_of(world: int, heads: int, kv_heads: int, text: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def prepare() -> Callable[[Any], dict[str, Any]]:
     os.environ.update(DS_ACCELERATOR="cpu", TRANSFORMERS_VERBOSITY="error")
-    out, sys.stdout = sys.stdout, sys.stderr
-    answers: list[dict[str, Any]] = []
-    for asked in json.load(sys.stdin):
-        try:
-            answers.append(made_of(*asked))
-        except Exception as error:
-            answers.append({"error": f"{type(error).__name__}: {error}"[:300]})
-    json.dump(answers, out)
+    return lambda asked: made_of(*asked)
 
 
 if __name__ == "__main__":
-    main()
+    answer(prepare)

@@ -11,14 +11,12 @@ from typing import Any, Literal
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cluster import ClusterSpec
 from autoplan.topology.levels import Gaps, Topology
 from autoplan.topology.traffic import Spans, all_to_all_bytes, chain_bytes, hierarchical_bytes, in_network_bytes
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Algorithm = Literal["hierarchical", "in_network", "all_to_all", "chain"]
 Group = tuple[int, ...]
 Edge = tuple[Any, Any]

@@ -13,19 +13,18 @@ and the layers of every stage, which the frameworks do before they train.
 
 from __future__ import annotations
 
-import abc
 import argparse
-import importlib.abc
-import importlib.machinery
-import json
 import os
 import runpy
 import sys
 import tempfile
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from framework_parsers import answer, stand_in
 
 ARCHITECTURE = 9
 STOOD_IN = (
@@ -48,58 +47,15 @@ STOOD_IN = (
 )
 
 
-class _Names(abc.ABCMeta):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-
-class _Anything(types.ModuleType):
-    """A module in which everything exists, and whose calls return functions."""
-
-    __path__: list[str] = []  # noqa: RUF012
-    __version__ = "3.4.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        inside = {"__init__": lambda *_, **__: None, "__class_getitem__": classmethod(lambda cls, _: cls)}
-        return _Names(name, (), inside) if name[0].isupper() else _Anything(name)
-
-    def __call__(self, *words: Any, **_: Any) -> Any:
-        return words[0] if words and callable(words[0]) else lambda function: function
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        known = any(name == one or name.startswith(f"{one}.") for one in self.names)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
-
-    def create_module(self, spec: Any) -> Any:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: Any) -> None:
-        pass
-
-
 def _prepare(stood_in: tuple[str, ...]) -> None:
     import typing_extensions
 
     if not hasattr(typing, "override"):  # Python 3.11, for which the frameworks are not written
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
-    import torch
-    import torch.utils.flop_counter
-    from torch.utils import _triton
-
-    for probe in ("has_triton_package", "has_triton"):  # torch must not believe in the one that stands in
-        getattr(_triton, probe, bool)()
-    sys.meta_path.append(_Finder(stood_in))
+    stand_in(*stood_in)
     sys.path.insert(0, os.environ["MEGATRON_LM_DIR"])
     import megatron.core.utils
+    import torch
     from packaging.version import Version
 
     megatron.core.utils._te_version = Version("2.14.0")
@@ -273,31 +229,23 @@ def megatron_bridge(asked: dict[str, Any]) -> dict[str, Any]:
     return made | {"stages": stages, "data_parallel_size": config.data_parallel_size}
 
 
-def main(kind: str) -> None:
-    out = sys.stdout
-    sys.stdout = sys.stderr
+def prepare(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     if kind != "schedule":
         _prepare(STOOD_IN[:1] if kind in ("megatron-lm", "primus") else STOOD_IN)
-    else:
-        sys.path.insert(0, os.environ["PRIMUS_DIR"])
-    if kind == "primus":
+    if kind in ("primus", "schedule"):
         sys.path.insert(0, os.environ["PRIMUS_DIR"])
     if kind == "megatron-bridge":
         sys.path.insert(0, str(Path(os.environ["MEGATRON_BRIDGE_DIR"]) / "src"))
     ask = {"megatron-lm": megatron_lm, "primus": primus, "megatron-bridge": megatron_bridge, "schedule": schedule}[kind]
     if kind != "schedule":
         _fused_kernels()
-    answers = []
-    for asked in json.load(sys.stdin):
+
+    def asked_of(asked: dict[str, Any]) -> dict[str, Any]:
         _enter(asked.get("world", 1), asked.get("environment", {}))
-        try:
-            answers.append(ask(asked))
-        except ImportError:
-            raise
-        except (Exception, SystemExit) as error:
-            answers.append({"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"})
-    json.dump(answers, out, default=str)
+        return ask(asked)
+
+    return asked_of
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    answer(lambda: prepare(sys.argv[1]))

@@ -1,57 +1,19 @@
 """nanotron's own loader, process groups and model on one machine without devices.
 
 Reads [[world size, environment, YAML], ...] from stdin and writes for each {"error": ...} or what nanotron made of it.
-Packages that need a GPU to be imported stand in as modules whose every name exists; process groups are torch's own
-fakes, and the model is built on the meta device, for the first rank.
+Process groups are torch's own fakes, and the model is built on the meta device, for the first rank.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import json
 import os
 import sys
 import tempfile
-import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-class Names(type):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-
-class Anything(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
-    __version__ = "3.4.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        inside = {"__init__": lambda *words, **named: None, "__class_getitem__": classmethod(lambda cls, key: cls)}
-        return Names(name, (), inside) if name[0].isupper() else Anything(name)
-
-    def __call__(self, *words: Any, **named: Any) -> Any:
-        return words[0] if words and callable(words[0]) else lambda function: function
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    missing = ("triton", "flash_attn", "flash_attn_2_cuda", "grouped_gemm", "functorch", "ring_flash_attn")
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.split(".")[0] in self.missing:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> Any:
-        return Anything(spec.name)
-
-    def exec_module(self, module: Any) -> None:
-        pass
+from framework_parsers import answer, stand_in
 
 
 def made_of(world: int, text: str) -> dict[str, Any]:
@@ -117,27 +79,19 @@ def made_of(world: int, text: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def prepare() -> Callable[[Any], dict[str, Any]]:
     sys.path.insert(0, str(Path(os.environ["NANOTRON_DIR"]) / "src"))
-    import torch.utils.flop_counter  # noqa: F401  (uses triton where it seems to be there)
-    from torch.utils import _triton
-
-    for probe in ("has_triton_package", "has_triton"):  # cached answers, before the stand-in exists
-        getattr(_triton, probe, bool)()
-    sys.meta_path.append(Finder())
-    out, sys.stdout = sys.stdout, sys.stderr
+    stand_in("triton", "flash_attn", "flash_attn_2_cuda", "grouped_gemm", "functorch", "ring_flash_attn")
     from nanotron import logging  # noqa: F401  (first: nanotron.config is part of a cycle)
 
-    answers: list[dict[str, Any]] = []
-    for world, environment, text in json.load(sys.stdin):
+    def asked_of(asked: tuple[int, dict[str, str], str]) -> dict[str, Any]:
+        world, environment, text = asked
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         os.environ.update(environment)
-        try:
-            answers.append(made_of(world, text))
-        except Exception as error:
-            answers.append({"error": f"{type(error).__name__}: {error}"[:300]})
-    json.dump(answers, out)
+        return made_of(world, text)
+
+    return asked_of
 
 
 if __name__ == "__main__":
-    main()
+    answer(prepare)

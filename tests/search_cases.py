@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autoplan.model import ModelSpec
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
-from autoplan.rules import Setting
 from autoplan.rules.megatron_lm import RULES
-from autoplan.timing import Calibration
 from autoplan.training import TrainingSpec
 from search.limits import default_limits, with_wishes
 from search.space import Space
@@ -24,18 +24,18 @@ LARGE = ModelSpec(
 def make(
     model: ModelSpec = DENSE,
     cluster: str = "h100-sxm:2x8",
-    batch: int = 64,
+    batches: tuple[int, ...] = (64,),
     fix: tuple[str, ...] = (),
-    calibration: Calibration | None = None,
+    seq_len: int = 4096,
+    **changes: Any,
 ) -> tuple[Problem, Space]:
-    """A problem of 4,096 tokens and the default space for it."""
+    """A problem, plain but for `changes`, and the default space for it."""
     problem = Problem(
         model=model,
-        training=TrainingSpec(seq_len=4096),
+        training=TrainingSpec(seq_len=seq_len),
         cluster=load_cluster(cluster),
         framework=load_framework("megatron-core"),
-        calibration=calibration or Calibration(),
+        **changes,
     )
-    limits = with_wishes(default_limits(problem, (batch,)), fix=fix, at_most=(), allow=())
-    setting = Setting(model=model, training=problem.training, num_devices=problem.cluster.num_devices)
-    return problem, Space(setting=setting, limits=limits, rules=RULES)
+    limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=(), allow=())
+    return problem, Space(setting=problem.setting, limits=limits, rules=RULES)

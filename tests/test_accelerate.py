@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,6 +23,7 @@ from autoplan.read.accelerate import read, recognises
 from autoplan.read.launch import Given, Launch
 from autoplan.result import PlanFile
 from damage import damaged
+from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, plan_file_of
 
 FSDP = Framework(name="pytorch-fsdp", rules="fsdp2")
@@ -260,15 +258,7 @@ def answered() -> dict[str, Any]:
         pytest.skip("accelerate is not installed")
     questions = {f"plan {name}": text_of(plan_file) for name, plan_file in PLANS.items()}
     questions |= {f"bad {name}": mutated(name) for name in MUTATIONS}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "accelerate_parser.py")],
-        input=json.dumps(list(questions.values())),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return dict(zip(questions, json.loads(result.stdout), strict=True))
+    return dict(zip(questions, ask("accelerate_parser.py", list(questions.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", PLANS)

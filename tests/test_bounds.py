@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework, preset_frameworks
-from autoplan.rules import Setting, legal
+from autoplan.rules import legal
 from autoplan.rules.books import book_of
 from autoplan.timing import Measurement, Operation, TimingTable
 from autoplan.training import TrainingSpec
@@ -22,8 +22,6 @@ from search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, p
 from search.limits import default_limits, with_wishes
 from search.space import Inside, Space
 from search.study import search
-
-Floats = NDArray[np.float64]
 
 DENSE = ModelSpec(
     name="dense", num_layers=10, hidden_size=2048, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=5504
@@ -77,8 +75,7 @@ def make(
     allow += ["partial_recompute"] if plain.partial_recomputes else []
     allow += ["uneven_stages"] if all_schedules and not plain.split else []
     limits = with_wishes(plain, fix=(), at_most=(), allow=(*allow, *(schedules if all_schedules else ())))
-    setting = Setting(model=model, training=problem.training, num_devices=spec.num_devices)
-    return problem, Space(setting=setting, limits=limits, rules=book.rules)
+    return problem, Space(setting=problem.setting, limits=limits, rules=book.rules)
 
 
 problems = st.builds(
@@ -92,7 +89,7 @@ problems = st.builds(
 )
 
 
-def some_kinds(space: Space, count: int, seed: int) -> tuple[PlanBatch, PlanBatch, NDArray[np.int64]]:
+def some_kinds(space: Space, count: int, seed: int) -> tuple[PlanBatch, PlanBatch, Ints]:
     """(groups, some of their kinds, the group of each)."""
     cells = space.cells()
     groups, owner = space.groups(cells)

@@ -39,7 +39,7 @@ def test_certificates_are_those_of_full_enumeration() -> None:
 
 
 def test_random_plans_do_not_beat_what_is_proven() -> None:
-    problem, space = make(LARGE, "h100-sxm:32x8", batch=512)
+    problem, space = make(LARGE, "h100-sxm:32x8", batches=(512,))
     space = replace(space, limits=with_wishes(space.limits, fix=(), at_most=(), allow=("zero2", "uneven_stages")))
     wishes: dict[str, list[str]] = {"fix": [], "at_most": [], "allow": []}
     asked = Case(command="large", batch="512", wishes=wishes, problem=problem, space=space)

@@ -110,14 +110,14 @@ def test_a_list_that_is_cut_says_so(folder: Path) -> None:
     assert run(folder, "list", "--db", "a.db", "--runs").stderr == ""
 
 
-def test_a_user_without_a_name_is_known_by_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nameless() -> str:
-        raise OSError("no such user")
-
-    monkeypatch.setattr("getpass.getuser", nameless)
-    good(folder, "hide", GEMM.key, "--reason", "hot", "--db", "a.db")
-    hidden = json.loads(good(folder, "show", GEMM.key, "--db", "a.db", "--json"))["hidden"]
-    assert hidden["by"] == str(os.getuid())
+@pytest.mark.parametrize("error", [OSError("no such user"), KeyError("getpwuid(): uid not found: 12345")])
+def test_a_user_without_a_name_is_known_by_number(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """As in a container that runs as a number which no file lists."""
+    monkeypatch.setattr("getpass.getuser", mock.Mock(side_effect=error))
+    assert json.loads(good(folder, "hide", GEMM.key[:8], "--reason", "hot", "--db", "a.db", "--json"))["changed"] == 1
+    assert json.loads(good(folder, "show", GEMM.key, "--db", "a.db", "--json"))["hidden"]["by"] == str(os.getuid())
 
 
 def test_push_pull_and_hide_travel(folder: Path) -> None:
@@ -135,13 +135,6 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert back == "1 in use again, 0 were not hidden\n"
     good(folder, "pull", "b.db", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db")
-
-
-def test_a_user_without_a_name_hides_records_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs as a number which no file lists."""
-    monkeypatch.setattr("getpass.getuser", mock.Mock(side_effect=KeyError("getpwuid(): uid not found: 12345")))
-    assert json.loads(good(folder, "hide", GEMM.key[:8], "--reason", "hot", "--db", "a.db", "--json"))["changed"] == 1
-    assert json.loads(good(folder, "show", GEMM.key, "--db", "a.db", "--json"))["hidden"]["by"] == str(os.getuid())
 
 
 def test_records_of_another_version_are_passed_over_in_one_line(folder: Path) -> None:

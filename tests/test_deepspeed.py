@@ -6,8 +6,6 @@ import functools
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from autoplan.read.launch import Given, Launch
 from autoplan.result import PlanFile
 from autoplan.rules import Setting, broken
 from autoplan.rules.deepspeed import RULES
+from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, LLAMA_70B, plan_file_of
 
 ZERO = load_framework("deepspeed-zero")
@@ -332,15 +331,7 @@ def test_deepspeed_accepts_what_is_exported_and_refuses_the_defects() -> None:
     asked += [question(file, changed(changes, file)) for file, changes in DEFECTS.values()]
     partial = zero(sharding="zero3", dp_shard=8, dp_replicate=4)
     asked += [question(partial, text_of(partial, WITH_MICS)), question(zero(), '{"bf16": {}, "bf16": {}}')]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("deepspeed_parser.py"))],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    answers = json.loads(result.stdout)
+    answers = ask("deepspeed_parser.py", asked)
     for name, answer in zip(PLANS, answers, strict=False):
         plan = PLANS[name].best.plan
         assert answer == {

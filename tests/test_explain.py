@@ -19,7 +19,7 @@ from autoplan.problem import Problem
 from autoplan.read.model import load_model
 from autoplan.report.explain import _wish
 from autoplan.result import Explanation, RankedPlan
-from autoplan.rules import Setting, broken
+from autoplan.rules import broken
 from autoplan.rules.books import book_of
 from commands import run
 from search.axes import axes_of, differing
@@ -40,10 +40,6 @@ def explained(problem: Problem, plan: ParallelPlan) -> Explanation:
     return explain(problem, make_plan_file(problem, [price(problem, plan)], None))
 
 
-def setting(problem: Problem) -> Setting:
-    return Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
-
-
 def test_neighbours_are_what_their_changes_say_and_cost_what_an_estimate_does() -> None:
     problem, _ = make(LARGE)
     found = explained(problem, PLAN)
@@ -54,7 +50,7 @@ def test_neighbours_are_what_their_changes_say_and_cost_what_an_estimate_does() 
         assert tuple(axis for axis, _, _ in near.changes) == differing(mine, axes_of(problem.model, near.plan.plan))
         assert near.plan.step_s == price(problem, near.plan.plan).step_s
         assert near.ratio == pytest.approx(pace(near.plan) / pace(found.plan))
-        assert near.broken == broken(rules, setting(problem), near.plan.plan)
+        assert near.broken == broken(rules, problem.setting, near.plan.plan)
         stages = stage_costs(problem, near.plan.plan)
         assert near.stage == np.argmax([stage.memory_bytes for stage in stages])
 
@@ -98,12 +94,12 @@ def test_a_rule_binds_where_it_alone_stops_a_faster_plan() -> None:
     found = explained(problem, plan)
     stopped = [near for near in found.better if near.broken]
     for near in stopped:
-        assert broken(book_of(problem.framework).rules, setting(problem), near.plan.plan) == near.broken
+        assert broken(book_of(problem.framework).rules, problem.setting, near.plan.plan) == near.broken
     assert all("memory" in says or says.endswith(")") for says in found.binds)
 
 
 def test_a_plan_that_does_not_divide_the_batch_is_told_with_one_that_it_divides() -> None:
-    problem, _ = make(cluster="h100-sxm:2x8", batch=12)
+    problem, _ = make(cluster="h100-sxm:2x8", batches=(12,))
     found = explained(problem, ParallelPlan(global_batch=12, tp=4, sp=True, dp_shard=4))
     other = [near for near in (*found.changes, *found.better) if near.plan.plan.global_batch != 12]
     assert other

@@ -118,7 +118,6 @@ def test_repeats_of_a_shape_are_one_point() -> None:
     points = fit.points_of([one, replace(one, seconds=3.0), replace(one, seconds=9.0)])
     assert points.shapes.tolist() == [[1, 2, 3]]
     assert points.seconds.tolist() == [3.0]
-    assert fit.points_of([one, replace(one, seconds=3.0)], reduce=min).seconds.tolist() == [1.0]
 
 
 def test_all_collectives_are_points_of_one_curve() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.energy import step_energy_j
 from autoplan.cost.estimate import estimate
 from autoplan.model import ModelSpec
@@ -22,18 +22,17 @@ from search.study import search
 from test_bounds import problems
 from test_study import DENSE, MOE, make
 
-Floats = NDArray[np.float64]
 MEASURES: tuple[Measure, ...] = ("time", "energy", "memory")
 
 
-def measures_of(problem: Problem, batch: PlanBatch) -> tuple[Floats, NDArray[np.int64]]:
+def measures_of(problem: Problem, batch: PlanBatch) -> tuple[Floats, Ints]:
     """(all three measures of every plan, its verdict)."""
     costs = estimate(problem, batch)
     energy = step_energy_j(problem.cluster, costs.terms_s, costs.step_s) / batch.global_batch
     return np.stack([seconds_per_sequence(costs), energy, costs.memory_bytes], axis=-1), costs.verdict
 
 
-def keys(values: Floats) -> NDArray[np.int64]:
+def keys(values: Floats) -> Ints:
     return np.round(np.log(values) / TIE).astype(np.int64)
 
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from autoplan.cluster import ClusterSpec, Fault, HostSpec, LinkLevel, NetworkSpec, NodeGroup, SwitchTier, WanSpec
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.topology.expanded import MOST_EXPANDED, expand
 from autoplan.topology.graph import Group, bisection_bytes_per_s, classes, min_cut_bytes_per_s, quotient
 from autoplan.topology.levels import compile_topology
 from autoplan.topology.parts import node_graph
+from benchmarks.expanded import expand
 
 
 def lab(num_nodes: int, *, devices: int = 8, wan: WanSpec | None = None, **network: Any) -> ClusterSpec:
@@ -371,12 +371,6 @@ def test_a_rack_wide_fabric_counts_its_racks() -> None:
     graph = quotient(load_cluster("gb200-nvl72:64x4")).graph
     assert graph.nodes["nvlink"]["count"] == 4
     assert sum(edge["num_links"] for edge in graph["nvlink"].values()) == 256
-
-
-def test_a_graph_of_every_part_has_a_limit() -> None:
-    with pytest.raises(InputError, match="8,192 devices is too large to hold every part: at most 4,096"):
-        expand(lab(1024))
-    assert MOST_EXPANDED == 4096
 
 
 @pytest.mark.parametrize("num_nodes", [0, 4])

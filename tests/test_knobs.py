@@ -14,7 +14,7 @@ from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.rules import Setting, broken, universal
+from autoplan.rules import broken, universal
 from autoplan.rules.megatron_lm import RULES
 from autoplan.training import TrainingSpec
 from search.knobs import memory_knobs
@@ -29,10 +29,6 @@ def problem_of(model: str) -> Problem:
         cluster=load_cluster("h100-sxm:4x8"),
         framework=load_framework("megatron-core"),
     )
-
-
-def setting_of(problem: Problem) -> Setting:
-    return Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
 
 
 @st.composite
@@ -61,7 +57,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, ParallelPlan]:
 @given(cases())
 def test_every_knob_is_legal_and_frees_what_it_says(case: tuple[Problem, ParallelPlan]) -> None:
     problem, plan = case
-    setting = setting_of(problem)
+    setting = problem.setting
     assume(not broken(RULES, setting, plan))
     before = estimate(problem, PlanBatch.of([plan], problem.model.num_layers)).memory_bytes[0]
     knobs = memory_knobs(problem, plan, RULES)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tqdm.std import tqdm
 
 from autoplan.errors import InputError
-from autoplan.read.logs import Batch, LoggedRun, LogReader, read_log
+from autoplan.read.logs import Batch, LoggedRun, LogReader
 from autoplan.units import GIB, MIB
+from logged import read_log
 
 BATCH = Batch(num_sequences=64, seq_len=4096, num_devices=8)
 SECONDS = (40.0, 9.0, 2.0, 2.1, 1.9, 2.2, 2.0)  # of seven steps, of which two warm up
@@ -339,7 +340,7 @@ def test_hostile_numbers_are_passed_over(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot be read"):
             read_log(path)
     log.write_bytes(b"\x7fELF\x00")
-    with pytest.raises(InputError, match=r"a\.log: the log says no step time"):
+    with pytest.raises(InputError, match="the log says no step time"):
         read_log(log)
 
 

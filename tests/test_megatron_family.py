@@ -7,11 +7,8 @@ its tests are skipped.  Each is started once.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -34,10 +31,10 @@ from autoplan.read import megatron_lm as lm_in
 from autoplan.read import primus as primus_in
 from autoplan.read.launch import Given, Reader
 from autoplan.result import PlanFile
+from framework_parsers import ask
 from megatron_plans import DEFECTS, MATRIX, MIXTRAL, ZERO_BUBBLE, plan_files
 from test_export_megatron_lm import LLAMA_8B, plan_file_of
 
-PARSER = Path(__file__).parent / "megatron_parser.py"
 NEEDS = {
     "megatron-lm": {"MEGATRON_LM_DIR": "megatron/training/arguments.py"},
     "megatron-bridge": {
@@ -64,20 +61,10 @@ def needs(kind: str) -> None:
             pytest.skip(f"{package} is not installed")
 
 
-def ask(kind: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def ask_megatron(kind: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a framework answers; skipped where it is not here."""
     needs(kind)
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PARSER), kind],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    answers = json.loads(result.stdout)
-    assert len(answers) == len(asked)
-    return answers
+    return ask("megatron_parser.py", asked, kind)
 
 
 def question(plan_file: PlanFile, **said: Any) -> dict[str, Any]:
@@ -114,7 +101,7 @@ def answers_of(kind: str) -> dict[str, dict[str, Any]]:
         patch.setattr(megatron_bridge, "RULES", ())
         patch.setattr(primus, "RULES", ())
         asked = [QUESTIONS[kind](file) for file in files.values()]
-    return dict(zip(files, ask(kind, asked), strict=True))
+    return dict(zip(files, ask_megatron(kind, asked), strict=True))
 
 
 @pytest.mark.parametrize("name", MATRIX | ZERO_BUBBLE)
@@ -127,7 +114,7 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
     file = (MATRIX | ZERO_BUBBLE)[name]
     QUESTIONS_WITH_RULES[kind](file)
     answer = answers_of(kind)[name]
-    assert "refused" not in answer, answer["refused"]
+    assert "error" not in answer, answer["error"]
     plan, model = file.best.plan, file.model
     assert tuple(answer["stages"]) == chunk_layers(plan, model.num_layers)
     held = {key.rpartition(".")[2]: value for key, value in answer.items()}
@@ -184,7 +171,7 @@ def test_one_defect_is_refused_before_the_framework_refuses_it(kind: str, name: 
         # arguments of Megatron-LM know that they wait for the reductions, and the experts until the layer is built
         # (core/transformer/moe/moe_layer.py).
         refuses_early &= name not in ("overlap without sp", "gather without reduce", "number of experts")
-    assert ("refused" in answers_of(kind)[name]) is refuses_early, answers_of(kind)[name].get("refused")
+    assert ("error" in answers_of(kind)[name]) is refuses_early, answers_of(kind)[name].get("error")
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
@@ -196,12 +183,12 @@ def test_primus_runs_every_pass_of_a_split_schedule(name: str) -> None:
     chunks = 2 if name == "zb-v" else 1
     algorithm = primus.ALGORITHMS[name]
     asked = [{"algorithm": algorithm, "pp": pp, "vp": chunks, "num_microbatches": m} for pp, m in shapes]
-    for (pp, m), answer in zip(shapes, ask("schedule", asked), strict=True):
+    for (pp, m), answer in zip(shapes, ask_megatron("schedule", asked), strict=True):
         assert answer.get("passes") == [[m * chunks] * 3] * pp, (pp, m, answer)
 
 
 def test_primus_fills_the_table_of_zb_v_with_micro_batches_that_do_not_exist() -> None:
-    (answer,) = ask("schedule", [{"algorithm": "zbv-formatted", "pp": 4, "vp": 2, "num_microbatches": 4}])
+    (answer,) = ask_megatron("schedule", [{"algorithm": "zbv-formatted", "pp": 4, "vp": 2, "num_microbatches": 4}])
     assert answer["passes"] == [[14] * 3] * 4  # of 7, which is why fewer are refused
     few = replace(ZERO_BUBBLE["zb-v"], best=replace(ZERO_BUBBLE["zb-v"].best, plan=FEW_MICRO_BATCHES))
     with pytest.raises(InputError, match="zb-v needs 2 pp - 1 = 7 micro-batches, there are 4"):

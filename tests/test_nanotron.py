@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from autoplan.read.nanotron import read, recognises
 from autoplan.result import PlanFile
 from autoplan.rules import Setting, broken
 from autoplan.rules.nanotron import RULES, layers_per_stage
+from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, GPT3, LLAMA_8B, plan_file_of
 
 NANOTRON = load_framework("nanotron")
@@ -337,16 +335,7 @@ def test_nanotron_accepts_what_is_exported_and_refuses_the_defects() -> None:
     asked: list[Any] = [[file.best.plan.num_devices, queue, text_of(file)] for file in PLANS.values()]
     asked += [[8, queue, defective(name)] for name in DEFECTS]
     asked += [[16, queue, changed({})], [8, {}, changed({})]]  # another number of devices; many queues
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("nanotron_parser.py"))],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "NANOTRON_DIR": str(folder)},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    answers = json.loads(result.stdout)
+    answers = ask("nanotron_parser.py", asked, environment={"NANOTRON_DIR": str(folder)})
     for name, answer in zip(PLANS, answers, strict=False):
         assert "error" not in answer, (name, answer)
         plan, model = PLANS[name].best.plan, PLANS[name].model

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoplan.plan import ParallelPlan
 from autoplan.result import RankedPlan
-from autoplan.rules import Setting, broken
+from autoplan.rules import broken
 from autoplan.rules.megatron_lm import RULES
 from commands import run
 from search.axes import axes_of, differing
@@ -22,7 +22,6 @@ from search_cases import DENSE, make
 
 PROBLEM, _ = make()
 PLAN = ParallelPlan(global_batch=64, micro_batch=2, tp=4, sp=True, pp=2, dp_shard=2)
-SETTING = Setting(model=DENSE, training=PROBLEM.training, num_devices=16)
 
 
 @settings(max_examples=8, deadline=None)
@@ -39,7 +38,7 @@ def test_the_nearest_plan_changes_just_what_is_refused_and_is_the_fastest_of_the
     assert near is not None
     assert accepts(near.plan)
     assert near.plan.verdict == "fits"
-    assert not broken(RULES, SETTING, near.plan.plan)
+    assert not broken(RULES, PROBLEM.setting, near.plan.plan)
     assert {axis for axis, *_ in near.changes} <= set(refused)  # sharding of one replica means nothing
     # Whatever else is accepted and differs in these axes alone is slower.
     faster = nearest(PROBLEM, PLAN, lambda one: accepts(one) and one.step_s < near.plan.step_s)

@@ -11,18 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allocations import DEVICES, fat_tree, packed, problem_on, shuffled
 from autoplan.cluster import NodeGroup, SwitchTier, WanSpec
 from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
 from autoplan.errors import InputError, UnpricedError
 from autoplan.framework import RANK_ORDERS
 from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
 from autoplan.ranks import coordinates, hosts
 from autoplan.read.cluster import load_cluster
 from autoplan.topology.levels import Gaps, compile_topology
 from autoplan.topology.placement import Group, Pattern, Seats, fills_evenly, leaving_share, spreads
+from benchmarks.allocations import DEVICES, fat_tree, packed, problem_on, shuffled, step_s
 
 PLAN = ParallelPlan(global_batch=64, tp=8, sp=True, pp=4, dp_shard=2)
 
@@ -37,10 +36,6 @@ def seats_of(leaves: list[int], devices_per_node: int = DEVICES, own: float = 1.
         devices_per_node=devices_per_node,
         is_even=fills_evenly(switch),
     )
-
-
-def step_s(problem: Problem, plan: ParallelPlan) -> float:
-    return float(estimate(problem, PlanBatch.of([plan], problem.model.num_layers)).step_s[0])
 
 
 def group(pattern: Pattern, stride: int, size: int) -> Group:

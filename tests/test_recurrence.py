@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cost import recurrence
 from autoplan.cost.order import microbatch_group
 from autoplan.cost.recurrence import PipelineTimes, is_recurrent, pipeline_times
@@ -29,7 +29,6 @@ from pipeline_oracle import (
     torch_actions,
 )
 
-Floats = NDArray[np.float64]
 EVERY_SCHEDULE = {schedule: (1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2) for schedule in SCHEDULES}
 
 

@@ -21,9 +21,9 @@ from autoplan.files import encode
 from autoplan.job_template import JobTemplate, load_job_template
 from autoplan.jobs import JobStatus
 from autoplan.plan import ParallelPlan
-from autoplan.read.logs import read_log
 from autoplan.scheduler_jobs import SchedulerJobs
 from commands import run
+from logged import read_log
 from profiler.store import open_store
 from slurms import RealSlurm, StandIn, slurms, write_program
 from test_export_megatron_lm import LLAMA_8B, plan_file_of

@@ -16,7 +16,7 @@ from autoplan.plan import even_chunks
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
 from autoplan.result import RISKY_Z, MixedCost, MixedResult
-from autoplan.rules import Setting, broken
+from autoplan.rules import broken
 from autoplan.rules.books import book_of
 from mixed_cases import SMALL, problem_of, replicas, scaled
 from search.mixed import alone, search_mixed
@@ -249,6 +249,5 @@ def test_what_a_part_reaches_alone_is_a_plan_of_the_framework() -> None:
     parts = scaled("a100-sxm:1x8", "a100"), scaled("h100-sxm:1x8", "h100")
     problem = problem_of(*parts, seq_len=65536, framework=load_framework("torch"))
     found, own = alone(problem, 0, 16), problem.as_if(0, frozenset((0,)))
-    setting = Setting(model=own.model, training=own.training, num_devices=own.cluster.num_devices)
     assert found is not None
-    assert broken(book_of(own.framework).rules, setting, found.plan) == ()
+    assert broken(book_of(own.framework).rules, own.setting, found.plan) == ()

@@ -7,26 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from allocations import DEVICES, fat_tree, packed, problem_on, shuffled
+from autoplan.arrays import Floats
 from autoplan.cli.inputs import make_space
 from autoplan.cluster import WanSpec
 from autoplan.cost.estimate import estimate
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Topology
-from autoplan.topology.placement import Group, effective_members, leaving_share, spreads, switches_of_nodes
+from autoplan.topology.placement import effective_members, leaving_share, switches_of_nodes
+from benchmarks.allocations import BIG, fat_tree, packed, problem_on, shuffled, step_s, widest
 from search.placement import best_placement, is_fragmented, place_best
 from search.study import search
-
-Floats = NDArray[np.float64]
-
-BIG = ParallelPlan(global_batch=64, tp=8, sp=True, pp=8, dp_shard=8)
-
-
-def step_s(problem: Problem, plan: ParallelPlan) -> float:
-    return float(estimate(problem, PlanBatch.of([plan], problem.model.num_layers)).step_s[0])
 
 
 def orders_of(labels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -85,13 +77,6 @@ def test_on_eight_nodes_the_placed_plan_is_as_fast_as_any_order(leaves: list[int
     best = step_s(problem, best_placement(problem, plan))
     assert best <= 1.01 * least_step_s(problem, plan, leaves)
     assert best <= step_s(problem, plan)
-
-
-def widest(problem: Problem, plan: ParallelPlan) -> int:
-    """Leaves of the data-parallel group or pipeline that spreads most."""
-    leaf = switches_of_nodes(problem.cluster, plan.placement)[0][None]
-    found = (Group("ring", 64, 8, 8, 512), Group("ring", 8, 8, 8, 64))
-    return max(int(spreads(leaf, one, DEVICES).max()) for one in found)
 
 
 def test_groups_spread_over_fewer_leaves_than_after_bin_packing() -> None:

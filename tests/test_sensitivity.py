@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
@@ -20,8 +20,6 @@ from search.sensitivity import MOST_CHANGE, first_crossing, quantities, sensitiv
 from search.space import Space
 from search.study import MARGIN, search
 from search_cases import DENSE, LARGE, make
-
-Floats = NDArray[np.float64]
 
 SMALL = ModelSpec(name="small", num_layers=8, hidden_size=2048, vocab_size=32000, num_heads=16, ffn_size=8192)
 
@@ -89,7 +87,7 @@ def winner(problem: Problem, space: Space) -> ParallelPlan:
 
 
 @pytest.fixture(
-    scope="module", params=[(DENSE, "h100-sxm:2x8", 64), (LARGE, "a100-sxm:2x8", 48)], ids=["16 H100", "16 A100"]
+    scope="module", params=[(DENSE, "h100-sxm:2x8", (64,)), (LARGE, "a100-sxm:2x8", (48,))], ids=["16 H100", "16 A100"]
 )
 def answered(request: pytest.FixtureRequest) -> tuple[Problem, Space, ParallelPlan, Sensitivity]:
     problem, space = make(*request.param)
@@ -141,7 +139,7 @@ def test_memory_flips_are_where_searches_flip(
 
 
 def test_elasticities_add_up_to_what_rests_on_hardware() -> None:
-    problem, space = make(SMALL, "h100-sxm:1x1", batch=4)
+    problem, space = make(SMALL, "h100-sxm:1x1", batches=(4,))
     result = search(problem, space)
     best = result.rivals[0]
     found = sensitivity(problem, space, result, MARGIN).elasticities
@@ -155,6 +153,6 @@ def test_elasticities_add_up_to_what_rests_on_hardware() -> None:
 
 
 def test_an_only_kind_of_plan_stays() -> None:
-    problem, space = make(SMALL, "h100-sxm:1x1", batch=1, fix=("recompute=none", "sharding=none"))
+    problem, space = make(SMALL, "h100-sxm:1x1", batches=(1,), fix=("recompute=none", "sharding=none"))
     result = search(problem, space)
     assert sensitivity(problem, space, result, MARGIN).flips == ()

@@ -14,7 +14,6 @@ from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
-from autoplan.rules import Setting
 from autoplan.rules.megatron_lm import RULES
 from autoplan.training import TrainingSpec
 from flows import RankGroups, traffic
@@ -59,8 +58,7 @@ def ranked(cluster: ClusterSpec, model: ModelSpec, global_batch: int, *fixed: st
     limits = with_wishes(
         default_limits(problem, (global_batch,)), fix=fixed, at_most=["micro_batch=8", "vp=1"], allow=[]
     )
-    setting = Setting(model=model, training=problem.training, num_devices=cluster.num_devices)
-    return tuple(search(problem, Space(setting=setting, limits=limits, rules=RULES)).ranked)
+    return tuple(search(problem, Space(setting=problem.setting, limits=limits, rules=RULES)).ranked)
 
 
 def crossing(cluster: ClusterSpec, plan: ParallelPlan) -> set[str]:

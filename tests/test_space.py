@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools
 from autoplan.cluster import SwitchTier
 from autoplan.errors import InputError
 from autoplan.framework import RANK_ORDERS
@@ -175,7 +175,7 @@ def test_a_rule_is_asked_early_if_all_that_it_looks_at_is_known() -> None:
     plans = [ParallelPlan(global_batch=8, tp=tp, dp_shard=8 // tp) for tp in (1, 2, 4, 8)]
     batch = PlanBatch.of(plans, DENSE.num_layers)
 
-    def rule(holds: Callable[[Setting, PlanBatch], NDArray[np.bool_]]) -> Rule:
+    def rule(holds: Callable[[Setting, PlanBatch], Bools]) -> Rule:
         return Rule(source="", holds=holds, says=lambda s, p: "")
 
     few = rule(lambda s, b: b.num_microbatches <= 2)  # 1, 2, 4 and 8 of them

@@ -482,21 +482,26 @@ def test_a_newer_schema_is_refused(url: str) -> None:
             open_store(url, writable=writable)
 
 
+def migrate_later(patch: pytest.MonkeyPatch, folder: Path, then: str) -> None:
+    """Let there be a version after the last, which adds a column and does what `then` says."""
+    later = folder / "migrations"
+    shutil.copytree(schema.MIGRATIONS, later)
+    (later / "versions" / "next.py").write_text(
+        "import sqlalchemy as sa\nfrom alembic import op\n"
+        f"revision = '{schema.SCHEMA + 1}'\ndown_revision = '{schema.SCHEMA}'\n"
+        f"def upgrade():\n    op.add_column('fingerprints', sa.Column('site', sa.Text))\n{then}"
+    )
+    patch.setattr(schema, "MIGRATIONS", later)
+    patch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
+    patch.setattr("profiler.store.database.SCHEMA", schema.SCHEMA)
+
+
 def test_an_older_schema_is_migrated_and_keeps_its_records(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(url) as store:
         store.add([GEMM])
-    later = tmp_path / "migrations"
-    shutil.copytree(schema.MIGRATIONS, later)
-    (later / "versions" / "next.py").write_text(
-        "import sqlalchemy as sa\nfrom alembic import op\n"
-        f"revision = '{schema.SCHEMA + 1}'\ndown_revision = '{schema.SCHEMA}'\n"
-        "def upgrade():\n    op.add_column('fingerprints', sa.Column('site', sa.Text))\n"
-    )
-    monkeypatch.setattr(schema, "MIGRATIONS", later)
-    monkeypatch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
-    monkeypatch.setattr("profiler.store.database.SCHEMA", schema.SCHEMA)
+    migrate_later(monkeypatch, tmp_path, "")
     with pytest.raises(StoreError, match="any command that writes to it migrates it"):
         open_store(url, writable=False)
     with open_store(url) as store:
@@ -529,17 +534,8 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(
 ) -> None:
     with open_store(url) as store:
         store.add([GEMM])
-    later = tmp_path / "migrations"
-    shutil.copytree(schema.MIGRATIONS, later)
-    (later / "versions" / "next.py").write_text(
-        "import sqlalchemy as sa\nfrom alembic import op\n"
-        f"revision = '{schema.SCHEMA + 1}'\ndown_revision = '{schema.SCHEMA}'\n"
-        "def upgrade():\n    op.add_column('fingerprints', sa.Column('site', sa.Text))\n    op.drop_table('nothing')\n"
-    )
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "MIGRATIONS", later)
-        patch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
-        patch.setattr("profiler.store.database.SCHEMA", schema.SCHEMA)
+        migrate_later(patch, tmp_path, "    op.drop_table('nothing')\n")
         with pytest.raises(StoreError, match="nothing"):
             open_store(url)
     with open_store(url) as store:

@@ -12,24 +12,14 @@ from autoplan.cost.estimate import estimate
 from autoplan.errors import NoPlanError
 from autoplan.model import Experts, ModelSpec
 from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.result import VERDICTS
-from autoplan.rules import Setting
-from autoplan.rules.megatron_lm import RULES
-from autoplan.timing import Calibration
-from autoplan.training import TrainingSpec
 from search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
-from search.limits import default_limits, with_wishes
+from search.limits import with_wishes
 from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
-from search.space import Space
 from search.storage import opened
 from search.study import MARGIN, Shared, search
+from search_cases import DENSE, make
 
-DENSE = ModelSpec(
-    name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=11008
-)
 MOE = ModelSpec(
     name="moe",
     num_layers=12,
@@ -39,27 +29,6 @@ MOE = ModelSpec(
     ffn_size=8192,
     moe=Experts(num_experts=16, experts_per_token=2, expert_ffn_size=2048, shared_expert_ffn_size=2048),
 )
-
-
-def make(
-    model: ModelSpec,
-    cluster: str = "h100-sxm:2x8",
-    batches: tuple[int, ...] = (64,),
-    fix: tuple[str, ...] = (),
-    seq_len: int = 4096,
-    reserve_bytes: float = 0.0,
-) -> tuple[Problem, Space]:
-    problem = Problem(
-        model=model,
-        training=TrainingSpec(seq_len=seq_len),
-        cluster=load_cluster(cluster),
-        framework=load_framework("megatron-core"),
-        calibration=Calibration(),
-        reserve_bytes=reserve_bytes,
-    )
-    limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=(), allow=())
-    setting = Setting(model=model, training=problem.training, num_devices=problem.cluster.num_devices)
-    return problem, Space(setting=setting, limits=limits, rules=RULES)
 
 
 @pytest.mark.parametrize("model", [DENSE, MOE])

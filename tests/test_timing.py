@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.errors import InputError
 from autoplan.read.cluster import load_cluster
 from autoplan.timing import DISTURBED_SPREAD, Match, Measurement, Operation, TimingTable, burst_factors
@@ -191,7 +191,7 @@ def test_a_shape_costs_the_same_in_any_batch() -> None:
     table = noisy_table(2000)
     shapes = np.random.default_rng(1).integers(100, 20_000, size=(500, 3))
 
-    def afresh(some: NDArray[np.int64]) -> NDArray[np.float64]:
+    def afresh(some: Ints) -> Floats:
         table.times["gemm", "bf16"].known.clear()
         return table.lookup("gemm", "bf16", some).seconds
 

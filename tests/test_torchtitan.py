@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -33,6 +30,7 @@ from autoplan.result import PlanFile
 from autoplan.rules import Setting, broken
 from autoplan.rules.torchtitan import RULES
 from damage import damaged
+from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 TITAN = Framework(name="torchtitan", rules="torchtitan")
@@ -491,19 +489,6 @@ def as_written(plan_file: PlanFile) -> dict[str, Any]:
     return {"files": files, "words": words, "world": plan_file.best.plan.num_devices}
 
 
-def answers(questions: list[Any], environment: dict[str, str] | None = None) -> list[Any]:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "torchtitan_parser.py")],
-        input=json.dumps(questions),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **(environment or {})},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return list(json.loads(result.stdout))
-
-
 @pytest.fixture(scope="module")
 def answered() -> dict[str, Any]:
     """What the installed torchtitan 0.3 answers, by question."""
@@ -519,7 +504,7 @@ def answered() -> dict[str, Any]:
     for name, words in WORDS.items():
         questions[f"words {name}"] = {**usual, "words": [*usual["words"], *words]}
     questions |= {"registry": "registry", "flavors": "flavors", "spread": {"spread": SPREADS}}
-    return dict(zip(questions, answers(list(questions.values())), strict=True))
+    return dict(zip(questions, ask("torchtitan_parser.py", list(questions.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -586,7 +571,7 @@ def test_other_versions_accept_what_is_exported_for_them(variable: str, version:
     pytest.importorskip("torch")
     plan_files = OLD if version == "0.2" else PLANS
     questions = [asked(plan_file, version) for plan_file in plan_files.values()]
-    found = answers(questions, {"TORCHTITAN_FIRST": str(checkout)})
+    found = ask("torchtitan_parser.py", questions, environment={"TORCHTITAN_FIRST": str(checkout)})
     assert {name: answer.get("error") for name, answer in zip(plan_files, found, strict=True)} == dict.fromkeys(
         plan_files
     )

@@ -27,9 +27,10 @@ from autoplan.files import encode
 from autoplan.jobs import LOG, MESSAGES, OUTCOME, PLAN, Cause, JobStatus, LocalJobs, SilentError
 from autoplan.plan import ParallelPlan
 from autoplan.problem import Problem
-from autoplan.read.logs import LogReader, read_log
+from autoplan.read.logs import LogReader
 from autoplan.result import RankedPlan
 from commands import run
+from logged import read_log
 from profiler.store import open_store
 from search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
 from search.choice import distinct

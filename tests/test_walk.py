@@ -15,7 +15,7 @@ from autoplan.model import Experts
 from autoplan.plan import ParallelPlan, chunk_layers, parse_recompute
 from autoplan.problem import Problem
 from autoplan.result import VERDICTS
-from autoplan.rules import Setting, broken
+from autoplan.rules import broken
 from autoplan.rules.megatron_lm import RULES
 from search.axes import axes_of, differing, plan_of, words
 from search.choice import compared, pace
@@ -27,10 +27,6 @@ EXPERTS = dataclasses.replace(
     PROBLEM,
     model=dataclasses.replace(DENSE, moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=4096)),
 )
-
-
-def setting_of(problem: Problem) -> Setting:
-    return Setting(model=problem.model, training=problem.training, num_devices=problem.cluster.num_devices)
 
 
 @st.composite
@@ -68,7 +64,7 @@ def plans(draw: st.DrawFn, problem: Problem) -> ParallelPlan:
     table["param_gather_overlap"] = table["sharding"] != "none" and table["grad_reduce_overlap"]
     try:
         plan = ParallelPlan(**table)
-        assume(not broken(RULES, setting_of(problem), plan))
+        assume(not broken(RULES, problem.setting, plan))
     except AutoplanError:
         assume(False)
     return plan
@@ -110,13 +106,13 @@ def test_every_step_is_legal_and_as_safe_as_the_last_which_is_the_best(
     if steps:
         assert steps[-1].plan == last
     for step in steps:
-        assert not broken(RULES, setting_of(problem), step.plan.plan)
+        assert not broken(RULES, problem.setting, step.plan.plan)
         assert VERDICTS.index(step.plan.verdict) <= VERDICTS.index(last.verdict)
     for one in told:
         assert (one.alone is None) == bool(one.why_not)
         assert one.before != one.after
         if one.alone:
-            assert not broken(RULES, setting_of(problem), one.alone.plan)
+            assert not broken(RULES, problem.setting, one.alone.plan)
             assert prices(problem, [way.mix((one.axis,))]) == [one.alone]
 
 
@@ -128,7 +124,7 @@ def test_what_costs_nothing_stays_as_it_is(case: tuple[Problem, ParallelPlan, Pa
     kept = nearest_equal(problem, RULES, before, best)
     assert pace(kept) <= pace(best) * (1 + 1e-8)
     assert VERDICTS.index(kept.verdict) <= VERDICTS.index(best.verdict)
-    assert not broken(RULES, setting_of(problem), kept.plan)
+    assert not broken(RULES, problem.setting, kept.plan)
     # No other axis can go back for nothing.
     assert nearest_equal(problem, RULES, before, kept) == kept
 

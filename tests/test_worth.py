@@ -92,7 +92,7 @@ def test_measuring_more_never_teaches_less_and_all_of_it_everything(shares: list
 
 @pytest.fixture(scope="module")
 def searched() -> tuple[Problem, list[RankedPlan]]:
-    problem, space = make(batch=64)
+    problem, space = make(batches=(64,))
     result = search(problem, space)
     return problem, list(first_of_kinds((*result.rivals, *result.ranked)))
 

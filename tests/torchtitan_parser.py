@@ -9,55 +9,15 @@ stand-ins are imported where they are missing; quantisation is configured, not a
 from __future__ import annotations
 
 import dataclasses
-import importlib.abc
-import importlib.machinery
-import json
+import importlib.util
 import os
 import sys
 import tempfile
-import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-class Names(type):
-    def __getattr__(cls, name: str) -> str:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-
-class Anything(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
-    __version__ = "3.4.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        inside = {"__init__": lambda *words, **named: None, "__class_getitem__": classmethod(lambda cls, key: cls)}
-        return Names(name, (), inside) if name[0].isupper() else Anything(name)
-
-    def __call__(self, *words: Any, **named: Any) -> Any:
-        return words[0] if words and callable(words[0]) and not named else lambda function: function
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        is_one = name.split(".")[0] in self.names
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_one else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return Anything(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def missing(*names: str) -> tuple[str, ...]:
-    return tuple(name for name in names if importlib.util.find_spec(name) is None)
+from framework_parsers import answer, stand_in
 
 
 def without_quantisation() -> None:
@@ -73,19 +33,17 @@ def without_quantisation() -> None:
             converter.convert = lambda self, model: model
 
 
-def check(case: dict[str, Any], folder: Path, at: int) -> dict[str, Any]:
+def check(case: dict[str, Any], here: Path) -> dict[str, Any]:
     from torchtitan.config import ConfigManager
     from torchtitan.distributed.parallel_dims import ParallelDims
 
-    # Modules are imported once: each case has a folder and, in it, a name of its own.
-    here = folder / str(at)
-    here.mkdir()
+    # Modules are imported once: each case has a folder and, in it, modules that are called after it.
     words = [word.replace("$HERE", str(here)) for word in case["words"]]
     for name, text in case["files"].items():
         stem, _, kind = name.partition(".")
-        (here / (f"{stem}_{at}.py" if kind == "py" else name)).write_text(text)
+        (here / (f"{stem}_{here.name}.py" if kind == "py" else name)).write_text(text)
         if kind == "py":
-            words = [f"{stem}_{at}" if word == stem else word for word in words]
+            words = [f"{stem}_{here.name}" if word == stem else word for word in words]
     sys.path.insert(0, str(here))
     config = ConfigManager().parse_args(words)
     return values_of(config, case, ParallelDims)
@@ -239,32 +197,24 @@ def spread(*counts: int) -> list[list[str]]:
     return _generate_llm_fqn_per_model_part(*counts)
 
 
-def main() -> None:
+def prepare(folder: Path) -> Callable[[Any], Any]:
     if checkout := os.environ.get("TORCHTITAN_FIRST"):
         sys.path.insert(0, checkout)
-    out, sys.stdout = sys.stdout, sys.stderr
-    import torch.utils.flop_counter  # noqa: F401  # probes for triton before there is a stand-in
-    from torch.utils import _triton
-
-    _triton.has_triton_package(), getattr(_triton, "has_triton", bool)()
-    sys.meta_path.append(StandIns(missing("triton", "grain", "torchao")))
+    stand_in(*(name for name in ("triton", "grain", "torchao") if importlib.util.find_spec(name) is None))
     without_quantisation()
-    answers: list[Any] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for at, case in enumerate(json.load(sys.stdin)):
-            try:
-                if case == "registry":
-                    answers.append(registry())
-                elif case == "flavors":
-                    answers.append(flavors())
-                elif "spread" in case:
-                    answers.append([spread(*one) for one in case["spread"]])
-                else:
-                    answers.append(check(case, Path(folder), at))
-            except (Exception, SystemExit) as error:
-                answers.append({"error": f"{type(error).__name__}: {error}"})
-    json.dump(answers, out)
+
+    def asked_of(case: Any) -> Any:
+        if case == "registry":
+            return registry()
+        if case == "flavors":
+            return flavors()
+        if "spread" in case:
+            return [spread(*one) for one in case["spread"]]
+        return check(case, Path(tempfile.mkdtemp(dir=folder)))
+
+    return asked_of
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        answer(lambda: prepare(Path(folder)))

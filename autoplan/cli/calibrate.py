@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, SetOption, whole_number
+from autoplan.cli.options import DbOption, ForceOption, QuietOption, SetOption, whole_number
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.complete import clusters
-from autoplan.cli.inputs import (
+from autoplan.cli.objectives import (
+    CheckpointOption,
+    DeviceMtbfOption,
+    NodesOption,
+    PueOption,
+    RestartOption,
+    RunFlags,
+    TokensOption,
+)
+from autoplan.cli.options import (
     AttentionOption,
     DbOption,
     ForceOption,
@@ -20,15 +29,6 @@ from autoplan.cli.inputs import (
     ReserveOption,
     SeqLenOption,
     TimingsOption,
-)
-from autoplan.cli.objectives import (
-    CheckpointOption,
-    DeviceMtbfOption,
-    NodesOption,
-    PueOption,
-    RestartOption,
-    RunFlags,
-    TokensOption,
 )
 from autoplan.errors import InputError, NoPlanError
 

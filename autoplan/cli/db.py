@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, opened_store, whole_url
+from autoplan.cli.inputs import opened_store, whole_url
+from autoplan.cli.options import DbOption, ForceOption, QuietOption
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:

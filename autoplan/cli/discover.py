@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, whole_number, whole_url
+from autoplan.cli.inputs import whole_url
+from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:

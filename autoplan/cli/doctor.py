@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli.inputs import DbOption
+from autoplan.cli.options import DbOption
 
 
 def doctor(

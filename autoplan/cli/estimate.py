@@ -13,6 +13,15 @@ import typer
 
 from autoplan.cli.complete import clusters, presets
 from autoplan.cli.inputs import (
+    TrainingFlags,
+    check_output,
+    check_untyped,
+    is_typed,
+    make_problem,
+    uniform_cluster,
+    whole_url,
+)
+from autoplan.cli.options import (
     AsOption,
     AttentionOption,
     CalibrationOption,
@@ -26,14 +35,7 @@ from autoplan.cli.inputs import (
     SetOption,
     TimingsOption,
     TraceOption,
-    TrainingFlags,
-    check_output,
-    check_untyped,
-    is_typed,
-    make_problem,
-    uniform_cluster,
     whole_number,
-    whole_url,
 )
 from autoplan.errors import InputError, NoPlanError
 

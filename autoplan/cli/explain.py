@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import DbOption, ForceOption, QuietOption, TraceOption
+from autoplan.cli.options import DbOption, ForceOption, QuietOption, TraceOption
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:

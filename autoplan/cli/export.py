@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autoplan.cli.complete import words
-from autoplan.cli.inputs import ForceOption
+from autoplan.cli.options import ForceOption
 from autoplan.errors import InputError, NoPlanError
 from autoplan.export.names import LAUNCHERS, TARGETS
 

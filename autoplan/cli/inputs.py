@@ -8,13 +8,11 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import typer
 
-from autoplan.cli.complete import clusters, presets, words
-from autoplan.errors import AutoplanError, InputError, UnpricedError
-from autoplan.export.names import TARGETS
+from autoplan.errors import InputError, UnpricedError
 
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
     from autoplan.cluster import ClusterSpec
@@ -28,101 +26,6 @@ if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help i
     from profiler.store import Store
     from search.space import Space
 
-
-def whole_number(flag: str, metavar: str, help_: str) -> Any:  # typer.Option is untyped
-    """An option that reads a whole number; anything else is refused in one line that names the flag.
-
-    The error is no ValueError: typer would turn that into its own message, of several lines.
-    """
-
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", str(text).strip()):  # a default comes as a number
-            raise AutoplanError(f"{flag} {text!r}: write a whole number of at most 18 digits")
-        return int(text)
-
-    return typer.Option(flag, metavar=metavar, help=help_, parser=parse)
-
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.",
-        autocompletion=presets("models"),
-    ),
-]
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        metavar="CLUSTER",
-        help="Preset with a size (h100-sxm:16x8 = 16 nodes of 8), a cluster.toml, local (this machine), or unlike ones "
-        "joined by +.",
-        autocompletion=clusters,
-    ),
-]
-SeqLenOption = Annotated[int, whole_number("--seq-len", "TOKENS", "Sequence length.")]
-PrecisionOption = Annotated[
-    str,
-    typer.Option(
-        help="Of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
-        autocompletion=words(("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")),
-    ),
-]
-AttentionOption = Annotated[
-    str,
-    typer.Option(
-        help="Kernel: flash, flash1, flash2, megatron-fused or unfused.",
-        autocompletion=words(("flash", "flash1", "flash2", "megatron-fused", "unfused")),
-    ),
-]
-FrameworkOption = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Framework preset or TOML file.", autocompletion=presets("frameworks")),
-]
-ReserveOption = Annotated[
-    str, typer.Option("--reserve-memory", metavar="SIZE", help="Device memory to keep free, such as 4GiB.")
-]
-CalibrationOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE|db",
-        help="Calibration of your own in place of the shipped one: a file, or fitted to the runs in the database.",
-    ),
-]
-TimingsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(("aiconfigurator", "db")),
-        autocompletion=words(("aiconfigurator", "db")),
-        help="Measured times of kernels before fitted curves: of the installed wheel, or of the timing database.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Variable of the shell for a launch file (repeatable)."),
-]
-AsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--as", metavar="TARGET", help="What a launch file is, where that is not clear.", autocompletion=words(TARGETS)
-    ),
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
-TraceOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Also write one step as a Chrome trace, for ui.perfetto.dev: ranks by stage."),
-]
-DbOption = Annotated[
-    str | None,
-    typer.Option(
-        "--db",
-        metavar="URL",
-        help="SQLite file, or postgresql://user@host/name (password: PGPASSWORD or ~/.pgpass). Default: AUTOPLAN_DB, "
-        "else a file in the user's data folder.",
-    ),
-]
 
 _SIZE = re.compile(r"(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[kmgt]i?b|b)?", re.IGNORECASE)
 _SIZE_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import parse_duration, parse_numbers, whole_number
+from autoplan.cli.inputs import parse_duration, parse_numbers
+from autoplan.cli.options import whole_number
 from autoplan.errors import InputError
 from autoplan.units import TOKEN_UNITS
 

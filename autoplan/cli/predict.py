@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli.inputs import CalibrationOption, ForceOption
+from autoplan.cli.options import CalibrationOption, ForceOption
 
 
 def predict(

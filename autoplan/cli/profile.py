@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import DbOption, FrameworkOption, QuietOption, check_untyped, whole_number, whole_url
+from autoplan.cli.inputs import check_untyped, whole_url
+from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, whole_number
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from autoplan.cli.profile_for import Deciding
     from autoplan.cluster import ClusterSpec
     from profiler.launch import Crew
+    from profiler.protocol import Hello
     from profiler.record import Mode
     from profiler.sweep import Progress, Store
     from profiler.wishes import Planned, Wish
@@ -165,13 +167,9 @@ def _lead(
 ) -> None:
     """What the program beside rank 0 does."""
     from autoplan.cli.profile_for import Deciding, print_ranking, print_settling
-    from autoplan.cli.progress import measuring_bar
-    from autoplan.cli.run import EMULATION
     from autoplan.report.terminal import make_console
-    from autoplan.user import user_name
-    from profiler.hardware import emulates_bf16
-    from profiler.sweep import Progress, extrapolations, outliers, run
-    from profiler.wishes import plan, unmeasured
+    from profiler.sweep import Progress
+    from profiler.wishes import plan
 
     hello = crew.start()
     assert hello is not None
@@ -183,14 +181,7 @@ def _lead(
     else:
         planned, wish = plan(aim, hello, known), aim
     if not quiet:
-        ranks, nodes = len(hello.hosts), hello.num_nodes
-        counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
-        _say(f"{hello.fingerprint.device}: {counts}")
-        remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
-        if hello.device_type == "cpu" and "bf16" in hello.dtypes and emulates_bf16():
-            remarks.append(f"{EMULATION}: measure with --dtypes fp32, and plan with --precision fp32")
-        for remark in [*remarks, *(f"not measured: {what}" for what in unmeasured(wish))]:
-            _say(f"warning: {remark}")
+        _say_where(hello, wish, cluster)
     console = make_console()
     if json and (dry_run or not planned):
         _print_json(Progress(total=len(planned)))
@@ -202,6 +193,46 @@ def _lead(
     if dry_run:
         _print_plan(console, planned, len(known), budget_s)
         return
+    progress = _measured(crew, hello, store, planned, budget_s, num_visits, quiet=quiet)
+    if json:
+        _print_json(progress)
+    else:
+        _print_outcomes(console, progress)
+        if found is not None and isinstance(aim, Deciding):
+            aim.measured()
+            after, _ = aim.planned(hello, store.known(hello.fingerprint))
+            print_ranking(console, found, after, aim.ranking())
+    if not quiet and not progress.num_left:
+        _say("next: autoplan search MODEL --timings db ..., which takes these times before its own")
+    if progress.num_left:
+        _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
+
+
+def _say_where(hello: Hello, wish: Wish, cluster: ClusterSpec | None) -> None:
+    """Say on what is measured, and warn of what stands in the way or is left out."""
+    from autoplan.cli.run import EMULATION
+    from profiler.hardware import emulates_bf16
+    from profiler.sweep import extrapolations, outliers
+    from profiler.wishes import unmeasured
+
+    ranks, nodes = len(hello.hosts), hello.num_nodes
+    counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
+    _say(f"{hello.fingerprint.device}: {counts}")
+    remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
+    if hello.device_type == "cpu" and "bf16" in hello.dtypes and emulates_bf16():
+        remarks.append(f"{EMULATION}: measure with --dtypes fp32, and plan with --precision fp32")
+    for remark in [*remarks, *(f"not measured: {what}" for what in unmeasured(wish))]:
+        _say(f"warning: {remark}")
+
+
+def _measured(
+    crew: Crew, hello: Hello, store: Store, planned: list[Planned], budget_s: float, num_visits: int, *, quiet: bool
+) -> Progress:
+    """What came of measuring what is planned, within the budget."""
+    from autoplan.cli.progress import measuring_bar
+    from autoplan.user import user_name
+    from profiler.sweep import Progress, run
+
     progress = Progress(total=len(planned))
     try:
         with measuring_bar(quiet=quiet, total=num_visits * len(planned)) as show:
@@ -227,18 +258,7 @@ def _lead(
     except (KeyboardInterrupt, SystemExit):
         _say(f"interrupted: {_tally(progress)} stored; the same command measures the rest")
         raise
-    if json:
-        _print_json(progress)
-    else:
-        _print_outcomes(console, progress)
-        if found is not None and isinstance(aim, Deciding):
-            aim.measured()
-            after, _ = aim.planned(hello, store.known(hello.fingerprint))
-            print_ranking(console, found, after, aim.ranking())
-    if not quiet and not progress.num_left:
-        _say("next: autoplan search MODEL --timings db ..., which takes these times before its own")
-    if progress.num_left:
-        _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
+    return progress
 
 
 def _say(text: str) -> None:

@@ -14,39 +14,36 @@ def say_how_to_watch(storage: str) -> None:
 
 
 @contextmanager
-def measuring_bar(*, quiet: bool, total: int) -> Iterator[Callable[[int, str, float], None] | None]:
-    """A function that takes (done, what was done last, seconds left), or None where nothing shall be shown."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-
-        def advance(done: int, last: str, left_s: float) -> None:
-            bar.update(task, completed=done, description=f"{left_s // 60:.0f}:{left_s % 60:02.0f} left  {last}")
-
-        yield advance
-
-
-@contextmanager
 def progress_bar(
     *, quiet: bool, doing: str = "pricing plans", unit: str = "cells"
 ) -> Iterator[Callable[[int, int | None], None] | None]:
     """A function that takes (done, total if known), or None where nothing shall be shown."""
+    with _bar(quiet, doing) as show:
+        yield show and (lambda done, total: show(done, total, unit))
+
+
+@contextmanager
+def measuring_bar(*, quiet: bool, total: int) -> Iterator[Callable[[int, str, float], None] | None]:
+    """A function that takes (done, what was done last, seconds left), or None where nothing shall be shown."""
+    with _bar(quiet, "measuring", total) as show:
+        yield show and (
+            lambda done, last, left_s: show(done, total, f"{left_s // 60:.0f}:{left_s % 60:02.0f} left  {last}")
+        )
+
+
+@contextmanager
+def _bar(quiet: bool, doing: str, total: int | None = None) -> Iterator[Callable[[int, int | None, str], None] | None]:
+    """A function that takes (done, total if known, what stands behind them), or None."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task("", total=total)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import AsOption, SetOption, whole_number
+from autoplan.cli.options import AsOption, SetOption, whole_number
 
 if TYPE_CHECKING:
     from autoplan.read.launch import Given

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from autoplan.cli.inputs import DbOption, ForceOption, QuietOption
+from autoplan.cli.options import DbOption, ForceOption, QuietOption
 from autoplan.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import ForceOption, QuietOption
+from autoplan.cli.options import ForceOption, QuietOption
 from autoplan.errors import AutoplanError, InputError, StoreError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autoplan.cli.inputs import CalibrationOption
+from autoplan.cli.options import CalibrationOption
 
 
 def score(

@@ -11,28 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.complete import presets, words
-from autoplan.cli.inputs import (
-    AsOption,
-    AttentionOption,
-    CalibrationOption,
-    ClusterOption,
-    DbOption,
-    ForceOption,
-    FrameworkOption,
-    JsonOption,
-    OutputFlags,
-    PrecisionOption,
-    QuietOption,
-    ReserveOption,
-    SetOption,
-    TimingsOption,
-    TrainingFlags,
-    is_typed,
-    make_mixed_problem,
-    named_cluster,
-    whole_number,
-    whole_url,
-)
+from autoplan.cli.inputs import OutputFlags, TrainingFlags, is_typed, make_mixed_problem, named_cluster, whole_url
 from autoplan.cli.objectives import (
     CheckpointOption,
     DeadlineOption,
@@ -46,6 +25,22 @@ from autoplan.cli.objectives import (
     RestartOption,
     RunFlags,
     TokensOption,
+)
+from autoplan.cli.options import (
+    AsOption,
+    AttentionOption,
+    CalibrationOption,
+    ClusterOption,
+    DbOption,
+    ForceOption,
+    FrameworkOption,
+    JsonOption,
+    PrecisionOption,
+    QuietOption,
+    ReserveOption,
+    SetOption,
+    TimingsOption,
+    whole_number,
 )
 from autoplan.errors import InputError
 

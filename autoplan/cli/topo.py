@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.complete import clusters
-from autoplan.cli.inputs import ForceOption
+from autoplan.cli.options import ForceOption
 from autoplan.errors import InputError
 
 if TYPE_CHECKING:

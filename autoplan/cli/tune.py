@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli.complete import clusters, presets
-from autoplan.cli.inputs import (
+from autoplan.cli.inputs import TrainingFlags, check_output, check_untyped, parse_duration, whole_url
+from autoplan.cli.objectives import parse_positive
+from autoplan.cli.options import (
     AttentionOption,
     CalibrationOption,
     DbOption,
@@ -21,14 +23,8 @@ from autoplan.cli.inputs import (
     QuietOption,
     ReserveOption,
     TimingsOption,
-    TrainingFlags,
-    check_output,
-    check_untyped,
-    parse_duration,
     whole_number,
-    whole_url,
 )
-from autoplan.cli.objectives import parse_positive
 from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:

@@ -214,11 +214,10 @@ def block_shapes(model: ModelSpec) -> Mapping[Block, BlockShape]:
     return {kind: _SHAPES[kind](model) for kind in kinds}
 
 
-def embedding_parameters(model: ModelSpec, vocab_size: int | None = None) -> int:
-    """Elements of the input embedding: token rows (of a padded `vocab_size`, if given) and learned positions."""
-    rows = model.vocab_size if vocab_size is None else vocab_size
+def embedding_parameters(model: ModelSpec) -> int:
+    """Elements of the input embedding: token rows, of the vocabulary without padding, and learned positions."""
     positions = model.max_positions if model.position_embedding == "learned" else 0
-    return (rows + positions) * model.hidden_size + (norm_parameters(model) if model.embedding_norm else 0)
+    return (model.vocab_size + positions) * model.hidden_size + (norm_parameters(model) if model.embedding_norm else 0)
 
 
 def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool = False) -> int:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from functools import reduce
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.compute import add_up, padded_vocab, rank_tokens
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.schedule import in_flight_chunks
@@ -22,7 +22,6 @@ from autoplan.model import ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 
-Floats = NDArray[np.float64]
 Kept = list[tuple[Floats, Floats]]  # size of a kept tensor, and how many of them are alive: (plans, stages) both
 
 GRAD_BYTES = 2.0  # of a gradient as the backward pass produces it
@@ -31,7 +30,7 @@ FP32_LOGIT_BYTES = 4.0
 
 
 def cached_bytes(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: Floats, group: NDArray[np.int64]
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: Floats, group: Ints
 ) -> tuple[Floats, Floats]:
     """Blocks in the allocator's cache when it reserves most: (those of the passes, those of the end of a step).
 
@@ -122,7 +121,7 @@ def _unfit_gather(
     batch: PlanBatch,
     blocks: StageBlocks,
     parameters: Floats,
-    group: NDArray[np.int64],
+    group: Ints,
     kept: Kept,
 ) -> Floats:
     """What gathering the weights at the end of a step takes beyond the blocks that the activations left.

@@ -13,14 +13,12 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.estimate import NORMAL_90, estimate, spread_kinds
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
-
-Floats = NDArray[np.float64]
 
 RUNS_PER_FACTOR = 15
 # Standard deviations of logarithms: of a measured step around the model with the right factors, beyond which a run
@@ -296,7 +294,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
     )
 
 
-def _kinds(runs: Sequence[MeasuredRun]) -> NDArray[np.int64]:
+def _kinds(runs: Sequence[MeasuredRun]) -> Ints:
     """Which of `TIME_SPREADS` holds for every run."""
     batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
     kinds = [spread_kinds(run.problem, batch)[0] for run, batch in zip(runs, batches, strict=True)]

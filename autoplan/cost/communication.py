@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.measured import find
 from autoplan.plan import distinct_rows
 from autoplan.problem import Problem
@@ -29,9 +30,6 @@ from autoplan.topology.traffic import (
     in_network_bytes,
     level_rate,
 )
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # Share of the faster levels' time that a hierarchical collective does not hide behind the slowest level: 4 GiB over
 # 4 x 8 B200 with EFA took 22.05 ms where the node alone takes 10.15 ms and the NICs 16.1 ms (`modelling` D4).

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.arithmetic import BlockShape
 from autoplan.cost.compute import expert_tokens, norm_tokens, padded_vocab, rank_tokens
 from autoplan.model import Block
 from autoplan.plan import PP_BEFORE_DP, PRECISIONS, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

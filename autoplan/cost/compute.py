@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.arithmetic import (
     BlockShape,
     Linear,
@@ -26,9 +26,6 @@ from autoplan.model import Block
 from autoplan.plan import CP_KINDS, PRECISIONS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.timing import Operation
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # What decides the shapes of a plan's kernels: many plans share all of them.
 KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "precision")
@@ -377,7 +374,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     return _measured_attention_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), references)
 
 
-def _narrows_attention(problem: Problem, batch: PlanBatch) -> NDArray[np.bool_]:
+def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
     """Which plans run the core of the attention in 8 bits."""
     precisions = problem.framework.narrow_attention if problem.model.moe else ()
     return np.isin(batch.precision, [PRECISIONS.index(precision) for precision in precisions])

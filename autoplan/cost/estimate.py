@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.communication import Links
 from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
@@ -49,9 +49,6 @@ from autoplan.plan import SCHEDULES, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import CostEstimate, StageCost, probability_above
 from autoplan.timing import TIME_SPREADS
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # Terms of a step beside those of the layers: work of the critical stage first, then what the pipeline and the end of
 # the step add.
@@ -334,7 +331,7 @@ def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[t
         )
 
 
-def _needs_order(batch: PlanBatch) -> NDArray[np.bool_]:
+def _needs_order(batch: PlanBatch) -> Bools:
     """Which plans have a schedule that splits the backward pass: a function of the plan alone."""
     return np.isin(batch.schedule, SPLIT_SCHEDULES)
 

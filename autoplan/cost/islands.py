@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.communication import Links
 from autoplan.timing import NO_TIMINGS, Calibration
 from autoplan.topology.levels import Gaps, Level, Topology
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def links_between(level: Level, calibration: Calibration) -> Links:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.arithmetic import BlockShape, block_shapes
 from autoplan.cost.communication import CONTENTION_SHARE, Links
 from autoplan.cost.communicators import (
@@ -39,9 +39,6 @@ from autoplan.model import Block, ModelSpec
 from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # Of the vocabulary-parallel loss, each of an fp32 number per token.
 LOSS_REDUCTIONS = 3
@@ -123,7 +120,7 @@ class _Lags:
     forward_s: Floats
     backward_s: Floats
     repeated_s: Floats  # backward where the whole block is recomputed
-    waits: NDArray[np.bool_]  # whether the host waits for the device inside of the block
+    waits: Bools  # whether the host waits for the device inside of the block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +136,7 @@ class _Parts:
     cp: tuple[Floats, Floats]
     ep: Floats  # of each pass, where no other micro-batch runs beside
     # Of a block of a layer that was measured as a whole, with launches and hooks; NaN where it was not.
-    is_whole: NDArray[np.bool_]
+    is_whole: Bools
     again_s: Floats  # recomputing it
     core_again_s: Floats
     weight_s: Floats  # gradients of its weights, where a schedule takes them apart
@@ -633,7 +630,7 @@ def _block_cost(
     return cost, _Lags(forward_s=lag, backward_s=late, repeated_s=again_late, waits=wait > 0)
 
 
-def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> tuple[Floats, Floats]:
     """(forward, backward) time of the host to launch one block, where it was not measured with its layer."""
     framework = problem.framework
     host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole

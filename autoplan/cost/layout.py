@@ -11,16 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.order import V_SHAPED, chunks_of_ranks
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import ALL_LAYERS, SCHEDULES, PlanBatch, distinct_rows
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
 
 V_SCHEDULES = [SCHEDULES.index(name) for name in V_SHAPED]
 

@@ -16,14 +16,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.plan import PRECISIONS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.timing import Lookup, Operation, TimingTable
 
-Floats = NDArray[np.float64]
-Sizes = Floats | NDArray[np.int64] | float
+Sizes = Floats | Ints | float
 
 # The types in which a kernel may have been measured, by the precision of a plan: 16-bit kernels run alike in both.
 _MEASURED_IN = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.cached import cached_bytes
 from autoplan.cost.communicators import Groups, groups
@@ -31,10 +31,6 @@ from autoplan.cost.schedule import in_flight_chunks
 from autoplan.model import Block
 from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, distinct_rows
 from autoplan.problem import Problem
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 # The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
 # the allocator holds beyond it, and what lies outside of the allocator.

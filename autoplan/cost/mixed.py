@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.compute import add_up
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, straggler_share, work_terms
 from autoplan.cost.memory import StageParameters, host_bytes
@@ -23,9 +23,6 @@ from autoplan.cost.tail import first_layers, shown_gather_s, shown_reduce_s
 from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.problem import Problem
 from autoplan.result import MixedCost, MixedKindCost, MixedStageCost
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 END = ("data_parallel_reduce", "optimizer", "parameter_gather")
 SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cost.estimate import stage_cost
 from autoplan.cost.memory import chunk_activation_bytes
 from autoplan.cost.mixed import estimate_mixed, pipeline_s
@@ -18,8 +18,6 @@ from autoplan.cost.sheets import Member, Sheet, lay_out_kinds, memory_terms, sta
 from autoplan.cost.timeline import HIDING, Pipeline, Timeline, check_length, memory_levels, pass_terms, step_timeline
 from autoplan.mixed import MixedPlan, MixedProblem
 from autoplan.result import MixedCost, MixedKindCost, Place, PlacedStage, StageCost, probability_above
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from autoplan.arrays import Bools, Floats
+
 # Terms of memory at the moments of each phase of a step that may be its peak.
 Moments = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]
 

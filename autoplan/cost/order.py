@@ -12,12 +12,10 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Ints
 from autoplan.errors import InputError
 from autoplan.plan import Schedule, distinct_rows
-
-Ints = NDArray[np.int64]
 
 # Forward, backward, and the two halves of a split backward: gradient of the inputs, gradient of the weights.
 Kind = Literal["F", "B", "I", "W"]

@@ -10,16 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cluster import ClusterSpec
 from autoplan.cost.estimate import estimate
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
 from autoplan.result import CostEstimate
 from autoplan.timing import PROVENANCES, Provenance
-
-Floats = NDArray[np.float64]
 
 _GROWTH = 1e-6  # small enough that hardly any maximum changes sides, large enough for the digits of a step
 

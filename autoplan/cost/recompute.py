@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cost.arithmetic import BlockShape
 from autoplan.cost.compute import (
     KernelTimes,
@@ -25,8 +25,6 @@ from autoplan.cost.moments import WIDE_BYTES
 from autoplan.model import Block
 from autoplan.plan import PRECISIONS, SELECTIVE, PlanBatch, RecomputeModule
 from autoplan.problem import Problem
-
-Floats = NDArray[np.float64]
 
 # What eager code keeps of each attention score: softmax output (2 bytes), the scores and a masked copy; a fused kernel
 # what its framework says.  Dropout adds a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).

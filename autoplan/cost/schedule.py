@@ -7,12 +7,9 @@ summed over the rank's chunks.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.communication import CONTENTION_SHARE
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def _whole(times: Floats) -> Floats:
@@ -97,7 +94,7 @@ def hop_sends_exposed_s(hop_s: Floats, num_microbatches: Ints) -> Floats:
     return 2.0 * hop_s.sum(axis=1) + exchanges.max(axis=1)
 
 
-def in_flight_chunks(stages: int, chunks: Ints, num_microbatches: Ints, *, gpipe: NDArray[np.bool_]) -> Ints:
+def in_flight_chunks(stages: int, chunks: Ints, num_microbatches: Ints, *, gpipe: Bools) -> Ints:
     """Peak number of live forward activations on every rank, in chunks: shape (plans, stages).
 
     GPipe min(m) of them, 1F1B min(m, p - r), interleaved min(m v, 2 (p - r - 1) + (v - 1) p + 1), with micro-batch

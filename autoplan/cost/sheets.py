@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.communication import Links
 from autoplan.cost.communicators import groups, tied_table_bytes
 from autoplan.cost.estimate import Stages, lay_out, message_s
@@ -22,10 +22,6 @@ from autoplan.cost.tail import reduction_s, update_s
 from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.plan import PlanBatch
 from autoplan.problem import Problem
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 # What is known of every stage on its own part.
 CELLS = (

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.cached import GRAD_BYTES
 from autoplan.cost.communication import CONTENTION_SHARE
@@ -22,9 +22,6 @@ from autoplan.framework import Framework
 from autoplan.plan import OFFLOADS, PRECISIONS, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:

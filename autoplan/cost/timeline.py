@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cost.compute import add_up
 from autoplan.cost.estimate import STEP_TERMS, Stages, estimate, lay_out
 from autoplan.cost.layer import TERMS
@@ -35,8 +35,6 @@ from autoplan.plan import ParallelPlan, PlanBatch, Schedule
 from autoplan.problem import Problem
 from autoplan.ranks import coordinates
 from autoplan.result import Place
-
-Floats = NDArray[np.float64]
 
 # What of a rank is at work, in the order in which it is shown; nothing is, while it waits.
 STREAM_OF = {

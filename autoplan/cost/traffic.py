@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communication import Links, link_bytes
 from autoplan.cost.communicators import (
@@ -38,9 +38,6 @@ from autoplan.plan import SELECTIVE, ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.timing import Operation
 from autoplan.topology.levels import Gaps, Level, compile_topology
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +260,7 @@ def _experts(problem: Problem, batch: PlanBatch, places: Groups, passes: Floats)
 
 
 def _sharded(
-    problem: Problem, places: Groups, held: tuple[Floats, Floats], operation: Operation, width: float, times: Floats
+    places: Groups, held: tuple[Floats, Floats], operation: Operation, width: float, times: Floats
 ) -> Iterator[Transfers]:
     """A collective of the parameters that a rank holds, (dense, expert), over the groups that shard them."""
     stages = len(times)
@@ -289,15 +286,13 @@ def _units(
     framework, sharding = problem.framework, batch.plan(0).sharding
     wire = problem.bytes_per_reduced_grad
     if sharding == "zero2" and framework.zero2_reduces_every_microbatch:
-        yield from _sharded(problem, places, held, "reduce_scatter", wire, passes)
+        yield from _sharded(places, held, "reduce_scatter", wire, passes)
     if sharding != "zero3":
         return
     once = batch.pp[0] > 1 and not framework.zero3_regathers_in_pipeline
     reduces = passes / batch.num_microbatches if once else passes
-    yield from _sharded(
-        problem, places, held, "all_gather", problem.training.element_bytes, reduces if once else 2 * passes
-    )
-    yield from _sharded(problem, places, held, "reduce_scatter", wire, reduces)
+    yield from _sharded(places, held, "all_gather", problem.training.element_bytes, reduces if once else 2 * passes)
+    yield from _sharded(places, held, "reduce_scatter", wire, reduces)
 
 
 def _end_of_step(
@@ -326,11 +321,11 @@ def _end_of_step(
     else:
         if sharding == "zero1" or (sharding == "zero2" and not framework.zero2_reduces_every_microbatch):
             operation: Operation = "all_reduce" if framework.zero1_grad_all_reduce else "reduce_scatter"
-            yield from _sharded(problem, places, held, operation, wire, ones)
+            yield from _sharded(places, held, operation, wire, ones)
         if sharding != "zero3":
             width, ends = gathered_bytes(problem, batch), parameters.ends[0]
             wide = held[0] + ends * (problem.training.element_bytes / width - 1.0)
-            yield from _sharded(problem, places, (wide, held[1]), "all_gather", width[0], ones)
+            yield from _sharded(places, (wide, held[1]), "all_gather", width[0], ones)
         yield Transfers(
             communicator="replicate",
             operation="all_reduce",

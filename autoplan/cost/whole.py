@@ -13,17 +13,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.cost.measured import Sizes, find_kernels
 from autoplan.model import Block, ModelSpec
 from autoplan.plan import DEFAULT_MODULE_BITS, SELECTIVE, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.timing import Lookup, Operation
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 LAYER = (Block.ATTENTION, Block.MLP)
 FORWARD_SHARE = 1 / 3  # of both passes of an end; a pipeline hardly notices how much of them comes first

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, refused
 from autoplan.export.header import header
 from autoplan.export.job import File, Group, Job, Setting, Target, Variable
 from autoplan.plan import ParallelPlan
 from autoplan.result import PlanFile
-from autoplan.rules import Setting as RuleSetting
-from autoplan.rules import broken
+from autoplan.rules import check_legal
 from autoplan.rules.fsdp2 import RULES
 
 YAML = "accelerate.yaml"
@@ -40,7 +39,6 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         ),
         variables=(Variable(name="TRAIN_SCRIPT", default=None, says="your program, which uses Accelerate"),),
         program='"$TRAIN_SCRIPT"',
-        groups=(),
         replaceable=Group(
             name="BATCH",
             says="For a program with TrainingArguments of transformers; BATCH_ARGS in the environment replaces it.",
@@ -49,7 +47,6 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
                 ["--gradient_accumulation_steps", str(plan.num_microbatches)],
             ),
         ),
-        trailing=(),
         files=(File(name=YAML, text="\n".join(notes) + "\n" + yaml.safe_dump(table, sort_keys=False)),),
     )
 
@@ -61,9 +58,7 @@ def is_sharded(plan: ParallelPlan) -> bool:
 
 def _check(plan_file: PlanFile) -> None:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    setting = RuleSetting(model=model, training=training, num_devices=plan.num_devices)
-    if problems := broken(RULES, setting, plan):
-        raise InputError(f"Accelerate does not accept the plan: {'; '.join(problems)}")
+    check_legal(RULES, model, training, plan, "Accelerate does not accept the plan")
     inside = plan.tp * plan.cp
     refusals = (
         (plan.pp > 1, f"pp {plan.pp}: it has no pipelines with FSDP, set pp 1"),
@@ -85,9 +80,8 @@ def _check(plan_file: PlanFile) -> None:
         ),
         (training.fused_norm is True, "fused_norm = true: the program's model decides, leave it out"),
     )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"Accelerate cannot express {what}")
+    if what := refused(refusals):
+        raise InputError(f"Accelerate cannot express {what}")
 
 
 def _table(plan_file: PlanFile) -> dict[str, Any]:

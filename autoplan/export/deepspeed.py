@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, refused
 from autoplan.export.job import File, Job, Target, Variable
 from autoplan.plan import ParallelPlan
 from autoplan.result import PlanFile
-from autoplan.rules import Setting as RuleSetting
-from autoplan.rules import broken
+from autoplan.rules import check_legal
 from autoplan.rules.deepspeed import RULES
 
 _FILE = "deepspeed.json"
@@ -26,9 +25,7 @@ _WITH_MICS = "0.19.6"  # zero_optimization.mics_shard_size is refused after it (
 def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     """The configuration; optimizer and learning rate are those of the script."""
     model, plan = plan_file.model, plan_file.best.plan
-    setting = RuleSetting(model=model, training=plan_file.training, num_devices=plan.num_devices)
-    if problems := broken(RULES, setting, plan):
-        raise InputError(f"DeepSpeed does not accept the plan: {'; '.join(problems)}")
+    check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not accept the plan")
     _check(plan, version)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -55,7 +52,6 @@ def job(plan_file: PlanFile, version: str) -> Job:
     plan = plan_file.best.plan
     return Job(
         framework=f"DeepSpeed {version}",
-        environment=(),
         variables=(
             Variable(name="TRAIN_SCRIPT", default=None, says=_duties(plan)),
             Variable(
@@ -66,8 +62,6 @@ def job(plan_file: PlanFile, version: str) -> Job:
             ),
         ),
         program='"$TRAIN_SCRIPT"',
-        groups=(),
-        replaceable=None,
         trailing=(f'"$CONFIG_OPTION" "$HERE/{_FILE}"',),
         files=(File(name=_FILE, text=json.dumps(deepspeed_config(plan_file, version), indent=2) + "\n"),),
     )
@@ -108,9 +102,8 @@ def _check(plan: ParallelPlan, version: str) -> None:
             "partial sharding with tp or cp: MiCS shards over neighbouring ranks, set dp_replicate to 1",
         ),
     )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"DeepSpeed's configuration cannot express {what}")
+    if what := refused(refusals):
+        raise InputError(f"DeepSpeed's configuration cannot express {what}")
 
 
 def _zero(plan: ParallelPlan) -> dict[str, Any]:

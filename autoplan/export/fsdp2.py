@@ -10,14 +10,13 @@ import json
 from importlib import resources
 from typing import Any
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, refused
 from autoplan.export.header import header
 from autoplan.export.job import File, Job, Target, Variable
 from autoplan.framework import RANK_ORDERS
 from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.result import PlanFile
-from autoplan.rules import Setting as RuleSetting
-from autoplan.rules import broken
+from autoplan.rules import check_legal
 from autoplan.rules.fsdp2 import RULES
 
 SETTINGS, MODULE = "fsdp2.json", "fsdp2_plan.py"
@@ -40,12 +39,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     program = resources.files("autoplan.export") / "templates" / f"{MODULE}.txt"
     return Job(
         framework="PyTorch FSDP2",
-        environment=(),
         variables=(Variable(name="TRAIN_SCRIPT", default=None, says=f"your program, which uses {MODULE}"),),
         program='"$TRAIN_SCRIPT"',
-        groups=(),
-        replaceable=None,
-        trailing=(),
         files=(
             File(name=SETTINGS, text=json.dumps(settings, indent=2) + "\n"),
             File(name=MODULE, text="\n".join(header(plan_file, "PyTorch FSDP2")) + "\n" + program.read_text()),
@@ -55,9 +50,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 def _check(plan_file: PlanFile) -> None:
     plan, training = plan_file.best.plan, plan_file.training
-    setting = RuleSetting(model=plan_file.model, training=training, num_devices=plan.num_devices)
-    if problems := broken(RULES, setting, plan):
-        raise InputError(f"PyTorch does not run the plan: {'; '.join(problems)}")
+    check_legal(RULES, plan_file.model, training, plan, "PyTorch does not run the plan")
     refusals = (
         (
             plan.precision not in ("bf16", "fp16"),
@@ -77,9 +70,8 @@ def _check(plan_file: PlanFile) -> None:
             "traffic that is not overlapped: FSDP2 overlaps",
         ),
     )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"settings of PyTorch FSDP2 cannot express {what}")
+    if what := refused(refusals):
+        raise InputError(f"settings of PyTorch FSDP2 cannot express {what}")
 
 
 def _settings(plan_file: PlanFile) -> dict[str, Any]:

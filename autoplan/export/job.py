@@ -55,12 +55,12 @@ class Job:
     """
 
     framework: str
-    environment: tuple[Setting, ...]
+    environment: tuple[Setting, ...] = ()
     variables: tuple[Variable, ...]
     program: str
-    groups: tuple[Group, ...]
-    replaceable: Group | None
-    trailing: tuple[str, ...]
+    groups: tuple[Group, ...] = ()
+    replaceable: Group | None = None
+    trailing: tuple[str, ...] = ()
     files: tuple[File, ...] = ()  # that lie beside the launch file; "$HERE" in a program is their folder
 
 

@@ -53,8 +53,6 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         environment=environment(plan_file),
         variables=(Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),),
         program=f'"$HERE/{NAME}"',
-        groups=(),
-        replaceable=None,
         trailing=('train.train_iters="$TRAIN_ITERS"',),
         files=(File(name=NAME, text=recipe(plan_file)),),
     )

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, refused
 from autoplan.export.job import Group, Job, Line, Setting, Target, Variable
 from autoplan.model import Block, Experts, LatentAttention, ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.result import PlanFile
-from autoplan.rules import Rule, broken
-from autoplan.rules import Setting as RuleSetting
+from autoplan.rules import Rule, check_legal
 from autoplan.rules.megatron_lm import RULES
 
 _STRATEGY = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
@@ -64,9 +63,7 @@ def megatron_core_groups(
     _check_training(plan_file, says)
     if rules is RULES and (others := _SCHEDULED_BY.get(plan.schedule)):
         raise InputError(f"{says} has no schedule {plan.schedule!r}: plan and export for {others}, or plan with 1f1b")
-    setting = RuleSetting(model=model, training=training, num_devices=plan.num_devices)
-    if problems := broken(rules, setting, plan):
-        raise InputError(f"{says} does not accept the plan: {'; '.join(problems)}")
+    check_legal(rules, model, training, plan, f"{says} does not accept the plan")
     dropout = [] if plan_file.framework.dropout else [["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]]
     sizes = [*_sizes(plan_file), *_attention(model), *_window(model), *_form(model), *dropout]
     groups = [
@@ -104,9 +101,8 @@ def _check_model(model: ModelSpec, says: str) -> None:
             "a router_bias that differs from the other biases",
         ),
     )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"{says}'s pretraining of GPT models cannot express {what} of model {model.name!r}")
+    if what := refused(refusals):
+        raise InputError(f"{says}'s pretraining of GPT models cannot express {what} of model {model.name!r}")
 
 
 def _has_bias(model: ModelSpec) -> bool | None:

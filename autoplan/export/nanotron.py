@@ -9,14 +9,13 @@ from typing import Any
 
 import yaml
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, refused
 from autoplan.export.header import header
 from autoplan.export.job import File, Job, Setting, Target, Variable
 from autoplan.model import Block, Experts, ModelSpec
 from autoplan.plan import ParallelPlan
 from autoplan.result import PlanFile
-from autoplan.rules import Setting as RuleSetting
-from autoplan.rules import broken
+from autoplan.rules import check_legal
 from autoplan.rules.nanotron import RULES
 
 _FILE = "nanotron.yaml"
@@ -29,9 +28,7 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
     """The configuration as nanotron's classes have it; data, length and optimisation are yours to change."""
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     _check(plan_file)
-    setting = RuleSetting(model=model, training=training, num_devices=plan.num_devices)
-    if problems := broken(RULES, setting, plan):
-        raise InputError(f"nanotron does not accept the plan: {'; '.join(problems)}")
+    check_legal(RULES, model, training, plan, "nanotron does not accept the plan")
     return {
         "general": {"project": "autoplan", "run": model.name, "seed": 42},
         "model": {
@@ -86,8 +83,6 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         environment=(Setting(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", says="demanded under tensor parallelism"),),
         variables=(Variable(name="NANOTRON_DIR", default=".", says="checkout of github.com/huggingface/nanotron"),),
         program='"$NANOTRON_DIR/run_train.py"',
-        groups=(),
-        replaceable=None,
         trailing=(f'--config-file "$HERE/{_FILE}"',),
         files=(File(name=_FILE, text="\n".join([*header(plan_file, "nanotron"), config])),),
     )
@@ -124,9 +119,8 @@ def _check(plan_file: PlanFile) -> None:
         (plan.ep_overlap, "ep_overlap"),
         (plan.rank_order != "tp-cp-ep-dp-pp", f"rank_order {plan.rank_order!r}"),
     )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"nanotron cannot express {what} (model {model.name!r})")
+    if what := refused(refusals):
+        raise InputError(f"nanotron cannot express {what} (model {model.name!r})")
 
 
 def _model_config(model: ModelSpec, seq_len: int) -> dict[str, Any]:

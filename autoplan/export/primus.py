@@ -37,8 +37,6 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
             Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
         ),
         program='"$PRIMUS_DIR/primus/cli/main.py"',
-        groups=(),
-        replaceable=None,
         trailing=("train pretrain", f'--config "$HERE/{NAME}"', "--train_iters", '"$TRAIN_ITERS"'),
         files=(File(name=NAME, text=experiment(plan_file)),),
     )

@@ -10,32 +10,22 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, refused
+from autoplan.export.fsdp2 import SCHEDULES
 from autoplan.export.header import header
 from autoplan.export.job import File, Group, Job, Setting, Target, Variable
-from autoplan.files import decode, read_table
+from autoplan.files import decode, read_table, shipped
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
 from autoplan.result import PlanFile
-from autoplan.rules import Setting as RuleSetting
-from autoplan.rules import broken
+from autoplan.rules import check_legal
 from autoplan.rules.torchtitan import RULES
 from autoplan.training import TrainingSpec
 
 MODULE, TOML = "plan_cfg.py", "torchtitan.toml"
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved": "Interleaved1F1B",
-    "zb-h1": "InterleavedZeroBubble",  # with one stage a rank
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +61,6 @@ def job(plan_file: PlanFile, version: str) -> Job:
         ),
         variables=(Variable(name="STEPS", default="100", says="steps", counts_steps=True),),
         program=program,
-        groups=(),
         replaceable=Group(
             name="DATA",
             says="Data of its tests, in a checkout; DATA_ARGS='OPTION VALUE ...' in the environment replaces these.",
@@ -87,9 +76,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
 
 def _check(plan_file: PlanFile, version: str) -> None:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
-    setting = RuleSetting(model=model, training=training, num_devices=plan.num_devices)
-    if problems := broken(RULES, setting, plan):
-        raise InputError(f"torchtitan does not accept the plan: {'; '.join(problems)}")
+    check_legal(RULES, model, training, plan, "torchtitan does not accept the plan")
     generation, old = plan_file.cluster.device.generation, version == "0.2"
     refusals = (
         (
@@ -113,9 +100,8 @@ def _check(plan_file: PlanFile, version: str) -> None:
         (old and plan.tp > 1 and not plan.sp, "tp without sp in version 0.2: plan with sp or export for 0.3"),
         (plan.tp_overlap and training.fused_norm is False, "tp_overlap without compilation: leave fused_norm out"),
     )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"torchtitan cannot express {what}")
+    if what := refused(refusals):
+        raise InputError(f"torchtitan cannot express {what}")
 
 
 # -- version 0.3 and main: a module of a config registry --------------------------------------------------------------
@@ -474,10 +460,9 @@ def _toml_value(value: Any) -> str:
 
 def _flavor(model: ModelSpec) -> tuple[str, str]:
     """The name and flavor under which version 0.2 knows a model of these sizes."""
-    presets = resources.files("autoplan.presets")
-    for family, flavors in read_table(Path(str(presets / "torchtitan.toml")))["flavors"].items():
+    for family, flavors in read_table(shipped()["torchtitan"])["flavors"].items():
         for flavor, name in flavors.items():
-            table = read_table(Path(str(presets / "models" / f"{name}.toml")))
+            table = read_table(shipped("models")[name])
             known = decode(ModelSpec, {"name": name, **table}, name)
             mine = replace(model, name=name, aliases=known.aliases, sources=known.sources)
             if mine == replace(known, num_mtp_layers=0):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from autoplan.errors import InputError
 from autoplan.export.job import File, Job, Target, Variable
 from autoplan.files import encode
 from autoplan.result import PlanFile
-from autoplan.rules import Setting, broken
-from autoplan.rules.trainer import RULES, check_model
+from autoplan.rules import check_legal
+from autoplan.rules.trainer import DECLINES, RULES, check_model
 
 _FILE = "plan.json"
 
@@ -15,17 +14,11 @@ _FILE = "plan.json"
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """What starts `autoplan run` on every device."""
     check_model(plan_file.model)
-    plan = plan_file.best.plan
-    setting = Setting(model=plan_file.model, training=plan_file.training, num_devices=plan.num_devices)
-    if problems := broken(RULES, setting, plan):
-        raise InputError(f"the built-in trainer does not run the plan: {'; '.join(problems)}")
+    check_legal(RULES, plan_file.model, plan_file.training, plan_file.best.plan, DECLINES)
     return Job(
         framework="the built-in trainer",
-        environment=(),
         variables=(Variable(name="STEPS", default="10", says="steps that are timed", counts_steps=True),),
         program=f'--no-python -- autoplan run "$HERE/{_FILE}"',  # torchrun would look for options of its own further on
-        groups=(),
-        replaceable=None,
         trailing=('--steps "$STEPS"',),
         files=(File(name=_FILE, text=encode(plan_file)),),
     )

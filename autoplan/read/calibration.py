@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 
-from autoplan.files import decode, read_table
+from autoplan.files import decode, read_table, shipped
 from autoplan.framework import Framework
 from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
 
@@ -17,9 +16,7 @@ UNKNOWN_FRAMEWORK = Calibration(name="unknown framework", memory_spread=0.25)
 
 @lru_cache(maxsize=64)
 def _shipped(name: str) -> Calibration | None:
-    folder = resources.files("autoplan.presets") / "calibrations"
-    paths = {entry.name: Path(str(entry)) for entry in folder.iterdir()}
-    path = paths.get(f"{name}.toml")
+    path = shipped("calibrations").get(name)
     return decode(Calibration, read_table(path), f"calibration {name}") if path else None
 
 

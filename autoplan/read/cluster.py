@@ -6,37 +6,30 @@ import difflib
 import re
 from dataclasses import replace
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.errors import InputError
-from autoplan.files import decode, is_file, read_table, schema
+from autoplan.files import decode, is_file, read_table, schema, shipped
 from autoplan.hostlist import expand_hosts
 
 _SIZED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
 
 
-@lru_cache(maxsize=2)
-def _presets(kind: str) -> dict[str, Path]:
-    folder = resources.files("autoplan.presets") / kind
-    return {Path(str(entry)).stem: Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".toml")}
-
-
 def preset_clusters() -> tuple[str, ...]:
     """Ids of the shipped clusters."""
-    return tuple(sorted(_presets("clusters")))
+    return tuple(shipped("clusters"))
 
 
 def preset_devices() -> tuple[str, ...]:
     """Ids of the shipped devices."""
-    return tuple(sorted(_presets("devices")))
+    return tuple(shipped("devices"))
 
 
 def load_device(name: str) -> DeviceSpec | None:
     """The shipped device of that id; None where there is none."""
-    path = _presets("devices").get(name)
+    path = shipped("devices").get(name)
     return decode(DeviceSpec, read_table(path), f"device {name}") if path else None
 
 
@@ -54,10 +47,10 @@ def load_cluster(text: str) -> ClusterSpec:
     match = _SIZED.fullmatch(text)
     if not match:
         raise InputError(f"cluster {text!r} is neither NAME:NODESxDEVICES, such as h100-sxm:16x8, nor a TOML file")
-    presets = _presets("clusters")
+    presets = shipped("clusters")
     name = match["name"]
     if name not in presets:
-        raise InputError(f"unknown cluster {name!r}: {_closest(name, tuple(sorted(presets)))}")
+        raise InputError(f"unknown cluster {name!r}: {_closest(name, tuple(presets))}")
     cluster = _preset(name)
     if match["nodes"] is None:
         return cluster
@@ -87,7 +80,7 @@ def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 @lru_cache(maxsize=64)
 def _preset(name: str) -> ClusterSpec:
-    return cluster_from_table(read_table(_presets("clusters")[name]), f"cluster {name}")
+    return cluster_from_table(read_table(shipped("clusters")[name]), f"cluster {name}")
 
 
 def _of_node(level: LinkLevel, devices: int) -> LinkLevel:
@@ -128,9 +121,9 @@ def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
     """Decode a cluster whose `device` is the id of a shipped device or a table of its own."""
     device = table.get("device")
     if isinstance(device, str):
-        presets = _presets("devices")
+        presets = shipped("devices")
         if device not in presets:
-            raise InputError(f"{where}: unknown device {device!r}: {_closest(device, tuple(sorted(presets)))}")
+            raise InputError(f"{where}: unknown device {device!r}: {_closest(device, tuple(presets))}")
         table = {**table, "device": read_table(presets[device])}
     if isinstance(table.get("nodes"), list):
         table = {**table, "nodes": [_expanded(group, where) for group in table["nodes"]]}

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import difflib
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from autoplan.errors import InputError
-from autoplan.files import decode, read_table, schema
+from autoplan.files import decode, read_table, schema, shipped
 from autoplan.framework import Framework
-
-
-@lru_cache(maxsize=1)
-def _paths() -> dict[str, Path]:
-    folder = resources.files("autoplan.presets") / "frameworks"
-    paths = sorted(Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return {path.stem: path for path in paths}
 
 
 @lru_cache(maxsize=64)
 def _table(name: str) -> dict[str, Any]:
-    return read_table(_paths()[name])
+    return read_table(shipped("frameworks")[name])
 
 
 def _extendable() -> tuple[str, ...]:
-    return tuple(name for name in _paths() if "extends" not in _table(name))
+    return tuple(name for name in shipped("frameworks") if "extends" not in _table(name))
 
 
 @lru_cache(maxsize=64)
@@ -50,7 +42,7 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
 
 def preset_frameworks() -> tuple[str, ...]:
     """Ids of the shipped frameworks."""
-    return tuple(_paths())
+    return tuple(shipped("frameworks"))
 
 
 def load_framework(text: str) -> Framework:
@@ -73,7 +65,7 @@ def framework_called(name: str, year: str, device: str = "") -> Framework | None
     its runs on this device.
     """
     best: tuple[int, Framework] | None = None
-    for framework in map(_preset, _paths()):
+    for framework in map(_preset, shipped("frameworks")):
         for alias in framework.aliases:
             called, _, place = alias.partition(" on ")
             beginning, _, era = called.partition("@")

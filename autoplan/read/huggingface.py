@@ -8,12 +8,10 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from autoplan.errors import InputError
-from autoplan.files import decode, read_table
+from autoplan.files import decode, read_table, shipped
 from autoplan.model import Experts, LatentAttention, Mamba, ModelSpec
 
 MOST = 10**9  # of any count in a config.json
@@ -24,7 +22,7 @@ _ABSENT: Any = object()
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    return read_table(Path(str(resources.files("autoplan.presets") / "huggingface.toml")))
+    return read_table(shipped()["huggingface"])
 
 
 def model_types() -> tuple[str, ...]:

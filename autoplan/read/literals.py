@@ -20,7 +20,7 @@ MOST_DEPTH = 50  # of functions that call one another, and of expressions
 MOST_STEPS = 10**5  # of all functions together: each may call another twice
 MOST_NUMBER = 10**15  # that is computed with
 
-_COMPUTES: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+COMPUTES: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -134,7 +134,7 @@ class Module:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self.value(node.operand, names)
             return -inner if isinstance(inner, int | float) else Unknown(_source(node))
-        if isinstance(node, ast.BinOp) and type(node.op) in _COMPUTES:
+        if isinstance(node, ast.BinOp) and type(node.op) in COMPUTES:
             return self._computed(node, names)
         if isinstance(node, ast.Call):
             return self._called(node, names)
@@ -145,7 +145,7 @@ class Module:
         numbers = all(isinstance(one, int | float) and abs(one) < MOST_NUMBER for one in (left, right))
         if not numbers or (isinstance(node.op, ast.FloorDiv) and not right):
             return Unknown(_source(node))
-        return _COMPUTES[type(node.op)](left, right)
+        return COMPUTES[type(node.op)](left, right)
 
     def _called(self, node: ast.Call, names: Mapping[str, Any]) -> Any:
         words = [self.value(one, names) for one in node.args]

@@ -7,9 +7,8 @@ their order, through functions of the same file.
 from __future__ import annotations
 
 import ast
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +16,12 @@ from autoplan.errors import InputError
 from autoplan.megatron import BRIDGE_FIELDS, typed
 from autoplan.model import ModelSpec
 from autoplan.read.launch import Given, Launch, Reader, Unread
-from autoplan.read.literals import parse_python
+from autoplan.read.literals import COMPUTES, MOST_CHARACTERS, parse_python
 from autoplan.read.megatron import Said, Settings, launch_of, preset_of
 from autoplan.read.megatron_lm import num_devices, started
 from autoplan.read.shell import read_script
 
 ENTRIES = ("run_recipe.py",)
-MOST_CHARACTERS = 2**20
 MOST_DEPTH = 20
 MOST_CALLS = 200
 
@@ -214,14 +212,6 @@ def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
                     yield target
 
 
-_COMPUTES: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-
-
 class _Scope:
     """Follows the statements of functions in their order."""
 
@@ -344,7 +334,7 @@ class _Scope:
                 number = self.value(operand, names, depth + 1)
                 if isinstance(number, (int, float)):
                     return -number
-            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _COMPUTES:
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in COMPUTES:
                 return self.computed(type(sign), *(self.value(one, names, depth + 1) for one in (left, right)))
             case ast.Call(func=function, args=words, keywords=named):
                 return self.made(function, words, named, names, depth)
@@ -357,7 +347,7 @@ class _Scope:
         if sign is ast.Mult and any(isinstance(one, list) for one in (left, right)) and sizes[0] * sizes[1] > 10**5:
             raise _Unknown
         try:
-            return _COMPUTES[sign](left, right)
+            return COMPUTES[sign](left, right)
         except (TypeError, ZeroDivisionError):
             raise _Unknown from None
 

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
 from autoplan.errors import InputError
-from autoplan.files import decode, is_file, is_folder, read_table
+from autoplan.files import decode, is_file, is_folder, read_table, shipped
 from autoplan.model import ModelSpec
 from autoplan.read.huggingface import read_huggingface
 
 
-def _presets() -> dict[str, Path]:
-    folder = resources.files("autoplan.presets") / "models"
-    return {entry.name.removesuffix(".toml"): Path(str(entry)) for entry in folder.iterdir() if entry.is_file()}
-
-
 def preset_models() -> tuple[str, ...]:
     """Ids of the shipped models."""
-    return tuple(sorted(_presets()))
+    return tuple(shipped("models"))
 
 
 def load_model(text: str) -> ModelSpec:
     """The model that `text` names: a preset or one of its aliases, in any case, or else a path."""
-    presets = _presets()
+    presets = shipped("models")
     name = text.strip().casefold()
     if name in presets:
         return _preset(name, presets[name])

@@ -10,12 +10,11 @@ import re
 import tomllib
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from autoplan.errors import InputError
-from autoplan.files import is_file, read_table, read_text
+from autoplan.files import is_file, read_table, read_text, shipped
 from autoplan.model import Experts, LatentAttention, ModelSpec
 from autoplan.plan import ParallelPlan, Schedule
 from autoplan.read.launch import Given, Launch, Reader, Unread
@@ -87,7 +86,7 @@ def _toml(text: str) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=1)
 def _known() -> dict[str, Any]:
-    return read_table(Path(str(resources.files("autoplan.presets") / "torchtitan.toml")))
+    return read_table(shipped()["torchtitan"])
 
 
 def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
@@ -446,7 +445,7 @@ def _launch(found: Found, given: Given) -> Launch:
         why = "blocks run eagerly; only their norms are priced so"
         unread.append(Unread(option="compile.enable", value="false", why=why))
     degrees = _degrees(parallelism, given.num_devices or found.num_devices)
-    batch = _batch(training, parallelism, degrees, given, unread)
+    batch = _batch(training, parallelism, degrees, unread)
     if found.recompute not in ("none", "selective", "full"):
         raise InputError(
             f"activation checkpointing {show(found.recompute)} is not priced: known are none, selective, full"
@@ -454,7 +453,7 @@ def _launch(found: Found, given: Given) -> Launch:
     axes: dict[str, Any] = {
         **batch,
         **_pipeline(parallelism, degrees["pp"], model.num_layers),
-        **_grid(parallelism, degrees, model, unread, old=found.old),
+        **_grid(parallelism, degrees, model, unread),
         "recompute": found.recompute,
         "precision": found.precision,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
@@ -523,9 +522,7 @@ def _sequence(training: Options) -> int:
     return training.count(key, None if training.has("num_tokens_per_train_step") else 2048)
 
 
-def _batch(
-    training: Options, parallelism: Options, degrees: dict[str, int], given: Given, unread: list[Unread]
-) -> dict[str, int]:
+def _batch(training: Options, parallelism: Options, degrees: dict[str, int], unread: list[Unread]) -> dict[str, int]:
     """Sequences of a micro-batch and of a step."""
     dp, has_pipeline = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"] > 1
     if training.has("num_tokens_per_microbatch_per_dp_rank"):  # main
@@ -553,9 +550,7 @@ def _batch(
     return {"micro_batch": micro, "global_batch": batch}
 
 
-def _grid(
-    parallelism: Options, degrees: dict[str, int], model: ModelSpec, unread: list[Unread], *, old: bool
-) -> dict[str, Any]:
+def _grid(parallelism: Options, degrees: dict[str, int], model: ModelSpec, unread: list[Unread]) -> dict[str, Any]:
     """Degrees and what is sharded over them."""
     tp, cp, ep = degrees["tp"], degrees["cp"], degrees["ep"]
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]

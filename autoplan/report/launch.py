@@ -10,13 +10,12 @@ from rich.markup import escape
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan
-from autoplan.report.terminal import labelled, print_part, print_table
+from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table, slower
 from autoplan.result import AxisChange, OptionChange, RankedPlan, Today
 from autoplan.training import TrainingSpec
 from autoplan.units import format_bytes, format_percent, format_seconds, format_tokens
 
 SHOWN_VALUE = 60  # characters of an option's value
-LEAST_GAP = 1e-6  # of two steps that are not called level
 
 
 def print_launch(
@@ -109,7 +108,7 @@ def gap_line(today: Today) -> str:
         return f"it does not fit; the best plan that does is {format_percent(1.0 / gap.ratio - 1.0)} slower"
     if abs(behind) < LEAST_GAP:
         return "none: no plan of the space is faster"
-    text = f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'} than the best plan"
+    text = f"{slower(behind)} than the best plan"
     sure = "inside" if gap.low <= 1.0 <= gap.high else "outside"
     text += f", {sure} the model's {width} interval"
     if today.num_faster:

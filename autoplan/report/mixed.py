@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from autoplan.mixed import MixedPlan, ReplicaKind
 from autoplan.parts import MixedCluster
-from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, runs, term_name
+from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, print_terms, runs
 from autoplan.result import MixedCertificate, MixedCost, MixedPlanFile, PlacedStage
 from autoplan.units import format_bytes, format_percent, format_seconds
 
@@ -70,7 +70,7 @@ def print_mixed(console: Console, file: MixedPlanFile) -> None:
     console.print()
     _print_stages(console, best, names)
     console.print()
-    _print_terms(console, best)
+    print_terms(console, best)
     if file.alternatives:
         console.print()
         _print_ranking(console, [best, *file.alternatives[: SHOWN_PLANS - 1]], names)
@@ -123,15 +123,6 @@ def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> No
         for at, stage in enumerate(price.stages)
     ]
     print_table(console, [(name, name != "part") for name in columns], rows, keep=5)
-
-
-def _print_terms(console: Console, cost: MixedCost) -> None:
-    rows = [
-        (term_name(name), format_seconds(value), format_percent(value / cost.step_s))
-        for name, value in cost.terms_s.items()
-        if value >= LEAST_SHOWN_S
-    ]
-    print_table(console, (("time of a step", False), ("", True), ("share", True)), rows)
 
 
 def _print_ranking(console: Console, costs: Sequence[MixedCost], names: Sequence[str]) -> None:

@@ -352,15 +352,18 @@ def certificate_line(certificate: Certificate, choice: Choice | None = None) -> 
     )
 
 
+def slower(behind: float) -> str:
+    """By which share of its time a step is slower or, where `behind` is negative, faster."""
+    return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
+
+
 def _runner_up(choice: Choice, least_left: float | None) -> str:
     """How far off the runner-up is, and whether the model can tell.
 
     Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval.
     """
     behind, width = (choice.ratio or 1.0) - 1.0, format_percent((choice.width or 1.0) - 1.0)
-    gap = (
-        "level" if abs(behind) < LEAST_GAP else f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
-    )
+    gap = "level" if abs(behind) < LEAST_GAP else slower(behind)
     if not choice.is_close:
         return f"runner-up {gap}, outside the model's {width} interval"
     more = choice.num_contenders - 1
@@ -439,7 +442,7 @@ def print_estimate(console: Console, file: PlanFile) -> None:
     """Where time and memory of one plan go: terms of the step, then every pipeline rank."""
     print_answer(console, file)
     console.print()
-    _print_terms(console, file.best)
+    print_terms(console, file.best, has_sum=True)
     console.print()
     _print_stage_times(console, file.stages)
     console.print("\nms per micro-batch by stage")
@@ -468,13 +471,15 @@ def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
         console.print(f"({len(hosts) - SHOWN_HOSTS} more nodes: --json has all)")
 
 
-def _print_terms(console: Console, best: RankedPlan) -> None:
+def print_terms(console: Console, best: RankedPlan | MixedCost, *, has_sum: bool = False) -> None:
+    """Where the time of a step goes, a row a term, and in all if asked."""
     rows = [
         (term_name(name), format_seconds(value), format_percent(value / best.step_s))
         for name, value in best.terms_s.items()
         if value >= LEAST_SHOWN_S
     ]
-    rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0)))
+    if has_sum:
+        rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0)))
     print_table(console, (("time of a step", False), ("", True), ("share", True)), rows)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools
+from autoplan.errors import InputError
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import (
@@ -22,8 +23,6 @@ from autoplan.plan import (
     PlanBatch,
 )
 from autoplan.training import TrainingSpec
-
-Bools = NDArray[np.bool_]
 
 # The axes of a plan whose values are words, with all of them.
 WORDS: dict[str, tuple[str, ...]] = {
@@ -156,3 +155,12 @@ def broken(rules: tuple[Rule, ...], setting: Setting, plan: ParallelPlan) -> tup
     return tuple(
         f"{rule.says(setting, plan)} ({rule.source})" for rule in rules if not bool(rule.holds(setting, batch)[0])
     )
+
+
+def check_legal(
+    rules: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, says: str
+) -> None:
+    """Refuse a plan that breaks a rule on as many devices as it needs; `says` is what the message begins with."""
+    setting = Setting(model=model, training=training, num_devices=plan.num_devices)
+    if problems := broken(rules, setting, plan):
+        raise InputError(f"{says}: {'; '.join(problems)}")

@@ -6,8 +6,9 @@ Megatron whose mpu DeepSpeed is given; context parallelism is Ulysses; experts a
 
 from __future__ import annotations
 
+from autoplan.arrays import Bools
 from autoplan.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.widths import kv_groups
 
 _ENGINE = "runtime/engine.py"
@@ -21,20 +22,12 @@ NONE, ZERO2, ZERO3 = (SHARDINGS.index(word) for word in ("none", "zero2", "zero3
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _no_gradient_shards(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.pp == 1) | (batch.sharding < ZERO2)
-
-
 def _no_context(setting: Setting, batch: PlanBatch) -> Bools:
     """The grid of a pipeline has the axes pipe, data and model."""
     return (batch.pp == 1) | (batch.cp == 1)
 
 
 # -- context parallelism ----------------------------------------------------------------------------------------------
-
-
-def _cp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
-    return setting.training.seq_len % batch.cp == 0
 
 
 def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
@@ -52,10 +45,6 @@ def _cp_alone(setting: Setting, batch: PlanBatch) -> Bools:
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
-def _folded_experts(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.ep == 1) | (batch.tp == 1) | ((batch.pp == 1) & (batch.offload == OFFLOADS.index("none")))
-
-
 def _sharded_experts(setting: Setting, batch: PlanBatch) -> Bools:
     """Neither AutoTP, nor Ulysses, nor MiCS goes with experts whose weights are sharded."""
     if not setting.model.moe:
@@ -69,10 +58,6 @@ def _sharded_experts(setting: Setting, batch: PlanBatch) -> Bools:
 def _shard_group(setting: Setting, batch: PlanBatch) -> Bools:
     """mics_shard_size is a choice of stage 3, up to 0.19.6: 0.19.7 removed it (export asks for the version)."""
     return (batch.dp_replicate == 1) | (batch.sharding == NONE) | (batch.sharding == ZERO3)
-
-
-def _offload(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.offload == OFFLOADS.index("none")) | (batch.sharding != NONE)
 
 
 CHOICES = (
@@ -90,7 +75,7 @@ RULES: tuple[Rule, ...] = (
     shared.no_interleaving(f"{_PIPE}/schedule.py:189"),
     Rule(
         source=f"{_PIPE}/engine.py:76",
-        holds=_no_gradient_shards,
+        holds=lambda s, b: (b.pp == 1) | (b.sharding < ZERO2),
         says=lambda s, p: f"{p.sharding} needs pp 1, pp is {p.pp}: use zero1",
     ),
     Rule(
@@ -100,7 +85,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_ULYSSES}:697",
-        holds=_cp_sequence,
+        holds=lambda s, b: s.training.seq_len % b.cp == 0,
         says=lambda s, p: f"seq_len {s.training.seq_len} must be divisible by cp {p.cp}: lower cp",
     ),
     Rule(
@@ -120,7 +105,7 @@ RULES: tuple[Rule, ...] = (
     shared.whole_experts(f"{_FOLDING}:214"),
     Rule(
         source=f"{_FOLDING}:206",
-        holds=_folded_experts,
+        holds=lambda s, b: (b.ep == 1) | (b.tp == 1) | ((b.pp == 1) & (b.offload == OFFLOADS.index("none"))),
         says=lambda s, p: (
             f"ep {p.ep} with tp {p.tp} needs pp 1 and nothing on the host, pp is {p.pp} and offload {p.offload}: "
             "set tp 1"
@@ -141,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_ENGINE}:1986",
-        holds=_offload,
+        holds=lambda s, b: (b.offload == OFFLOADS.index("none")) | (b.sharding != NONE),
         says=lambda s, p: "offload 'optimizer' needs ZeRO, sharding is none: use zero1, zero2 or zero3",
     ),
 )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.plan import CP_KINDS, OFFLOADS, SCHEDULES, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, shared, universal
 
 _SCHEDULES = "torch/distributed/pipelining/schedules.py"
 _ATTENTION = "torch/distributed/tensor/experimental/_context_parallel/_attention.py"
@@ -26,14 +27,6 @@ def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
     """1F1B and GPipe take one stage a rank; interleaving is what more of them are called here."""
     several = np.isin(batch.schedule, (_NAME["interleaved"], *_V_SHAPED))
     return several == (batch.vp > 1)
-
-
-def _needs_pp(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule == _NAME["1f1b"]) | (batch.pp > 1)
-
-
-def _filled(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule != _NAME["1f1b"]) | (batch.num_microbatches >= batch.pp)
 
 
 def _interleaved_rounds(setting: Setting, batch: PlanBatch) -> Bools:
@@ -57,12 +50,12 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_SCHEDULES}:686",
-        holds=_needs_pp,
+        holds=lambda s, b: (b.schedule == _NAME["1f1b"]) | (b.pp > 1),
         says=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b with vp 1",
     ),
     Rule(
         source=f"{_SCHEDULES}:1021",
-        holds=_filled,
+        holds=lambda s, b: (b.schedule != _NAME["1f1b"]) | (b.num_microbatches >= b.pp),
         says=lambda s, p: (
             f"1f1b needs at least pp {p.pp} micro-batches, there are {p.num_microbatches}: lower pp or micro_batch, or "
             "use gpipe"
@@ -88,10 +81,6 @@ PIPELINE_RULES: tuple[Rule, ...] = (
 
 
 # -- experts, sharding ------------------------------------------------------------------------------------------------
-
-
-def _no_experts(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.ep == 1) & (batch.etp == 1)
 
 
 CHOICES = (
@@ -123,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     shared.whole_sequence("torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py:148"),
     Rule(
         source="torch/distributed/tensor/parallel/style.py",
-        holds=_no_experts,
+        holds=lambda s, b: (b.ep == 1) & (b.etp == 1),
         says=lambda s, p: (
             f"ep {p.ep} and etp {p.etp}: PyTorch has no style that spreads experts; set both to 1, or use torchtitan"
         ),

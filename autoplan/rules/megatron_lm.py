@@ -10,11 +10,9 @@ takes any counts, empty chunks included, and puts prediction layers beside the l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Ints
 from autoplan.framework import RANK_ORDERS
 from autoplan.model import ModelSpec
 from autoplan.plan import (
@@ -28,10 +26,8 @@ from autoplan.plan import (
     ParallelPlan,
     PlanBatch,
 )
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.widths import has_dense_mlp, kv_groups
-
-Ints = NDArray[np.int64]
 
 _ARGUMENTS = "training/arguments.py"
 _CONFIG = "core/transformer/transformer_config.py"
@@ -91,10 +87,6 @@ def _expert_width(setting: Setting, batch: PlanBatch) -> Bools:
 # -- sequence ---------------------------------------------------------------------------------------------------------
 
 
-def _cp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.cp == 1) | (setting.training.seq_len % (2 * batch.cp) == 0)
-
-
 def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
     """All-to-all moves whole heads: each rank of the context group must get the same number of both kinds."""
     heads = setting.model.num_heads // batch.tp
@@ -117,14 +109,6 @@ def _cp_window(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.cp == 1) | (batch.cp_kind == ALL_TO_ALL)
 
 
-def _sp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (setting.training.seq_len // batch.cp % batch.tp == 0)
-
-
-def _tp_overlap(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.tp_overlap | batch.sp
-
-
 def _ep_overlap(setting: Setting, batch: PlanBatch) -> Bools:
     repeats = (batch.recompute == FULL) | batch.repeats("moe")
     layers = (setting.model.num_mtp_layers <= 1) & (setting.model.mamba is None)
@@ -134,29 +118,10 @@ def _ep_overlap(setting: Setting, batch: PlanBatch) -> Bools:
 # -- pipeline ---------------------------------------------------------------------------------------------------------
 
 
-def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule == INTERLEAVED) == (batch.vp > 1)
-
-
-def _interleaving_needs_pp(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.vp == 1) | (batch.pp > 1)
-
-
 def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
     """The default group is pp micro-batches; a shorter last group is refused, so that m must be a multiple."""
     count = batch.num_microbatches
     return (batch.vp == 1) | ((count >= batch.pp) & (count % batch.pp == 0))
-
-
-# -- experts ----------------------------------------------------------------------------------------------------------
-
-
-def _experts_need_sp(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.tp == 1) | batch.sp if setting.model.moe else all_true(batch)
-
-
-def _expert_bias(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.etp == 1 if setting.model.moe and setting.model.mlp_bias else all_true(batch)
 
 
 # -- sharding and overlap ---------------------------------------------------------------------------------------------
@@ -180,10 +145,6 @@ def _fsdp_overlap(setting: Setting, batch: PlanBatch) -> Bools:
 def _gather_overlap(setting: Setting, batch: PlanBatch) -> Bools:
     """Plain data parallelism gathers no parameters: there the switch means nothing and is let pass."""
     return ~batch.param_gather_overlap | batch.grad_reduce_overlap | (batch.sharding < ZERO1)
-
-
-def _offload(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.offload != OFFLOADS.index("optimizer")) | (batch.sharding == ZERO1)
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------
@@ -211,12 +172,6 @@ def _modules_exist(setting: Setting, batch: PlanBatch) -> Bools:
 # -- what each rule says ----------------------------------------------------------------------------------------------
 
 
-def _rule(
-    source: str, holds: Callable[[Setting, PlanBatch], Bools], says: Callable[[Setting, ParallelPlan], str]
-) -> Rule:
-    return Rule(source=source, holds=holds, says=says)
-
-
 def _experts_per_stage(setting: Setting, plan: ParallelPlan) -> str:
     if setting.model.moe:
         return f"etp {plan.etp} x ep {plan.ep} x pp {plan.pp}"
@@ -229,137 +184,137 @@ CHOICES = (Choice(axis="schedule", words=("1f1b", "interleaved"), source="core/p
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_FP32,
-    _rule(
-        f"{_STATE}:1448",
-        _instances,
-        lambda s, p: (
+    Rule(
+        source=f"{_STATE}:1448",
+        holds=_instances,
+        says=lambda s, p: (
             f"the {p.num_devices // p.pp} devices of a stage over {_experts_per_stage(s, p)} must be divisible by "
             f"dp_replicate {p.dp_replicate}: lower it"
         ),
     ),
-    _rule(
-        f"{_STATE}:899",
-        _pipelines_first,
-        lambda s, p: (
+    Rule(
+        source=f"{_STATE}:899",
+        holds=_pipelines_first,
+        says=lambda s, p: (
             f"rank_order {p.rank_order} needs "
             + (f"etp {p.etp} x ep {p.ep} to be tp {p.tp} x cp {p.cp}" if s.model.moe else f"cp 1, cp is {p.cp}")
             + f": use {RANK_ORDERS[0]}"
         ),
     ),
-    _rule(
-        f"{_CONFIG}:1461",
-        _kv_heads,
-        lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be a multiple or a divisor of tp {p.tp}: change tp",
+    Rule(
+        source=f"{_CONFIG}:1461",
+        holds=_kv_heads,
+        says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be a multiple or a divisor of tp {p.tp}: change tp",
     ),
-    _rule(
-        "core/utils.py:592",
-        _mlp_width,
-        lambda s, p: (
+    Rule(
+        source="core/utils.py:592",
+        holds=_mlp_width,
+        says=lambda s, p: (
             f"ffn_size {s.model.ffn_size} and shared_expert_ffn_size "
             f"{s.model.moe.shared_expert_ffn_size if s.model.moe else 0} must be divisible by tp {p.tp}: lower tp"
         ),
     ),
-    _rule(
-        "core/utils.py:592",
-        _expert_width,
-        lambda s, p: (
+    Rule(
+        source="core/utils.py:592",
+        holds=_expert_width,
+        says=lambda s, p: (
             f"expert_ffn_size {s.model.moe.expert_ffn_size if s.model.moe else 0} must be divisible by etp {p.etp}: "
             "lower etp"
         ),
     ),
-    _rule(
-        f"{_ARGUMENTS}:1335",
-        _cp_sequence,
-        lambda s, p: f"seq_len {s.training.seq_len} must be divisible by 2 x cp {p.cp}: lower cp",
+    Rule(
+        source=f"{_ARGUMENTS}:1335",
+        holds=lambda s, b: (b.cp == 1) | (s.training.seq_len % (2 * b.cp) == 0),
+        says=lambda s, p: f"seq_len {s.training.seq_len} must be divisible by 2 x cp {p.cp}: lower cp",
     ),
-    _rule(
-        f"{_ATTENTION} AttnFuncWithCPAndQKVOA2A",
-        _cp_heads,
-        lambda s, p: (
+    Rule(
+        source=f"{_ATTENTION} AttnFuncWithCPAndQKVOA2A",
+        holds=_cp_heads,
+        says=lambda s, p: (
             f"cp {p.cp} with all_to_all needs the heads of a rank ({s.model.num_heads} over tp {p.tp}, and "
             f"{kv_groups(s.model)} for keys) divisible by cp: use ring or lower cp"
         ),
     ),
-    _rule(
-        f"{_ATTENTION} attn_forward_func_with_cp",
-        _cp_latent,
-        lambda s, p: (
+    Rule(
+        source=f"{_ATTENTION} attn_forward_func_with_cp",
+        holds=_cp_latent,
+        says=lambda s, p: (
             f"cp {p.cp} with all_to_all needs value heads as wide as query heads, they are {s.model.v_head_dim} and "
             f"{s.model.qk_head_dim}: use ring"
         ),
     ),
-    _rule(
-        f"{_ATTENTION} attn_forward_func_with_cp",
-        _cp_window,
-        lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
+    Rule(
+        source=f"{_ATTENTION} attn_forward_func_with_cp",
+        holds=_cp_window,
+        says=lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
     ),
     shared.sp_needs_tp("core/model_parallel_config.py:502"),
-    _rule(
-        "core/tensor_parallel/mappings.py:178",
-        _sp_sequence,
-        lambda s, p: (
+    Rule(
+        source="core/tensor_parallel/mappings.py:178",
+        holds=lambda s, b: ~b.sp | (s.training.seq_len // b.cp % b.tp == 0),
+        says=lambda s, p: (
             f"with sp, the {s.training.seq_len // p.cp} tokens of a rank must be divisible by tp {p.tp}: lower tp"
         ),
     ),
-    _rule(
-        f"{_ARGUMENTS}:1441",
-        _tp_overlap,
-        lambda s, p: "tp_overlap needs sp: add sp or leave tp_overlap out",
+    Rule(
+        source=f"{_ARGUMENTS}:1441",
+        holds=lambda s, b: ~b.tp_overlap | b.sp,
+        says=lambda s, p: "tp_overlap needs sp: add sp or leave tp_overlap out",
     ),
-    _rule(
-        f"{_CONFIG}:3002",
-        _ep_overlap,
-        lambda s, p: (
+    Rule(
+        source=f"{_CONFIG}:3002",
+        holds=_ep_overlap,
+        says=lambda s, p: (
             f"ep_overlap needs ep > 1, vp > 1 in a pipeline, no recompute of the experts and no Mamba layers, got ep "
             f"{p.ep} pp {p.pp} vp {p.vp} recompute {p.recompute!r}: leave ep_overlap out"
         ),
     ),
-    _rule(
-        f"{_ARGUMENTS}:1000",
-        _interleaving_needs_pp,
-        lambda s, p: f"vp {p.vp} needs pp > 1: set vp 1",
+    Rule(
+        source=f"{_ARGUMENTS}:1000",
+        holds=lambda s, b: (b.vp == 1) | (b.pp > 1),
+        says=lambda s, p: f"vp {p.vp} needs pp > 1: set vp 1",
     ),
-    _rule(
-        "core/transformer/moe/moe_layer.py:636",
-        _experts_need_sp,
-        lambda s, p: f"experts with tp {p.tp} need sp: add sp",
+    Rule(
+        source="core/transformer/moe/moe_layer.py:636",
+        holds=lambda s, b: (b.tp == 1) | b.sp if s.model.moe else all_true(b),
+        says=lambda s, p: f"experts with tp {p.tp} need sp: add sp",
     ),
-    _rule(
-        f"{_CONFIG}:2613",
-        _expert_bias,
-        lambda s, p: f"experts with a bias need etp 1, etp is {p.etp}: set etp 1",
+    Rule(
+        source=f"{_CONFIG}:2613",
+        holds=lambda s, b: b.etp == 1 if s.model.moe and s.model.mlp_bias else all_true(b),
+        says=lambda s, p: f"experts with a bias need etp 1, etp is {p.etp}: set etp 1",
     ),
-    _rule(
-        f"{_FSDP}:826",
-        _fsdp_needs_one_stage,
-        lambda s, p: f"{p.sharding} (Megatron-FSDP) needs pp 1, pp is {p.pp}: use zero1",
+    Rule(
+        source=f"{_FSDP}:826",
+        holds=_fsdp_needs_one_stage,
+        says=lambda s, p: f"{p.sharding} (Megatron-FSDP) needs pp 1, pp is {p.pp}: use zero1",
     ),
-    _rule(
-        f"{_FSDP}:380",
-        _fsdp_experts,
-        lambda s, p: (
+    Rule(
+        source=f"{_FSDP}:380",
+        holds=_fsdp_experts,
+        says=lambda s, p: (
             f"{p.sharding} (Megatron-FSDP) with experts needs dp_replicate 1, it is {p.dp_replicate}: shard over all"
         ),
     ),
-    _rule(
-        "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:334",
-        _fsdp_overlap,
-        lambda s, p: f"{p.sharding} (Megatron-FSDP) always overlaps its collectives: turn the overlap switches on",
+    Rule(
+        source="core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:334",
+        holds=_fsdp_overlap,
+        says=lambda s, p: f"{p.sharding} (Megatron-FSDP) always overlaps its collectives: turn the overlap switches on",
     ),
-    _rule(
-        f"{_ARGUMENTS}:1028",
-        _gather_overlap,
-        lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
+    Rule(
+        source=f"{_ARGUMENTS}:1028",
+        holds=_gather_overlap,
+        says=lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
     ),
-    _rule(
-        "core/optimizer/__init__.py:1057",
-        _offload,
-        lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
+    Rule(
+        source="core/optimizer/__init__.py:1057",
+        holds=lambda s, b: (b.offload != OFFLOADS.index("optimizer")) | (b.sharding == ZERO1),
+        says=lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
     ),
-    _rule(
-        "core/transformer/transformer_layer.py:473",
-        _modules_exist,
-        lambda s, p: (
+    Rule(
+        source="core/transformer/transformer_layer.py:473",
+        holds=_modules_exist,
+        says=lambda s, p: (
             f"{s.model.name} has no {' and no '.join(sorted(missing_modules(s.model) & set(p.recompute_modules)))} to "
             "recompute: leave it out of recompute_modules"
         ),
@@ -367,10 +322,10 @@ COMMON: tuple[Rule, ...] = (
     *shared.aligned("core/fp8_utils.py:356"),
 )
 
-INTERLEAVED_MICROBATCHES = _rule(
-    "core/pipeline_parallel/schedules.py:1160",
-    _interleaved_microbatches,
-    lambda s, p: (
+INTERLEAVED_MICROBATCHES = Rule(
+    source="core/pipeline_parallel/schedules.py:1160",
+    holds=_interleaved_microbatches,
+    says=lambda s, p: (
         f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
         "change global_batch, micro_batch or vp"
     ),
@@ -379,10 +334,10 @@ INTERLEAVED_MICROBATCHES = _rule(
 RULES: tuple[Rule, ...] = (
     *COMMON,
     *(choice.rule() for choice in CHOICES),
-    _rule(
-        f"{_ARGUMENTS}:978",
-        _chunks,
-        lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
+    Rule(
+        source=f"{_ARGUMENTS}:978",
+        holds=lambda s, b: (b.schedule == INTERLEAVED) == (b.vp > 1),
+        says=lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
     ),
     INTERLEAVED_MICROBATCHES,
 )

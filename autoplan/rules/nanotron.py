@@ -10,9 +10,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.model import ModelSpec
 from autoplan.plan import SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch, chunk_layers
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.widths import has_dense_mlp
 
 _LLAMA = "models/llama.py"
@@ -48,32 +49,12 @@ def layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _needs_pp(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule == ONE_FORWARD_ONE_BACKWARD) | (batch.pp > 1)
-
-
-def _filled(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule != ONE_FORWARD_ONE_BACKWARD) | (batch.num_microbatches >= batch.pp - 1)
-
-
 def _own_split(setting: Setting, batch: PlanBatch) -> Bools:
     own = [layers_per_stage(setting.model, len(layout)) == layout for layout in batch.layouts]
     return np.array(own, dtype=np.bool_)[batch.layout]
 
 
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
-
-
-def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
-    return setting.model.ffn_size % batch.tp == 0 if has_dense_mlp(setting.model) else all_true(batch)
-
-
-def _sp_sequence(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (setting.training.seq_len % batch.tp == 0)
-
-
-def _async_needs_sp(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.tp_overlap | batch.sp | (batch.tp == 1)
 
 
 def _no_cp(setting: Setting, batch: PlanBatch) -> Bools:
@@ -87,10 +68,6 @@ def _no_cp(setting: Setting, batch: PlanBatch) -> Bools:
 def _no_ep(setting: Setting, batch: PlanBatch) -> Bools:
     """The sizes of the groups multiply to the world without ep, and are laid out with it."""
     return batch.ep == 1
-
-
-def _one_shard_group(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.sharding == NONE) | (batch.dp_replicate == 1)
 
 
 def _says_split(setting: Setting, plan: ParallelPlan) -> str:
@@ -114,12 +91,12 @@ RULES: tuple[Rule, ...] = (
     shared.no_interleaving(f"{_ENGINE}:270"),
     Rule(
         source=f"{_ENGINE}:175",
-        holds=_needs_pp,
+        holds=lambda s, b: (b.schedule == ONE_FORWARD_ONE_BACKWARD) | (b.pp > 1),
         says=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b",
     ),
     Rule(
         source=f"{_ENGINE}:253",
-        holds=_filled,
+        holds=lambda s, b: (b.schedule != ONE_FORWARD_ONE_BACKWARD) | (b.num_microbatches >= b.pp - 1),
         says=lambda s, p: (
             f"1f1b needs at least pp - 1 = {p.pp - 1} micro-batches, there are {p.num_microbatches}: lower pp or "
             "micro_batch, or use gpipe"
@@ -129,18 +106,18 @@ RULES: tuple[Rule, ...] = (
     shared.whole_kv_heads(f"{_LLAMA}:351"),
     Rule(
         source=f"{_LINEAR}:128",
-        holds=_mlp_width,
+        holds=lambda s, b: s.model.ffn_size % b.tp == 0 if has_dense_mlp(s.model) else all_true(b),
         says=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
     ),
     shared.sp_needs_tp("config/parallelism_config.py:46"),
     Rule(
         source="parallel/tensor_parallel/distributed_differentiable_primitives.py:106",
-        holds=_sp_sequence,
+        holds=lambda s, b: ~b.sp | (s.training.seq_len % b.tp == 0),
         says=lambda s, p: f"with sp, seq_len {s.training.seq_len} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
         source=f"{_LINEAR}:145",
-        holds=_async_needs_sp,
+        holds=lambda s, b: ~b.tp_overlap | b.sp | (b.tp == 1),
         says=lambda s, p: "tp_overlap needs sp: leave it out or take both",
     ),
     Rule(
@@ -156,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     shared.whole_experts("nn/moe.py:71"),
     Rule(
         source="optim/zero.py:184",
-        holds=_one_shard_group,
+        holds=lambda s, b: (b.sharding == NONE) | (b.dp_replicate == 1),
         says=lambda s, p: f"zero1 shards over all replicas, dp_replicate is {p.dp_replicate}: set it to 1",
     ),
 )

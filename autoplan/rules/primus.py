@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.plan import RECOMPUTES, SCHEDULES, SPLIT_SCHEDULES, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting
+from autoplan.rules import Choice, Rule, Rulebook, Setting
 from autoplan.rules.megatron_lm import COMMON, INTERLEAVED, INTERLEAVED_MICROBATCHES
 
 _LAUNCHER = "backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py"
@@ -29,10 +30,6 @@ def is_split(batch: PlanBatch) -> Bools:
 def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
     needed = np.where(batch.schedule == ZB_V, batch.vp == 2, batch.vp == 1)
     return np.where(batch.schedule == INTERLEAVED, batch.vp > 1, needed)
-
-
-def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(setting, batch)
 
 
 def _filled(setting: Setting, batch: PlanBatch) -> Bools:
@@ -73,7 +70,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=INTERLEAVED_MICROBATCHES.source,
-        holds=_interleaved_microbatches,
+        holds=lambda s, b: (b.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(s, b),
         says=INTERLEAVED_MICROBATCHES.says,
     ),
     Rule(

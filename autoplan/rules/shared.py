@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.plan import PRECISIONS, PlanBatch
-from autoplan.rules import Bools, Rule, Setting, all_true
+from autoplan.rules import Rule, Setting, all_true
 from autoplan.rules.widths import gemm_widths, kv_groups
-
-
-def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
-    return kv_groups(setting.model) % batch.tp == 0
 
 
 def whole_kv_heads(source: str) -> Rule:
     """Every rank has whole heads of keys and values, none of them copied."""
     return Rule(
         source=source,
-        holds=_kv_heads,
+        holds=lambda s, b: kv_groups(s.model) % b.tp == 0,
         says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be divisible by tp {p.tp}: lower tp",
     )
 
 
-def _sp_needs_tp(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.sp | (batch.tp > 1)
-
-
 def sp_needs_tp(source: str) -> Rule:
     """Sequence parallelism re-uses the ranks of tensor parallelism."""
-    return Rule(source=source, holds=_sp_needs_tp, says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out")
+    return Rule(
+        source=source,
+        holds=lambda s, b: ~b.sp | (b.tp > 1),
+        says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
+    )
 
 
 def _sequence(setting: Setting, batch: PlanBatch) -> Bools:
@@ -49,37 +46,27 @@ def whole_sequence(source: str) -> Rule:
     )
 
 
-def _tied(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.pp == 1 if setting.model.tied_embeddings else all_true(batch)
-
-
 def tied_needs_one_stage(source: str) -> Rule:
     """Nothing adds up the gradients of a weight that two stages share."""
     return Rule(
         source=source,
-        holds=_tied,
+        holds=lambda s, b: b.pp == 1 if s.model.tied_embeddings else all_true(b),
         says=lambda s, p: f"tied embeddings need pp 1, pp is {p.pp}: lower pp",
     )
 
 
-def _one_chunk(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.vp == 1
-
-
 def no_interleaving(source: str) -> Rule:
     """One chunk a rank."""
-    return Rule(source=source, holds=_one_chunk, says=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1")
-
-
-def _whole_experts(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.etp == 1
+    return Rule(
+        source=source, holds=lambda s, b: b.vp == 1, says=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1"
+    )
 
 
 def whole_experts(source: str) -> Rule:
     """Tensor parallelism does not split experts."""
     return Rule(
         source=source,
-        holds=_whole_experts,
+        holds=lambda s, b: b.etp == 1,
         says=lambda s, p: f"etp {p.etp}: experts are whole on every rank, set etp 1",
     )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoplan.arrays import Bools
 from autoplan.plan import CP_KINDS, OFFLOADS, PRECISIONS, SHARDINGS, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, all_true, shared, universal
+from autoplan.rules import Choice, Rule, Rulebook, Setting, all_true, shared, universal
 from autoplan.rules.fsdp2 import PIPELINE_RULES
 from autoplan.rules.widths import gemm_widths
 

@@ -7,44 +7,16 @@ functions of this project.
 
 from __future__ import annotations
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, refused
 from autoplan.model import ModelSpec
-from autoplan.plan import OFFLOADS, RECOMPUTE_MODULES, SHARDINGS, PlanBatch
-from autoplan.rules import Bools, Choice, Rule, Rulebook, Setting, shared, universal
+from autoplan.plan import OFFLOADS, RECOMPUTE_MODULES, SHARDINGS
+from autoplan.rules import Choice, Rule, Rulebook, shared, universal
 from autoplan.rules.fsdp2 import PIPELINE_RULES
 
 _PARALLEL = "autoplan/trainer/parallel.py"
 _TRANSFORMER = "autoplan/trainer/transformer.py"
+DECLINES = "the built-in trainer does not run the plan"
 _KNOWN_PARTS = sum(1 << RECOMPUTE_MODULES.index(name) for name in ("core_attn", "mlp", "moe"))
-
-
-def _one_context(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.cp == 1
-
-
-def _whole_experts(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.ep == 1) & (batch.etp == 1)
-
-
-def _vocabulary(setting: Setting, batch: PlanBatch) -> Bools:
-    return setting.model.vocab_size % batch.tp == 0
-
-
-def _widths(setting: Setting, batch: PlanBatch) -> Bools:
-    return setting.model.ffn_size % batch.tp == 0
-
-
-def _gathered_once(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.pp == 1) | (batch.sharding != SHARDINGS.index("zero2"))
-
-
-def _no_overlap(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~(batch.tp_overlap | batch.ep_overlap)
-
-
-def _parts(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.recompute_modules & ~_KNOWN_PARTS) == 0
-
 
 CHOICES = (
     Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_PARALLEL} share"),
@@ -61,37 +33,37 @@ RULES: tuple[Rule, ...] = (
     shared.whole_sequence(f"{_PARALLEL} _cut"),
     Rule(
         source=f"{_PARALLEL} _cut",
-        holds=_vocabulary,
+        holds=lambda s, b: s.model.vocab_size % b.tp == 0,
         says=lambda s, p: f"vocab_size {s.model.vocab_size} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
         source=f"{_PARALLEL} _cut",
-        holds=_widths,
+        holds=lambda s, b: s.model.ffn_size % b.tp == 0,
         says=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
         source=f"{_TRANSFORMER} Attention",
-        holds=_one_context,
+        holds=lambda s, b: b.cp == 1,
         says=lambda s, p: f"cp {p.cp}: attention sees whole sequences, set cp 1",
     ),
     Rule(
         source=f"{_TRANSFORMER} MoE",
-        holds=_whole_experts,
+        holds=lambda s, b: (b.ep == 1) & (b.etp == 1),
         says=lambda s, p: f"ep {p.ep} and etp {p.etp}: every rank holds all experts, set both to 1",
     ),
     Rule(
         source=f"{_PARALLEL} share",
-        holds=_gathered_once,
+        holds=lambda s, b: (b.pp == 1) | (b.sharding != SHARDINGS.index("zero2")),
         says=lambda s, p: f"zero2 with pp {p.pp} is what zero1 is: a stage reduces once a step; use zero1",
     ),
     Rule(
         source=f"{_PARALLEL} _cut",
-        holds=_no_overlap,
+        holds=lambda s, b: ~(b.tp_overlap | b.ep_overlap),
         says=lambda s, p: "tp_overlap and ep_overlap need kernels of their own: leave them out",
     ),
     Rule(
         source=f"{_PARALLEL} _recompute",
-        holds=_parts,
+        holds=lambda s, b: (b.recompute_modules & ~_KNOWN_PARTS) == 0,
         says=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)}: it repeats core_attn, mlp and moe alone",
     ),
 )
@@ -118,6 +90,5 @@ def check_model(model: ModelSpec) -> None:
         (model.embedding_norm, "embedding_norm"),
         (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
     )
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")
+    if what := refused(refusals):
+        raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")

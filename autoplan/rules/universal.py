@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+from autoplan.arrays import Bools
 from autoplan.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PRECISIONS, SCHEDULES, PlanBatch
-from autoplan.rules import Bools, Rule, Rulebook, Setting, all_true
+from autoplan.rules import Rule, Rulebook, Setting, all_true
 
 SOURCE = "any framework"
-
-
-def _world(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.num_devices == setting.num_devices
 
 
 def _global_batch(setting: Setting, batch: PlanBatch) -> Bools:
     """At least one micro-batch a replica, and a whole number of them."""
     return (batch.num_microbatches >= 1) & (batch.global_batch % (batch.micro_batch * batch.dp) == 0)
-
-
-def _heads(setting: Setting, batch: PlanBatch) -> Bools:
-    return setting.model.num_heads % batch.tp == 0
-
-
-def _experts_exist(setting: Setting, batch: PlanBatch) -> Bools:
-    return all_true(batch) if setting.model.moe else (batch.ep == 1) & (batch.etp == 1)
 
 
 def _experts(setting: Setting, batch: PlanBatch) -> Bools:
@@ -46,18 +35,6 @@ def _dualpipe_filled(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.schedule != SCHEDULES.index("dualpipe-v")) | (batch.num_microbatches >= 2 * batch.pp)
 
 
-def _waits_for_experts(setting: Setting, batch: PlanBatch) -> Bools:
-    return ~batch.ep_overlap
-
-
-def _whole_layers(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.recompute_modules & ~DEFAULT_MODULE_BITS) == 0
-
-
-def _no_fp32(setting: Setting, batch: PlanBatch) -> Bools:
-    return batch.precision != PRECISIONS.index("fp32")
-
-
 def _folded(setting: Setting, batch: PlanBatch) -> Bools:
     """Other expert groups than those of tp x cp would lie across pipelines that come before data parallelism."""
     if not setting.model.moe:
@@ -65,14 +42,10 @@ def _folded(setting: Setting, batch: PlanBatch) -> Bools:
     return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (batch.ep * batch.etp == batch.tp * batch.cp)
 
 
-def _every_layer(setting: Setting, batch: PlanBatch) -> Bools:
-    return (batch.recompute != FULL) | (batch.recompute_num_layers == ALL_LAYERS)
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         source=SOURCE,
-        holds=_world,
+        holds=lambda s, b: b.num_devices == s.num_devices,
         says=lambda s, p: (
             f"tp {p.tp} x cp {p.cp} x pp {p.pp} x dp {p.dp} needs {p.num_devices} devices, there are {s.num_devices}: "
             "change one degree"
@@ -88,12 +61,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=SOURCE,
-        holds=_heads,
+        holds=lambda s, b: s.model.num_heads % b.tp == 0,
         says=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
         source=SOURCE,
-        holds=_experts_exist,
+        holds=lambda s, b: all_true(b) if s.model.moe else (b.ep == 1) & (b.etp == 1),
         says=lambda s, p: f"ep {p.ep} and etp {p.etp} need a model with experts: set both to 1",
     ),
     Rule(
@@ -128,7 +101,7 @@ RULES: tuple[Rule, ...] = (
 # Where a framework recomputes no parts of a layer by their names.
 NO_PARTS = Rule(
     source=SOURCE,
-    holds=_whole_layers,
+    holds=lambda s, b: (b.recompute_modules & ~DEFAULT_MODULE_BITS) == 0,
     says=lambda s, p: (
         f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full"
     ),
@@ -137,7 +110,7 @@ NO_PARTS = Rule(
 # Where a framework recomputes every layer or none.
 ALL_OR_NONE = Rule(
     source=SOURCE,
-    holds=_every_layer,
+    holds=lambda s, b: (b.recompute != FULL) | (b.recompute_num_layers == ALL_LAYERS),
     says=lambda s, p: (
         f"recompute of {p.recompute_num_layers} layers of a chunk is known of Megatron-LM and plain PyTorch only: "
         "use none or full"
@@ -147,14 +120,14 @@ ALL_OR_NONE = Rule(
 # Where expert traffic does not run beside another micro-batch, or is not priced so.
 NO_EXPERT_OVERLAP = Rule(
     source=SOURCE,
-    holds=_waits_for_experts,
+    holds=lambda s, b: ~b.ep_overlap,
     says=lambda s, p: "ep_overlap is known of Megatron-LM and Primus only: leave it out",
 )
 
 # Where a framework could do without mixed precision, and is not priced so.
 NO_FP32 = Rule(
     source=SOURCE,
-    holds=_no_fp32,
+    holds=lambda s, b: b.precision != PRECISIONS.index("fp32"),
     says=lambda s, p: f"precision {p.precision!r} is known of the built-in trainer only: use bf16",
 )
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Ints
 from autoplan.model import Block, ModelSpec
-
-Ints = NDArray[np.int64]
 
 
 def kv_groups(model: ModelSpec) -> int:

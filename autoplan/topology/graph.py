@@ -1,7 +1,7 @@
 """Which part of a cluster hangs on which, and over what?  The cluster as a graph, identical parts held once.
 
 Vertices of `quotient` are classes of identical parts with their number; an edge stands for all equal links between two
-classes.  It is the graph of `expand`, every part a vertex, folded along its symmetries: a flow between unions of
+classes.  It is the graph with every part a vertex, folded along its symmetries: a flow between unions of
 classes may be averaged over them, so that a minimum cut of one is that of the other.  It grows with the number of
 different switches and nodes, not with the cluster.  (Racks of a scale-up fabric that straddle leaf switches break the
 symmetry; they are folded all the same, and their cut is an upper bound.)

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cluster import ClusterSpec
 from autoplan.curves import CollectiveCurve
 from autoplan.errors import UnpricedError
 from autoplan.topology.placement import Group, Pattern, Seats, fills_evenly, switches_of_nodes
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Gaps(NamedTuple):

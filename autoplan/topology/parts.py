@@ -23,7 +23,7 @@ Graph = Any  # nx.Graph, which has no types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One vertex of the expanded graph, or each of a class of the quotient graph."""
+    """One part of the cluster, or each of a class of parts that are alike."""
 
     kind: PartKind
     name: str

@@ -14,13 +14,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats, Ints
 from autoplan.cluster import ClusterSpec
 from autoplan.errors import InputError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 Pattern = Literal["ring", "all_to_all", "chain"]
 

@@ -14,11 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Bools, Floats, Ints
 from autoplan.topology.levels import Level, Topology
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class Spans:
     reach: Floats  # members in a domain of the fabric
 
     @classmethod
-    def of(cls, topology: Topology, members: NDArray[np.int64] | Floats) -> Spans:
+    def of(cls, topology: Topology, members: Ints | Floats) -> Spans:
         """Those of groups with so many `members` in one domain of each level."""
         here = members.astype(np.float64)
         inner = np.concatenate([np.ones((1, *here.shape[1:])), here[:-1]])
@@ -46,7 +44,7 @@ class Spans:
         return cls(inner=inner, here=here, base=base, reach=reach)
 
     @property
-    def is_crossed(self) -> NDArray[np.bool_]:
+    def is_crossed(self) -> Bools:
         """Whether the groups use the links of the level."""
         return self.reach > self.inner
 

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from autoplan.children import Children, CrewError, Place
 from autoplan.errors import InputError
 from autoplan.model import ModelSpec
-from autoplan.rules import Setting, broken
-from autoplan.rules.trainer import RULES, check_model
+from autoplan.rules import check_legal
+from autoplan.rules.trainer import DECLINES, RULES, check_model
 from autoplan.trainer.task import Advance, Data, Report, Task
 from autoplan.training import TrainingSpec
 
@@ -31,9 +31,7 @@ def check_task(task: Task) -> None:
             f"a text needs vocab_size {NUM_BYTES} or more, one token a byte; {task.model.name!r} has "
             f"{task.model.vocab_size}: use --data synthetic"
         )
-    setting = Setting(model=task.model, training=TrainingSpec(seq_len=task.seq_len), num_devices=task.plan.num_devices)
-    if problems := broken(RULES, setting, task.plan):
-        raise InputError(f"the built-in trainer does not run the plan: {'; '.join(problems)}")
+    check_legal(RULES, task.model, TrainingSpec(seq_len=task.seq_len), task.plan, DECLINES)
 
 
 def run_task(

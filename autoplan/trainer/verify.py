@@ -15,7 +15,7 @@ from autoplan.children import Children, CrewError, Place
 from autoplan.errors import InputError
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan, chunk_layers
-from autoplan.rules import Setting, broken
+from autoplan.rules import check_legal
 from autoplan.rules.trainer import RULES
 from autoplan.training import TrainingSpec
 
@@ -59,9 +59,8 @@ def check(model: ModelSpec, plan: ParallelPlan, seq_len: int) -> None:
     """Refuse what the built-in trainer does not run."""
     if importlib.util.find_spec("torch") is None:
         raise InputError("the memory oracle is torch itself, which is not installed: pip install 'autoplan[profile]'")
-    setting = Setting(model=model, training=TrainingSpec(seq_len=seq_len), num_devices=plan.num_devices)
-    if problems := broken(RULES, setting, plan):
-        raise InputError(f"the memory oracle is the built-in trainer, which does not run the plan: {problems[0]}")
+    says = "the memory oracle is the built-in trainer, which does not run the plan"
+    check_legal(RULES, model, TrainingSpec(seq_len=seq_len), plan, says)
 
 
 def peak_bytes(question: Question) -> float:

@@ -1,5 +1,5 @@
 """How long did the steps of a run take?  Read from the log of the framework that ran them."""
 
-from autoplan.read.logs.reader import Batch, LoggedRun, LogReader, read_log
+from autoplan.read.logs.reader import Batch, LoggedRun, LogReader
 
-__all__ = ["Batch", "LogReader", "LoggedRun", "read_log"]
+__all__ = ["Batch", "LogReader", "LoggedRun"]

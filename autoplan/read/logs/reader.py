@@ -301,26 +301,15 @@ class LogReader:
         return step_s if 0 < step_s <= MOST_STEP_S else None
 
 
-def read_log(path: Path, batch: Batch | None = None, *, warmup: int = WARMUP) -> LoggedRun:
-    """What the log file at `path` says of a run, in bounded memory however long it is."""
-    reader = LogReader(batch, warmup=warmup)
-    for data in chunks(path):
-        reader.feed(data)
-    try:
-        return reader.finish()
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def chunks(path: Path, most_bytes: int | None = None) -> Iterator[bytes]:
-    """What a log holds, piece by piece, unpacked where gzip packed it: of a packed one, as much as was written."""
+def chunks(path: Path, most_bytes: int) -> Iterator[bytes]:
+    """The first bytes of a log, piece by piece, unpacked where gzip packed it: of a packed one, what was written."""
     try:
         with path.open("rb") as plain:
             stream = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == _GZIP else plain
             left = most_bytes
-            while data := stream.read(_CHUNK if left is None else min(_CHUNK, left)):
+            while data := stream.read(min(_CHUNK, left)):
                 yield data
-                left = left and left - len(data)
+                left -= len(data)
     except EOFError:  # the job was killed while it wrote
         return
     except OSError as error:

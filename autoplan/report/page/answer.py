@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Child, Markup, tag
-from autoplan.report.page.parts import Segment, bar, pairs
+from autoplan.report.page.parts import Segment, bar, masthead, pairs
 from autoplan.report.terminal import certificate_line, layers_line, mfu_convention, why_first
 from autoplan.result import PlanFile
 from autoplan.units import format_bytes, format_percent, format_seconds
@@ -24,12 +24,7 @@ def headline(content: PlanContent) -> Markup:
         f"{training.precision}, {training.seq_len:,} tokens a sequence, global batch "
         f"{file.best.plan.global_batch:,}, {file.framework.name}"
     )
-    return tag(
-        "div",
-        tag("p", "autoplan report", class_="brand"),
-        tag("h1", file.model.name, tag("span", " on ", class_="quiet"), f"{cluster.num_devices:,} devices"),
-        tag("p", f"{cluster.name}: {places}{slow}; {asked}", class_="asked"),
-    )
+    return masthead(file.model.name, f"{cluster.num_devices:,} devices", f"{cluster.name}: {places}{slow}; {asked}")
 
 
 def answer(content: PlanContent) -> Markup:

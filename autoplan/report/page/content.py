@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autoplan.arrays import Floats
 from autoplan.cost.timeline import Timeline
 from autoplan.cost.traffic import StepTraffic
 from autoplan.result import MixedPlanFile, PlacedStage, PlanFile, RankedPlan, Sensitivity, SizeOutcome
 from autoplan.timing import Provenance
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

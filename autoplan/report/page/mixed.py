@@ -9,7 +9,7 @@ from autoplan.report.mixed import certificate_line, describe, describe_kind, siz
 from autoplan.report.page.answer import figure, interval_figure
 from autoplan.report.page.content import MixedContent
 from autoplan.report.page.html import Child, Markup, tag
-from autoplan.report.page.parts import Segment, bar, bars, folded, note, pairs, scrolling, section, table
+from autoplan.report.page.parts import Segment, bar, bars, folded, masthead, note, pairs, scrolling, section, table
 from autoplan.report.page.times import kind_key, kind_segments
 from autoplan.report.terminal import reasons
 from autoplan.report.topology import between_text
@@ -27,12 +27,7 @@ def headline(content: MixedContent) -> Markup:
         f"{sizes(file.cluster)}; {file.training.precision}, {file.training.seq_len:,} tokens a sequence, global batch "
         f"{file.best.plan.global_batch:,}, {file.framework.name}"
     )
-    return tag(
-        "div",
-        tag("p", "autoplan report", class_="brand"),
-        tag("h1", file.model.name, tag("span", " on ", class_="quiet"), f"{file.cluster.num_devices:,} unlike devices"),
-        tag("p", asked, class_="asked"),
-    )
+    return masthead(file.model.name, f"{file.cluster.num_devices:,} unlike devices", asked)
 
 
 def answer(content: MixedContent) -> Markup:

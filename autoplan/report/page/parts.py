@@ -18,6 +18,16 @@ class Segment:
     text: str  # its value
 
 
+def masthead(model: str, devices: str, asked: str) -> Markup:
+    """The head of the page: what was trained on which devices, and what was asked of it."""
+    return tag(
+        "div",
+        tag("p", "autoplan report", class_="brand"),
+        tag("h1", model, tag("span", " on ", class_="quiet"), devices),
+        tag("p", asked, class_="asked"),
+    )
+
+
 def section(name: str, title: str, says: Child, *children: Child) -> Markup:
     """A section with what it says in one sentence."""
     head = tag("h2", title, id=f"{name}-title")

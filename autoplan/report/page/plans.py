@@ -16,7 +16,6 @@ from autoplan.units import GIB, format_bytes, format_percent, format_seconds
 
 SHOWN_PLANS = 10
 COMPARED_PLANS = 5
-SHOWN_FRONT = 40
 
 AXES: tuple[tuple[str, Callable[[ParallelPlan], str]], ...] = (
     ("tensor parallel", lambda plan: str(plan.tp)),
@@ -165,7 +164,7 @@ def _says(front: Sequence[RankedPlan]) -> str:
 
 def _front_of_run(found: Sequence[RunPlan], objectives: Sequence[str]) -> Markup:
     """As a table: the objectives may be any two or more."""
-    from autoplan.report.runs import FIGURES
+    from autoplan.report.runs import FIGURES, SHOWN_FRONT
 
     shown = found[:SHOWN_FRONT]
     kept = [(head, text) for head, text in FIGURES if any(text(one.figures) for one in shown)]

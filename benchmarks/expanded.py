@@ -1,4 +1,4 @@
-"""The cluster as a graph with every part a vertex: for small clusters, and the oracle of the folded graph."""
+"""The cluster as a graph with every part a vertex, which the folded graph is compared with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Hashable
 import networkx as nx
 
 from autoplan.cluster import ClusterSpec
-from autoplan.errors import InputError
 from autoplan.topology.parts import (
     Graph,
     Part,
@@ -28,15 +27,9 @@ from autoplan.topology.parts import (
     wide_levels,
 )
 
-MOST_EXPANDED = 4096  # devices
-
 
 def expand(cluster: ClusterSpec) -> Graph:
     """The graph with every part a vertex: (node, kind, index) inside the nodes, (name, place, rail) above them."""
-    if cluster.num_devices > MOST_EXPANDED:
-        raise InputError(
-            f"a graph of {cluster.num_devices:,} devices is too large to hold every part: at most {MOST_EXPANDED:,}"
-        )
     graph = nx.Graph()
     faults, slow_uplinks = node_faults(cluster), uplink_faults(cluster)
     names, rails = place_names(cluster), num_rails(cluster)

@@ -9,14 +9,19 @@ from functools import lru_cache
 import numpy as np
 
 from autoplan.cluster import ClusterSpec, NodeGroup, SwitchTier
+from autoplan.cost.estimate import estimate
+from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
+from autoplan.topology.placement import Group, spreads, switches_of_nodes
 from autoplan.training import TrainingSpec
 
 DEVICES = 8
+BIG = ParallelPlan(global_batch=64, tp=8, sp=True, pp=8, dp_shard=8)
+_WIDE = (Group("ring", 64, 8, 8, 512), Group("ring", 8, 8, 8, 64))  # its pipelines and data-parallel groups
 
 
 def fat_tree(leaves: Iterable[int], *, nodes_per_leaf: int = 16, taper: float = 4.0) -> ClusterSpec:
@@ -43,7 +48,19 @@ def shuffled(leaves: list[int], seed: int) -> list[int]:
     return np.random.default_rng(seed).permutation(leaves).tolist()
 
 
+def widest(problem: Problem, plan: ParallelPlan) -> int:
+    """Leaves of the pipeline or data-parallel group of `BIG`, as `plan` places it, that spreads most."""
+    leaf = switches_of_nodes(problem.cluster, plan.placement)[0][None]
+    return max(int(spreads(leaf, group, DEVICES).max()) for group in _WIDE)
+
+
+def step_s(problem: Problem, plan: ParallelPlan) -> float:
+    """Of one plan, in seconds."""
+    return float(estimate(problem, PlanBatch.of([plan], problem.model.num_layers)).step_s[0])
+
+
 def problem_on(cluster: ClusterSpec, model: str = "gpt3-175b", seq_len: int = 2048) -> Problem:
+    """A model on that cluster, as Megatron-Core runs it."""
     framework = load_framework("megatron-core")
     calibration = built_in_calibration(framework, cluster.device.generation)
     training = TrainingSpec(seq_len=seq_len)
