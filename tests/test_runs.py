@@ -128,6 +128,16 @@ def test_layers_that_do_not_divide_leave_the_last_chunk_with_the_rest(
     assert run.plan.layers_per_chunk == layers
 
 
+@pytest.mark.parametrize(("framework", "layers"), [("AA-Scaling", (19, 21, 21, 19)), ("Megatron-LM", None)])
+def test_pipelines_of_aleph_alpha_balance_parameters(
+    tmp_path: Path, framework: str, layers: tuple[int, ...] | None
+) -> None:
+    """82.5 layers' worth with embedding and head: 21 on the fullest of four stages."""
+    (run,) = runs_of(tmp_path, LLAMA | {"framework": framework, "year": "2022", "vp": "", "cp": "", "dp": "4"})
+    assert run.plan is not None, run.refusal
+    assert run.plan.layers_per_chunk == layers
+
+
 @pytest.mark.parametrize(
     ("changes", "vp"),
     [

@@ -29,6 +29,7 @@ from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.framework import framework_called, load_framework
 from autoplan.read.model import load_model, preset_models
 from autoplan.rules import broken, universal
+from autoplan.rules.balanced import balanced_layers
 from autoplan.rules.books import book_of
 from autoplan.timing import Calibration
 from autoplan.training import Attention, Precision, TrainingSpec
@@ -391,6 +392,8 @@ def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | N
     """
     if split := book_of(problem.framework).split:
         return split(problem.model, pp)
+    if problem.framework.balances_parameters and vp == 1:
+        return balanced_layers(problem.model, pp)
     chunks, num_layers = pp * vp, problem.model.num_layers
     most = math.ceil(num_layers / chunks)
     last = num_layers - most * (chunks - 1)
