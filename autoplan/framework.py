@@ -195,8 +195,8 @@ class Framework:
     repeats_up_projections: bool = False
     # Its pipelines take as many micro-batches as they have ranks unless told otherwise, which a table may leave out.
     microbatch_per_rank: bool = False
-    # Its pipelines are cut so that the fullest stage has as few parameters as can be, likewise.
-    balances_parameters: bool = False
+    # Its pipelines take embedding and head for a layer each, and first stages for what is left over, likewise.
+    counts_ends_as_layers: bool = False
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
     # Beginnings of the names used in tables of measured runs, with "@year" and " on device" if these matter.
     aliases: tuple[str, ...] = ()

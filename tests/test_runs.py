@@ -128,12 +128,20 @@ def test_layers_that_do_not_divide_leave_the_last_chunk_with_the_rest(
     assert run.plan.layers_per_chunk == layers
 
 
-@pytest.mark.parametrize(("framework", "layers"), [("AA-Scaling", (19, 21, 21, 19)), ("Megatron-LM", None)])
-def test_pipelines_of_aleph_alpha_balance_parameters(
-    tmp_path: Path, framework: str, layers: tuple[int, ...] | None
+@pytest.mark.parametrize(
+    ("framework", "num_layers", "layers"),
+    [
+        ("AA-Scaling", "80", (20, 21, 20, 19)),  # 82 with embedding and head
+        ("AA-Scaling", "82", (20, 21, 21, 20)),
+        ("AA-Scaling", "4", None),  # the last stage would have the head alone
+        ("Megatron-LM", "80", None),
+    ],
+)
+def test_pipelines_of_aleph_alpha_take_embedding_and_head_for_layers(
+    tmp_path: Path, framework: str, num_layers: str, layers: tuple[int, ...] | None
 ) -> None:
-    """82.5 layers' worth with embedding and head: 21 on the fullest of four stages."""
-    (run,) = runs_of(tmp_path, LLAMA | {"framework": framework, "year": "2022", "vp": "", "cp": "", "dp": "4"})
+    changes = {"framework": framework, "year": "2022", "num_layers": num_layers, "vp": "", "cp": "", "dp": "4"}
+    (run,) = runs_of(tmp_path, LLAMA | changes)
     assert run.plan is not None, run.refusal
     assert run.plan.layers_per_chunk == layers
 

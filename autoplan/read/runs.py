@@ -29,7 +29,6 @@ from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.framework import framework_called, load_framework
 from autoplan.read.model import load_model, preset_models
 from autoplan.rules import broken, universal
-from autoplan.rules.balanced import balanced_layers
 from autoplan.rules.books import book_of
 from autoplan.timing import Calibration
 from autoplan.training import Attention, Precision, TrainingSpec
@@ -392,8 +391,8 @@ def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | N
     """
     if split := book_of(problem.framework).split:
         return split(problem.model, pp)
-    if problem.framework.balances_parameters and vp == 1:
-        return balanced_layers(problem.model, pp)
+    if problem.framework.counts_ends_as_layers and vp == 1:
+        return _with_ends(problem.model.num_layers, pp)
     chunks, num_layers = pp * vp, problem.model.num_layers
     most = math.ceil(num_layers / chunks)
     last = num_layers - most * (chunks - 1)
@@ -401,6 +400,15 @@ def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | N
     if is_even or last in (0, most) or last <= -most:
         return None
     return (min(most, most + last), *[most] * (chunks - 2), max(last, 0))
+
+
+def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
+    """Layers of every stage where embedding and head count as one each; the first stages get what does not divide."""
+    base, rest = divmod(num_layers + 2, pp)
+    if pp == 1 or base < 2:
+        return None
+    first, *middle, last = (base + (stage < rest) for stage in range(pp))
+    return (first - 1, *middle, last - 1)
 
 
 def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
