@@ -164,9 +164,10 @@ class Framework:
     cross_node_pipeline_s_per_far_tp: float = 0.0
     cross_node_pipeline_s_per_dp: float = 0.0
     # Added to a message between stages, both of whose ends sleep between looks at whether it came, in jobs of so many
-    # nodes and more.
+    # nodes and more, and with tensor groups of so many ranks and more.
     message_poll_s: float = 0.0
     message_poll_from_nodes: int = 1
+    message_poll_from_tp: int = 1
     # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
     sharded_wire_factor: float = 1.0
     # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
@@ -194,6 +195,8 @@ class Framework:
     repeats_up_projections: bool = False
     # Its pipelines take as many micro-batches as they have ranks unless told otherwise, which a table may leave out.
     microbatch_per_rank: bool = False
+    # Its pipelines take embedding and head for a layer each, and first stages for what is left over, likewise.
+    counts_ends_as_layers: bool = False
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
     # Beginnings of the names used in tables of measured runs, with "@year" and " on device" if these matter.
     aliases: tuple[str, ...] = ()
@@ -215,6 +218,7 @@ class Framework:
         check_count("widest_blackwell_head", self.widest_blackwell_head, most=2**16)
         check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
         check_count("message_poll_from_nodes", self.message_poll_from_nodes)
+        check_count("message_poll_from_tp", self.message_poll_from_tp)
         check_count("tp_overlap_pieces", self.tp_overlap_pieces, least=0, most=1000)
         check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
         check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)

@@ -129,6 +129,24 @@ def test_layers_that_do_not_divide_leave_the_last_chunk_with_the_rest(
 
 
 @pytest.mark.parametrize(
+    ("framework", "num_layers", "layers"),
+    [
+        ("AA-Scaling", "80", (20, 21, 20, 19)),  # 82 with embedding and head
+        ("AA-Scaling", "82", (20, 21, 21, 20)),
+        ("AA-Scaling", "4", None),  # the last stage would have the head alone
+        ("Megatron-LM", "80", None),
+    ],
+)
+def test_pipelines_of_aleph_alpha_take_embedding_and_head_for_layers(
+    tmp_path: Path, framework: str, num_layers: str, layers: tuple[int, ...] | None
+) -> None:
+    changes = {"framework": framework, "year": "2022", "num_layers": num_layers, "vp": "", "cp": "", "dp": "4"}
+    (run,) = runs_of(tmp_path, LLAMA | changes)
+    assert run.plan is not None, run.refusal
+    assert run.plan.layers_per_chunk == layers
+
+
+@pytest.mark.parametrize(
     ("changes", "vp"),
     [
         ({}, 20),  # 80 layers over 4 stages

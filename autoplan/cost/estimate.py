@@ -275,6 +275,7 @@ def message_s(problem: Problem, batch: PlanBatch, across: Links | None = None) -
     message = (across or links).send_s(*places.pp, sent)
     framework = problem.framework
     is_polled = batch.num_devices >= framework.message_poll_from_nodes * problem.cluster.devices_per_node
+    is_polled |= batch.tp >= framework.message_poll_from_tp
     polls = np.where((batch.pp > 1) & is_polled, framework.message_poll_s, 0.0)
     return message + polls + links.all_gather_s(*places.tp, gathered)
 

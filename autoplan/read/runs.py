@@ -391,6 +391,8 @@ def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | N
     """
     if split := book_of(problem.framework).split:
         return split(problem.model, pp)
+    if problem.framework.counts_ends_as_layers and vp == 1:
+        return _with_ends(problem.model.num_layers, pp)
     chunks, num_layers = pp * vp, problem.model.num_layers
     most = math.ceil(num_layers / chunks)
     last = num_layers - most * (chunks - 1)
@@ -398,6 +400,15 @@ def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | N
     if is_even or last in (0, most) or last <= -most:
         return None
     return (min(most, most + last), *[most] * (chunks - 2), max(last, 0))
+
+
+def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
+    """Layers of every stage where embedding and head count as one each; the first stages get what does not divide."""
+    base, rest = divmod(num_layers + 2, pp)
+    if pp == 1 or base < 2:
+        return None
+    first, *middle, last = (base + (stage < rest) for stage in range(pp))
+    return (first - 1, *middle, last - 1)
 
 
 def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
