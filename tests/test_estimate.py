@@ -1040,6 +1040,29 @@ def test_members_of_a_data_parallel_group_delay_its_collectives_in_a_pipeline_ac
     assert priced(TWO_NODES, **late) == priced(TWO_NODES)
 
 
+def test_an_interleaved_pipeline_reduces_and_gathers_its_chunks_beside_the_passes_of_others() -> None:
+    overlaps = {"grad_reduce_overlap": True, "sharded_reduce_overlap": True, "param_gather_overlap": True}
+    shares = []
+    for vp in (2, 4):
+        plan = ParallelPlan(global_batch=128, micro_batch=4, pp=2, vp=vp, schedule="interleaved", dp_shard=8)
+        whole, shown = priced(plan), priced(plan, **overlaps)
+        assert 0 < shown["parameter_gather"] < 0.2 * whole["parameter_gather"]
+        # Contention costs a tenth of what overlaps, which is as much as all of it.
+        shares.append(shown["data_parallel_reduce"] / whole["data_parallel_reduce"] - 0.1)
+    # The first chunk shows: embedding and head, and a part of the layers.
+    embedding = 2 * shares[0] - 1
+    assert 0 < embedding < 0.5
+    assert shares[1] == pytest.approx(embedding + (1 - embedding) / 4)
+
+
+def test_scales_of_past_steps_are_agreed_on_at_the_end_of_every_pass_by_all_ranks_of_a_stage() -> None:
+    plan = dataclasses.replace(TWO_NODES, precision="fp8")
+    later, at_once = (priced(plan, scales_by_own_largest=largest)["launch"] for largest in (False, True))
+    # 7 links to the last of a node, one step up to the other node, and back; two passes of two micro-batches.
+    assert later - at_once == pytest.approx(4 * (6.8e-6 + 2 * (7 * 0.6e-6 + 5e-6)))
+    assert priced(TWO_NODES, scales_by_own_largest=False) == priced(TWO_NODES, scales_by_own_largest=True)
+
+
 def test_half_an_overlap_leaves_half_of_the_backward_pass_uncovered() -> None:
     plan = dataclasses.replace(TWO_NODES, micro_batch=2)  # one of them
     traits = {"grad_reduce_overlap": True, "reduce_bucket_bytes": 2e5}

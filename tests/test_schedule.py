@@ -321,6 +321,14 @@ def test_slower_messages_never_cost_less(p: int, m: int, v: int, send: float, fa
 TIMES = st.floats(0.1, 4.0)
 
 
+def test_passes_that_warm_up_and_cool_down_an_overlapped_interleaved_pipeline_block_on_their_messages() -> None:
+    # Of 4 x 3 chunk passes of each kind the last stage warms up with 8, and 4 overlap but for contention.
+    p, m, v, send_s = 4, 4, 3, 0.01
+    shown = 2 * send_s * (p - 1) + 2 * send_s * (v - 1) * p + (m * v - (v - 1) * p) * 2 * 0.1 * send_s
+    assert sends(p, m, send_s, v=v, overlaps=True) == pytest.approx(shown)
+    assert sends(p, m, send_s, v=v, overlaps=True) < sends(p, m, send_s, v=v)
+
+
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4), TIMES, TIMES, TIMES, TIMES)
 def test_slower_forward_passes_never_speed_up_an_interleaved_pipeline(
     p: int, groups: int, v: int, send_s: float, forward_s: float, backward_s: float, more_s: float

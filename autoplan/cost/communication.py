@@ -42,6 +42,10 @@ SWITCH_DOWN_PORTS = 32
 # as a share of its own duration (`modelling` D6: .05-.20, judged).
 CONTENTION_SHARE = 0.10
 
+# An all-reduce of a few numbers goes up a tree and down again: its start, and one way over a link inside a domain and
+# over the network (NCCL src/graph/tuning.cc, tree and LL protocol; `modelling` D2).
+SHORT_START_S, SHORT_LINK_S, SHORT_NETWORK_S = 6.8e-6, 0.6e-6, 5.0e-6
+
 
 def _collective_s(
     topology: Topology, spans: Spans, moved: Floats, steps: Floats, buffer_bytes: Floats, volume: float
@@ -217,6 +221,12 @@ class Links:
         """Time of a reduce-scatter of `buffer_bytes` per rank."""
         reference = all_gather_s(self.topology, stride, size, buffer_bytes, gaps)
         return self._or_measured(reference, "reduce_scatter", stride, size, buffer_bytes, gaps)
+
+    def short_all_reduce_s(self, stride: Ints, size: Ints) -> Floats:
+        """Time of an all-reduce of a few numbers, which is latency alone: a chain inside domains, a tree of them."""
+        inside = self._inside(stride, size)
+        one_way = (inside - 1) * SHORT_LINK_S + np.log2(size / inside) * SHORT_NETWORK_S
+        return np.where(size > 1, SHORT_START_S + 2 * one_way, 0.0)
 
     def all_to_all_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
         """Time of an all-to-all of buffers that hold every token `copies` times.

@@ -58,7 +58,7 @@ ROUTING_S = 100e-6
 SCAN_S = 700e-6
 
 # 8-bit GEMMs reach this share of their peak over that which bf16 ones reach of theirs, where a device has no figure of
-# its own.  Sustained: ND H100 v5 .65-.70 of the fp8 peak for 8,192 cubed, 6 % below the plateau, against .72 in bf16
+# its own.  Sustained: ND H100 v5 .65-.70 of the fp8 peak for 8,192 cubed, 6 % below the plateau, against .70 in bf16
 # (devices/h100-sxm.toml); bursts say .88 there and .98 on B200 (MAMF, `modelling` C1).  4-bit ones, over 8-bit ones,
 # have no such measurement [fitted: 8 dense B200-class runs].
 NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}

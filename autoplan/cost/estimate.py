@@ -22,6 +22,7 @@ from autoplan.cost.layer import (
     ends_tp_s,
     fsdp_s,
     layer_parameters,
+    shared_scales_s,
 )
 from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.memory import (
@@ -37,7 +38,7 @@ from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
 from autoplan.cost.tail import (
-    first_layers,
+    FirstStage,
     optimizer_s,
     reduction_s,
     shown_gather_s,
@@ -88,7 +89,8 @@ class Work:
     embedding_s: Floats  # both passes, where it was measured
     # Tensor-parallel collectives of the embedding and of the head, forward and backward.
     ends_tp: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
-    action_s: Floats  # of the host for one pass through a chunk of a pipeline, where it was measured
+    # At the end of one pass through a chunk: the host's actions, where they were measured, and shared scales.
+    action_s: Floats
     shared: SharedStates
     message_s: Floats
 
@@ -104,7 +106,7 @@ class Work:
             head=(forward, backward, weight),
             embedding_s=embedding_s(problem, batch),
             ends_tp=ends_tp_s(problem, batch, links, weight),
-            action_s=action_s(problem, batch),
+            action_s=action_s(problem, batch) + shared_scales_s(problem, batch, links),
             shared=shared_states(problem, batch),
             message_s=message_s(problem, batch, links),
         )
@@ -364,9 +366,9 @@ def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
     batch, links = laid.batch, laid.work.links
     stages = laid.forward_s.shape[1]
     reduce, gather = reduction_s(problem, batch, laid.blocks, laid.parameters, links)
-    few = first_layers(laid.blocks)
-    exposed = shown_reduce_s(problem, batch, laid.backward_s, few, reduce)
-    shown = shown_gather_s(problem, batch, laid.forward_s, few, gather)
+    first = FirstStage.of(laid.blocks, laid.parameters)
+    exposed = shown_reduce_s(problem, batch, laid.backward_s, first, reduce)
+    shown = shown_gather_s(problem, batch, laid.forward_s, first, gather)
     if (shared := laid.work.shared).known.any():
         # Gathers of the first passes and reductions of the last ones, of layers and ends alike.
         layers = laid.parameters.dense.max(axis=1) / layer_parameters(problem, batch)

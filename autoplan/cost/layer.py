@@ -36,7 +36,7 @@ from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, SharedStates, layer_times, measures_end, repeats_core_only, shared_states
 from autoplan.framework import Framework
 from autoplan.model import Block, ModelSpec
-from autoplan.plan import CP_KINDS, FULL, SHARDINGS, PlanBatch
+from autoplan.plan import CP_KINDS, FULL, PRECISIONS, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -316,6 +316,19 @@ def ends_tp_s(
     beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.tp_reduce_overlap else none
     head = heads * (gather + loss), heads * reduce - (1.0 - CONTENTION_SHARE) * beside
     return (tables * reduce, tables * gather), head
+
+
+def shared_scales_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
+    """Time at the end of every pass through a chunk in which ranks agree on the scales of their 8-bit tensors.
+
+    With scales of past steps all ranks of a stage reduce the largest values that they have seen.
+    Source: Transformer Engine pytorch/quantization.py, reduce_and_update_fp8_tensors; Megatron-LM
+    core/parallel_state.py, get_amax_reduction_group.
+    """
+    agrees = (batch.precision == PRECISIONS.index("fp8")) & (not problem.framework.scales_by_own_largest)
+    if not agrees.any():
+        return np.zeros(len(batch))
+    return np.where(agrees, links.short_all_reduce_s(np.ones_like(batch.tp), batch.tp * batch.cp * batch.dp), 0.0)
 
 
 def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:

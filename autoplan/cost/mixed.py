@@ -19,7 +19,7 @@ from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, 
 from autoplan.cost.memory import StageParameters, host_bytes
 from autoplan.cost.schedule import hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.cost.sheets import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
-from autoplan.cost.tail import first_layers, shown_gather_s, shown_reduce_s
+from autoplan.cost.tail import FirstStage, shown_gather_s, shown_reduce_s
 from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.problem import Problem
 from autoplan.result import MixedCost, MixedKindCost, MixedStageCost
@@ -133,16 +133,16 @@ def _work_terms(sheet: Sheet, critical: Ints) -> _SomeTerms:
 def _shown_terms(sheet: Sheet, cells: dict[str, Floats]) -> _SomeTerms:
     """What shows of reductions and gathers, of members whose first stage is on this part: it hides least."""
     own, rows = sheet.problem, sheet.rows(np.zeros(len(cells["forward_s"]), dtype=np.int64))
-    who, first = sheet.member[rows], sheet.laid.batch.take(rows)
-    layers = first_layers(sheet.laid.blocks)[rows]
+    who, batch = sheet.member[rows], sheet.laid.batch.take(rows)
+    first = FirstStage.of(sheet.laid.blocks, sheet.laid.parameters).take(rows)
     return {
         "data_parallel_reduce": (
             who,
-            shown_reduce_s(own, first, cells["backward_s"][who], layers, cells["reduce_s"][who]),
+            shown_reduce_s(own, batch, cells["backward_s"][who], first, cells["reduce_s"][who]),
         ),
         "parameter_gather": (
             who,
-            shown_gather_s(own, first, cells["forward_s"][who], layers, cells["gather_s"][who]),
+            shown_gather_s(own, batch, cells["forward_s"][who], first, cells["gather_s"][who]),
         ),
     }
 

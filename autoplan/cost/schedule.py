@@ -66,8 +66,9 @@ def send_exposed_s(
 
     Plain 1F1B blocks on combined send and receive: send_s (2 m + 2 p - 5), exact for equal stages (`modelling` E3,
     Megatron-LM schedules.py); two stages exchange m + 1 times, and a single micro-batch goes there and back.
-    Interleaved schedules send v times as many; with overlap only the fill, what the passes of a chunk, forward and
-    backward of `chunk_s`, cannot hide and the contention show, without it every message.
+    Interleaved schedules send v times as many.  Without overlap every message shows; with it the fill, those of the
+    passes that warm up and cool down, which block (overlap_p2p_comm_warmup_flush is off), and of the others what the
+    passes of a chunk, forward and backward of `chunk_s`, cannot hide, and the contention.
     """
     exchanges = np.where(stages == 2, num_microbatches + 1, 2 * num_microbatches + 2 * stages - 5)
     plain = send_s * np.where(num_microbatches == 1, 2 * (stages - 1), exchanges)
@@ -76,7 +77,8 @@ def send_exposed_s(
     if overlaps:
         least = CONTENTION_SHARE * send_s
         unhidden = np.maximum(send_s - chunk_s[0], least) + np.maximum(send_s - chunk_s[1], least)
-    interleaved = fill + num_microbatches * chunks * unhidden
+    blocking = (chunks - 1) * np.minimum(stages, num_microbatches)  # of the last stage, which has fewest
+    interleaved = fill + blocking * 2.0 * send_s + (num_microbatches * chunks - blocking) * unhidden
     return np.where(stages > 1, np.where(chunks > 1, interleaved, plain), 0.0)
 
 

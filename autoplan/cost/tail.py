@@ -5,6 +5,7 @@ Formulas: `modelling` C7, E5.  Arrays of stages have the shape (plans, stages).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from autoplan.cost.layout import StageBlocks
 from autoplan.cost.measured import find
 from autoplan.cost.memory import StageParameters
 from autoplan.framework import Framework
-from autoplan.plan import OFFLOADS, PRECISIONS, SHARDINGS, PlanBatch
+from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch
 from autoplan.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -137,38 +138,82 @@ def gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def shown_reduce_s(
-    problem: Problem, batch: PlanBatch, backward_s: Floats, first_layers: Floats, reduce_s: Floats
+    problem: Problem, batch: PlanBatch, backward_s: Floats, first: FirstStage, reduce_s: Floats
 ) -> Floats:
-    """What shows of the gradient reduction; `first_layers` are those of the first stage (`modelling` E5)."""
+    """What shows of the gradient reduction (`modelling` E5).
+
+    An interleaved pipeline reduces a chunk once its last micro-batch is through, beside the passes of the chunks that
+    follow: of a stage its first chunk shows, and what is longer than those passes.  Else the first stage reduces beside
+    its own last backward pass.
+    Source: Megatron-LM core/pipeline_parallel/schedules.py, grad_sync_func.
+    """
     framework = problem.framework
-    # Later stages end their backward passes earlier, by what the stages before them still have to do; the first stage
-    # can hide its reduction only under its own last backward pass.
+    can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
+    # Where tensor parallelism leaves the scale-up domain its collectives need the network all through a pass.
+    is_free = batch.tp <= problem.cluster.levels[-1].num_devices
+    overlapped = (batch.grad_reduce_overlap & can_overlap & is_free)[:, None]
+    hidden_s = np.where(overlapped, _between_chunks_s(batch, backward_s), 0.0)
+    last = np.broadcast_to(1.0 / _chunks(batch)[:, None], reduce_s.shape).copy()
+    last[:, 0] = first.chunk_share(batch)
+    late_s = np.maximum(reduce_s - hidden_s, np.where(overlapped, last, 1.0) * reduce_s)
+    # Later stages end their backward passes earlier, by what the stages before them still have to do.
     backward = backward_s / batch.vp[:, None]
     slack = np.cumsum(backward, axis=1) - backward
-    can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
-    overlapped = batch.grad_reduce_overlap & can_overlap
-    # Where tensor parallelism leaves the scale-up domain its collectives need the network all through that pass.
-    is_free = batch.tp <= problem.cluster.levels[-1].num_devices
-    slack[:, 0] = np.where(overlapped & is_free, framework.grad_reduce_overlap_share * backward_s[:, 0], 0.0)
-    exposed = np.maximum((reduce_s - slack).max(axis=1), 0.0)
+    in_one = overlapped[:, 0] & (_chunks(batch) == 1)
+    slack[:, 0] = np.where(in_one, framework.grad_reduce_overlap_share * backward_s[:, 0], 0.0)
     # The last bucket is ready only when the backward pass is over.
-    exposed = np.maximum(exposed, reduce_s[:, 0] / first_layers)
-    return exposed + CONTENTION_SHARE * np.minimum(reduce_s[:, 0], slack[:, 0])
+    exposed = np.maximum((late_s - slack).max(axis=1), reduce_s[:, 0] / first.num_blocks)
+    return exposed + CONTENTION_SHARE * np.minimum(reduce_s[:, 0], slack[:, 0] + hidden_s[:, 0])
 
 
 def shown_gather_s(
-    problem: Problem, batch: PlanBatch, forward_s: Floats, first_layers: Floats, gather_s: Floats
+    problem: Problem, batch: PlanBatch, forward_s: Floats, first: FirstStage, gather_s: Floats
 ) -> Floats:
-    """What shows of the gather of parameters, which may hide under the next forward pass."""
+    """What shows of the gather of parameters, which may hide under the next forward passes, chunk by chunk."""
     hidden = batch.param_gather_overlap & problem.framework.param_gather_overlap
-    return np.where(
-        hidden, np.maximum(gather_s[:, 0] - forward_s[:, 0], gather_s[:, 0] / first_layers), gather_s.max(axis=1)
-    )
+    own, one = gather_s[:, 0], forward_s[:, 0] / _chunks(batch)
+    between = _between_chunks_s(batch, forward_s)[:, 0]
+    shown = np.maximum(first.chunk_share(batch) * own, own - between) - one
+    return np.where(hidden, np.maximum(shown, own / first.num_blocks), gather_s.max(axis=1))
 
 
-def first_layers(blocks: StageBlocks) -> Floats:
-    """Blocks on the first stage, at least one."""
-    return np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1)
+def _chunks(batch: PlanBatch) -> Ints:
+    """Of every rank, that follow one another in groups of passes."""
+    return np.where(batch.schedule == SCHEDULES.index("interleaved"), batch.vp, 1)
+
+
+def _between_chunks_s(batch: PlanBatch, pass_s: Floats) -> Floats:
+    """From the end of the first chunk to pass a whole group of micro-batches to that of the last one, on every stage.
+
+    `pass_s` is the time of one micro-batch through all chunks of a stage: shape (plans, stages).
+    """
+    chunks, group = _chunks(batch), np.minimum(batch.pp, batch.num_microbatches)
+    return ((chunks - 1) / chunks * group)[:, None] * pass_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstStage:
+    """What the first stage of every plan holds."""
+
+    num_blocks: Floats
+    ends_share: Floats  # of its parameters, embedding and head
+
+    @classmethod
+    def of(cls, blocks: StageBlocks, parameters: StageParameters) -> FirstStage:
+        """That of laid out stages."""
+        held = parameters.dense[:, 0] + parameters.expert[:, 0]
+        return cls(
+            num_blocks=np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1),
+            ends_share=parameters.ends[:, 0] / held,
+        )
+
+    def take(self, which: Ints) -> FirstStage:
+        """That of some plans."""
+        return FirstStage(num_blocks=self.num_blocks[which], ends_share=self.ends_share[which])
+
+    def chunk_share(self, batch: PlanBatch) -> Floats:
+        """Of its parameters, those of its first chunk."""
+        return self.ends_share + (1.0 - self.ends_share) / _chunks(batch)
 
 
 def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
