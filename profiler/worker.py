@@ -240,6 +240,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         sensors=ranks.sensors,
         rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
         is_collective=needs_all,
+        counts_host=task.operation in units.UNITS,
     )
     del run
     _free(ranks.device)
