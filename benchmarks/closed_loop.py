@@ -161,7 +161,7 @@ def plans_of(name: str) -> list[ParallelPlan]:
     space = make_space(problem, str(GLOBAL_BATCH), fix=list(FIXED), at_most=at_most, allow=list(ALLOWED))
     batch, _ = space.plans(space.cells())
     fits = estimate(problem, batch).memory_bytes <= problem.capacity_bytes
-    plans = [batch.plan(at) for at in np.flatnonzero(fits)]
+    plans = [batch.plan(int(at)) for at in np.flatnonzero(fits)]
     even = [one for one in plans if one.layers_per_chunk is None]
     return even[:: math.ceil(len(even) / MOST_PLANS)]
 

@@ -234,12 +234,17 @@ def _queued_s(run: Run | Staged | None, num_calls: int, device: torch.device) ->
     return queued
 
 
+def _spin(num_cycles: int) -> None:
+    """Queue a kernel that does nothing for so long."""
+    torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
+
+
 def _spin_hz(device: torch.device) -> float:
     """Cycles a second of the kernel that does nothing for so many: counted, as clocks differ in what they count."""
-    torch.cuda._sleep(_SPIN_CYCLES)  # wakes the clocks
+    _spin(_SPIN_CYCLES)  # wakes the clocks
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     first.record()
-    torch.cuda._sleep(_SPIN_CYCLES)
+    _spin(_SPIN_CYCLES)
     last.record()
     synchronise(device)
     return _SPIN_CYCLES / (1e-3 * first.elapsed_time(last))
@@ -268,7 +273,7 @@ def _device_samples_s(
                 del made
         else:
             if hold:
-                torch.cuda._sleep(hold)
+                _spin(hold)
             mark()
             for _ in range(num_calls):
                 run()
