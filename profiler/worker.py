@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from autoplan.children import GRACE_S, START_S, Fault, Place
-from autoplan.errors import AutoplanError, InputError
+from autoplan.errors import InputError
 from autoplan.timing import Operation
-from autoplan.trainer.device import is_out_of_memory, take_device
+from autoplan.trainer.device import describe, take_device
 from autoplan.units import cleaned
 from profiler import collectives, kernels, units
 from profiler.environment import fingerprint
@@ -254,14 +254,6 @@ def _free(device: torch.device) -> None:
     if device.type != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.synchronize(device)
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line; running out of memory is called that on every device."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    if is_out_of_memory(error):
-        return cleaned(f"out of memory: {text}")
-    return cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}")
 
 
 def serve(place: Place, job: Job, line: Connection, prepare_task: Prepare | None) -> None:

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from autoplan.children import Place
-from autoplan.errors import InputError
+from autoplan.errors import AutoplanError, InputError
+from autoplan.units import cleaned
 
 # How torch, cuBLAS, cuDNN and NCCL call it, beside an exception of its own.
 _FULL = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
@@ -38,3 +39,15 @@ def meet(device: torch.device) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the host, had too little memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _FULL)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line; running out of memory is called that on every device.
+
+    NCCL begins with places in its source and says in the end what is wrong.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[-1 if "Last error:" in lines[:-1] else 0][:300]
+    if is_out_of_memory(error):
+        return cleaned(f"out of memory: {text}")
+    return cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}")

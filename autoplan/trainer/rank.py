@@ -22,12 +22,11 @@ from torch import Tensor
 from autoplan.children import GRACE_S, START_S, Fault, Place
 from autoplan.errors import AutoplanError
 from autoplan.plan import ParallelPlan
-from autoplan.trainer.device import is_out_of_memory, meet, take_device
+from autoplan.trainer.device import describe, is_out_of_memory, meet, take_device
 from autoplan.trainer.memory import StorageTracker
 from autoplan.trainer.step import Times, Training
 from autoplan.trainer.task import Advance, Check, Report, Task
 from autoplan.trainer.tokens import sequences
-from autoplan.units import cleaned
 
 CHECKED_STEPS = 3
 _LEAST = 1e-4
@@ -72,13 +71,10 @@ def join(place: Place, limit_s: float) -> torch.device:
 
 
 def last_words(error: BaseException) -> Fault:
-    """An error in one line, of what caused it; running out of memory is called that on every device."""
+    """What caused an error, in one line."""
     while error.__cause__ is not None:  # a pipeline says where its stage failed, not of what
         error = error.__cause__
-    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    if is_out_of_memory(error):
-        return Fault(text=cleaned(f"out of memory: {text}"), is_out_of_memory=True)
-    return Fault(text=cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}"))
+    return Fault(text=describe(error), is_out_of_memory=is_out_of_memory(error))
 
 
 def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere: Any) -> Report:
