@@ -74,6 +74,8 @@ def peaks_of_building(task: Task) -> int:
 
 
 def _build(place: Place, line: Connection, *, task: Task) -> None:
+    import torch.distributed as dist
+
     from autoplan.trainer.memory import StorageTracker
     from autoplan.trainer.rank import join
     from autoplan.trainer.step import Training
@@ -81,7 +83,9 @@ def _build(place: Place, line: Connection, *, task: Task) -> None:
     device = join(place, 60.0)
     with StorageTracker() as tracker:
         Training(task.model, task.plan, seq_len=task.seq_len, device=device, dtype=task.dtype)
-    line.send(tracker.peak_bytes)
+    if place.rank == 0:
+        line.send(tracker.peak_bytes)
+    dist.barrier()  # nobody leaves before rank 0 has told
 
 
 def _compare(place: Place, line: Connection, *, tasks: tuple[Task, ...]) -> None:
