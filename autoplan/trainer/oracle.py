@@ -39,7 +39,6 @@ from autoplan.trainer.rank import last_words
 from autoplan.trainer.step import Training
 from autoplan.trainer.verify import Moment, Question
 
-
 # Where stages agree with their neighbours on how shapes are found: as torch 2.15 calls it, then as 2.13 does.
 _VOTES = ("_initialize_pipeline_distributed_state", "_warmup_p2p")
 
