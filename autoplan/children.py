@@ -251,7 +251,10 @@ class Children:
                 raise CrewError(f"no answer within {limit_s:.0f} s")
 
     def _lost(self, first: Fault | None = None) -> CrewError:
-        """Why ranks are gone: a rank that was killed explains what the others then missed."""
+        """Why ranks are gone: one out of memory explains it, else one that was killed what the others then missed.
+
+        NCCL aborts the ranks that miss another one.
+        """
         words = {} if first is None else {0: first}
         killed: dict[int, str] = {}
         # Others may know better than the first that speaks.
@@ -273,10 +276,11 @@ class Children:
                 break
             time.sleep(0.05)
         offset = self._place.rank if self._place else 0
-        said = killed or {at: fault.text for at, fault in words.items()}
+        full = {at: fault.text for at, fault in words.items() if fault.is_out_of_memory}
+        said = full or killed or {at: fault.text for at, fault in words.items()}
         return CrewError(
             cleaned("; ".join(f"rank {offset + at} {text}" for at, text in sorted(said.items()))),
-            is_out_of_memory=not killed and any(fault.is_out_of_memory for fault in words.values()),
+            is_out_of_memory=bool(full),
         )
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:

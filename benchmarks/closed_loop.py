@@ -1,14 +1,14 @@
-"""Profile, predict, run: how true is the prediction of a plan of two ranks, and how good is the plan that it picks?
+"""Profile, predict, run: how true is the prediction of a plan, and how good is the plan that it picks?
 
 usage: python benchmarks/closed_loop.py PART FOLDER [--budget TIME] [--model NAME ...] [--out FILE]
 
-Three small models on two ranks without accelerators: every plan of the search space, run by the trainer of `autoplan
-run` and predicted from a profile of this machine.  `measure` goes around in rounds: of each model it visits what
-`autoplan profile` measures for the framework torch, into a database in FOLDER, then launches every plan once, until
-each has enough launches that no other load disturbed.  A virtual machine is up to twice as slow in some minutes as in
-others, and so both meet the same ones; predictions see the profile alone.  `track` counts the bytes of each plan, which
-needs no quiet machine; `report` predicts, compares and writes what it found as Markdown.  Each stops within its budget
-and goes on where it stopped.
+Three models on the accelerators of this machine, or small ones on two ranks where it has none: the plans of the search
+space, run by the trainer of `autoplan run` and predicted from a profile of this machine.  `measure` goes around in
+rounds: of each model it visits what `autoplan profile` measures for the framework torch, into a database in FOLDER,
+then launches every plan once, until each has enough launches that no other load disturbed.  A virtual machine is up to
+twice as slow in some minutes as in others, and so both meet the same ones; predictions see the profile alone.  `track`
+counts the bytes of each plan where no allocator does, which needs no quiet machine; `report` predicts, compares and
+writes what it found as Markdown.  Each stops within its budget and goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
+import math
 import os
 import platform
 import sys
@@ -29,6 +30,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import torch
 
 from autoplan.arrays import Floats
 from autoplan.children import Children, Place
@@ -47,20 +49,22 @@ from autoplan.timing import Operation, Provenance
 from autoplan.trainer.run import PRELOAD, run_task
 from autoplan.trainer.task import Report, Task
 from autoplan.training import TrainingSpec
-from profiler.hardware import emulates_bf16
-from profiler.launch import Crew
+from autoplan.units import format_volume
+from profiler.hardware import SYS, amd_gpus, device_id, emulates_bf16, nvidia_gpus
+from profiler.launch import Crew, default_num_ranks
 from profiler.protocol import Hello, Job, Rules
 from profiler.store import open_store
 from profiler.store.store import Store
 from profiler.sweep import Progress, run
-from profiler.wishes import HALVES, SHARED, Wish, plan
+from profiler.wishes import HALVES, LAYERS, SHARED, Wish, plan
 
-# Without units for bf16 a step in it would take many times as long.
-PRECISION: Literal["bf16", "fp32"] = "fp32" if emulates_bf16() else "bf16"
-RANKS = 2
-GLOBAL_BATCH = 8
+HAS_GPUS = torch.cuda.is_available()
+# On cores without units for bf16 a step in it would take many times as long.
+PRECISION: Literal["bf16", "fp32"] = "fp32" if not HAS_GPUS and emulates_bf16() else "bf16"
+RANKS = default_num_ranks() if HAS_GPUS else 2
+GLOBAL_BATCH = 8 * max(RANKS // 2, 1)
 MICRO_BATCHES = (1, 2, 4, 8)
-MODELS = {
+HOST_MODELS = {
     "tiny": (
         ModelSpec(name="tiny", num_layers=16, hidden_size=192, vocab_size=1024, num_heads=6, ffn_size=512),
         64,
@@ -74,19 +78,45 @@ MODELS = {
         128,
     ),
 }
+
+
+def _grouped(name: str, num_layers: int, hidden_size: int, ffn_size: int, num_heads: int, vocab_size: int) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        ffn_size=ffn_size,
+    )
+
+
+# Of 1.1, 2.8 and 3.0 billion parameters, the second one mostly ends: those of Llama-3-8B.
+GPU_MODELS = {
+    "1b": (_grouped("1b", 16, 2048, 8192, 32, 32_768), 4096),
+    "ends": (_grouped("ends", 8, 4096, 14_336, 32, 128_256), 4096),
+    "3b": (_grouped("3b", 28, 3072, 8192, 24, 32_768), 4096),
+}
+MODELS = GPU_MODELS if HAS_GPUS else HOST_MODELS
 ALLOWED = ("zero2", "zero3", *(f"schedule={name}" for name in ("gpipe", "zb-h1", "zb-v", "dualpipe-v")))
-MOST_FOREIGN, MOST_SLOWDOWN = Rules().most_foreign, Rules().most_slowdown
-LAUNCHES = 3  # of each plan that no other load disturbed, and visits of what is measured for the profile
+MOST_PLANS = 40  # of a model: spread evenly over those that there are
+# What recomputing takes is measured on accelerators alone, where memory is short.
+FIXED = () if HAS_GPUS else ("recompute=none",)
+# On a device that others leave alone nothing else counts, whatever the cores of its host do.
+MOST_FOREIGN, MOST_SLOWDOWN = (np.inf, np.inf) if HAS_GPUS else (Rules().most_foreign, Rules().most_slowdown)
+LAUNCHES = 1 if HAS_GPUS else 3  # undisturbed ones of each plan, and visits of what is measured for the profile
 MOST_ROUNDS = 9
-WARMUP, STEPS = 2, 2  # replicas of whole states put their buckets together anew in the second step
-START_S, LAUNCH_S = 10.0, 5.0  # for which there must be time left
+WARMUP, STEPS = 2, 6 if HAS_GPUS else 2  # replicas of whole states put their buckets together anew in the second step
+START_S, LAUNCH_S = (60.0, 30.0) if HAS_GPUS else (10.0, 5.0)  # for which there must be time left
 ALLOWANCE_S = 1.0  # for one visit to settle
+LIMIT_S = 120.0  # of a launch without a word
 COPIED = 2**22  # fp32 numbers: no cache holds them
 CAPS = (0.5, 0.25)  # memory of which so many plans fit
-# What steps of two ranks are made of; kernels of their own would only stand in for units that were not measured.
+TRUE_S, TRUE_BYTES = 0.05, 0.03  # errors up to which a prediction counts as true
+# What steps are made of; kernels of their own would only stand in for units that were not measured.
 OPERATIONS: tuple[Operation, ...] = (
-    "layer",
-    "layer_backward",
+    *(LAYERS if HAS_GPUS else LAYERS[:2]),
     *HALVES,
     *SHARED,
     "embedding",
@@ -98,25 +128,40 @@ OPERATIONS: tuple[Operation, ...] = (
 FAR_APART = 0.10  # plans that are closer may come in either order
 
 
+@functools.lru_cache(maxsize=1)
+def device_here() -> str:
+    """autoplan's id of what the ranks run on."""
+    if not HAS_GPUS:
+        return "cpu"
+    gpus = nvidia_gpus()[0] or amd_gpus(SYS)[0]
+    if not gpus:
+        raise InputError("neither NVML nor amdkfd tells of the devices that torch sees: pip install nvidia-ml-py")
+    one = gpus[0]
+    return device_id(one.name, one.memory_bytes, architecture=one.architecture, compute_units=one.compute_units)
+
+
 def problem_of(name: str, folder: Path | None = None) -> Problem:
-    """A model on two ranks of this machine, with the times of the profile in `folder`."""
+    """A model on the ranks of this machine, with the times of the profile in `folder`."""
     model, seq_len = MODELS[name]
     problem = Problem(
         model=model,
         training=TrainingSpec(seq_len=seq_len, precision=PRECISION),
-        cluster=load_cluster(f"cpu:1x{RANKS}"),
+        cluster=load_cluster(f"{device_here()}:1x{RANKS}"),
         framework=load_framework("torch"),
     )
     return problem if folder is None else with_timings(problem, "db", str(folder / "timings.db"))
 
 
 def plans_of(name: str) -> list[ParallelPlan]:
-    """Every plan of two ranks with layers spread evenly, up to two chunks a rank, without recomputation."""
+    """Plans that fit, with layers spread evenly, up to two chunks a rank."""
     problem = problem_of(name)
-    space = make_space(problem, str(GLOBAL_BATCH), fix=["recompute=none"], at_most=["vp=2"], allow=list(ALLOWED))
+    at_most = ["vp=2", f"micro_batch={MICRO_BATCHES[-1]}"]
+    space = make_space(problem, str(GLOBAL_BATCH), fix=list(FIXED), at_most=at_most, allow=list(ALLOWED))
     batch, _ = space.plans(space.cells())
-    plans = [batch.plan(at) for at in range(len(batch))]
-    return [one for one in plans if one.layers_per_chunk is None]
+    fits = estimate(problem, batch).memory_bytes <= problem.capacity_bytes
+    plans = [batch.plan(int(at)) for at in np.flatnonzero(fits)]
+    even = [one for one in plans if one.layers_per_chunk is None]
+    return even[:: math.ceil(len(even) / MOST_PLANS)]
 
 
 def label(plan: ParallelPlan) -> str:
@@ -126,7 +171,9 @@ def label(plan: ParallelPlan) -> str:
 
 
 def family(plan: ParallelPlan) -> str:
-    """What a plan does with its two ranks."""
+    """What a plan does with its ranks, or on a single one."""
+    if plan.num_devices == 1:
+        return f"recompute {plan.recompute}"
     return plan.schedule if plan.pp > 1 else "tp" if plan.tp > 1 else f"dp {plan.sharding}"
 
 
@@ -215,7 +262,7 @@ def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int,
         model=model,
         framework=load_framework("torch"),
         seq_len=seq_len,
-        tps=(1, RANKS),
+        tps=tuple(sorted({one.tp for one in plans_of(name)})),
         micro_batches=MICRO_BATCHES,
         only=OPERATIONS,
     )
@@ -244,9 +291,9 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
             num_steps=STEPS,
             num_warmup=WARMUP,
             data="synthetic",
-            tracks_memory=False,
+            tracks_memory=HAS_GPUS,  # on a host it would be counted in a training of its own
         )
-        with Children(functools.partial(train_one, task=task), None, RANKS, limit_s=60.0, preload=PRELOAD) as ranks:
+        with Children(functools.partial(train_one, task=task), None, RANKS, limit_s=LIMIT_S, preload=PRELOAD) as ranks:
             answer, check_s = ranks.start(), 0.0
             while not isinstance(answer, Report):
                 check_s = answer if isinstance(answer, float) else check_s
@@ -260,37 +307,38 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
             optimizer_s=answer.optimizer_s,
             foreign=foreign(answer),
             check_s=check_s,
+            peak_bytes=max(answer.peak_bytes, default=0.0),
         )
         keep(folder, seen)
 
 
 def train_one(place: Place, line: Connection, *, task: Task) -> None:
     """Be a rank of a plan: rank 0 sends what a check took, and what `autoplan run` gets."""
-    import torch.distributed as dist
-
+    from autoplan.trainer.device import meet
     from autoplan.trainer.rank import join, train
 
-    device = join(place, 60.0)
-    before_s = checked_s()
+    device = join(place, LIMIT_S)
+    before_s = checked_s(device)
     with Path(os.devnull).open("w") as nowhere:
         report = train(task, place.rank, device, line, nowhere)
         faulthandler.cancel_dump_traceback_later()
-    check_s = (before_s + checked_s()) / 2
+    check_s = (before_s + checked_s(device)) / 2
     if place.rank == 0:
         line.send(check_s)
         line.send(report)
-    dist.barrier()
+    meet(device)
     os._exit(0)
 
 
-def checked_s() -> float:
-    """Seconds that all ranks take at once for calls, products and copies, about as much of each; their mean."""
-    import torch
+def checked_s(device: torch.device) -> float:
+    """Seconds that the hosts of all ranks take at once for calls, products and copies, about as much of each; mean."""
     import torch.distributed as dist
+
+    from autoplan.trainer.device import meet
 
     number, factor = torch.ones(()), torch.ones(256, 256)
     source, target = torch.ones(COPIED), torch.zeros(COPIED)
-    dist.barrier()
+    meet(device)
     began = time.perf_counter()
     for _ in range(5):
         for _ in range(1000):
@@ -299,7 +347,7 @@ def checked_s() -> float:
             torch.mm(factor, factor)
         for _ in range(3):
             target.copy_(source)
-    found = torch.tensor(time.perf_counter() - began)
+    found = torch.tensor(time.perf_counter() - began, device=device)
     dist.all_reduce(found)
     return float(found) / dist.get_world_size()
 
@@ -350,6 +398,11 @@ class Compared:
     def errors(self) -> Floats:
         """Relative, of every plan."""
         return self.predicted_s / self.measured_s - 1
+
+    @property
+    def bytes_errors(self) -> Floats:
+        """The same of its peak; NaN where that was not counted."""
+        return self.bytes_needed / self.bytes_held - 1
 
 
 def compare(folder: Path, name: str) -> Compared:
@@ -418,7 +471,7 @@ def choice(found: Compared, cap_bytes: float) -> str:
     best = int(np.argmin(np.where(fits, found.measured_s, np.inf)))
     regret = found.measured_s[pick] / found.measured_s[best] - 1
     noise = np.hypot(found.noise[pick], found.noise[best])
-    cap = "no cap" if np.isinf(cap_bytes) else f"{cap_bytes / 1e6:.0f} MB"
+    cap = "no cap" if np.isinf(cap_bytes) else format_volume(cap_bytes)
     fit = "" if fits[pick] else ", and does not fit"
     return (
         f"| {cap} | {fits.sum()} | {label(found.plans[pick])}{fit} | {label(found.plans[best])} "
@@ -458,6 +511,7 @@ def told(name: str, found: Compared) -> list[str]:
         f"over all plans {spearman(found.measured_s, found.predicted_s)[0]:.3f}",
         f"* a launch in place of the prediction of the plan's other ones: error {percent(launch_error)} in the median, "
         f"Spearman {launch_rank:.3f}",
+        told_of_truth(found),
         "",
         f"| {'counted' if found.held is found.bytes_held else 'predicted'} memory | plans that fit | picked | best "
         "| regret | noise of the two |",
@@ -473,24 +527,52 @@ def told(name: str, found: Compared) -> list[str]:
             f"| {kind} | {len(own)} | {100 * np.median(np.abs(own)):.1f} % | {100 * np.abs(own).max():.1f} % "
             f"| {100 * np.median(own):+.1f} % |"
         )
-    lines += ["", "| plan | predicted | measured | error | launches | noise |", "|---|--:|--:|--:|--:|--:|"]
+    lines += ["", "| plan | predicted | measured | error | launches | noise | memory predicted | counted | error |"]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for at in np.argsort(found.measured_s):
         lines.append(
             f"| {label(found.plans[at])} | {1e3 * found.predicted_s[at]:.0f} ms | {1e3 * found.measured_s[at]:.0f} ms "
-            f"| {100 * found.errors[at]:+.1f} % | {len(found.launches[at])} | {percent(float(found.noise[at]))} |"
+            f"| {100 * found.errors[at]:+.1f} % | {len(found.launches[at])} | {percent(float(found.noise[at]))} "
+            f"| {told_of_bytes(found, int(at))} |"
         )
     return [*lines, ""]
+
+
+def told_of_truth(found: Compared) -> str:
+    """How many predictions of the time and of the peak are true, and how far off those of the peak are."""
+    counted = found.bytes_errors[~np.isnan(found.bytes_errors)]
+    within = f"{(np.abs(found.errors) <= TRUE_S).sum()} of {len(found.errors)} steps within {percent(TRUE_S)}"
+    if not len(counted):
+        return f"* {within}; no bytes were counted"
+    return (
+        f"* {within}, {(np.abs(counted) <= TRUE_BYTES).sum()} of {len(counted)} peaks within {percent(TRUE_BYTES)}; "
+        f"peaks: median {percent(float(np.median(np.abs(counted))))}, worst {percent(float(np.abs(counted).max()))}"
+    )
+
+
+def told_of_bytes(found: Compared, at: int) -> str:
+    """Predicted and counted peak of a plan and the error, as cells."""
+    needed, held = found.bytes_needed[at], found.bytes_held[at]
+    if np.isnan(held):
+        return f"{format_volume(needed)} | - | -"
+    return f"{format_volume(needed)} | {format_volume(held)} | {100 * found.bytes_errors[at]:+.1f} %"
 
 
 def report_all(folder: Path, names: list[str], path: Path | None) -> None:
     """Compare, print, and write it to `path`."""
     intro = (__doc__ or "").split("\n\n")[2].replace("\n", " ")
+    cores = f"{os.cpu_count()} cores ({platform.machine()})"
+    machine = f"{RANKS} x {torch.cuda.get_device_name()}, {cores}" if HAS_GPUS else cores
+    quiet = (
+        ""
+        if HAS_GPUS
+        else f" in which other load took at most {100 * MOST_FOREIGN:.0f} % of the machine and a check at most "
+        f"{100 * MOST_SLOWDOWN:.0f} % longer than usual"
+    )
     where = (
-        f"On {os.cpu_count()} cores ({platform.machine()}), torch {version('torch')}, products in {PRECISION}.  "
-        f"Measured: the median over launches in which other load took at most {100 * MOST_FOREIGN:.0f} % of the "
-        f"machine and a check at most {100 * MOST_SLOWDOWN:.0f} % longer than usual, each of {STEPS} steps after "
-        f"{WARMUP}, the plans in turn, and in turn with visits of the profile.  Noise: half of what a plan's launches "
-        "lie apart."
+        f"On {machine}, torch {version('torch')}, products in {PRECISION}.  Measured: the median over launches{quiet}, "
+        f"each of {STEPS} steps after {WARMUP}, the plans in turn, and in turn with visits of the profile.  Noise: "
+        "half of what a plan's launches lie apart."
     )
     lines = [f"# Plans predicted and run, {time.strftime('%Y-%m-%d')}", "", intro, "", where, ""]
     for name in names:

@@ -20,6 +20,9 @@ from profiler import attention
 from profiler.maker import Maker, Run, backward, in_turns, num_sets
 
 _ROPE_BASE = 10_000.0
+# Rows of 16 bits to which grouped products want each expert's share of the tokens: where it is none, some versions of
+# torch stop the device (aten/src/ATen/native/cuda/GroupMMCommon.cuh), so frameworks pad.
+_ROWS = 8
 
 
 def implementation(operation: Operation, dtype: str, device: torch.device) -> str:
@@ -27,7 +30,8 @@ def implementation(operation: Operation, dtype: str, device: torch.device) -> st
     if operation in ("gemm", "dgrad"):
         return _first_working(operation, dtype, device, ["scaled_mm"] if dtype == "fp8" else ["mm"])
     if operation == "wgrad":
-        ways = ["scaled_mm + add"] if dtype == "fp8" else ["addmm", "addmm fp32", "mm + add"]
+        wide = ["addmm"] if dtype == "fp32" else ["addmm fp32", "mm + add"]
+        ways = ["scaled_mm + add"] if dtype == "fp8" else wide
         return _first_working(operation, dtype, device, ways)
     if dtype == "fp8":
         return ""  # torch itself has no other kernels in 8 bits
@@ -106,23 +110,29 @@ def _input_bytes(operation: Operation, shape: tuple[int, ...], maker: Maker) -> 
     return 2 * width * math.prod(shape)
 
 
-def _matrices(m: int, n: int, k: int, maker: Maker) -> Run:
-    """y = x w^T of m tokens, k inputs and n outputs."""
-    if maker.kernel == "scaled_mm":
-        x, w, one = maker.eighth(m, k), maker.eighth(n, k), torch.ones((), device=maker.device)
-        return lambda: torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    inputs, weight, out = maker.normal(m, k), maker.normal(n, k), maker.zeros(m, n)
-    return lambda: torch.mm(inputs, weight.t(), out=out)
+def _eighths(m: int, n: int, k: int, maker: Maker, *, is_forward: bool) -> Callable[[], Tensor]:
+    """x w^T in 8 bits: both operands along the summed index, which is what the kernels want.
+
+    Sums are kept short in the forward pass alone, as frameworks do (Transformer Engine, `use_split_accumulator`).
+    """
+    x, w, one = maker.eighth(m, k), maker.eighth(n, k), torch.ones((), device=maker.device)
+    return lambda: torch._scaled_mm(
+        x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=is_forward
+    )
 
 
 def _gemm(maker: Maker, m: int, n: int, k: int) -> Run:
-    return _matrices(m, n, k, maker)
+    """y = x w^T of m tokens, k inputs and n outputs."""
+    if maker.kernel == "scaled_mm":
+        return _eighths(m, n, k, maker, is_forward=True)
+    inputs, weight, out = maker.normal(m, k), maker.normal(n, k), maker.zeros(m, n)
+    return lambda: torch.mm(inputs, weight.t(), out=out)
 
 
 def _dgrad(maker: Maker, m: int, n: int, k: int) -> Run:
     """dx = dy w."""
     if maker.kernel == "scaled_mm":
-        return _matrices(m, k, n, maker)  # 8-bit products want both operands along the summed index: w transposed
+        return _eighths(m, k, n, maker, is_forward=False)
     dy, weight, out = maker.normal(m, n), maker.normal(n, k), maker.zeros(m, k)
     return lambda: torch.mm(dy, weight, out=out)
 
@@ -131,8 +141,8 @@ def _wgrad(maker: Maker, m: int, n: int, k: int) -> Run:
     """dw += dy^T x, added to an fp32 buffer."""
     total = maker.zeros(n, k, dtype=torch.float32)
     if maker.kernel == "scaled_mm + add":
-        dy_t, x_t, one = maker.eighth(n, m), maker.eighth(k, m), torch.ones((), device=maker.device)
-        return lambda: total.add_(torch._scaled_mm(dy_t, x_t.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
+        product = _eighths(n, k, m, maker, is_forward=False)
+        return lambda: total.add_(product())
     dy, x = maker.normal(m, n), maker.normal(m, k)
     if maker.kernel == "addmm":  # everything in one type
         return lambda: torch.addmm(total, dy.t(), x, out=total)
@@ -153,7 +163,7 @@ def _expert_inputs(
 ) -> tuple[list[Tensor], list[int]]:
     """(tokens and weights, tokens of each local expert), balanced: sorted by expert, as after the exchange."""
     local, width = num_experts // ep, ffn_size // etp
-    each = max(round(tokens * experts_per_token / num_experts), 1)
+    each = max(round(tokens * experts_per_token / num_experts / _ROWS), 1) * _ROWS
     up = torch.stack([maker.weight(hidden_size, 2 * width).detach() for _ in range(local)]).requires_grad_()
     down = torch.stack([maker.weight(width, hidden_size).detach() for _ in range(local)]).requires_grad_()
     return [maker.normal(local * each, hidden_size, grad=True), up, down], [each] * local

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 CPU_CACHE_BYTES = 32 * 2**20  # of a core's share of the last level, roughly
+# Behind its L2, which is all that torch tells of: AMD CDNA 3 and CDNA 4 architecture white papers, Infinity Cache.
+INFINITY_CACHE_BYTES = {"gfx942": 256 * 2**20, "gfx950": 256 * 2**20}
 MOST_SETS = 8
 
 Run = Callable[[], object]
@@ -82,7 +84,9 @@ def num_sets(touched_bytes: int, device: torch.device, cache_bytes: int | None =
     if cache_bytes is None:
         cache_bytes = CPU_CACHE_BYTES
         if device.type != "cpu":
-            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            properties = torch.cuda.get_device_properties(device)
+            architecture = getattr(properties, "gcnArchName", "").partition(":")[0]
+            cache_bytes = INFINITY_CACHE_BYTES.get(architecture, properties.L2_cache_size)
     return min(MOST_SETS, 1 + 2 * cache_bytes // touched_bytes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -85,14 +85,17 @@ class Sensors:
         """Note clocks and power: to be called while the device works."""
         if self._device.type == "cpu":
             return
-        # Missing libraries, missing rights and products without a sensor leave it unknown.
-        with suppress(Exception):
-            power = torch.cuda.power_draw(self._device)  # milliwatts from NVML, watts from amdsmi
-            self._state = (
-                self._slowdown(),
-                torch.cuda.clock_rate(self._device),
-                power if torch.version.hip else round(power / 1000),
-            )
+        self._state = (self._slowdown(), self._told(torch.cuda.clock_rate), self._power_w())
+
+    def _told(self, ask: Callable[[torch.device], int]) -> int:
+        """What a sensor says; 0 where the library, the rights or the sensor are missing."""
+        with suppress(Exception):  # each library has errors of its own
+            return ask(self._device)
+        return 0
+
+    def _power_w(self) -> int:
+        power = self._told(torch.cuda.power_draw)  # milliwatts from NVML, watts from amdsmi
+        return power if torch.version.hip else round(power / 1000)
 
     def stop(self) -> Window:
         """The window since `start`."""
@@ -131,7 +134,9 @@ class Sensors:
         library = nvml()
         if library is None or self._handle is None:
             return ""
-        bits = library.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
+        bits = 0
+        with suppress(library.NVMLError):  # not known to drivers from before 535
+            bits = library.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
         return ", ".join(name for bit, name in _SLOWDOWNS.items() if bits & bit)
 
     def _foreign_device(self) -> float:

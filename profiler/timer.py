@@ -5,6 +5,9 @@ long enough for the clock, a soak that brings the device to the clocks of traini
 free of other load and of slow phases, and its median has settled.  On GPUs events enclose many launches; on CPUs
 kernels are timed by the process's own CPU time, which others cannot lengthen by taking turns, and collectives by the
 wall clock.
+
+A GPU that is through with a kernel before its host has launched the next one would tell the host's time, which training
+hides behind longer kernels: it is held until a sample is queued.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from profiler.sensors import Sensors, Window, foreign_load
 MOST_KEPT = 400  # samples of a record
 MOST_CALLS = 100_000  # in one sample
 MOST_WALL_OVER_CPU = 1.05  # above it a kernel waited for its core (`closed-loop` 8)
+HOST_BOUND = 0.8  # share of a sample that queueing it takes, from which on the device may wait for its host
+HOLD_MARGIN = 1.25  # over the time of queueing, which varies
+_SPIN_CYCLES = 10_000_000
 
 
 class Team(Protocol):
@@ -85,10 +91,12 @@ def measure(
     sensors: Sensors,
     rules: Rules,
     is_collective: bool,
+    counts_host: bool = True,
 ) -> Outcome:
     """Time `run` on all ranks at once; None stands by.  Every rank returns the same outcome.
 
-    Of a collective the slowest rank of each sample counts, of a kernel the median rank.
+    Of a collective the slowest rank of each sample counts, of a kernel the median rank.  Where `counts_host` is false,
+    a device does not wait for what its host does between launches.
     """
     by_cpu_time = device.type == "cpu" and not is_collective
     clock = time.process_time if by_cpu_time else time.perf_counter
@@ -105,12 +113,17 @@ def measure(
         num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
     for _ in range(math.ceil(rules.soak_s / elapsed)):
         _repeat(run, num_calls, device)
+    hold = 0
+    if device.type != "cpu" and not counts_host:
+        held_s = hold_s(team.decide(_queued_s(run, num_calls, device)), elapsed)
+        hold = round(held_s * _spin_hz(device)) if held_s else 0
 
     began, rounds = time.perf_counter(), []
     num_samples = rules.samples_in_round(elapsed)
     clean: list[float] = []
     while True:
-        reports = team.gather(_round(run, num_calls, num_samples, device=device, sensors=sensors, clock=clock))
+        mine_now = _round(run, num_calls, num_samples, device=device, sensors=sensors, clock=clock, hold=hold)
+        reports = team.gather(mine_now)
         if fault := _fault(reports, num_samples):
             return Outcome(status="failed", reason=fault)
         working = [report for report in reports if report.samples_s]
@@ -129,6 +142,8 @@ def measure(
 
     _, foreign, slowdown, samples, working = min(rounds, key=lambda one: one[0])
     conditions = _conditions(working, num_calls, foreign, is_collective=is_collective, by_cpu_time=by_cpu_time)
+    if hold:
+        conditions["launches"] = "ahead"
     if not clean:
         why = f"{SLOWED}: {slowdown}" if slowdown else f"other load took {100 * foreign:.0f} % of the machine"
         return Outcome(samples_s=tuple(samples), status="contaminated", reason=why, conditions=conditions)
@@ -182,8 +197,9 @@ def _round(
     device: torch.device,
     sensors: Sensors,
     clock: Callable[[], float],
+    hold: int,
 ) -> _Report:
-    """One rank's samples, each the mean of `num_calls` calls back to back."""
+    """One rank's samples, each the mean of `num_calls` calls back to back; `hold` as in `_device_samples_s`."""
     sensors.start()
     if run is None:
         return _Report(samples_s=(), wall_over_cpu=1.0, window=sensors.stop())
@@ -191,7 +207,7 @@ def _round(
     if device.type == "cpu":
         lengths = np.array([_sample_s(run, num_calls, clock) for _ in range(num_samples)])
     else:
-        lengths = _device_samples_s(run, num_calls, num_samples, sensors)
+        lengths = _device_samples_s(run, num_calls, num_samples, sensors, hold)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     each = num_calls * (run.num_links if isinstance(run, Chain) else 1)
     return _Report(
@@ -199,8 +215,46 @@ def _round(
     )
 
 
-def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, sensors: Sensors) -> Floats:
-    """What so many calls take on the device, without what comes before each: marks in its queue."""
+def hold_s(queued_s: float, sample_s: float) -> float:
+    """For how long to hold a device, so that all of a sample is queued by then; 0 where its host is ahead anyway.
+
+    `queued_s` is what queueing a sample takes, `sample_s` what it takes until it is through.
+    """
+    return HOLD_MARGIN * queued_s if queued_s > HOST_BOUND * sample_s else 0.0
+
+
+def _queued_s(run: Run | Staged | None, num_calls: int, device: torch.device) -> float:
+    """What the host takes to queue so many calls."""
+    began = time.perf_counter()
+    for _ in range(num_calls if run else 0):
+        assert run is not None
+        run()
+    queued = time.perf_counter() - began
+    synchronise(device)
+    return queued
+
+
+def _spin(num_cycles: int) -> None:
+    """Queue a kernel that does nothing for so long."""
+    torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
+
+
+def _spin_hz(device: torch.device) -> float:
+    """Cycles a second of the kernel that does nothing for so many: counted, as clocks differ in what they count."""
+    _spin(_SPIN_CYCLES)  # wakes the clocks
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    _spin(_SPIN_CYCLES)
+    last.record()
+    synchronise(device)
+    return _SPIN_CYCLES / (1e-3 * first.elapsed_time(last))
+
+
+def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, sensors: Sensors, hold: int) -> Floats:
+    """What so many calls take on the device, without what comes before each: marks in its queue.
+
+    Before each sample the device idles for `hold` cycles.
+    """
     marks: list[Any] = []
 
     def mark() -> None:
@@ -216,6 +270,8 @@ def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, senso
                 mark()
                 del made
         else:
+            if hold:
+                _spin(hold)
             mark()
             for _ in range(num_calls):
                 run()

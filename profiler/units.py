@@ -99,9 +99,9 @@ def _model(shape: Sequence[int], num_layers: int) -> ModelSpec:
 
 def _chunk(plan: ParallelPlan, shape: Sequence[int], num_layers: int, maker: Maker, grids: Grids) -> Transformer:
     """So many layers of the trainer, spread by a plan."""
-    with maker.device:
+    with torch.device("meta"):
         part = Transformer(_model(shape, num_layers), shape[1], 0, num_layers, is_first=False, is_last=False)
-    spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+    spread(part, plan, grids.of(plan), dtype=maker.dtype, device=maker.device, seed=0)
     return part
 
 
@@ -224,9 +224,9 @@ def _end(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grid
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
     def make() -> Run:
-        with maker.device:
+        with torch.device("meta"):
             part = Transformer(model, tokens, 0, 0, is_first=not is_head, is_last=is_head)
-        spread(part, plan, grids.of(plan), dtype=maker.dtype, seed=0)
+        spread(part, plan, grids.of(plan), dtype=maker.dtype, device=maker.device, seed=0)
         announce(part, plan, is_last=False)
         hidden, gradient = (maker.normal(1, tokens // tp, hidden_size, grad=True) for _ in range(2))
 
@@ -265,7 +265,7 @@ def _pipeline_actions(operation: Operation, shape: tuple[int, ...], maker: Maker
     plan = ParallelPlan(global_batch=num_micro_batches, pp=num_devices, sharding="none", param_gather_overlap=False)
     grid = grids.of(plan)
     part = _Scale(maker)
-    share(part, [], plan, grid, maker.dtype)
+    share(part, plan, grid, maker.dtype)
     step = passes([part], plan, grid, maker.device, lambda output, target: (output - target).sum())
     numbers = maker.normal(num_micro_batches, 1)
     return functools.partial(step, numbers, numbers)

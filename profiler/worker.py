@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from autoplan.children import GRACE_S, START_S, Fault, Place
-from autoplan.errors import AutoplanError, InputError
+from autoplan.errors import InputError
 from autoplan.timing import Operation
+from autoplan.trainer.device import describe, take_device
 from autoplan.units import cleaned
 from profiler import collectives, kernels, units
 from profiler.environment import fingerprint
@@ -86,13 +87,10 @@ class Ranks:
 def join(place: Place, job: Job) -> Ranks:
     """Become a rank: take a device and meet the others."""
     torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
-    has_devices = torch.cuda.is_available()
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count()) if has_devices else torch.device("cpu")
-    if has_devices:
-        torch.cuda.set_device(device)
+    device = take_device(place)
     torch.manual_seed(place.rank)
     dist.init_process_group(
-        "nccl" if has_devices else "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         init_method=place.meeting_point,
         rank=place.rank,
         world_size=place.num_ranks,
@@ -242,6 +240,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         sensors=ranks.sensors,
         rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
         is_collective=needs_all,
+        counts_host=task.operation in units.UNITS,
     )
     del run
     _free(ranks.device)
@@ -255,14 +254,6 @@ def _free(device: torch.device) -> None:
     if device.type != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.synchronize(device)
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line; running out of memory is called that on every device."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-        return cleaned(f"out of memory: {text}")
-    return cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}")
 
 
 def serve(place: Place, job: Job, line: Connection, prepare_task: Prepare | None) -> None:

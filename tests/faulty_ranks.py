@@ -36,6 +36,17 @@ def end_late(place: Place, line: Connection, *, after_s: float, mark: str) -> No
     Path(mark).touch()
 
 
+def fill_or_abort(place: Place, line: Connection) -> None:
+    """The whole work of a rank that runs out of memory, and of others that are aborted as they miss it."""
+    from autoplan.children import Fault
+
+    if place.rank == 1:
+        line.send(Fault(text="out of memory: 1 GiB", is_out_of_memory=True))
+        os._exit(2)
+    time.sleep(0.1)
+    os.abort()
+
+
 def few_samples(task: Task, ranks: Ranks) -> Run | Staged | None:
     """As few and as short ones as there can be: what is asked here is whether, not how long."""
     from profiler import worker

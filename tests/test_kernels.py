@@ -77,6 +77,25 @@ def test_experts_compute_the_tokens_that_come_to_one_rank() -> None:
     assert flops("experts_backward") == 2 * forward
 
 
+def test_every_expert_gets_whole_rows_of_16_bytes() -> None:
+    tokens, hidden_size, ffn_size, per_token, num_experts, ep = 100, 32, 48, 2, 8, 2
+    maker = Maker(device=CPU, dtype="bf16", kernel="grouped_mm")
+    out: Any = build("experts", (tokens, hidden_size, ffn_size, per_token, num_experts, 1, ep), maker)()
+    assert out.shape == (num_experts // ep * 24, hidden_size)  # 25 would be theirs
+    out = build("experts", (4, hidden_size, ffn_size, 1, num_experts, 1, ep), maker)()
+    assert out.shape == (num_experts // ep * 8, hidden_size)
+
+
+def test_products_in_8_bits_compute_what_their_shape_says() -> None:
+    m, n, k = shape = 48, 32, 16
+    shapes: dict[Operation, tuple[int, int]] = {"gemm": (m, n), "dgrad": (m, k), "wgrad": (n, k)}
+    for operation, wanted in shapes.items():
+        kernel = implementation(operation, "fp8", CPU)
+        out: Any = build(operation, shape, Maker(device=CPU, dtype="fp8", kernel=kernel))()
+        assert out.shape == wanted
+        assert out.isfinite().all()
+
+
 def test_attention_and_its_backward_pass_run_flash_kernels() -> None:
     batch, seq_len, heads, kv_heads, head_dim, _ = SHAPE["attention"]
     kernel = implementation("attention", "fp32", CPU)

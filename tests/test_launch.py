@@ -62,6 +62,15 @@ def test_ranks_say_where_and_what_they_are(four: tuple[Crew, Hello]) -> None:
     assert all(seconds > 0 for seconds in (*hello.gemm_s, *hello.links_s.values()))
 
 
+def test_a_rank_out_of_memory_explains_those_that_were_aborted_for_want_of_it() -> None:
+    with (
+        Children(faulty_ranks.fill_or_abort, None, 3, limit_s=30.0) as ranks,
+        pytest.raises(CrewError, match=r"^rank 1 out of memory: 1 GiB$") as caught,
+    ):
+        ranks.start()
+    assert caught.value.is_out_of_memory
+
+
 @pytest.mark.parametrize("operation", sorted(COLLECTIVES))
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_collectives_run_in_one_group_and_in_all_siblings(

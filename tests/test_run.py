@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,20 @@ import pytest
 pytest.importorskip("torch")
 
 from autoplan.children import Children
+from autoplan.cli.inputs import with_timings
+from autoplan.cli.run import of_trainer
+from autoplan.cost.estimate import estimate
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster
+from autoplan.read.framework import load_framework
+from autoplan.read.model import load_model
+from autoplan.timing import Operation
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.task import Advance, Report
+from autoplan.training import TrainingSpec
 from commands import run
+from profiler.record import Fingerprint, Record
 from profiler.runs import RunRecord
 from profiler.store import open_store
 
@@ -47,6 +59,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan["model"] |= {"hidden_size": 2**20, "vocab_size": 2**20}
     (folder / "huge.json").write_text(json.dumps(plan))
     return folder
+
+
+def test_a_plan_of_another_framework_is_priced_by_what_was_measured_of_the_trainer(tmp_path: Path) -> None:
+    path = str(tmp_path / "times.db")
+    layer = (1, 4096, 4096, 14_336, 32, 8, 128, 1)
+    measured: list[tuple[Operation, tuple[int, ...]]] = [
+        ("gemm", (4096, 4096, 4096)), ("layer", layer), ("layer_backward", layer)
+    ]  # fmt: skip
+    with open_store(path) as store:
+        store.add(
+            Record(
+                fingerprint=Fingerprint(device="h200-sxm"), operation=name, shape=shape, dtype="bf16", samples_s=(0.1,)
+            )
+            for name, shape in measured
+        )
+    plain = Problem(
+        model=load_model("llama3-8b"),
+        training=TrainingSpec(seq_len=4096),
+        cluster=load_cluster("h200-sxm:1x1"),
+        framework=load_framework("megatron-core"),
+    )
+    wanted = with_timings(replace(plain, framework=load_framework("torch")), "db", path)
+    batch = PlanBatch.of([ParallelPlan(global_batch=2, sharding="none")], plain.model.num_layers)
+    steps_s = [
+        float(estimate(one, batch).step_s[0])
+        for one in (wanted, of_trainer(with_timings(plain, "db", path), "db", path), of_trainer(plain, "", path))
+    ]
+    assert steps_s[0] == steps_s[1] > 2 * 32 * 0.2 > steps_s[2]
 
 
 @pytest.fixture

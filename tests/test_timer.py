@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 from profiler.maker import Chain  # noqa: E402
 from profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
 from profiler.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
-from profiler.timer import measure, median_interval, scatter, spread  # noqa: E402
+from profiler.timer import hold_s, measure, median_interval, scatter, spread  # noqa: E402
 
 CPU = torch.device("cpu")
 # Nothing here depends on how busy the machine is.
@@ -221,3 +222,31 @@ def test_a_gpu_is_timed_by_events(mode: Any) -> None:
     assert outcome.status in ("ok", "contaminated", "unstable")
     # No device computes 1e16 products a second.
     assert 2 * 4096**3 / 1e16 < min(outcome.samples_s) < 1
+
+
+def test_a_device_is_held_only_where_its_host_may_be_behind() -> None:
+    assert hold_s(queued_s=1e-3, sample_s=5e-3) == 0.0  # kernels longer than their launches
+    assert hold_s(queued_s=5e-3, sample_s=5e-3) > 5e-3  # until all of the sample is queued
+
+
+@pytest.mark.gpu
+def test_what_launches_take_is_no_part_of_a_short_kernel() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    device = torch.device("cuda", 0)
+    x, rules = torch.ones(64, device=device), rules_for("cuda", "burst")
+
+    def seconds(*, counts_host: bool) -> float:
+        sensors = Sensors(device, "here")
+        found = measure(
+            lambda: x.add(1),
+            team=Alone(),
+            device=device,
+            sensors=sensors,
+            rules=rules,
+            is_collective=False,
+            counts_host=counts_host,
+        )
+        return float(np.median(found.samples_s))
+
+    assert seconds(counts_host=False) < seconds(counts_host=True) < 1e-3

@@ -13,12 +13,13 @@ import pytest
 pytest.importorskip("torch")
 
 from autoplan.children import Children, CrewError
+from autoplan.cost.arithmetic import count_parameters
 from autoplan.errors import InputError
 from autoplan.plan import ParallelPlan
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.run import check_task, run_task
 from autoplan.trainer.task import Advance, Check
-from trained import DENSE, plan_of, task
+from trained import DENSE, peaks_of_building, plan_of, task
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,14 @@ def test_a_run_reports_every_step_and_its_loss_falls() -> None:
     assert len(made.peak_bytes) == 2
     # At least the shards of weights, gradients and Adam's two states, 16 bytes a parameter, live at once.
     assert min(made.peak_bytes) > 16 * 40_000 / 2
+
+
+def test_ranks_that_share_weights_never_hold_all_of_them() -> None:
+    model = replace(DENSE, num_layers=8, hidden_size=256, ffn_size=1024)
+    whole = 4 * count_parameters(model)
+    for plan in (plan_of(dp_shard=2, sharding="zero3"), plan_of(tp=2, sp=True)):
+        # Half of it, and of one layer the whole with what it is drawn into.
+        assert 0.5 * whole <= peaks_of_building(task(plan, model)) <= 0.75 * whole
 
 
 def killed_in_the_middle(number: signal.Signals, limit_s: float) -> str:

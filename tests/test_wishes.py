@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.cli.inputs import with_timings
+from autoplan.cost.estimate import estimate
+from autoplan.cost.provenance import shares
 from autoplan.errors import InputError
 from autoplan.framework import Framework
 from autoplan.model import ModelSpec
-from autoplan.read.cluster import load_device
+from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.problem import Problem
+from autoplan.read.cluster import load_cluster, load_device
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
 from autoplan.timing import SHAPES, line_of
+from autoplan.training import TrainingSpec
 from profiler.protocol import BESIDE, COLLECTIVES, Hello, Task
-from profiler.record import Fingerprint
+from profiler.record import Fingerprint, Record
+from profiler.store import open_store
 from profiler.wishes import LAYERS, Wish, plan, reference_s, unmeasured
 
 MEGATRON: Framework = load_framework("megatron-core")
@@ -208,3 +216,51 @@ def test_larger_calls_are_expected_to_take_longer() -> None:
 def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
     with pytest.raises(InputError, match="tp 3 must divide the 4 heads"):
         replace(WISH, tps=(1, 3))
+
+
+def test_what_a_gpu_is_asked_for_is_what_its_steps_are_priced_by(tmp_path: Path) -> None:
+    """Through the database: every time twice as long makes steps twice as long, and almost nothing rests on curves."""
+    kernels = {(one, "bf16"): "nccl" if one in COLLECTIVES else "trainer" for one in SHAPES}
+    device, model = load_device("h200-sxm"), load_model("llama3-8b")
+    assert device is not None
+    machine = Fingerprint(device=device.name, memory_bytes=round(device.visible_memory_bytes), runtime="cuda 13.0")
+    hello = Hello(fingerprint=machine, device_type="cuda", hosts=("a",) * 8, dtypes=("bf16",), kernels=kernels)
+    wish = Wish(model=model, framework=TORCH, seq_len=4096, tps=(1, 2), micro_batches=(1, 2))
+    tasks = [one.task for one in plan(wish, hello, ())]
+    problem = Problem(
+        model=model, training=TrainingSpec(seq_len=4096), cluster=load_cluster("h200-sxm:1x8"), framework=TORCH
+    )
+    axes = [
+        (1, 1, 8, "zero1", "none"),
+        (1, 2, 8, "zero3", "full"),
+        (2, 1, 4, "none", "none"),
+        (2, 2, 4, "zero1", "full"),
+    ]
+    plans = [
+        ParallelPlan(
+            global_batch=32, micro_batch=size, tp=tp, sp=tp > 1, dp_shard=dp, sharding=sharding, recompute=recompute
+        )  # type: ignore[arg-type]
+        for tp, size, dp, sharding, recompute in axes
+    ]
+    batch = PlanBatch.of(plans, model.num_layers)
+    steps_s = []
+    for times in (1.0, 2.0):
+        path = str(tmp_path / f"{times}.db")
+        with open_store(path) as store:
+            store.add(
+                Record(
+                    fingerprint=machine,
+                    operation=task.operation,
+                    shape=task.shape,
+                    dtype=task.dtype,
+                    kernel=task.kernel,
+                    samples_s=(times * reference_s(task, device),) * 3,
+                )
+                for task in tasks
+            )
+        priced = with_timings(problem, "db", path)
+        steps_s.append(estimate(priced, batch).step_s)
+        rests = shares(priced, batch)
+        assert (rests["measured"] > 0.9).all()
+        assert (rests["measured"] + rests["interpolated"] > 0.98).all()
+    assert steps_s[1] == pytest.approx(2 * steps_s[0], rel=0.02)

@@ -65,6 +65,29 @@ def checks(tasks: Sequence[Task]) -> list[Check]:
         return [ranks.start(), *(ranks.answer() for _ in tasks[1:])]
 
 
+def peaks_of_building(task: Task) -> int:
+    """Most bytes that the tensors of rank 0 hold at once before its first step."""
+    with Children(functools.partial(_build, task=task), None, task.plan.num_devices, limit_s=60.0) as ranks:
+        peak = ranks.start()
+    assert isinstance(peak, int)
+    return peak
+
+
+def _build(place: Place, line: Connection, *, task: Task) -> None:
+    import torch.distributed as dist
+
+    from autoplan.trainer.memory import StorageTracker
+    from autoplan.trainer.rank import join
+    from autoplan.trainer.step import Training
+
+    device = join(place, 60.0)
+    with StorageTracker() as tracker:
+        Training(task.model, task.plan, seq_len=task.seq_len, device=device, dtype=task.dtype)
+    if place.rank == 0:
+        line.send(tracker.peak_bytes)
+    dist.barrier()  # nobody leaves before rank 0 has told
+
+
 def _compare(place: Place, line: Connection, *, tasks: tuple[Task, ...]) -> None:
     import logging
 

@@ -84,12 +84,12 @@ def run(
         check_output(out, force=force)
     limit_s = parse_duration(limit)
     url = whole_url(context, db)
-    problem, wanted, _ = plan_to_run(plan, url)
+    problem, wanted, timings = plan_to_run(plan, url)
     place = None if command else place_from(os.environ)
     leads = place is None or place.rank == 0
     keeper = RunKeeper(url) if db and leads else None
     if not program:
-        problem = _of_trainer(problem)
+        problem = of_trainer(problem, timings, url)
         if leads and not quiet:
             warn_of_emulation(problem)
     predicted = _predicted(problem, wanted)
@@ -221,8 +221,12 @@ def warn_of_emulation(problem: Problem) -> None:
         print(f"autoplan: warning: {EMULATION}: plan with --precision fp32", file=sys.stderr)
 
 
-def _of_trainer(problem: Problem) -> Problem:
-    """The problem as the built-in trainer runs it, whatever framework it was made for."""
+def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
+    """The problem as the built-in trainer runs it, whatever framework it was made for.
+
+    Of the database whose times are in it, the trainer's own units count then too.
+    """
+    from autoplan.cli.inputs import with_timings
     from autoplan.read.calibration import built_in_calibration
     from autoplan.read.framework import load_framework
 
@@ -230,7 +234,11 @@ def _of_trainer(problem: Problem) -> Problem:
         return problem
     framework = load_framework(FRAMEWORK)
     calibration = built_in_calibration(framework, problem.cluster.device.generation)
-    return replace(problem, framework=framework, calibration=calibration)
+    problem = replace(problem, framework=framework, calibration=calibration)
+    for source in dict.fromkeys((url, None)) if timings == "db" else ():  # as `plan_to_run` looked for them
+        with suppress(AutoplanError):
+            return with_timings(problem, timings, source)
+    return problem
 
 
 def _predicted(problem: Problem, plan: ParallelPlan) -> Predicted:

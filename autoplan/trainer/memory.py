@@ -44,6 +44,8 @@ class StorageTracker(TorchDispatchMode):
         """Count the storage of a tensor until it is gone."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
+        if tensor.device.type == "meta":  # it has no data
+            return
         storage = tensor.untyped_storage()
         handle = storage._cdata
         if handle not in self._held:

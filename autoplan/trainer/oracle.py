@@ -39,6 +39,9 @@ from autoplan.trainer.rank import last_words
 from autoplan.trainer.step import Training
 from autoplan.trainer.verify import Moment, Question
 
+# Where stages agree with their neighbours on how shapes are found: as torch 2.15 calls it, then as 2.13 does.
+_VOTES = ("_initialize_pipeline_distributed_state", "_warmup_p2p")
+
 
 def serve(line: Connection, questions: list[Question]) -> None:
     """Send the peaks of a rank by moment, for plans that differ in their layers alone: all that a process is for."""
@@ -183,7 +186,9 @@ def _grounded(question: Question) -> Iterator[None]:
             stack.enter_context(_replaced(F, "rms_norm", _fused_norm))
         stack.enter_context(_replaced(step, "make_grid", real(parallel.make_grid)))
         stack.enter_context(_replaced(parallel, "PipelineStage", Stage))
-        stack.enter_context(_replaced(schedules._PipelineSchedule, "_warmup_p2p", vote))
+        schedule = schedules._PipelineSchedule
+        name = next(name for name in _VOTES if hasattr(schedule, name))
+        stack.enter_context(_replaced(schedule, name, vote))
         yield
 
 

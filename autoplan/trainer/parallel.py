@@ -108,22 +108,29 @@ def build(
     counts = chunk_layers(plan, model.num_layers)
     parts = []
     for at in chunks_of(plan, grid.pp_rank):
-        with device:
+        with torch.device("meta"):
             part = Transformer(
                 model, seq_len, sum(counts[:at]), counts[at], is_first=at == 0, is_last=at == len(counts) - 1
             )
-        spread(part, plan, grid, dtype=dtype, seed=seed)
+        spread(part, plan, grid, dtype=dtype, device=device, seed=seed)
         parts.append(part)
     return parts
 
 
-def spread(part: Transformer, plan: ParallelPlan, grid: Grid, *, dtype: str, seed: int) -> None:
-    """Give a chunk its weights and this rank's share of it, in place."""
-    initialise(part, seed)
+def spread(part: Transformer, plan: ParallelPlan, grid: Grid, *, dtype: str, device: torch.device, seed: int) -> None:
+    """Give a chunk without data this rank's share of its weights, in place.
+
+    One layer after the other: all of it at once would need as much memory as plans that shard it are made to save.
+    """
     if grid.tp is not None:
         _cut(part, grid.tp, sp=plan.sp)
     _recompute(part, plan)
-    share(part, list(part.layers.values()), plan, grid, dtype)
+    for name, layer in part.layers.items():
+        initialise(layer, device, seed, f"layers.{name}")
+        share(layer, plan, grid, dtype, frees=_frees(plan))
+    initialise(part, device, seed)
+    part.tie()
+    share(part, plan, grid, dtype)
 
 
 # -- tensor parallelism -----------------------------------------------------------------------------------------------
@@ -189,18 +196,17 @@ def _recompute(part: Transformer, plan: ParallelPlan) -> None:
 # -- data parallelism -------------------------------------------------------------------------------------------------
 
 
-def share(part: nn.Module, layers: list[nn.Module], plan: ParallelPlan, grid: Grid, dtype: str) -> None:
-    """One unit for each layer and one for the rest; weights are fp32, computing and messages as the plan says."""
+def share(unit: nn.Module, plan: ParallelPlan, grid: Grid, dtype: str, *, frees: bool = False) -> None:
+    """Make a unit of a layer, or of the rest; weights are fp32, computing and messages as the plan says."""
     if grid.dp is None and dtype == "fp32":
         return
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     assert grid.whole is not None
     mesh = grid.dp if grid.dp is not None else grid.whole["replicate"]
-    for unit in (*layers, part):
-        if plan.sharding == "none" or plan.dp_shard == 1:
-            replicate(unit, mesh=mesh, mp_policy=policy)
-        else:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=_frees(plan) and unit is not part)
+    if plan.sharding == "none" or plan.dp_shard == 1:
+        replicate(unit, mesh=mesh, mp_policy=policy)
+    else:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
 
 
 def _frees(plan: ParallelPlan) -> bool:

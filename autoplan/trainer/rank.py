@@ -22,11 +22,11 @@ from torch import Tensor
 from autoplan.children import GRACE_S, START_S, Fault, Place
 from autoplan.errors import AutoplanError
 from autoplan.plan import ParallelPlan
+from autoplan.trainer.device import describe, is_out_of_memory, meet, take_device
 from autoplan.trainer.memory import StorageTracker
 from autoplan.trainer.step import Times, Training
 from autoplan.trainer.task import Advance, Check, Report, Task
 from autoplan.trainer.tokens import sequences
-from autoplan.units import cleaned
 
 CHECKED_STEPS = 3
 _LEAST = 1e-4
@@ -48,7 +48,7 @@ def serve(place: Place, line: Connection, *, task: Task) -> None:
         faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
         # All has been told: gloo may take a line that closes right behind its last word for a fault, and it is none.
         with contextlib.suppress(RuntimeError):
-            dist.barrier()
+            meet(device)
     except Exception as error:
         with contextlib.suppress(OSError):
             line.send(last_words(error))
@@ -59,10 +59,7 @@ def serve(place: Place, line: Connection, *, task: Task) -> None:
 def join(place: Place, limit_s: float) -> torch.device:
     """Take a device and meet the others."""
     torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = take_device(place)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=place.meeting_point,
@@ -74,13 +71,10 @@ def join(place: Place, limit_s: float) -> torch.device:
 
 
 def last_words(error: BaseException) -> Fault:
-    """An error in one line, of what caused it; running out of memory is called that on every device."""
+    """What caused an error, in one line."""
     while error.__cause__ is not None:  # a pipeline says where its stage failed, not of what
         error = error.__cause__
-    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-        return Fault(text=cleaned(f"out of memory: {text}"), is_out_of_memory=True)
-    return Fault(text=cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}"))
+    return Fault(text=describe(error), is_out_of_memory=is_out_of_memory(error))
 
 
 def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere: Any) -> Report:
@@ -96,6 +90,10 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
     watch()
     peaks = _tracked_bytes(task, device) if task.tracks_memory and device.type == "cpu" else []
     training = _training(task, device)
+    if device.type == "cuda":  # what comparing and building took is no part of training
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     rows: list[tuple[Times, float, float, float]] = []  # with processor times of the rank and of the node
     for step in range(task.num_warmup + task.num_steps):
         watch()

@@ -15,7 +15,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from autoplan.model import ModelSpec
 from autoplan.plan import ParallelPlan
+from autoplan.trainer.device import meet
 from autoplan.trainer.parallel import ALONE, build, make_grid, passes
+from autoplan.trainer.transformer import plain_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,7 @@ class Training:
     def _wait(self) -> None:
         self._synchronise()
         if not self._is_alone:
-            dist.barrier()
+            meet(self.device)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The weights of this rank's chunks by name, put together from the ranks that share them; all ranks call it."""
@@ -118,8 +120,8 @@ class Training:
 
 
 def _named(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters by the names of the whole model: wrappers for recomputation put their own between."""
-    return [(name.replace("_checkpoint_wrapped_module.", ""), weight) for name, weight in part.named_parameters()]
+    """Parameters by the names of the whole model."""
+    return [(plain_name(name), weight) for name, weight in part.named_parameters()]
 
 
 def _whole(tensor: Tensor) -> Tensor:

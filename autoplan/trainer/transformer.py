@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from autoplan.model import Block, Experts, ModelSpec
 
@@ -232,13 +232,31 @@ class Transformer(nn.Module):
         return x
 
 
-def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Draw every weight from a stream of its own, named after the parameter: the same in every chunk and layout."""
-    with torch.no_grad():
-        for name, weight in module.named_parameters(prefix=prefix):
-            if weight.dim() == 1:  # norms are ones, biases zeros
-                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+def initialise(module: nn.Module, device: torch.device, seed: int, prefix: str = "") -> None:
+    """Draw every weight without data from a stream of its own, named after it: the same in every chunk and layout.
+
+    Of a weight that is cut every rank draws the whole, and keeps its part.
+    """
+    for path, owner in module.named_modules(prefix=prefix):
+        for key, weight in list(owner.named_parameters(recurse=False)):
+            if not weight.is_meta:
                 continue
-            generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-            drawn = torch.empty(weight.shape).normal_(std=1 / math.sqrt(weight.shape[-1]), generator=generator)
-            weight.copy_(drawn)
+            name = plain_name(f"{path}.{key}" if path else key)
+            whole, fresh = _drawn(name, weight.shape, device, seed), torch.empty_like(weight, device=device)
+            if isinstance(fresh, DTensor):
+                whole = distribute_tensor(whole, fresh.device_mesh, fresh.placements, src_data_rank=None)
+            with torch.no_grad():
+                fresh.copy_(whole)
+            owner.register_parameter(key, nn.Parameter(fresh))
+
+
+def _drawn(name: str, shape: torch.Size, device: torch.device, seed: int) -> Tensor:
+    if len(shape) == 1:  # norms are ones, biases zeros
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
+    generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
+    return torch.empty(shape, device=device).normal_(std=1 / math.sqrt(shape[-1]), generator=generator)
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter in the whole model: wrappers for recomputation put their own between."""
+    return name.replace("_checkpoint_wrapped_module.", "")

@@ -6,7 +6,9 @@ Two small numbers of layers tell the rest: at every moment of a step that may be
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
+import re
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -21,6 +23,7 @@ from autoplan.training import TrainingSpec
 
 BUDGET_S = 45.0  # after which no further stage is begun
 _LIMIT_S = 300.0  # of one small plan
+_LEAST_TORCH = (2, 13)  # whose pipelines tell shapes as the oracle stands in for
 _FEW, _MORE = 2, 4  # layers of a chunk
 _FILLED = 3  # groups of micro-batches that leave a pipeline in its steady state
 
@@ -59,6 +62,10 @@ def check(model: ModelSpec, plan: ParallelPlan, seq_len: int) -> None:
     """Refuse what the built-in trainer does not run."""
     if importlib.util.find_spec("torch") is None:
         raise InputError("the memory oracle is torch itself, which is not installed: pip install 'autoplan[profile]'")
+    held = importlib.metadata.version("torch")
+    if tuple(map(int, re.findall(r"\d+", held)[:2])) < _LEAST_TORCH:
+        least = ".".join(map(str, _LEAST_TORCH))
+        raise InputError(f"the memory oracle needs torch {least} or later, here is {held}: pip install --upgrade torch")
     says = "the memory oracle is the built-in trainer, which does not run the plan"
     check_legal(RULES, model, TrainingSpec(seq_len=seq_len), plan, says)
 

@@ -1,0 +1,53 @@
+"""Which device does a rank compute on, how do ranks wait there for each other, and when is its memory full?"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from autoplan.children import Place
+from autoplan.errors import AutoplanError, InputError
+from autoplan.units import cleaned
+
+# How torch, cuBLAS, cuDNN and NCCL call it, beside an exception of its own.
+_FULL = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
+
+
+def take_device(place: Place) -> torch.device:
+    """The device of a rank, from here on the current one; the host where there is none.
+
+    A launcher may show each rank all devices of the node, or its own alone.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if not place.launcher and place.rank == count:  # the first that has none: the others need not say the same
+        raise InputError(
+            f"has no device: {place.num_ranks} ranks were asked for, torch sees {count} "
+            f"device{'s' * (count != 1)}: see CUDA_VISIBLE_DEVICES, or take fewer ranks"
+        )
+    device = torch.device("cuda", place.local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def meet(device: torch.device) -> None:
+    """Wait for all ranks, on the device of each: left to itself NCCL guesses it from the rank."""
+    dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had too little memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _FULL)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line; running out of memory is called that on every device.
+
+    NCCL begins with places in its source and says in the end what is wrong.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[-1 if "Last error:" in lines[:-1] else 0][:300]
+    if is_out_of_memory(error):
+        return cleaned(f"out of memory: {text}")
+    return cleaned(text if isinstance(error, AutoplanError) else f"{type(error).__name__}: {text}")
