@@ -137,6 +137,13 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db")
 
 
+@pytest.mark.parametrize("name", ["hide", "unhide"])
+def test_a_wrong_name_makes_no_database(tmp_path: Path, name: str) -> None:
+    said = bad(tmp_path, name, GEMM.key, "--reason", "hot", "--db", "typo.db")
+    assert "typo.db: no such file: `autoplan profile` or `autoplan db import` makes one" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_user_without_a_name_hides_records_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs as a number which no file lists."""
     monkeypatch.setattr("getpass.getuser", mock.Mock(side_effect=KeyError("getpwuid(): uid not found: 12345")))
