@@ -224,9 +224,9 @@ def _lead(
                 measured_by=user_name(),
                 num_visits=num_visits,
             )
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as left:
         _say(f"interrupted: {_tally(progress)} stored; the same command measures the rest")
-        raise
+        raise typer.Exit(left.code if isinstance(left, SystemExit) else 130) from None  # type: ignore[arg-type]
     if json:
         _print_json(progress)
     else:
