@@ -17,9 +17,9 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -207,10 +207,11 @@ class Children:
             process = context.Process(
                 target=_be_rank, args=(place, self._work, theirs), name=f"rank {place.rank}", daemon=True
             )
-            process.start()
+            with _undisturbed():  # a rank that was started is one that will be ended
+                process.start()
+                self._processes.append(process)
+                self._lines.append(ours)
             theirs.close()
-            self._processes.append(process)
-            self._lines.append(ours)
         if not self.leads:
             return None
         return self._answer(START_S + self._answer_s)
@@ -285,15 +286,16 @@ class Children:
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:
         """End the ranks: at once those that wait for the next task, others after `patience_s`, however busy."""
-        for line in self._lines:
-            line.close()  # a rank that waits for the next task ends by itself
-        for process in self._processes:
-            process.join(patience_s)
-            if process.is_alive():
-                process.kill()  # also one that is stopped or caught inside a driver
-            process.join()
-            process.close()
-        self._processes, self._lines = [], []
+        with _undisturbed():
+            for line in self._lines:
+                line.close()  # a rank that waits for the next task ends by itself
+            for process in self._processes:
+                process.join(patience_s)
+                if process.is_alive():
+                    process.kill()  # also one that is stopped or caught inside a driver
+                process.join()
+                process.close()
+            self._processes, self._lines = [], []
 
     def __enter__(self) -> Self:
         return self
@@ -316,6 +318,16 @@ def _check_port(meeting_point: str) -> None:
         raise InputError(f"ranks cannot meet at port {port} of this host: {said}; set MASTER_PORT to another") from None
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C counts when the block has ended; processes that are started inside leave it to this program for good."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _server(preload: list[str]) -> ForkServerContext:
     """What ranks are forked from: a process that has loaded torch once for all of them, and has touched no device.
 
@@ -324,13 +336,13 @@ def _server(preload: list[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
     before = {name: os.environ.get(name) for name in (*_VARIABLES, _LOG_LEVEL[0])}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is this program's affair
+    resource_tracker.ensure_running()  # which would let Ctrl-C through again, were it started on the way
     try:
         os.environ.update(_VARIABLES)
         os.environ.setdefault(*_LOG_LEVEL)
-        forkserver.ensure_running()
+        with _undisturbed():
+            forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

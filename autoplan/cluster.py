@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
-from autoplan.errors import InputError
+from autoplan.errors import InputError, OutOfRangeError
 from autoplan.units import check_count, check_fraction, check_name, check_positive
 
 MAX_DEVICES = 10**6
@@ -34,6 +34,7 @@ class DeviceSpec:
     peak_flops_per_s: dict[Literal["bf16", "fp16", "fp8", "nvfp4", "tf32", "fp32"], float]
     gemm: GemmCurve = field(default_factory=GemmCurve)
     attention: AttentionCurve = field(default_factory=AttentionCurve)
+    rate_spread: float = 0.0  # where it stands for unlike products: standard deviation of the logarithm of their rates
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,6 +52,8 @@ class DeviceSpec:
         if self.narrow_gemm_efficiency is not None:
             check_fraction("narrow_gemm_efficiency", self.narrow_gemm_efficiency)
         check_fraction("memory_efficiency", self.memory_efficiency)
+        if not 0 <= self.rate_spread <= 5:
+            raise OutOfRangeError("rate_spread", self.rate_spread, "must be between 0 and 5")
         for precision, rate in self.peak_flops_per_s.items():
             check_positive(f"peak_flops_per_s.{precision}", rate)
         if "bf16" not in self.peak_flops_per_s and "fp16" not in self.peak_flops_per_s:

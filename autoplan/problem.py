@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.cluster import ClusterSpec, DeviceSpec
 from autoplan.errors import InputError
@@ -15,6 +19,8 @@ from autoplan.timing import NO_TIMINGS, Calibration, TimingTable
 from autoplan.topology.levels import Topology, compile_topology
 from autoplan.training import Precision, TrainingSpec
 from autoplan.units import format_bytes
+
+Floats = NDArray[np.float64]
 
 MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
 
@@ -62,6 +68,16 @@ class Problem:
                 f"reserved memory must be at least 0 and less than the {format_bytes(device.visible_memory_bytes)} of "
                 f"{device.name}, got {format_bytes(self.reserve_bytes)}: reserve less"
             )
+
+    @property
+    def time_spreads(self) -> Floats:
+        """Standard deviation of the logarithm of the step of every kind of plans, as in `timing.TIME_SPREADS`.
+
+        That the device stands for unlike ones counts until one of them was measured: its kernels, or whole runs.
+        """
+        is_measured = bool(self.calibration.sources) or self.timings.has_kernels
+        device = 0.0 if is_measured else self.cluster.device.rate_spread
+        return np.hypot(self.calibration.time_spreads, math.hypot(self.timings.spread, device))
 
     def placed(self, placement: tuple[str, ...] | None) -> Problem:
         """The problem with ranks on the nodes in that order; None: as the cluster lists them."""

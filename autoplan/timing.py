@@ -308,6 +308,11 @@ class TimingTable:
         return not self.times
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether anything that a device computes was measured."""
+        return any(SHAPES[operation] not in (_GROUP, _PIPELINE) for operation, _ in self.times)
+
+    @property
     def spread(self) -> float:
         """What its measurements add, in quadrature, to the standard deviation of the logarithm of a step."""
         kinds = self.times.values()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+
+import numpy as np
 
 from autoplan.cluster import MAX_DEVICES
 from autoplan.cost.estimate import estimate
@@ -14,7 +16,7 @@ from autoplan.problem import Problem
 from autoplan.result import RISKY_Z, SearchResult
 from autoplan.units import format_bytes
 from search.limits import Limits, default_limits
-from search.space import Space
+from search.space import Cell, Space
 
 CHECKED_CELLS = 64  # looked at for a reason, spread over the space
 BLOCK_PLANS = 4096  # priced at once while a size is tried
@@ -27,7 +29,10 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
     if result.ranked:
         return
     if result.closest is None:
-        raise NoPlanError(why_empty(space))
+        free = _free(problem, space.limits)
+        wider = (says for says, limits in _wider(space.limits, free) if _is_lawful(replace(space, limits=limits)))
+        ways = " or ".join(islice(wider, SHOWN_WAYS))
+        raise NoPlanError(why_empty(space) + (f"; there is one {ways}" if ways else ""))
     closest = result.closest
     needed, there = closest.memory_bytes, format_bytes(problem.capacity_bytes)
     host = problem.cluster.host.memory_bytes
@@ -43,21 +48,40 @@ def why_empty(space: Space) -> str:
     """Why `space` holds no legal plan."""
     limits, setting = space.limits, space.setting
     cells = space.cells()
-    if not cells:
-        anything = replace(space, limits=replace(limits, global_batches=(setting.num_devices,)))
-        if not anything.cells():
-            return _why_no_cell(space)
-        return _why_no_batch(limits, {cell.dp for cell in anything.cells()})
+    anything = replace(space, limits=replace(limits, global_batches=(setting.num_devices,)))
+    possible = anything.cells()
+    if not possible:
+        return _why_no_cell(space)
+    degrees = _lawful_degrees(anything, possible) or {cell.dp for cell in possible}
+    if not any(batch % dp == 0 for batch in limits.global_batches for dp in degrees):
+        return _why_no_batch(limits, degrees)
     # Price no plan: ask the rules which of them turns the candidates down.
     batch = space.candidates(cells[:: -(-len(cells) // CHECKED_CELLS)])
     if not len(batch):
         batches = " or ".join(str(batch) for batch in limits.global_batches[:NEAREST_BATCHES])
         return f"no plan with global batch {batches} obeys {'; '.join(limits.describe())}: relax one of them"
-    admitted = [(int(rule.holds(setting, batch).sum()), at) for at, rule in enumerate(space.rules)]
-    fewest, at = min(admitted)
-    rule = space.rules[at]
-    first = batch.plan(int((~rule.holds(setting, batch)).argmax()))
-    return f"no legal plan: {rule.says(setting, first)}" + ("" if fewest == 0 else " (and others break other rules)")
+    holds = np.array([rule.holds(setting, batch) for rule in space.rules])
+    admitted = holds.sum(axis=1)
+    nearest = int(holds.sum(axis=0).argmax())  # the plan that breaks the fewest
+    faults = sorted(np.flatnonzero(~holds[:, nearest]).tolist(), key=lambda at: int(admitted[at]))
+    says = "; ".join(space.rules[at].says(setting, batch.plan(nearest)) for at in faults)
+    return f"no legal plan: {says}" + ("" if admitted[faults[0]] == 0 else " (and others break other rules)")
+
+
+def _lawful_degrees(space: Space, cells: Sequence[Cell]) -> set[int]:
+    """The data-parallel degrees with which `space` holds a legal plan."""
+    lean = replace(space, limits=_leanest(space.limits))
+    found: set[int] = set()
+    for block in lean.blocks(cells, BLOCK_PLANS):
+        _, owner = lean.plans(block)
+        found |= {block[at].dp for at in owner.tolist()}
+    return found
+
+
+def _is_lawful(space: Space) -> bool:
+    """Whether `space` holds a legal plan, looking only at those that need least memory."""
+    lean = replace(space, limits=_leanest(space.limits))
+    return any(len(lean.plans(block)[0]) for block in lean.blocks(lean.cells(), BLOCK_PLANS))
 
 
 def _why_no_cell(space: Space) -> str:
@@ -97,13 +121,7 @@ def _why_no_batch(limits: Limits, degrees: set[int]) -> str:
 def _way_out(problem: Problem, space: Space) -> str:
     """What makes the model fit: a larger cluster within the user's limits, other choices here, or both."""
     limits = space.limits
-    plain = default_limits(problem, limits.global_batches)
-    # What was allowed stays allowed where nothing is fixed or bounded.
-    shardings = limits.shardings if len(limits.shardings) > 1 else plain.shardings
-    schedules = limits.schedules if len(limits.schedules) > 1 else plain.schedules
-    free = replace(
-        plain, shardings=shardings, schedules=schedules, offloads=limits.offloads, tp_overlaps=limits.tp_overlaps
-    )
+    free = _free(problem, limits)
     is_narrowed = limits != free
     ways = []
     if (least := smallest_nodes(problem, limits, space)) is not None:
@@ -121,6 +139,18 @@ def _way_out(problem: Problem, space: Space) -> str:
     return (
         f"no size of {problem.cluster.name} was found where it would: a larger device, a shorter sequence or "
         "another global batch"
+    )
+
+
+def _free(problem: Problem, limits: Limits) -> Limits:
+    """The usual limits, in which nothing is fixed or bounded and what was allowed stays allowed."""
+    plain = default_limits(problem, limits.global_batches)
+    return replace(
+        plain,
+        shardings=limits.shardings if len(limits.shardings) > 1 else plain.shardings,
+        schedules=limits.schedules if len(limits.schedules) > 1 else plain.schedules,
+        offloads=limits.offloads,
+        tp_overlaps=limits.tp_overlaps,
     )
 
 

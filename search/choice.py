@@ -154,8 +154,7 @@ def robust_margin(problem: Problem, quantile: float) -> float:
 
     A plan further off is slower at the quantile even if its interval is the narrowest and the fastest one's the widest.
     """
-    spreads = np.hypot(problem.calibration.time_spreads, problem.timings.spread)
-    return math.expm1(normal_z(quantile) * float(np.ptp(spreads)))
+    return math.expm1(normal_z(quantile) * float(np.ptp(problem.time_spreads)))
 
 
 def robust_order(problem: Problem, result: SearchResult, quantile: float) -> SearchResult:

@@ -137,6 +137,13 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db")
 
 
+@pytest.mark.parametrize("name", ["hide", "unhide"])
+def test_a_wrong_name_makes_no_database(tmp_path: Path, name: str) -> None:
+    said = bad(tmp_path, name, GEMM.key, "--reason", "hot", "--db", "typo.db")
+    assert "typo.db: no such file: `autoplan profile` or `autoplan db import` makes one" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_records_of_another_version_are_passed_over_in_one_line(folder: Path) -> None:
     old = some_records(0, 3)[0]
     with open_store(str(folder / "a.db")) as store, store._database.writing() as connection:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -218,6 +220,34 @@ def test_the_first_answer_may_take_as_long_as_the_caller_allows(monkeypatch: pyt
         assert one.start() == "late"
     with Children(work, None, 1, limit_s=0.1) as one, pytest.raises(CrewError, match="no answer within"):
         one.start()
+
+
+def test_ctrl_c_while_ranks_are_started_or_ended_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[BaseProcess] = []
+
+    def interrupted(process: BaseProcess) -> None:
+        start(process)
+        started.append(process)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    start = ForkServerProcess.start
+    monkeypatch.setattr(ForkServerProcess, "start", interrupted)
+    work = functools.partial(faulty_ranks.answer_late, after_s=600.0)
+    with pytest.raises(KeyboardInterrupt), Children(work, None, 2, limit_s=60.0) as ranks:
+        ranks.start()
+    (one,) = started  # the second was not begun any more
+    with pytest.raises(ValueError, match="closed"):  # ended, and waited for
+        one.is_alive()
+
+
+def test_ctrl_c_does_not_reach_what_ranks_are_forked_from() -> None:
+    """It loads torch for seconds, and would tell of an interrupt in all its words."""
+    with Children(functools.partial(faulty_ranks.answer_late, after_s=0.0), None, 1, limit_s=60.0) as ranks:
+        ranks.start()
+        server = psutil.Process(ranks.pids[0]).ppid()
+        status = Path(f"/proc/{server}/status").read_text()
+    blocked, ignored = (int(status.split(f"{name}:")[1].split()[0], 16) for name in ("SigBlk", "SigIgn"))
+    assert blocked & ignored & 1 << (signal.SIGINT - 1)
 
 
 def test_a_leading_rank_may_end_in_its_own_time_unless_something_is_wrong(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_predictions_come_back_from_their_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("id,step_time_s\na,1\n", "lacks the column verdict"),
+        ("id,step_time_s\na,1\n", "lacks verdict"),
         ("id,step_time_s,verdict\na,1,perhaps\n", "must be one of fits"),
         ("id,step_time_s,verdict\na,fast,fits\n", "is no positive number"),
         ("id,step_time_s,verdict\na,-1,fits\n", "is no positive number"),

@@ -467,7 +467,7 @@ def test_a_record_changed_by_hand_is_found(store: Store, url: str, change: str, 
 
 def test_migrations_make_the_tables_that_the_program_uses(url: str) -> None:
     assert ScriptDirectory(str(schema.MIGRATIONS)).get_heads() == [str(schema.SCHEMA)]
-    database = open_database(url, writable=True)
+    database = open_database(url, writable=True, creates=True)
     with database.reading() as connection:
         context = MigrationContext.configure(connection, opts={"version_table": schema.VERSION_TABLE})
         assert compare_metadata(context, schema.metadata) == []

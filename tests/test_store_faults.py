@@ -217,6 +217,41 @@ def test_a_damaged_file_is_said_to_be_so(tmp_path: Path, kind: str) -> None:
     line(error)
 
 
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("UPDATE autoplan_schema SET version_num = 'x'", r"is damaged: .* \(its schema is 'x'\)"),
+        ("UPDATE autoplan_schema SET version_num = '0'", r"is damaged: .* \(its schema is '0'\)"),
+        ("UPDATE fingerprints SET content = x''", "holds a fingerprint that cannot be read"),
+        ("UPDATE records SET fingerprint_id = 7", r"is damaged: .* \(it has no machine 7\)"),
+        ("UPDATE records SET kernel = x'ff'", "holds bytes in place of text"),
+        ("UPDATE records SET protocol = x''", "cannot be read"),
+        ("UPDATE records SET seconds = 'long'", None),  # the samples are there
+    ],
+)
+@pytest.mark.parametrize("writable", [True, False])
+def test_rows_that_no_program_wrote_are_said_to_be_so(
+    tmp_path: Path, statement: str, says: str | None, writable: bool
+) -> None:
+    path = tmp_path / "timings.db"
+    with open_store(str(path)) as store:
+        store.add([GEMM])
+    with sqlite3.connect(path) as other:
+        other.execute(statement)
+    other.close()
+    told = []
+    try:
+        with open_store(str(path), writable=writable) as store:
+            store.timings(LAB)
+            store.holdings()
+            told += [one.reason for one in store.check()]
+            assert list(store.records()) or store.num_unread
+    except StoreError as error:
+        told.append(str(error))
+    assert bool(told) == (says is not None)
+    assert all(re.search(str(says), one) and one.isprintable() for one in told)
+
+
 def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "timings.db"
     with open_store(str(path)) as store:

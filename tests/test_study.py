@@ -239,6 +239,8 @@ def test_fixed_values_that_leave_no_room_are_named() -> None:
         ("h100-sxm:64x8", (7,), (), "nearest usable"),
         ("h100-sxm:2x8", (64,), ("sharding=zero3", "pp=2"), "needs pp 1"),
         ("h100-sxm:2x8", (64,), ("micro_batch=5",), "relax"),
+        # All that the batch would admit is tp 7, which no head count does: not tp is to be changed, but the batch.
+        ("h100-sxm:13x7", (32,), (), "the nearest usable are 26, 28, 35, 39"),
     ],
 )
 def test_an_empty_space_is_explained(cluster: str, batches: tuple[int, ...], fix: tuple[str, ...], says: str) -> None:
@@ -252,12 +254,36 @@ def test_an_empty_space_is_explained(cluster: str, batches: tuple[int, ...], fix
     assert "\n" not in str(caught.value)
 
 
-def test_nearest_batches_are_usable() -> None:
-    _, space = make(DENSE, "h100-sxm:64x8", batches=(7,))
+@pytest.mark.parametrize(("cluster", "asked"), [("h100-sxm:64x8", 7), ("h100-sxm:13x7", 32)])
+def test_nearest_batches_are_usable(cluster: str, asked: int) -> None:
+    _, space = make(DENSE, cluster, batches=(asked,))
     nearest = [int(word) for word in why_empty(space).split("usable are ")[1].split(", ")]
     for batch in nearest:
-        problem, usable = make(DENSE, "h100-sxm:64x8", batches=(batch,))
-        assert search(problem, usable).certificate.plans
+        problem, usable = make(DENSE, cluster, batches=(batch,))
+        assert search(problem, usable).ranked
+
+
+@pytest.mark.parametrize(
+    ("batch", "fix", "ways"),
+    [
+        (64, ("sharding=zero3", "pp=2"), "without --fix pp=2 or without --fix sharding=zero3"),
+        (64, ("micro_batch=5", "recompute=none"), "without --fix micro_batch=5"),
+        (64, ("tp=16", "pp=2"), "without --fix tp=16 or without --fix pp=2"),
+    ],
+)
+def test_wishes_that_leave_no_legal_plan_are_told_and_leaving_one_out_helps(
+    batch: int, fix: tuple[str, ...], ways: str
+) -> None:
+    problem, space = make(DENSE, "h100-sxm:2x8", batches=(batch,), fix=fix)
+    with pytest.raises(NoPlanError) as caught:
+        check_result(problem, space, search(problem, space))
+    assert str(caught.value).endswith(f"; there is one {ways}")
+    for way in ways.split(" or "):
+        rest = tuple(one for one in fix if one != way.removeprefix("without --fix "))
+        assert len(rest) == len(fix) - 1
+        problem, space = make(DENSE, "h100-sxm:2x8", batches=(batch,), fix=rest)
+        assert space.size(space.cells()) > 0
+        assert search(problem, space).certificate.plans > 0
 
 
 def test_figures_of_a_ranked_plan() -> None:

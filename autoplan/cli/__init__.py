@@ -80,6 +80,11 @@ def _one_line(error: AutoplanError) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
+def _interrupted() -> int:
+    print("autoplan: interrupted: files are whole or not there, what a database took is kept", file=sys.stderr)
+    return 130
+
+
 def main() -> None:
     """Run the command line: a user's error is one line on stderr and exit 1, any other is a bug with its traceback."""
     # What imports make lives as long as the program: to look for garbage among it takes a twentieth of a start.
@@ -93,8 +98,13 @@ def main() -> None:
         sys.stdout.flush()
         print(f"autoplan: {_one_line(error)}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:  # before the command has begun, which says itself how it ends
-        sys.exit(130)
+    except KeyboardInterrupt:  # before the command has begun
+        sys.exit(_interrupted())
+    except SystemExit as left:
+        # The parser makes an exit of Ctrl-C; a command that says itself what became of it is not spoken for.
+        if isinstance(getattr(left.__context__, "__cause__", None), KeyboardInterrupt):
+            _interrupted()
+        raise
     except OSError as error:
         if error.filename is not None or error.errno not in NO_ROOM:
             raise

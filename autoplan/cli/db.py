@@ -323,7 +323,7 @@ def _change(context: typer.Context, keys: list[str], reason: str, url: str | Non
     from autoplan.units import cleaned
     from autoplan.user import user_name
 
-    with _open(context, url) as store:
+    with opened_store(whole_url(context, url), writable=True, creates=False) as store:
         whole = [store.whole_key(key.lower()) for key in keys]
         change = store.hide if hides else store.unhide
         num_new = change(whole, by=user_name(), reason=cleaned(reason))

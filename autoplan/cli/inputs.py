@@ -296,11 +296,11 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
 
 
 @contextmanager
-def opened_store(url: str | None, *, writable: bool) -> Iterator[Store]:
+def opened_store(url: str | None, *, writable: bool, creates: bool = True) -> Iterator[Store]:
     """The timing database; in the end one line tells how much of it was passed over."""
     from profiler.store import open_store
 
-    with open_store(url, writable=writable) as store:
+    with open_store(url, writable=writable, creates=creates) as store:
         yield store
         if store.num_unread:
             print(

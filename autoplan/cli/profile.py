@@ -255,9 +255,9 @@ def _measured(
                 measured_by=user_name(),
                 num_visits=num_visits,
             )
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as left:
         _say(f"interrupted: {_tally(progress)} stored; the same command measures the rest")
-        raise
+        raise typer.Exit(left.code if isinstance(left, SystemExit) else 130) from None  # type: ignore[arg-type]
     return progress
 
 

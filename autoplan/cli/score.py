@@ -34,5 +34,8 @@ def score(
         said = list(read_predictions(predictions))
     else:
         said = predict_runs(runs, load_calibration(calibration) if calibration else None)
-    rows = score_by_source(outcomes, {one.id: one for one in said})
+    by_id = {one.id: one for one in said}
+    if not any(one.id in by_id for one in outcomes):
+        raise InputError(f"{predictions or runs} has none of the runs of {runs}: predict that table first")
+    rows = score_by_source(outcomes, by_id)
     typer.echo(msgspec.json.encode(rows).decode() if json else score_table(rows), nl=json)

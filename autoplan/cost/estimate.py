@@ -473,9 +473,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
             memory[name][where] = value
         worst[where] = worst_stage
     step = add_up(time_terms.values())
-    calibration = problem.calibration
-    spreads = np.hypot(calibration.time_spreads, problem.timings.spread)
-    spread = np.exp(NORMAL_90 * spreads[spread_kinds(problem, batch)])
+    spread = np.exp(NORMAL_90 * problem.time_spreads[spread_kinds(problem, batch)])
     host_capacity, spread_of_memory = problem.cluster.host.memory_bytes, problem.calibration.memory_spread
     reserved = add_up(memory.values())
     return CostEstimate(

@@ -95,8 +95,7 @@ def _price_kinds(
                 terms[name][who] = value
         rows, columns = np.nonzero(sheet.here)
         layer_s[sheet.member[rows], columns] = own.calibration.overall * _layer_s(own, sheet.laid)[rows]
-        spreads = np.hypot(own.calibration.time_spreads, own.timings.spread)
-        np.maximum.at(spread, sheet.member, spreads[spread_kinds(own, sheet.laid.batch)])
+        np.maximum.at(spread, sheet.member, own.time_spreads[spread_kinds(own, sheet.laid.batch)])
         np.maximum.at(host_z, sheet.member, _host_z(sheet))
     work = add_up(value for name, value in terms.items() if name not in END)
     terms["pipeline_bubble"] = np.maximum(makespan - work, 0.0)

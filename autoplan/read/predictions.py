@@ -11,10 +11,10 @@ from typing import get_args
 
 from autoplan.cost.estimate import estimate
 from autoplan.errors import AutoplanError, InputError
-from autoplan.files import read_text
 from autoplan.plan import ParallelPlan, PlanBatch
 from autoplan.problem import Problem
-from autoplan.read.runs import MOST_BYTES, Run, read_runs
+from autoplan.read.runs import Run, read_runs
+from autoplan.read.table import positive, read_rows
 from autoplan.result import VERDICTS, Prediction, Said
 from autoplan.timing import Calibration
 from autoplan.units import GIB
@@ -80,27 +80,9 @@ def prediction_table(predictions: Iterable[Prediction]) -> str:
 
 def read_predictions(path: Path) -> Iterator[Prediction]:
     """The predictions of a table that `prediction_table` wrote, or another program in its columns."""
-    text = read_text(path, most_bytes=MOST_BYTES).removeprefix("\ufeff")
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    if missing := {"id", "step_time_s", "verdict"} - set(reader.fieldnames or ()):
-        raise InputError(f"{path}: not a table of predictions: it lacks the column {min(missing)}")
-    for row in reader:
+    for row in read_rows(path, "predictions", ("id", "step_time_s", "verdict")):
         if row["verdict"] not in get_args(Said):
-            raise InputError(
-                f"{path}: verdict {row['verdict']!r} of {row['id']} must be one of {', '.join(get_args(Said))}"
-            )
-        numbers = {name: _number(path, row, name) for name in COLUMNS[1:5]}
-        yield Prediction(id=row["id"], verdict=row["verdict"], note=row.get("note") or "", **numbers)  # type: ignore[arg-type]
-
-
-def _number(path: Path, row: dict[str, str], name: str) -> float | None:
-    text = (row.get(name) or "").strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise InputError(f"{path}: {name} of {row['id']} is no positive number: {text[:40]!r}")
-    return value
+            known = ", ".join(get_args(Said))
+            raise InputError(f"{path}: verdict {row['verdict'][:40]!r} of {row['id'][:40]} must be one of {known}")
+        numbers = {name: positive(path, row, name) for name in COLUMNS[1:5]}
+        yield Prediction(id=row["id"], verdict=row["verdict"], note=row.get("note", ""), **numbers)  # type: ignore[arg-type]

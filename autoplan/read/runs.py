@@ -7,8 +7,6 @@ lists.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Iterator
@@ -18,8 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from autoplan.cluster import ClusterSpec
-from autoplan.errors import AutoplanError, InputError, UnpricedError
-from autoplan.files import read_text
+from autoplan.errors import AutoplanError, UnpricedError
 from autoplan.framework import Framework
 from autoplan.model import Experts, ModelSpec
 from autoplan.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan, Recompute, RecomputeModule, Sharding
@@ -28,6 +25,7 @@ from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.framework import framework_called, load_framework
 from autoplan.read.model import load_model, preset_models
+from autoplan.read.table import BLANKS, read_rows
 from autoplan.rules import broken, universal
 from autoplan.rules.books import book_of
 from autoplan.timing import Calibration
@@ -46,8 +44,6 @@ NOT_IN_COLUMNS = (
     "mlp_bias",
     "position_embedding",
 )
-BLANKS = ("", "?")
-MOST_BYTES = 2**30  # of a table: some millions of rows
 MOST_DEGREE = 10**6
 
 
@@ -75,7 +71,7 @@ class _Row:
         self.filled: list[str] = []
 
     def text(self, column: str, default: str | None = None) -> str:
-        value = (self._cells.get(column) or "").strip()
+        value = self._cells.get(column, "").strip()
         if value not in BLANKS:
             return value
         if default is None:
@@ -84,7 +80,7 @@ class _Row:
         return default
 
     def has(self, column: str) -> bool:
-        return (self._cells.get(column) or "").strip() not in BLANKS
+        return self._cells.get(column, "").strip() not in BLANKS
 
     def integer(self, column: str, default: int | None = None, *, least: int = 0, most: int = 10**9) -> int:
         text = self.text(column, None if default is None else str(default))
@@ -122,17 +118,7 @@ class _Row:
 
 def read_runs(path: Path) -> Iterator[Run]:
     """The runs of a CSV table in the columns of `measured_runs.csv`, in order; a bad row is a refusal, not an error."""
-    text = read_text(path, most_bytes=MOST_BYTES).removeprefix("\ufeff")  # the mark that spreadsheets put before UTF-8
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    try:
-        if not {"id", "framework", "gpu", "num_gpus", "model"} <= set(reader.fieldnames or ()):
-            raise InputError(
-                f"{path}: not a table of runs: it needs the columns id, framework, gpu, num_gpus and model"
-            )
-        for cells in reader:
-            yield _run(cells)
-    except csv.Error as error:
-        raise InputError(f"{path}: not a CSV table: {error} (line {reader.line_num + 1})") from None
+    return map(_run, read_rows(path, "runs", ("id", "framework", "gpu", "num_gpus", "model")))
 
 
 def _run(cells: dict[str, str]) -> Run:
@@ -146,7 +132,7 @@ def _run(cells: dict[str, str]) -> Run:
     except AutoplanError as error:
         refusal = str(error)
     return Run(
-        id=cells.get("id") or "",
+        id=cells["id"],
         problem=problem,
         plan=plan if not refusal else None,
         refusal=refusal,

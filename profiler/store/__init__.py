@@ -10,11 +10,12 @@ from profiler.store.store import Added, Finding, Holding, Store
 __all__ = ["Added", "Finding", "Holding", "Mark", "Store", "default_path", "match", "open_store"]
 
 
-def open_store(url: str | None = None, *, writable: bool = True) -> Store:
+def open_store(url: str | None = None, *, writable: bool = True, creates: bool = True) -> Store:
     """The timing database at `url`: the path of a SQLite file, sqlite:///..., or postgresql://user@host/name.
 
     None takes the environment variable AUTOPLAN_DB, else a file in the user's data folder.  A writable database is
-    created and migrated where needed; one that is not is never changed, so that a role that may only read suffices.
+    migrated where needed and, if `creates`, made where there is none; one that is not writable is never changed, so
+    that a role that may only read suffices.
     What cannot be reached, read or understood is refused by one line that never shows a password.
     """
-    return Store(open_database(url, writable=writable))
+    return Store(open_database(url, writable=writable, creates=creates))

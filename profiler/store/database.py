@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from autoplan.errors import InputError, StoreError
 from autoplan.urls import is_url, redact_url
-from profiler.store.schema import SCHEMA, check_schema, held_schema, migrate
+from profiler.store.schema import DAMAGED, SCHEMA, check_schema, held_schema, migrate
 
 VARIABLE = "AUTOPLAN_DB"
 BUSY_TIMEOUT_S = 60.0
@@ -58,6 +58,8 @@ class Database:
             yield
         except SQLAlchemyError as error:
             raise StoreError(self._explained(error)) from None
+        except UnicodeDecodeError as error:  # the driver tells of damage in the words of the file
+            raise StoreError(f"{self.name} {DAMAGED} ({error.reason})") from None
 
     def _explained(self, error: SQLAlchemyError) -> str:
         cause = error.orig if isinstance(error, DBAPIError) and error.orig else error
@@ -77,7 +79,7 @@ _ADVICE = (
     ("No space left", f"the disk of the server is full; free some space and {_RESUME}"),
     ("disk I/O error", f"the disk refuses to write; see to its space and limits and {_RESUME}"),
     ("readonly database", "may not be written: ask for write permission, or name another one with --db"),
-    ("malformed", "is damaged: put it aside, restore a copy, or pull and profile anew"),
+    ("malformed", DAMAGED),
     ("not a database", "is no SQLite database, or damaged: put it aside or name another one with --db"),
     ("database is locked", f"other programs kept it busy for {BUSY_TIMEOUT_S:.0f} s; {_RESUME}"),
     ("unable to open", "cannot be opened: see whether the folder exists and may be read and written"),
@@ -89,17 +91,17 @@ _ADVICE = (
 )
 
 
-def open_database(url: str | None, *, writable: bool) -> Database:
+def open_database(url: str | None, *, writable: bool, creates: bool) -> Database:
     """The database that `url` names (see `open_store`), at this program's schema."""
     text = url or os.environ.get(VARIABLE) or str(default_path())
     if "://" in text or redact_url(text) != text:
-        database = _server_or_file(text, writable=writable)
+        database = _server_or_file(text, writable=writable, creates=creates)
     else:
-        database = _sqlite(Path(text).expanduser(), writable=writable)
+        database = _sqlite(Path(text).expanduser(), writable=writable, creates=creates)
     try:
         with database.reading() as connection:
-            held = held_schema(connection)
-        if writable and held < SCHEMA:
+            held = held_schema(connection, database.name)
+        if writable and held < SCHEMA and (held or creates):
             with database.writing() as connection:
                 migrate(connection, database.name)
         else:
@@ -117,7 +119,7 @@ def default_path() -> Path:
     return user_data_path("autoplan", appauthor=False) / "timings.db"
 
 
-def _server_or_file(text: str, *, writable: bool) -> Database:
+def _server_or_file(text: str, *, writable: bool, creates: bool) -> Database:
     if not is_url(text):
         raise InputError(
             "the database URL cannot be read: write postgresql://user@host:port/name, special characters of a password "
@@ -128,7 +130,7 @@ def _server_or_file(text: str, *, writable: bool) -> Database:
     if kind == "sqlite":
         if not url.database or url.query:
             raise InputError(f"{redact_url(text)}: name the file, sqlite:////folder/timings.db, without options")
-        return _sqlite(Path(url.database), writable=writable)
+        return _sqlite(Path(url.database), writable=writable, creates=creates)
     if kind not in ("postgresql", "postgres"):
         raise InputError(f"{redact_url(text)}: a timing database is a SQLite file or postgresql://...")
     return _postgresql(text, url, writable=writable)
@@ -153,10 +155,10 @@ def _postgresql(text: str, url: URL, *, writable: bool) -> Database:
     return Database(name=redact_url(text), engine=engine, secrets=tuple(sorted(secrets, key=len, reverse=True)))
 
 
-def _sqlite(path: Path, *, writable: bool) -> Database:
+def _sqlite(path: Path, *, writable: bool, creates: bool) -> Database:
     name = str(path)
     try:
-        if writable:
+        if writable and creates:
             path.parent.mkdir(parents=True, exist_ok=True)
         elif not path.exists():
             raise StoreError(f"{name}: no such file: `autoplan profile` or `autoplan db import` makes one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from autoplan.errors import StoreError
 
+DAMAGED = "is damaged: put it aside, restore a copy, or pull and profile anew"
 SCHEMA = 3  # the newest revision in `migrations/versions`
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "autoplan_schema"  # not Alembic's own name: Optuna's studies may share the database
@@ -126,11 +128,14 @@ def insert_new(connection: Connection, table: Table, rows: list[dict[str, Any]])
     return len(connection.execute(new, rows).all())
 
 
-def held_schema(connection: Connection) -> int:
-    """The schema of the database; 0 where there is none."""
+def held_schema(connection: Connection, name: str) -> int:
+    """The schema of the database of that name; 0 where there is none."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return 0
-    return int(connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar() or 0)
+    row = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).first()
+    if row is not None and not re.fullmatch("[1-9][0-9]{0,8}", str(row[0])):
+        raise StoreError(f"{name} {DAMAGED} (its schema is {str(row[0])[:40]!r})")
+    return 0 if row is None else int(row[0])
 
 
 def check_schema(held: int, name: str) -> None:
@@ -147,7 +152,7 @@ def migrate(connection: Connection, name: str) -> None:
     """Bring the database to this program's schema, inside the transaction of `connection`; one process at a time."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(text(f"pg_advisory_xact_lock({_MIGRATION_LOCK})")))
-    if (held := held_schema(connection)) < SCHEMA:
+    if (held := held_schema(connection, name)) < SCHEMA:
         from alembic import command
         from alembic.config import Config
 

@@ -25,7 +25,7 @@ from profiler.store.database import Database
 from profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
 from profiler.store.match import match
 from profiler.store.plausible import implausible
-from profiler.store.schema import SCHEMA, fingerprints, insert_new, marks, records, runs
+from profiler.store.schema import DAMAGED, SCHEMA, fingerprints, insert_new, marks, records, runs
 
 T = TypeVar("T")
 
@@ -64,6 +64,17 @@ class Holding:
     num_records: int
     num_hidden: int
     newest: str  # moment of its last measurement
+
+
+class _Machines(dict[int, Fingerprint]):
+    """Machines by the number that rows have of them, in the database of a name."""
+
+    def __init__(self, held: dict[int, Fingerprint], name: str) -> None:
+        super().__init__(held)
+        self._name = name
+
+    def __missing__(self, number: int) -> Fingerprint:
+        raise StoreError(f"{self._name} {DAMAGED} (it has no machine {number!r})")
 
 
 class Store:
@@ -257,7 +268,7 @@ class Store:
                     is_burst=mode != "sustained",
                     is_disturbed=status != "ok",
                 )
-            except ValueError:
+            except (ValueError, TypeError):  # damaged: text in place of a number
                 self._unread.add(key)
             else:
                 found.append(one)
@@ -345,7 +356,7 @@ class Store:
                 said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
                 if said != "ok":
                     found = " ".join(str(said).split())
-                    raise StoreError(f"{self.name} is damaged: put it aside, restore a copy, or pull anew ({found})")
+                    raise StoreError(f"{self.name} {DAMAGED} ({found})")
         for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
             what = f"{row.operation} {row.shape}"
             try:
@@ -397,15 +408,15 @@ class Store:
                 machines = self._machines()
             yield row, machines[row.fingerprint_id]
 
-    def _machines(self, device: str | None = None) -> dict[int, Fingerprint]:
+    def _machines(self, device: str | None = None) -> _Machines:
         query = select(fingerprints.c.id, fingerprints.c.content)
         if device is not None:
             query = query.where(fingerprints.c.device == device)
         with self._database.reading() as connection:
             rows = connection.execute(query).all()
         try:
-            return {number: msgspec.json.decode(text, type=Fingerprint) for number, text in rows}
-        except msgspec.MsgspecError as error:
+            return _Machines({number: msgspec.json.decode(text, type=Fingerprint) for number, text in rows}, self.name)
+        except (msgspec.MsgspecError, TypeError) as error:  # a damaged file: a blank in place of text
             raise StoreError(f"{self.name} holds a fingerprint that cannot be read: {error}") from None
 
     def _ids(self, connection: Connection, machines: Collection[Fingerprint]) -> dict[Fingerprint, int]:
@@ -558,7 +569,7 @@ def _record(row: Row[Any], fingerprint: Fingerprint) -> Record:
             reason=row.reason,
             conditions=json.loads(row.conditions),
             source=row.source,
-            protocol=row.protocol,
+            protocol=int(row.protocol),
             measured_by=row.measured_by,
             host=row.host,
             measured_at=row.measured_at,

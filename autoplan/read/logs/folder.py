@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from autoplan.errors import AutoplanError, InputError
+from autoplan.files import is_folder
 from autoplan.plan import chunk_layers
 from autoplan.read.launch import Launch
 from autoplan.read.launches import MOST_BYTES as MOST_LAUNCH_BYTES
@@ -109,7 +110,7 @@ def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun 
 def _find(folder: Path) -> _Found:
     found = _Found()
     seen: set[tuple[int, int]] = set()
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise InputError(f"{folder} is no folder: name the one that holds logs and launch files")
 
     def complain(error: OSError) -> None:
