@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoplan.arrays import Floats
 from autoplan.cluster import ClusterSpec, DeviceSpec
 from autoplan.errors import InputError
 from autoplan.framework import Framework
@@ -19,8 +19,6 @@ from autoplan.timing import NO_TIMINGS, Calibration, TimingTable
 from autoplan.topology.levels import Topology, compile_topology
 from autoplan.training import Precision, TrainingSpec
 from autoplan.units import format_bytes
-
-Floats = NDArray[np.float64]
 
 MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
 
