@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -143,14 +143,19 @@ def _is_as_safe(one: RankedPlan, other: RankedPlan) -> bool:
 def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPlan, best: RankedPlan) -> RankedPlan:
     """`best` with those axes of `before` that make it no slower and no less safe: of equal plans the least change.
 
-    What a space leaves out may make it faster, too.
+    What a space leaves out may make it faster, too.  Every step has fewer changes than the last: an axis that goes back
+    may take another one along, and come again with it.
     """
     while True:
         way = Way(problem=problem, rules=rules, before=before, after=best.plan)
         axes = way.axes()
         choices = [tuple(axis for axis in axes if axis != kept) for kept in axes]
         found = _safe(way, [*choices, ()] if axes else [], best)
-        equal = [one for one in found.values() if pace(one) <= pace(best) * (1 + TIE)]
+        equal = [
+            one
+            for one in found.values()
+            if pace(one) <= pace(best) * (1 + TIE) and len(replace(way, after=one.plan).axes()) < len(axes)
+        ]
         if not equal:
             return best
         best = min(equal, key=pace)
