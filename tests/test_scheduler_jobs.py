@@ -173,7 +173,8 @@ def test_cancelled_jobs_end_for_this_program_and_the_next(
     names = [jobs.start(trial(tmp_path, str(number), "sleep 600")) for number in range(3)]
     until(jobs, names[:2], are("running"))
     jobs.cancel(names)
-    assert all(one.reason.startswith("cancelled (Slurm: CANCELLED") for one in until(jobs, names, are("ended")))
+    reasons = [one.reason for one in until(jobs, names, are("ended"))]
+    assert all(reason.startswith("cancelled (Slurm: CANCELLED") for reason in reasons), reasons
     assert {one.state for one in until(jobs_of(template), names, are("ended"))} == {"ended"}
     assert not (Path(names[2]) / "ran").exists()
 
