@@ -33,6 +33,8 @@ MOST_CALLS = 100_000  # in one sample
 MOST_WALL_OVER_CPU = 1.05  # above it a kernel waited for its core (`closed-loop` 8)
 HOST_BOUND = 0.8  # share of a sample that queueing it takes, from which on the device may wait for its host
 HOLD_MARGIN = 1.25  # over the time of queueing, which varies
+# Some 1,000 launches of 2 us: a device that is held takes 1,024 of them, then the host waits for it.
+MOST_QUEUED_S = 2e-3
 _SPIN_CYCLES = 10_000_000
 
 
@@ -115,8 +117,8 @@ def measure(
         _repeat(run, num_calls, device)
     hold = 0
     if device.type != "cpu" and not counts_host:
-        held_s = hold_s(team.decide(_queued_s(run, num_calls, device)), elapsed)
-        hold = round(held_s * _spin_hz(device)) if held_s else 0
+        num_calls, hold_s = held(num_calls, team.decide(_queued_s(run, num_calls, device)), elapsed)
+        hold = round(hold_s * _spin_hz(device)) if hold_s else 0
 
     began, rounds = time.perf_counter(), []
     num_samples = rules.samples_in_round(elapsed)
@@ -215,12 +217,15 @@ def _round(
     )
 
 
-def hold_s(queued_s: float, sample_s: float) -> float:
-    """For how long to hold a device, so that all of a sample is queued by then; 0 where its host is ahead anyway.
+def held(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
+    """(calls in a sample, seconds to hold the device before it so that all are queued by then; 0: the host is ahead).
 
-    `queued_s` is what queueing a sample takes, `sample_s` what it takes until it is through.
+    `queued_s` is what queueing `num_calls` takes, `sample_s` what they take until they are through.
     """
-    return HOLD_MARGIN * queued_s if queued_s > HOST_BOUND * sample_s else 0.0
+    if queued_s <= HOST_BOUND * sample_s:
+        return num_calls, 0.0
+    calls = max(int(num_calls * min(MOST_QUEUED_S / queued_s, 1.0)), 1)
+    return calls, HOLD_MARGIN * queued_s * calls / num_calls
 
 
 def _queued_s(run: Run | Staged | None, num_calls: int, device: torch.device) -> float:

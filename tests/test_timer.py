@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from profiler.maker import Chain  # noqa: E402
 from profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
 from profiler.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
-from profiler.timer import hold_s, measure, median_interval, scatter, spread  # noqa: E402
+from profiler.timer import held, measure, median_interval, scatter, spread  # noqa: E402
 
 CPU = torch.device("cpu")
 # Nothing here depends on how busy the machine is.
@@ -225,8 +225,10 @@ def test_a_gpu_is_timed_by_events(mode: Any) -> None:
 
 
 def test_a_device_is_held_only_where_its_host_may_be_behind() -> None:
-    assert hold_s(queued_s=1e-3, sample_s=5e-3) == 0.0  # kernels longer than their launches
-    assert hold_s(queued_s=5e-3, sample_s=5e-3) > 5e-3  # until all of the sample is queued
+    assert held(100, queued_s=1e-3, sample_s=5e-3) == (100, 0.0)  # kernels longer than their launches
+    assert held(100, queued_s=1e-3, sample_s=1e-3) == (100, pytest.approx(1.25e-3))  # until all of the sample is queued
+    assert held(1000, queued_s=5e-3, sample_s=5e-3) == (400, pytest.approx(2.5e-3))  # no more than the device queues
+    assert held(10, queued_s=0.1, sample_s=0.1)[0] == 1
 
 
 @pytest.mark.gpu
