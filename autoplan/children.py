@@ -34,8 +34,7 @@ START_S = 180.0  # for importing torch from a busy file system and for meeting
 GRACE_S = 5.0  # that ranks have to say what went wrong, or good-bye to others, before they are ended
 PATIENCE_S = 0.2  # with ranks that nobody else waits for
 _HUNG_STATUS = 1  # with which faulthandler's watchdog ends a process
-# Ranks inherit: one thread for each, said before torch is there (`closed-loop` 2.1), and of torch's C++ no stack traces
-# of what the ranks say themselves.
+# Ranks inherit: one thread for each, said before torch is there (`closed-loop` 2.1).
 # Memory of the host is kept when it is freed, as that of accelerators is: without it a step faults in again, page by
 # page, what the last one gave back.
 _VARIABLES = {
@@ -45,7 +44,9 @@ _VARIABLES = {
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most that glibc takes
 }
-_LOG_LEVEL = ("TORCH_CPP_LOG_LEVEL", "FATAL")
+# Where nobody said otherwise: of torch's C++ no stack traces of what the ranks say themselves, and memory that grows in
+# place.  A step of 125 GB in blocks of fixed sizes was seen to run out of 140, 17 of them held but in pieces.
+_USUAL = {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _PORT = 29500  # torch's own default
 _LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
 
@@ -335,19 +336,20 @@ def _server(preload: list[str]) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
-    before = {name: os.environ.get(name) for name in (*_VARIABLES, _LOG_LEVEL[0])}
+    before = {name: os.environ.get(name) for name in (*_VARIABLES, *_USUAL)}
     resource_tracker.ensure_running()  # which would let Ctrl-C through again, were it started on the way
     try:
         os.environ.update(_VARIABLES)
-        os.environ.setdefault(*_LOG_LEVEL)
+        for name, value in _USUAL.items():
+            os.environ.setdefault(name, value)
         with _undisturbed():
             forkserver.ensure_running()
     finally:
-        for name, value in before.items():
-            if value is None:
+        for name, held in before.items():
+            if held is None:
                 del os.environ[name]
             else:
-                os.environ[name] = value
+                os.environ[name] = held
     return context
 
 

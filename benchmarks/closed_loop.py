@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from autoplan.arrays import Floats
-from autoplan.children import Children, Place
+from autoplan.children import Children, CrewError, Place
 from autoplan.cli.inputs import make_space, parse_duration, with_timings
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate
@@ -108,7 +108,7 @@ MOST_FOREIGN, MOST_SLOWDOWN = (np.inf, np.inf) if HAS_GPUS else (Rules().most_fo
 LAUNCHES = 1 if HAS_GPUS else 3  # undisturbed ones of each plan, and visits of what is measured for the profile
 MOST_ROUNDS = 9
 WARMUP, STEPS = 2, 6 if HAS_GPUS else 2  # replicas of whole states put their buckets together anew in the second step
-START_S, LAUNCH_S = (60.0, 30.0) if HAS_GPUS else (10.0, 5.0)  # for which there must be time left
+START_S, LAUNCH_S = (30.0, 20.0) if HAS_GPUS else (10.0, 5.0)  # for which there must be time left
 ALLOWANCE_S = 1.0  # for one visit to settle
 LIMIT_S = 120.0  # of a launch without a word
 COPIED = 2**22  # fp32 numbers: no cache holds them
@@ -190,6 +190,7 @@ class Launch:
     foreign: float = 0.0  # share of the machine that others used
     check_s: float = 0.0  # what the same work took on both ranks at once, before and after: the machine is shared
     peak_bytes: float = 0.0
+    is_full: bool = False  # it ran out of memory
 
     is_slow: bool = False  # its check took longer than most others
 
@@ -240,19 +241,18 @@ def measure_all(folder: Path, names: list[str], budget_s: float) -> None:
                     print("the budget is spent; the same command goes on")
                     return
                 visit(crew, hello, store, name, num_visits=min(at, LAUNCHES), until=until)
-                clean = Counter(one.plan for one in kept(folder) if one.model == name and one.is_clean)
-                wanted = [one for one in plans_of(name) if clean[label(one)] < min(at, LAUNCHES)]
-                if wanted:
+                if wanted := wanting(folder, name, min(at, LAUNCHES)):
                     launch(folder, name, wanted, until)
                 print(f"round {at}, {name}: {len(wanted)} of {len(plans_of(name))} plans launched", flush=True)
-            if at >= LAUNCHES and are_enough(folder, names):
+            if at >= LAUNCHES and not any(wanting(folder, name, LAUNCHES) for name in names):
                 break
 
 
-def are_enough(folder: Path, names: list[str]) -> bool:
-    """Whether every plan has been launched often enough without other load."""
-    clean = Counter((one.model, one.plan) for one in kept(folder) if one.is_clean)
-    return all(clean[name, label(one)] >= LAUNCHES for name in names for one in plans_of(name))
+def wanting(folder: Path, name: str, num_launches: int) -> list[ParallelPlan]:
+    """The plans of a model that have not been launched so often without other load, and did not run out of memory."""
+    done = Counter(one.plan for one in kept(folder) if one.model == name and one.is_clean)
+    full = {one.plan for one in kept(folder) if one.model == name and one.is_full}
+    return [one for one in plans_of(name) if done[label(one)] < num_launches and label(one) not in full]
 
 
 def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int, until: float) -> None:
@@ -293,15 +293,17 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
             data="synthetic",
             tracks_memory=HAS_GPUS,  # on a host it would be counted in a training of its own
         )
-        with Children(functools.partial(train_one, task=task), None, RANKS, limit_s=LIMIT_S, preload=PRELOAD) as ranks:
-            answer, check_s = ranks.start(), 0.0
-            while not isinstance(answer, Report):
-                check_s = answer if isinstance(answer, float) else check_s
-                answer = ranks.answer()
-        seen = Launch(
-            model=name,
-            plan=label(one),
-            precision=PRECISION,
+        seen = Launch(model=name, plan=label(one), precision=PRECISION)
+        try:
+            answer, check_s = launched(task)
+        except CrewError as error:
+            if not error.is_out_of_memory:
+                raise
+            print(f"{name}, {seen.plan}: {error}", flush=True)
+            keep(folder, replace(seen, is_full=True))
+            continue
+        seen = replace(
+            seen,
             step_s=answer.step_s,
             passes_s=answer.passes_s,
             optimizer_s=answer.optimizer_s,
@@ -312,21 +314,35 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
         keep(folder, seen)
 
 
+def launched(task: Task) -> tuple[Report, float]:
+    """(what ranks of its own report of a task, what their checks took)."""
+    with Children(functools.partial(train_one, task=task), None, RANKS, limit_s=LIMIT_S, preload=PRELOAD) as ranks:
+        answer, check_s = ranks.start(), 0.0
+        while not isinstance(answer, Report):
+            check_s = answer if isinstance(answer, float) else check_s
+            answer = ranks.answer()
+        return answer, check_s
+
+
 def train_one(place: Place, line: Connection, *, task: Task) -> None:
     """Be a rank of a plan: rank 0 sends what a check took, and what `autoplan run` gets."""
     from autoplan.trainer.device import meet
-    from autoplan.trainer.rank import join, train
+    from autoplan.trainer.rank import join, last_words, train
 
-    device = join(place, LIMIT_S)
-    before_s = checked_s(device)
-    with Path(os.devnull).open("w") as nowhere:
-        report = train(task, place.rank, device, line, nowhere)
-        faulthandler.cancel_dump_traceback_later()
-    check_s = (before_s + checked_s(device)) / 2
-    if place.rank == 0:
-        line.send(check_s)
-        line.send(report)
-    meet(device)
+    try:
+        device = join(place, LIMIT_S)
+        before_s = checked_s(device)
+        with Path(os.devnull).open("w") as nowhere:
+            report = train(task, place.rank, device, line, nowhere)
+            faulthandler.cancel_dump_traceback_later()
+        check_s = (before_s + checked_s(device)) / 2
+        if place.rank == 0:
+            line.send(check_s)
+            line.send(report)
+        meet(device)
+    except Exception as error:
+        line.send(last_words(error))
+        os._exit(2)  # the ordinary way out waits for groups that no longer answer
     os._exit(0)
 
 

@@ -258,7 +258,9 @@ def _spin_hz(device: torch.device) -> float:
 def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, sensors: Sensors, hold: int) -> Floats:
     """What so many calls take on the device, without what comes before each: marks in its queue.
 
-    Before each sample the device idles for `hold` cycles.
+    What comes before is run with the calls, then as often alone: a mark between the two would find a queue that has run
+    dry, and count what the host takes to launch, which training hides.  Before each sample the device idles for `hold`
+    cycles.
     """
     marks: list[Any] = []
 
@@ -267,25 +269,22 @@ def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, senso
         marks[-1].record()
 
     for _ in range(num_samples):
+        if hold:
+            _spin(hold)
+        mark()
+        for _ in range(num_calls):
+            run()
+        mark()
         if isinstance(run, Staged):
             for _ in range(num_calls):
-                made = run.before()
-                mark()
-                run.run(made)
-                mark()
-                del made
-        else:
-            if hold:
-                _spin(hold)
-            mark()
-            for _ in range(num_calls):
-                run()
+                run.before()
             mark()
     sensors.look()
     marks[-1].synchronize()
-    pairs = zip(marks[::2], marks[1::2], strict=True)
-    lengths = np.array([1e-3 * one.elapsed_time(other) for one, other in pairs])
-    return lengths.reshape(num_samples, -1).sum(axis=1)
+    each = 3 if isinstance(run, Staged) else 2
+    moments = np.array([0.0, *(1e-3 * marks[0].elapsed_time(one) for one in marks[1:])]).reshape(num_samples, each)
+    lengths = np.diff(moments, axis=1)
+    return lengths[:, 0] - lengths[:, 1:].sum(axis=1)
 
 
 def _slowdown(reports: Sequence[_Report], *, is_slow: bool) -> str:

@@ -1,6 +1,12 @@
-"""Property tests are not timed: a busy machine must not fail them.  Files that take long come first."""
+"""Property tests are not timed: a busy machine must not fail them.  Files that take long come first.
+
+GPUs are seen by tests marked so alone, in a run of these: `pytest -m gpu`.  The ranks of all others are the host's, of
+which there are as many as a test asks for.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 from hypothesis import settings
@@ -16,8 +22,10 @@ LONG = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let pytest-xdist keep the order: its own begins with the files of most tests."""
+    """Let pytest-xdist keep the order, since its own begins with the files of most tests; hide what is not tested."""
     config.option.loadscopereorder = False
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from profiler.maker import Chain  # noqa: E402
+from profiler.maker import Chain, Staged  # noqa: E402
 from profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
 from profiler.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
 from profiler.timer import held, measure, median_interval, scatter, spread  # noqa: E402
@@ -252,3 +252,25 @@ def test_what_launches_take_is_no_part_of_a_short_kernel() -> None:
         return float(np.median(found.samples_s))
 
     assert seconds(counts_host=False) < seconds(counts_host=True) < 1e-3
+
+
+@pytest.mark.gpu
+def test_what_comes_before_a_call_is_no_part_of_it() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    device = torch.device("cuda", 0)
+    x = torch.randn(4096, 4096, device=device, dtype=torch.float16)
+
+    def seconds(run: Any) -> float:
+        found = measure(
+            run,
+            team=Alone(),
+            device=device,
+            sensors=Sensors(device, "here"),
+            rules=rules_for("cuda", "sustained"),
+            is_collective=False,
+        )
+        return float(np.median(found.samples_s))
+
+    staged = Staged(before=lambda: x @ x @ x, run=lambda made: made @ x)
+    assert seconds(staged) == pytest.approx(seconds(lambda: x @ x), rel=0.1)
