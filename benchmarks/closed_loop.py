@@ -404,6 +404,7 @@ class Compared:
     bytes_needed: Floats  # predicted
     bytes_held: Floats  # counted
     rests: dict[Provenance, Floats]  # share of the predicted step by provenance
+    full: list[str]  # plans that ran out of memory, though they were predicted to fit
 
     @property
     def held(self) -> Floats:
@@ -426,8 +427,11 @@ def compare(folder: Path, name: str) -> Compared:
     problem, plans = problem_of(name, folder), plans_of(name)
     launches: dict[str, list[float]] = {label(one): [] for one in plans}
     held: dict[str, float] = {}
+    full: set[str] = set()
     for one in kept(folder):
         if one.model == name and one.plan in launches:
+            if one.is_full:
+                full.add(one.plan)
             if one.is_clean:
                 launches[one.plan].append(one.seconds)
             if one.peak_bytes:
@@ -447,6 +451,7 @@ def compare(folder: Path, name: str) -> Compared:
         bytes_needed=cost.logged_memory_bytes,
         bytes_held=np.array([held.get(label(one), np.nan) for one in plans]),
         rests=shares(problem, batch),
+        full=sorted(full),
     )
 
 
@@ -528,6 +533,7 @@ def told(name: str, found: Compared) -> list[str]:
         f"* a launch in place of the prediction of the plan's other ones: error {percent(launch_error)} in the median, "
         f"Spearman {launch_rank:.3f}",
         told_of_truth(found),
+        f"* out of memory, though predicted to fit: {'; '.join(found.full) or 'none'}",
         "",
         f"| {'counted' if found.held is found.bytes_held else 'predicted'} memory | plans that fit | picked | best "
         "| regret | noise of the two |",
