@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -321,12 +322,24 @@ def _check_port(meeting_point: str) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C counts when the block has ended; processes that are started inside leave it to this program for good."""
+    """Ctrl-C counts when the block has ended; processes that are started inside leave it to this program for good.
+
+    A signal that this thread blocks is taken by another one, and Python then tells the main thread all the same: what
+    it would do waits too.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before, told = signal.getsignal(signal.SIGINT), threading.Event()
+    waits = before is not None and threading.current_thread() is threading.main_thread()
+    if waits:
+        signal.signal(signal.SIGINT, lambda *_: told.set())
     try:
         yield
     finally:
+        if waits:
+            signal.signal(signal.SIGINT, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if told.is_set():
+            signal.raise_signal(signal.SIGINT)
 
 
 def _server(preload: list[str]) -> ForkServerContext:

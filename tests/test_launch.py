@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
@@ -229,12 +230,17 @@ def test_ctrl_c_while_ranks_are_started_or_ended_leaves_none_behind(monkeypatch:
         start(process)
         started.append(process)
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
 
+    # Another thread, which does not block the signal, takes it meanwhile.
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
     start = ForkServerProcess.start
     monkeypatch.setattr(ForkServerProcess, "start", interrupted)
     work = functools.partial(faulty_ranks.answer_late, after_s=600.0)
     with pytest.raises(KeyboardInterrupt), Children(work, None, 2, limit_s=60.0) as ranks:
         ranks.start()
+    over.set()
     (one,) = started  # the second was not begun any more
     with pytest.raises(ValueError, match="closed"):  # ended, and waited for
         one.is_alive()
