@@ -24,7 +24,7 @@ Curve = TypeVar("Curve")
 
 RESIDUAL_SCALE = 0.1  # residuals beyond this weigh less and less: shapes whose kernel was chosen badly
 TILE = 128  # queries of a thread block of flash attention
-LEAST_POINTS = 40
+LEAST_POINTS = 30  # five for each parameter
 STEP = 1e-5  # of a numerical slope, in the logarithm of a parameter
 
 
