@@ -109,7 +109,7 @@ def test_a_fit_finds_the_curve_of_collectives_that_made_the_times() -> None:
 
 def test_too_few_shapes_are_refused() -> None:
     shapes = gemm_shapes()[:10]
-    with pytest.raises(InputError, match="at least 40"):
+    with pytest.raises(InputError, match="at least 30"):
         fit.fit_gemm(DEVICE, fit.Points(shapes=shapes, seconds=np.ones(10)))
 
 
