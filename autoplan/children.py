@@ -46,8 +46,9 @@ _VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most that glibc takes
 }
 # Where nobody said otherwise: of torch's C++ no stack traces of what the ranks say themselves, and memory that grows in
-# place.  A step of 125 GB in blocks of fixed sizes was seen to run out of 140, 17 of them held but in pieces.
+# place.  A step of 125 GiB in blocks of fixed sizes was seen to run out of 140, 17 of them held but in pieces.
 _USUAL = {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}  # names that say it too
 _PORT = 29500  # torch's own default
 _LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
 
@@ -354,13 +355,14 @@ def _server(preload: list[str]) -> ForkServerContext:
     try:
         os.environ.update(_VARIABLES)
         for name, value in _USUAL.items():
-            os.environ.setdefault(name, value)
+            if not any(other in os.environ for other in _SAME.get(name, ())):
+                os.environ.setdefault(name, value)
         with _undisturbed():
             forkserver.ensure_running()
     finally:
         for name, held in before.items():
             if held is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = held
     return context

@@ -1,6 +1,6 @@
 """How does the speed of a kernel or a collective fall with its size?  Few-parameter curves, as data of a device.
 
-The shapes are fitted to public measurements by `profiler.fit` (tables of aiconfigurator-core, see
+The shapes are fitted to public measurements by `profiler.fit` (tables of aiconfigurator-core, own ones on an H200, see
 `benchmarks/results`); a device or a link that was not measured takes those of its nearest relative.  The level is
 kept apart from the shape: short benchmarks run at clocks that training does not sustain (`modelling` C2).  Where
 neither the device nor a relative was measured, the source of a curve begins with "not measured".

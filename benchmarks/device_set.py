@@ -16,23 +16,21 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reports import make_parser, write_report
+from reports import curve_toml, make_parser, write_report
 
 from autoplan.arrays import Floats
 from autoplan.cli.inputs import parse_duration
 from autoplan.cluster import DeviceSpec
-from autoplan.curves import AttentionCurve, GemmCurve
 from autoplan.errors import AutoplanError, InputError
 from autoplan.read.cluster import load_device
 from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
 from autoplan.timing import SHAPES, Operation
-from autoplan.units import file_units
 from profiler import fit
 from profiler.kernels import KERNELS
 from profiler.launch import Crew
@@ -60,7 +58,7 @@ class Part:
     eps: tuple[int, ...] = (1,)
     modes: tuple[Mode, ...] = ("sustained",)
     dtype: str = "bf16"
-    only: tuple[Operation, ...] = ()
+    only: tuple[Operation, ...]
 
     def wishes(self) -> Iterable[Wish]:
         """One for each model and length."""
@@ -74,7 +72,7 @@ class Part:
                     micro_batches=self.micro_batches,
                     eps=self.eps,
                     modes=self.modes,
-                    only=self.only or tuple(sorted(KERNELS)),
+                    only=self.only,
                 )
 
 
@@ -145,20 +143,6 @@ def points_of(records: Iterable[Record], operation: Operation, mode: Mode, dtype
     return fit.Points(shapes=shapes, seconds=np.array(list(found.values())))
 
 
-def as_toml(curve: GemmCurve | AttentionCurve, plateau: float) -> str:
-    """A curve as a preset holds it."""
-    lines = ["[gemm]" if isinstance(curve, GemmCurve) else "[attention]"]
-    for one in fields(curve):
-        if one.name in ("source", "efficiency"):
-            continue
-        value, key = getattr(curve, one.name), one.name
-        for human, inside, factor in file_units(one.name):
-            if human == "_us":
-                key, value = one.name[: -len(inside)] + human, value / factor
-        lines.append(f"{key} = {value:.3g}")
-    return "\n".join([*lines, f"# plateau: {plateau:.3f} of the peak"])
-
-
 def turned(operation: Operation, shapes: Floats) -> Floats:
     """The (m, n, k) that a product has, of the tokens, outputs and inputs of its matrix."""
     m, n, k = shapes.T
@@ -193,19 +177,19 @@ def curves(device: DeviceSpec, records: list[Record]) -> list[str]:
     lines: list[str] = []
     for mode in MODES:
         gemms, attention = (points_of(records, one, mode) for one in ("gemm", "attention"))
-        lines += fitted(f"products, {mode}", functools.partial(fit.fit_gemm, device, gemms))
-        lines += fitted(f"attention, {mode}", functools.partial(fit.fit_attention, device, attention))
+        lines += fitted("gemm", mode, functools.partial(fit.fit_gemm, device, gemms))
+        lines += fitted("attention", mode, functools.partial(fit.fit_attention, device, attention))
     return lines
 
 
-def fitted(name: str, make: Callable[[], fit.Fit[Any]]) -> list[str]:
+def fitted(head: str, mode: Mode, make: Callable[[], fit.Fit[Any]]) -> list[str]:
     """A fit as a preset holds it, or why there is none."""
     try:
         found = make()
     except InputError as error:
-        return [f"# {name}: {error}"]
+        return [f"# {head}, {mode}: {error}"]
     held = f"{found.num_held_out} of {found.num_points} shapes held out: mean error {100 * found.error:.1f} %"
-    return [f"# {name}, {held}", as_toml(found.curve, found.plateau)]
+    return [f"# {mode}, {held}", curve_toml(head, found.curve, plateau=found.plateau)]
 
 
 def compared(device: DeviceSpec, records: list[Record]) -> list[str]:

@@ -17,13 +17,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reports import make_parser
+from reports import curve_toml, make_parser
 from scipy.interpolate import RBFInterpolator
 
 from autoplan import interpolation
@@ -37,7 +37,6 @@ from autoplan.files import write_text
 from autoplan.read.cluster import load_cluster
 from autoplan.timing import Measurement, Operation, TimingTable
 from autoplan.topology.levels import Topology, compile_topology
-from autoplan.units import file_units
 from profiler import fit
 from profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from profiler.imports.aiconfigurator import read_measurements
@@ -78,19 +77,6 @@ def _error(predicted_s: Floats, measured_s: Floats) -> float:
     return fit.mean_error(predicted_s * _level(predicted_s, measured_s), measured_s)
 
 
-def _toml(head: str, curve: Any, **more: float) -> str:
-    lines = [f"[{head}]"]
-    for one in fields(curve):
-        if one.name in ("source", "efficiency"):  # the level is that of training, not of the tables
-            continue
-        value, key = getattr(curve, one.name), one.name
-        for human, inside, factor in file_units(one.name):
-            if human in ("_us", "_mib"):
-                key, value = one.name[: -len(inside)] + human, value / factor
-        lines.append(f"{key} = {value:.3g}")
-    return "\n".join([*lines, *(f"# {name}: {value:.3g}" for name, value in more.items())])
-
-
 def _gemms(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
     points = fit.training_gemms(fit.points_of(measurements))
     found: fit.Fit[GemmCurve] = fit.fit_gemm(device, points)
@@ -100,7 +86,7 @@ def _gemms(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, st
     for curve in (CONSTANT, BY_EYE):
         row.append(_error(fit.gemm_s(device, curve, found.plateau, unseen.shapes), unseen.seconds))
     row.append(_error(fit.gemm_s(device, found.curve, found.plateau, large.shapes), large.seconds))
-    return _row(row), _toml("gemm", found.curve)
+    return _row(row), curve_toml("gemm", found.curve)
 
 
 def _flash(device: DeviceSpec, measurements: list[Measurement]) -> fit.Points:
@@ -116,7 +102,7 @@ def _attention(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str
     at_long = fit.attention_s(device, found.curve, found.plateau, long.shapes)
     row = [device.name, "attention", found.num_points, found.num_held_out, found.error, None]
     row += [_error(flat, unseen.seconds), _error(at_long, long.seconds)]
-    return _row(row), _toml("attention", found.curve)
+    return _row(row), curve_toml("attention", found.curve)
 
 
 def _experts(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
@@ -144,7 +130,7 @@ def _collectives(name: str, link: LinkLevel, measurements: list[Measurement]) ->
     unseen = points.where(fit.held_out_collectives(points))
     by_eye = fit.mean_error(_without_curve(link, unseen.shapes), unseen.seconds)
     row = [name, "collectives", found.num_points, found.num_held_out, found.error, None, by_eye, at_large]
-    return _row(row), _toml("levels.collectives", found.curve, efficiency=found.plateau)
+    return _row(row), curve_toml("levels.collectives", found.curve, efficiency=found.plateau)
 
 
 def _without_curve(link: LinkLevel, rows: Floats) -> Floats:

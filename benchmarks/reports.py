@@ -1,14 +1,17 @@
-"""What do the benchmarks share?  Their first options, and the dated report that they write if asked."""
+"""What do the benchmarks share?  Their first options, curves as presets hold them, and dated reports."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import platform
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import autoplan
 from autoplan.files import write_text
+from autoplan.units import file_units
 
 
 def make_parser(about: str | None) -> argparse.ArgumentParser:
@@ -24,6 +27,20 @@ def existing(text: str) -> Path:
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{path} is not there: name another file")
     return path
+
+
+def curve_toml(head: str, curve: Any, **more: float) -> str:
+    """A fitted curve as a preset holds it, `more` figures behind it as comments."""
+    lines = [f"[{head}]"]
+    for one in fields(curve):
+        if one.name in ("source", "efficiency"):  # the level is that of training, not of the tables
+            continue
+        value, key = getattr(curve, one.name), one.name
+        for human, inside, factor in file_units(one.name):
+            if human in ("_us", "_mib"):
+                key, value = one.name[: -len(inside)] + human, value / factor
+        lines.append(f"{key} = {value:.3g}")
+    return "\n".join([*lines, *(f"# {name}: {value:.3g}" for name, value in more.items())])
 
 
 def write_report(path: Path, title: str, made_by: str, *blocks: str) -> None:
