@@ -28,23 +28,16 @@ from measured_runs import RUNS, SHARED, source_of, with_answers
 from reports import existing, make_parser, write_report
 
 import autoplan
-from autoplan.arrays import Floats
-from autoplan.cost.calibration import (
-    RUNS_PER_FACTOR,
-    Linearised,
-    MeasuredRun,
-    Pricer,
-    conformal_spread,
-    fit,
-)
+from autoplan.base.arrays import Floats
+from autoplan.base.files import write_text
+from autoplan.cost.calibration import RUNS_PER_FACTOR, Linearised, MeasuredRun, Pricer, conformal_spread, fit
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, spread_kinds
-from autoplan.files import write_text
-from autoplan.plan import PlanBatch
 from autoplan.read.calibration import calibration_text
-from autoplan.read.predictions import predict, prediction_table
-from autoplan.read.runs import Run, read_runs
-from autoplan.result import CostEstimate, Prediction
-from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
+from autoplan.runs.predictions import predict, prediction_table
+from autoplan.runs.runs import Run, read_runs
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.result import CostEstimate, Prediction
+from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
 
 PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"
 LEAST_RUNS = 20  # of a source or pair, for a spread of its own

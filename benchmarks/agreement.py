@@ -18,15 +18,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from autoplan.errors import AutoplanError
-from autoplan.model import ModelSpec
-from autoplan.read.framework import load_framework
+from autoplan.base.errors import AutoplanError
+from autoplan.frameworks.presets import load_framework
+from autoplan.profiler.launch import Crew, default_num_ranks
+from autoplan.profiler.protocol import Job
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.sweep import Progress, outliers, run
+from autoplan.profiler.wishes import Key, Wish, plan
 from autoplan.read.model import load_model
-from profiler.launch import Crew, default_num_ranks
-from profiler.protocol import Job
-from profiler.record import Fingerprint, Record
-from profiler.sweep import Progress, outliers, run
-from profiler.wishes import Key, Wish, plan
+from autoplan.spec.model import ModelSpec
 
 SMALL = ModelSpec(name="small-gpt", num_layers=8, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1536)
 

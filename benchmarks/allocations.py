@@ -8,16 +8,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoplan.cluster import ClusterSpec, NodeGroup, SwitchTier
 from autoplan.cost.estimate import estimate
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
+from autoplan.topology.cluster import ClusterSpec, NodeGroup, SwitchTier
 from autoplan.topology.placement import Group, spreads, switches_of_nodes
-from autoplan.training import TrainingSpec
 
 DEVICES = 8
 BIG = ParallelPlan(global_batch=64, tp=8, sp=True, pp=8, dp_shard=8)

@@ -18,9 +18,9 @@ from measured_runs import RUNS
 from reports import existing, make_parser, write_report
 from tune_replay import Group, read_groups
 
-from autoplan.arrays import Floats
-from search import belief
-from search.belief import Belief, Measured, pooled
+from autoplan.base.arrays import Floats
+from autoplan.search import belief
+from autoplan.search.belief import Belief, Measured, pooled
 
 SCATTERS = (0.3, 0.5, 0.7, 1.0, 1.4)
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)

@@ -26,30 +26,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
+from autoplan.base.errors import AutoplanError, NoPlanError
+from autoplan.base.files import write_text
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.objectives import resized
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.energy import step_energy_j
 from autoplan.cost.estimate import estimate
-from autoplan.errors import AutoplanError, NoPlanError
-from autoplan.files import write_text
-from autoplan.model import ModelSpec
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.common.rules import legal
+from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.framework import load_framework, preset_frameworks
 from autoplan.read.model import load_model, preset_models
-from autoplan.result import VERDICTS, RankedPlan, SearchResult
-from autoplan.rules import legal
-from search.findings import KEPT
-from search.limits import ALLOWED, COUNTS, WORDS
-from search.objectives import OBJECTIVES, Run, costs_of, figures_at, find_objectives
-from search.ranking import ordering, seconds_per_sequence
-from search.sampler import Sampling
-from search.sizes import search_sizes
-from search.space import Cell, Space
-from search.study import MARGIN, search
+from autoplan.search.findings import KEPT
+from autoplan.search.limits import ALLOWED, COUNTS, WORDS
+from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures_at, find_objectives
+from autoplan.search.ranking import ordering, seconds_per_sequence
+from autoplan.search.sampler import Sampling
+from autoplan.search.sizes import search_sizes
+from autoplan.search.space import Cell, Space
+from autoplan.search.study import MARGIN, search
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import VERDICTS, RankedPlan, SearchResult
 
 SEED = 7
 MOST_ENUMERATED = 16_000  # plans of a small problem

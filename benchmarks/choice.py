@@ -19,12 +19,12 @@ import numpy as np
 from measured_runs import RUNS, source_of, with_answers
 from reports import existing, make_parser, write_report
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.read.runs import read_runs
-from search.choice import OWN_SPREAD, apart, ratio_spreads, shares
+from autoplan.runs.runs import read_runs
+from autoplan.search.choice import OWN_SPREAD, apart, ratio_spreads, shares
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
 
 OWN_SPREADS = np.arange(0.01, 0.151, 0.005)
 QUANTILE = 0.9

@@ -32,31 +32,31 @@ import msgspec
 import numpy as np
 import torch
 
-from autoplan.arrays import Floats
-from autoplan.children import Children, CrewError, Place
+from autoplan.base.arrays import Floats
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.files import write_text
+from autoplan.base.processes import Children, CrewError, Place
+from autoplan.base.units import format_volume
 from autoplan.cli.inputs import make_space, parse_duration, with_timings
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate
 from autoplan.cost.provenance import shares
-from autoplan.errors import AutoplanError, InputError
-from autoplan.files import write_text
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
+from autoplan.profiler.hardware import SYS, amd_gpus, device_id, emulates_bf16, nvidia_gpus
+from autoplan.profiler.launch import Crew, default_num_ranks
+from autoplan.profiler.protocol import Hello, Job, Rules
+from autoplan.profiler.store import open_store
+from autoplan.profiler.store.store import Store
+from autoplan.profiler.sweep import Progress, run
+from autoplan.profiler.wishes import HALVES, LAYERS, SHARED, Wish, plan
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
-from autoplan.timing import Operation, Provenance
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Operation, Provenance
+from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.run import PRELOAD, run_task
 from autoplan.trainer.task import Report, Task
-from autoplan.training import TrainingSpec
-from autoplan.units import format_volume
-from profiler.hardware import SYS, amd_gpus, device_id, emulates_bf16, nvidia_gpus
-from profiler.launch import Crew, default_num_ranks
-from profiler.protocol import Hello, Job, Rules
-from profiler.store import open_store
-from profiler.store.store import Store
-from profiler.sweep import Progress, run
-from profiler.wishes import HALVES, LAYERS, SHARED, Wish, plan
 
 HAS_GPUS = torch.cuda.is_available()
 # On cores without units for bf16 a step in it would take many times as long.

@@ -23,22 +23,22 @@ from typing import Any
 import numpy as np
 from reports import curve_toml, make_parser, write_report
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
+from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cli.inputs import parse_duration
-from autoplan.cluster import DeviceSpec
-from autoplan.errors import AutoplanError, InputError
+from autoplan.frameworks.presets import load_framework
+from autoplan.profiler import fit
+from autoplan.profiler.kernels import KERNELS
+from autoplan.profiler.launch import Crew
+from autoplan.profiler.protocol import Job
+from autoplan.profiler.record import Mode, Record
+from autoplan.profiler.store import open_store
+from autoplan.profiler.sweep import Progress, run
+from autoplan.profiler.wishes import PRODUCTS, Wish, plan
 from autoplan.read.cluster import load_device
-from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.timing import SHAPES, Operation
-from profiler import fit
-from profiler.kernels import KERNELS
-from profiler.launch import Crew
-from profiler.protocol import Job
-from profiler.record import Mode, Record
-from profiler.store import open_store
-from profiler.sweep import Progress, run
-from profiler.wishes import PRODUCTS, Wish, plan
+from autoplan.spec.timing import SHAPES, Operation
+from autoplan.topology.cluster import DeviceSpec
 
 DTYPES = ("bf16", "fp8")
 ATTENTION: tuple[Operation, ...] = ("attention", "attention_backward")

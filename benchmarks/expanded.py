@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import networkx as nx
 
-from autoplan.cluster import ClusterSpec
+from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.parts import (
     Graph,
     Part,

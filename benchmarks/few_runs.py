@@ -34,7 +34,7 @@ from measured_runs import RUNS
 from reports import existing, make_parser, write_report
 from scipy.stats import t as student
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.calibration import (
     CLUSTER_FREEDOM,
     RUN_FREEDOM,
@@ -45,8 +45,8 @@ from autoplan.cost.calibration import (
     fit,
 )
 from autoplan.cost.estimate import NORMAL_90
-from autoplan.read.runs import read_runs
-from autoplan.timing import TIME_SPREADS, Calibration
+from autoplan.runs.runs import read_runs
+from autoplan.spec.timing import TIME_SPREADS, Calibration
 
 LEAST_OTHERS = 5  # runs of a cluster to judge on
 MOST_RATIO = 1.3

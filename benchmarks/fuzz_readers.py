@@ -11,9 +11,7 @@ file is kept in the output folder, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import pkgutil
 import random
 import re
 import resource
@@ -29,20 +27,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import autoplan.read
+import autoplan
+from autoplan.base.errors import InputError
+from autoplan.base.files import encode, write_text
 from autoplan.cli.planfile import make_plan_file
 from autoplan.cost.estimate import estimate
-from autoplan.errors import InputError
-from autoplan.export.targets import TARGETS, exported
-from autoplan.files import encode, write_text
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.launch_files import READERS
+from autoplan.frameworks.presets import load_framework, preset_frameworks
+from autoplan.launch.targets import TARGETS, exported
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework, preset_frameworks
-from autoplan.read.launch import Given, Launch, Reader
 from autoplan.read.model import load_model
-from autoplan.training import TrainingSpec
-from search.ranking import ranked
+from autoplan.search.ranking import ranked
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 
 LONGEST_S = 20.0  # of the processor, that reading one file may take
 MOST_BYTES = 8 * 2**30  # of address space
@@ -125,11 +124,8 @@ class Guard:
 
 
 def readers() -> tuple[Reader, ...]:
-    """Of every module below autoplan.read."""
-    modules = (
-        importlib.import_module(f"autoplan.read.{one.name}") for one in pkgutil.iter_modules(autoplan.read.__path__)
-    )
-    return tuple(module.READER for module in modules if isinstance(getattr(module, "READER", None), Reader))
+    """Return the readers of all launch files, and of plan files."""
+    return READERS
 
 
 def exports() -> Iterator[Seed]:

@@ -26,20 +26,20 @@ import numpy as np
 from reports import curve_toml, make_parser
 from scipy.interpolate import RBFInterpolator
 
-from autoplan import interpolation
-from autoplan.arrays import Bools, Floats
-from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel
+from autoplan.base import interpolation
+from autoplan.base.arrays import Bools, Floats
+from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
+from autoplan.base.errors import AutoplanError
+from autoplan.base.files import write_text
 from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
 from autoplan.cost.compute import GROUPED_HALF_M, GROUPED_SHARE
-from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
-from autoplan.errors import AutoplanError
-from autoplan.files import write_text
+from autoplan.profiler import fit
+from autoplan.profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
+from autoplan.profiler.imports.aiconfigurator import read_measurements
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import Measurement, Operation, TimingTable
+from autoplan.spec.timing import Measurement, Operation, TimingTable
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel
 from autoplan.topology.levels import Topology, compile_topology
-from profiler import fit
-from profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
-from profiler.imports.aiconfigurator import read_measurements
 
 CLUSTERS = {
     "a100-sxm": "a100-sxm",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from autoplan.read.runs import Run
+from autoplan.runs.runs import Run
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 RUNS = SHARED / "data" / "measured_runs.csv"

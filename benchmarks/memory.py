@@ -22,15 +22,15 @@ import numpy as np
 from measured_runs import RUNS, source_of, with_answers
 from reports import existing
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
+from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
 from autoplan.cost.memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
-from autoplan.framework import Framework
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
-from autoplan.read.runs import Run, read_runs
-from autoplan.result import OOM_ABOVE, RISKY_ABOVE
-from autoplan.units import GIB
+from autoplan.runs.runs import Run, read_runs
+from autoplan.spec.framework import Framework
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import OOM_ABOVE, RISKY_ABOVE
 
 # Traits that only the time of a step depends on are left alone.
 MEMORY_TRAITS = (

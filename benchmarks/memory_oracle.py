@@ -21,19 +21,19 @@ from typing import Any
 import numpy as np
 from reports import make_parser
 
+from autoplan.base.errors import AutoplanError
+from autoplan.base.files import write_text
 from autoplan.cost.estimate import stage_costs
-from autoplan.errors import AutoplanError
-from autoplan.files import write_text
-from autoplan.model import Experts, ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.report.verified import tensor_bytes
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.run import run_task
 from autoplan.trainer.task import Task
 from autoplan.trainer.verify import Question, ask
-from autoplan.training import TrainingSpec
 
 MIB = 2.0**20
 SMALL = ModelSpec(

@@ -15,7 +15,7 @@ from statistics import geometric_mean
 
 from allocations import BIG, fat_tree, packed, problem_on, shuffled, step_s, widest
 
-from search.placement import best_placement
+from autoplan.search.placement import best_placement
 
 
 def placement(seeds: int) -> None:

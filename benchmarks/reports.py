@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import autoplan
-from autoplan.files import write_text
-from autoplan.units import file_units
+from autoplan.base.files import write_text
+from autoplan.base.units import file_units
 
 
 def make_parser(about: str | None) -> argparse.ArgumentParser:

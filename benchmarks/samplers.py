@@ -21,22 +21,22 @@ import numpy as np
 import optuna
 from optuna.trial import TrialState
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import estimate
-from autoplan.problem import Problem
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.rules.megatron_lm import RULES
-from autoplan.training import TrainingSpec
-from search.bounds import group_bounds
-from search.limits import default_limits
-from search.ranking import seconds_per_sequence
-from search.sampler import SAMPLERS, WARM_CELLS, Axes, make_sampler
-from search.space import Space
-from search.storage import opened
-from search.study import Shared, search
+from autoplan.search.bounds import group_bounds
+from autoplan.search.limits import default_limits
+from autoplan.search.ranking import seconds_per_sequence
+from autoplan.search.sampler import SAMPLERS, WARM_CELLS, Axes, make_sampler
+from autoplan.search.space import Space
+from autoplan.search.storage import opened
+from autoplan.search.study import Shared, search
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 
 PROBLEMS = (  # model, cluster, global batch, tokens of a sequence
     ("llama3-8b", "h100-sxm:4x8", 128, 8192),

@@ -28,13 +28,13 @@ from typing import Any
 
 import numpy as np
 
+from autoplan.base.files import read_table, write_text
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cost.estimate import estimate
-from autoplan.files import read_table, write_text
-from autoplan.problem import Problem
-from autoplan.rules import legal
-from search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds
-from search.space import Space
+from autoplan.frameworks.common.rules import legal
+from autoplan.search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds
+from autoplan.search.space import Space
+from autoplan.spec.problem import Problem
 
 SPACES = Path(__file__).parent / "spaces"
 GROWING = (1, 8, 64, 512, 4096, 16384)  # nodes of 8

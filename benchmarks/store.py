@@ -26,11 +26,11 @@ from urllib.parse import quote
 
 from reports import make_parser
 
-from autoplan.errors import AutoplanError
-from autoplan.files import write_text
-from autoplan.timing import Operation
-from profiler.record import Fingerprint, Record
-from profiler.store import Store, open_store
+from autoplan.base.errors import AutoplanError
+from autoplan.base.files import write_text
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.store import Store, open_store
+from autoplan.spec.timing import Operation
 
 SERVER = "postgresql://postgres@127.0.0.1:5432/postgres"
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]

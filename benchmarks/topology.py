@@ -17,12 +17,12 @@ from typing import Any
 
 from expanded import expand
 
-from autoplan.cluster import ClusterSpec, NodeGroup
-from autoplan.files import write_text
+from autoplan.base.files import write_text
+from autoplan.base.units import format_seconds
 from autoplan.read.cluster import load_cluster
 from autoplan.report.drawing import draw
+from autoplan.topology.cluster import ClusterSpec, NodeGroup
 from autoplan.topology.graph import bisection_bytes_per_s, quotient
-from autoplan.units import format_seconds
 
 MOST_EXPANDED = 4096  # devices of a graph that holds every part
 CLUSTERS = ("h100-sxm:16x8", "h100-sxm:2048x8", "gb200-nvl72:4096x4", "frontier:9408x8", "h100-sxm:12500x8")

@@ -26,20 +26,20 @@ from statistics import median
 import numpy as np
 from reports import make_parser, write_report
 
+from autoplan.base.files import encode, write_text
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.planfile import make_plan_file
 from autoplan.cli.trials import Budget, Trials, read_result
-from autoplan.files import encode, write_text
-from autoplan.jobs import AUTOPLAN, OUTCOME, PLAN, JobStatus, LocalJobs
-from autoplan.problem import Problem
-from autoplan.read.logs import LogReader
-from autoplan.result import RankedPlan
-from autoplan.training import Precision
-from profiler.hardware import emulates_bf16
-from search.choice import distinct
-from search.storage import opened
-from search.study import search
-from search.tune import MARGIN, TunedTrial, Tuning, look
+from autoplan.frameworks.logs import LogReader
+from autoplan.jobs.job import AUTOPLAN, OUTCOME, PLAN, JobStatus, LocalJobs
+from autoplan.profiler.hardware import emulates_bf16
+from autoplan.search.choice import distinct
+from autoplan.search.storage import opened
+from autoplan.search.study import search
+from autoplan.search.tune import MARGIN, TunedTrial, Tuning, look
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RankedPlan
+from autoplan.spec.training import Precision
 
 MODEL = """\
 name = "small"

@@ -32,16 +32,16 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 from reports import existing, make_parser, write_report
 
+from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
-from autoplan.errors import AutoplanError
-from autoplan.plan import PlanBatch
-from autoplan.read.outcomes import read_outcomes
-from autoplan.read.runs import Run, read_runs
-from autoplan.result import Outcome, RankedPlan, TrialEnd
-from autoplan.timing import Calibration
-from search.choice import COMPONENTS, pace
-from search.ranking import ranked
-from search.tune import TrialResult, TunedTrial, look
+from autoplan.runs.outcomes import read_outcomes
+from autoplan.runs.runs import Run, read_runs
+from autoplan.search.choice import COMPONENTS, pace
+from autoplan.search.ranking import ranked
+from autoplan.search.tune import TrialResult, TunedTrial, look
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.result import Outcome, RankedPlan, TrialEnd
+from autoplan.spec.timing import Calibration
 
 SOURCES = ("bloom", "vtrain", "hagemann", "nanotron")
 ERRATIC = ("nanotron_mn",)  # a third of whose runs take several times as long as their neighbours

@@ -15,14 +15,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from autoplan.base.units import format_bytes, format_rate, format_tokens
 from autoplan.cli import COMMANDS, make_app
 from autoplan.cli.schema import KINDS, schema
 from autoplan.cost.arithmetic import count_parameters
+from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.framework import load_framework, preset_frameworks
 from autoplan.read.huggingface import model_types
 from autoplan.read.model import load_model, preset_models
-from autoplan.units import format_bytes, format_rate, format_tokens
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _RESULT = re.compile(r"<!-- result: (\w+), (below )?( *.+?) -->")

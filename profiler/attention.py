@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from profiler.maker import Maker, Run, backward
+from autoplan.profiler.maker import Maker, Run, backward
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of queries, keys and values: batch, heads, seq_len, width each
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from autoplan.cluster import DeviceSpec
-from autoplan.timing import TRAINER_UNITS, Measurement, Operation
-from profiler.protocol import Rules
-from profiler.record import Status
+from autoplan.profiler.protocol import Rules
+from autoplan.profiler.record import Status
+from autoplan.spec.timing import TRAINER_UNITS, Measurement, Operation
+from autoplan.topology.cluster import DeviceSpec
 
 # FlashAttention as training runs it, by generation; on Blackwell, where its kernels are cuDNN's and not in the tables,
 # the fastest of those written for it.

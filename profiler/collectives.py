@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from autoplan.errors import InputError
-from autoplan.timing import Operation
-from profiler.layouts import Layout, groups_of
-from profiler.maker import Maker, Run
-from profiler.protocol import COLLECTIVES
+from autoplan.base.errors import InputError
+from autoplan.profiler.layouts import Layout, groups_of
+from autoplan.profiler.maker import Maker, Run
+from autoplan.profiler.protocol import COLLECTIVES
+from autoplan.spec.timing import Operation
 
 _GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch and short enough to fill gaps
 

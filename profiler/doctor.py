@@ -18,10 +18,10 @@ from typing import Any, Literal
 import msgspec
 
 from autoplan import __version__
-from autoplan.errors import AutoplanError
-from autoplan.files import is_file
-from autoplan.units import cleaned, format_bytes
-from profiler.hardware import SYS, amd_gpus, nics, num_lost_gpus, nvidia_gpus
+from autoplan.base.errors import AutoplanError
+from autoplan.base.files import is_file
+from autoplan.base.units import cleaned, format_bytes
+from autoplan.profiler.hardware import SYS, amd_gpus, nics, num_lost_gpus, nvidia_gpus
 
 State = Literal["ok", "absent", "problem"]  # absent: not there, and not needed for everything
 
@@ -228,7 +228,7 @@ def _network(sys_path: Path) -> Check:
 
 def _database(url: str | None) -> Check:
     """Where the timings are, of which devices, and how old."""
-    from profiler.store import default_path, open_store
+    from autoplan.profiler.store import default_path, open_store
 
     if url is None and "AUTOPLAN_DB" not in os.environ and not default_path().exists():
         return Check(
@@ -270,7 +270,7 @@ def _age_days(moment: str) -> float:
 
 
 def _slurm(variables: Mapping[str, str]) -> Check:
-    from profiler.discover.allocation import job_hosts
+    from autoplan.profiler.discover.allocation import job_hosts
 
     if "SLURM_JOB_ID" in variables:
         try:

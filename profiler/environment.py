@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import torch
 
-from autoplan.units import GIB
-from profiler.hardware import (
+from autoplan.base.units import GIB
+from autoplan.profiler.hardware import (
     SYS,
     Gpu,
     Links,
@@ -31,7 +31,7 @@ from profiler.hardware import (
     pci_relation,
     read,
 )
-from profiler.record import Fingerprint
+from autoplan.profiler.record import Fingerprint
 
 
 def nvml_handle(device: torch.device) -> Any | None:

@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats
-from autoplan.cluster import DeviceSpec, LinkLevel
-from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
-from autoplan.errors import InputError
-from autoplan.timing import Measurement, Operation
+from autoplan.base.arrays import Bools, Floats
+from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
+from autoplan.base.errors import InputError
+from autoplan.spec.timing import Measurement, Operation
+from autoplan.topology.cluster import DeviceSpec, LinkLevel
 
 Curve = TypeVar("Curve")
 

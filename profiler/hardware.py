@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from autoplan.base.units import cleaned
+from autoplan.profiler.devices import devices_named
 from autoplan.read.cluster import load_device
-from autoplan.units import cleaned
-from profiler.devices import devices_named
 
 SYS = Path("/sys")
 CPUINFO = Path("/proc/cpuinfo")

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
 
-from autoplan.timing import Operation
-from profiler import attention
-from profiler.maker import Maker, Run, backward, in_turns, num_sets
+from autoplan.profiler import attention
+from autoplan.profiler.maker import Maker, Run, backward, in_turns, num_sets
+from autoplan.spec.timing import Operation
 
 _ROPE_BASE = 10_000.0
 # Rows of 16 bits to which grouped products want each expert's share of the tokens: where it is none, some versions of

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from autoplan.children import Children, Place
-from profiler.protocol import Hello, Job
+from autoplan.base.processes import Children, Place
+from autoplan.profiler.protocol import Hello, Job
 
-PRELOAD = ("profiler.worker",)
+PRELOAD = ("autoplan.profiler.worker",)
 
 
 def default_num_ranks() -> int:
@@ -38,6 +38,6 @@ class Crew(Children):
 
 
 def _measure(place: Place, line: Connection, *, job: Job, prepare: Callable[..., Any] | None) -> None:
-    from profiler.worker import serve
+    from autoplan.profiler.worker import serve
 
     serve(place, job, line, prepare)

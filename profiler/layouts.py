@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

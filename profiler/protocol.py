@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autoplan.timing import Operation
-from profiler.record import Fingerprint, Mode, Status
+from autoplan.profiler.record import Fingerprint, Mode, Status
+from autoplan.spec.timing import Operation
 
 BESIDE = " beside gemm"  # ending of a collective's kernel where products run at the same time
 COLLECTIVES: frozenset[Operation] = frozenset(

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Literal, get_args
 
-from autoplan.errors import InputError
-from autoplan.timing import Operation, check_shape
-from autoplan.units import MOST_TEXT
+from autoplan.base.errors import InputError
+from autoplan.base.units import MOST_TEXT
+from autoplan.spec.timing import Operation, check_shape
 
 PROTOCOL = 1  # raised when the way of measuring changes so that older samples mean something else
 

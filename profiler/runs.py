@@ -14,12 +14,12 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from autoplan.errors import InputError
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.training import TrainingSpec
-from autoplan.units import check_positive
-from profiler.record import MOST_SAMPLES, NOT_CONTENT, Fingerprint, check_text, is_moment
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_positive
+from autoplan.profiler.record import MOST_SAMPLES, NOT_CONTENT, Fingerprint, check_text, is_moment
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
 
 RunStatus = Literal["ok", "oom", "failed"]  # `oom`: out of memory; `failed`: `reason` says how
 

@@ -13,13 +13,13 @@ from typing import Protocol
 
 import numpy as np
 
-from autoplan.children import CrewError
-from autoplan.cluster import ClusterSpec
-from autoplan.timing import Operation
-from profiler.launch import Crew
-from profiler.protocol import Hello, Outcome, Task
-from profiler.record import Fingerprint, Record
-from profiler.wishes import Key, Planned
+from autoplan.base.processes import CrewError
+from autoplan.profiler.launch import Crew
+from autoplan.profiler.protocol import Hello, Outcome, Task
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.wishes import Key, Planned
+from autoplan.spec.timing import Operation
+from autoplan.topology.cluster import ClusterSpec
 
 MOST_RESTARTS = 3  # in a row
 WORTH_ANOTHER = ("contaminated", "unstable")  # what the machine was like is no trait of the operation

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from autoplan.arrays import Floats
-from autoplan.units import cleaned
-from profiler.maker import Chain, Run, Staged
-from profiler.protocol import Outcome, Rules
-from profiler.record import SLOWED
-from profiler.sensors import Sensors, Window, foreign_load
+from autoplan.base.arrays import Floats
+from autoplan.base.units import cleaned
+from autoplan.profiler.maker import Chain, Run, Staged
+from autoplan.profiler.protocol import Outcome, Rules
+from autoplan.profiler.record import SLOWED
+from autoplan.profiler.sensors import Sensors, Window, foreign_load
 
 MOST_KEPT = 400  # samples of a record
 MOST_CALLS = 100_000  # in one sample

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor.parallel import loss_parallel
 
+from autoplan.base.errors import InputError
 from autoplan.cost.arithmetic import count_parameters
-from autoplan.errors import InputError
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.timing import SHAPES, Operation
+from autoplan.profiler.maker import Chain, Maker, Run, Staged, in_turns, num_sets
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.timing import SHAPES, Operation
 from autoplan.trainer.parallel import DTYPES, Grid, announce, make_grid, passes, share, spread
 from autoplan.trainer.step import loss_of
 from autoplan.trainer.transformer import Transformer
-from profiler.maker import Chain, Maker, Run, Staged, in_turns, num_sets
 
 KERNEL = "trainer"
 

@@ -14,18 +14,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from autoplan.cluster import DeviceSpec
+from autoplan.base.errors import InputError
 from autoplan.cost.arithmetic import block_shapes, count_parameters
 from autoplan.cost.compute import local_sizes
-from autoplan.errors import InputError
-from autoplan.framework import Framework
-from autoplan.model import Block, ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
+from autoplan.profiler.layouts import layouts
+from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Task, rules_for
+from autoplan.profiler.record import Mode
 from autoplan.read.cluster import load_device
-from autoplan.timing import Operation, line_of
-from profiler.layouts import layouts
-from profiler.protocol import BESIDE, COLLECTIVES, Hello, Task, rules_for
-from profiler.record import Mode
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.timing import Operation, line_of
+from autoplan.topology.cluster import DeviceSpec
 
 PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
 LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")

@@ -24,18 +24,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.children import GRACE_S, START_S, Fault, Place
-from autoplan.errors import InputError
-from autoplan.timing import Operation
+from autoplan.base.errors import InputError
+from autoplan.base.processes import GRACE_S, START_S, Fault, Place
+from autoplan.base.units import cleaned
+from autoplan.profiler import collectives, kernels, units
+from autoplan.profiler.environment import fingerprint
+from autoplan.profiler.maker import DTYPES, Maker, Run, Staged
+from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task, rules_for
+from autoplan.profiler.record import Fingerprint
+from autoplan.profiler.sensors import Sensors
+from autoplan.profiler.timer import measure, synchronise
+from autoplan.spec.timing import Operation
 from autoplan.trainer.device import describe, take_device
-from autoplan.units import cleaned
-from profiler import collectives, kernels, units
-from profiler.environment import fingerprint
-from profiler.maker import DTYPES, Maker, Run, Staged
-from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task, rules_for
-from profiler.record import Fingerprint
-from profiler.sensors import Sensors
-from profiler.timer import measure, synchronise
 
 CHECK_SIZE = {"cpu": 512, "cuda": 8192}  # of the product by which devices are compared
 CHECK_BYTES = {"cpu": 2**22, "cuda": 2**28}  # of the message by which links are compared

@@ -9,14 +9,14 @@ from itertools import islice
 
 import numpy as np
 
-from autoplan.cluster import MAX_DEVICES
+from autoplan.base.errors import InputError, NoPlanError
+from autoplan.base.units import format_bytes
 from autoplan.cost.estimate import estimate
-from autoplan.errors import InputError, NoPlanError
-from autoplan.problem import Problem
-from autoplan.result import RISKY_Z, SearchResult
-from autoplan.units import format_bytes
-from search.limits import Limits, default_limits
-from search.space import Cell, Space
+from autoplan.search.limits import Limits, default_limits
+from autoplan.search.space import Cell, Space
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RISKY_Z, SearchResult
+from autoplan.topology.cluster import MAX_DEVICES
 
 CHECKED_CELLS = 64  # looked at for a reason, spread over the space
 BLOCK_PLANS = 4096  # priced at once while a size is tried

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from autoplan.errors import InputError
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, check_priced, chunk_layers, even_chunks
-from autoplan.problem import Problem
-from autoplan.rules.books import book_of
+from autoplan.base.errors import InputError
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, check_priced, chunk_layers, even_chunks
+from autoplan.spec.problem import Problem
 
 Axes = Mapping[str, Any]
 

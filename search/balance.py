@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 
 SAME = 1e-12  # share by which times may differ by rounding
 

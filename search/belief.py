@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
 from autoplan.cost.calibration import FACTOR_SPREAD
-from autoplan.result import RankedPlan, probability_above
-from autoplan.timing import Calibration
-from search.choice import OWN_SPREAD, pace, shares
+from autoplan.search.choice import OWN_SPREAD, pace, shares
+from autoplan.spec.result import RankedPlan, probability_above
+from autoplan.spec.timing import Calibration
 
 # Standard deviations of logarithms.
 COMMON_SPREAD = Calibration().time_spread  # of all plans of a cluster and framework: of a model without calibration

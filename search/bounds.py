@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communication import CONTENTION_SHARE, Links
 from autoplan.cost.communicators import groups
@@ -38,10 +38,10 @@ from autoplan.cost.order import V_SHAPED
 from autoplan.cost.recompute import activation_parts, kept_bytes
 from autoplan.cost.schedule import send_exposed_s
 from autoplan.cost.tail import optimizer_s, reduction_s
-from autoplan.model import Block, ModelSpec
-from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch, distinct_rows
-from autoplan.problem import Problem
-from search.space import Inside, Space
+from autoplan.search.space import Inside, Space
+from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.plan import SCHEDULES, SHARDINGS, PlanBatch, distinct_rows
+from autoplan.spec.problem import Problem
 
 ONE_FORWARD_ONE_BACKWARD = tuple(SCHEDULES.index(name) for name in ("1f1b", "interleaved"))
 FOLDED = tuple(SCHEDULES.index(name) for name in V_SHAPED)

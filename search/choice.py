@@ -16,12 +16,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import NORMAL_90
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
-from autoplan.result import Choice, Contender, RankedPlan, SearchResult
-from search.findings import KEPT_WINNERS
+from autoplan.search.findings import KEPT_WINNERS
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import Choice, Contender, RankedPlan, SearchResult
 
 # Standard deviation of the logarithm of any ratio, beside the share of the calibration.  Fitted to 32,000 pairs of runs
 # of 10 published sources; of a source left out the 90 % interval then holds .87 of the pairs, in the mean of sources

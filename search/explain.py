@@ -8,19 +8,20 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.units import format_bytes
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.errors import AutoplanError, InputError
-from autoplan.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch, parse_recompute
-from autoplan.problem import Problem
-from autoplan.result import AxisChange, Explanation, Neighbour, PlanFile, RankedPlan, StageCost, Versus
-from autoplan.rules import broken, legal, universal
-from autoplan.rules.books import book_of
-from autoplan.units import format_bytes
-from search.axes import FLAGS, axes_of, differing, plan_of, words
-from search.choice import compared
-from search.nearest import neighbours
-from search.ranking import TIE, ranked, seconds_per_sequence
-from search.walk import Way, changes, prices
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import broken, legal
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.search.axes import FLAGS, axes_of, differing, plan_of, words
+from autoplan.search.choice import compared
+from autoplan.search.nearest import neighbours
+from autoplan.search.ranking import TIE, ranked, seconds_per_sequence
+from autoplan.search.walk import Way, changes, prices
+from autoplan.spec.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import AxisChange, Explanation, Neighbour, PlanFile, RankedPlan, StageCost, Versus
 
 MOST_BETTER = 5
 MOST_ALTERNATIVES = 3

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import get_args
 
+from autoplan.base.errors import AutoplanError
 from autoplan.cost.mixed import estimate_mixed
 from autoplan.cost.mixed_stages import mixed_stages
-from autoplan.errors import AutoplanError
-from autoplan.mixed import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
-from autoplan.plan import Recompute, Sharding
-from autoplan.result import MixedExplanation, MixedNeighbour, MixedPlanFile
-from search.ranking import TIE
+from autoplan.search.ranking import TIE
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
+from autoplan.spec.plan import Recompute, Sharding
+from autoplan.spec.result import MixedExplanation, MixedNeighbour, MixedPlanFile
 
 MOST_ALTERNATIVES = 3
 

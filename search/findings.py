@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from autoplan.arrays import Floats
-from autoplan.plan import PlanBatch
-from autoplan.result import VERDICTS
-from search.ranking import TIE, Leaders
+from autoplan.base.arrays import Floats
+from autoplan.search.ranking import TIE, Leaders
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.result import VERDICTS
 
 FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 KEPT = 1000  # plans that a result ranks

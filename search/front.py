@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.energy import step_energy_j, waiting_power_w
 from autoplan.cost.estimate import estimate
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import Certificate, CostEstimate, SearchResult
-from autoplan.rules import legal
-from search.bounds import KindCosts, group_bounds, kind_bounds, kind_costs, plan_bounds
-from search.findings import FITS, RISKY, as_text, batch_of, from_text, rows_of
-from search.ledger import Block, BlockOutcome, CellOutcome, Told
-from search.objectives import Measure
-from search.pricing import limit_bytes
-from search.ranking import TIE, ordering, ranked, seconds_per_sequence
-from search.space import Cell, Space
-from search.study import Shared, joined, search
+from autoplan.frameworks.common.rules import legal
+from autoplan.search.bounds import KindCosts, group_bounds, kind_bounds, kind_costs, plan_bounds
+from autoplan.search.findings import FITS, RISKY, as_text, batch_of, from_text, rows_of
+from autoplan.search.ledger import Block, BlockOutcome, CellOutcome, Told
+from autoplan.search.objectives import Measure
+from autoplan.search.pricing import limit_bytes
+from autoplan.search.ranking import TIE, ordering, ranked, seconds_per_sequence
+from autoplan.search.space import Cell, Space
+from autoplan.search.study import Shared, joined, search
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import Certificate, CostEstimate, SearchResult
 
 # Kinds bounded in one go; of the first round, and how many times those before are in the next one.
 BLOCK_KINDS, FIRST_KINDS, GROWTH, ROUND_BLOCKS = 4096, 1024, 4, 8

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.errors import AutoplanError
-from autoplan.plan import (
+from autoplan.frameworks.common.rules import Rule, broken
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.search.ranking import ranked
+from autoplan.spec.plan import (
     RECOMPUTE_MODULES,
     SHARDINGS,
     ParallelPlan,
@@ -16,11 +19,8 @@ from autoplan.plan import (
     chunk_layers,
     parse_recompute,
 )
-from autoplan.problem import Problem
-from autoplan.result import MemoryKnob
-from autoplan.rules import Rule, broken
-from autoplan.rules.books import book_of
-from search.ranking import ranked
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import MemoryKnob
 
 DEGREES = ("tp", "cp", "pp", "ep")
 

@@ -23,8 +23,8 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.sampler import Axes, Sampling, make_sampler
-from search.space import Cell
+from autoplan.search.sampler import Axes, Sampling, make_sampler
+from autoplan.search.space import Cell
 
 AXES = tuple(field.name for field in fields(Cell))
 BEAT_S = 1.0  # a worker says so often that it is alive

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autoplan.base.errors import InputError
 from autoplan.cost.recompute import stores_scores
-from autoplan.errors import InputError
-from autoplan.framework import RANK_ORDERS, RankOrder
-from autoplan.model import ModelSpec
-from autoplan.plan import CP_KINDS, OFFLOADS, RECOMPUTE_MODULES, SCHEDULES, SHARDINGS, parse_recompute
-from autoplan.problem import Problem
-from autoplan.rules import Rulebook
-from autoplan.rules.books import book_of
-from autoplan.rules.megatron_lm import missing_modules
-from autoplan.training import Precision
+from autoplan.frameworks.common.rules import Rulebook
+from autoplan.frameworks.megatron_lm.rules import missing_modules
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.spec.framework import RANK_ORDERS, RankOrder
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import CP_KINDS, OFFLOADS, RECOMPUTE_MODULES, SCHEDULES, SHARDINGS, parse_recompute
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import Precision
 
 # Context parallelism splits a sequence; below this many tokens a rank its GEMMs shrink and the ring no longer hides
 # behind attention, while tp and pp divide the same memory more cheaply.  Meta trained Llama 3 405B at 8,192 tokens

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from autoplan.cost.recompute import stores_scores
-from autoplan.mixed import MixedProblem
-from autoplan.plan import Recompute, Sharding
-from autoplan.problem import Problem
-from autoplan.result import RISKY_Z, MixedCertificate, MixedResult, RankedPlan
-from autoplan.rules.books import book_of
-from search.limits import default_limits
-from search.settle import Settled, Settler, ordered
-from search.space import Space
-from search.structures import LEAST_USED, MAX_STAGES, Pipelines, Structure, groupings, pipelines
-from search.study import search as search_alone
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.search.limits import default_limits
+from autoplan.search.settle import Settled, Settler, ordered
+from autoplan.search.space import Space
+from autoplan.search.structures import LEAST_USED, MAX_STAGES, Pipelines, Structure, groupings, pipelines
+from autoplan.search.study import search as search_alone
+from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.plan import Recompute, Sharding
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RISKY_Z, MixedCertificate, MixedResult, RankedPlan
 
 KEPT_PIPELINES = 3  # of every group of parts, taken on to be combined
 KEPT_STRUCTURES = 4  # of every set of parts in use, whose other choices are looked at

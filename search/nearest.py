@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
-from autoplan.errors import AutoplanError
-from autoplan.plan import DEFAULT_RECOMPUTE_MODULES, OFFLOADS, ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import VERDICTS, RankedPlan
-from autoplan.rules import legal
-from autoplan.rules.books import book_of
-from search.axes import FLAGS, WITH_TP, axes_of, differing, plan_of, words
-from search.limits import default_limits, divisors
-from search.ranking import ranked, seconds_per_sequence
-from search.space import chunk_counts
+from autoplan.frameworks.common.rules import legal
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.search.axes import FLAGS, WITH_TP, axes_of, differing, plan_of, words
+from autoplan.search.limits import default_limits, divisors
+from autoplan.search.ranking import ranked, seconds_per_sequence
+from autoplan.search.space import chunk_counts
+from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, OFFLOADS, ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import VERDICTS, RankedPlan
 
 MOST_ASKED = 400  # plans that a target is asked about
 

@@ -13,13 +13,13 @@ from typing import Literal
 
 import numpy as np
 
-from autoplan.cluster import ClusterSpec
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_positive
 from autoplan.cost.energy import step_energy_j, waiting_power_w
 from autoplan.cost.goodput import Reliability
-from autoplan.errors import InputError
-from autoplan.problem import Problem
-from autoplan.result import RankedPlan, RunFigures
-from autoplan.units import check_positive
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RankedPlan, RunFigures
+from autoplan.topology.cluster import ClusterSpec
 
 Measure = Literal["time", "energy", "memory"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autoplan.problem import Problem
-from autoplan.result import Obvious, SearchResult
-from autoplan.rules.books import book_of
-from search.choice import pace
-from search.limits import Limits
-from search.space import Space
-from search.study import search
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.search.choice import pace
+from autoplan.search.limits import Limits
+from autoplan.search.space import Space
+from autoplan.search.study import search
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import Obvious, SearchResult
 
 
 def _narrowed(limits: Limits, **degrees: int) -> Limits:

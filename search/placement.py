@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import RankedPlan, SearchResult
+from autoplan.search.limits import divisors
+from autoplan.search.ranking import TIE, ranked
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RankedPlan, SearchResult
 from autoplan.topology.levels import Topology
 from autoplan.topology.placement import (
     Group,
@@ -28,8 +30,6 @@ from autoplan.topology.placement import (
     spreads,
     switches_of_nodes,
 )
-from search.limits import divisors
-from search.ranking import TIE, ranked
 
 PLACED_PLANS = 3  # of a search
 STARTS = 4  # orders that are improved step by step

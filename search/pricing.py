@@ -9,17 +9,17 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import OOM_Z, RISKY_Z, VERDICTS, RankedPlan
-from autoplan.rules import legal
-from search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, plan_bounds
-from search.findings import FITS, RISKY, Findings
-from search.ledger import Block, BlockOutcome, CellOutcome
-from search.ranking import ordering, ranked, seconds_per_sequence
-from search.space import Cell, Space
+from autoplan.frameworks.common.rules import legal
+from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, plan_bounds
+from autoplan.search.findings import FITS, RISKY, Findings
+from autoplan.search.ledger import Block, BlockOutcome, CellOutcome
+from autoplan.search.ranking import ordering, ranked, seconds_per_sequence
+from autoplan.search.space import Cell, Space
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import OOM_Z, RISKY_Z, VERDICTS, RankedPlan
 
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
 # Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.

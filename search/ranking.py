@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.arithmetic import model_flops_per_token
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import VERDICTS, CostEstimate, RankedPlan, datasheet_peak
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import VERDICTS, CostEstimate, RankedPlan, datasheet_peak
 
 # Step times this close, as a share, are equal: sums in another order differ by less, measurements by far more.
 TIE = 1e-9

@@ -11,8 +11,8 @@ import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import BaseSampler
 
-from autoplan.errors import InputError
-from search.space import Cell
+from autoplan.base.errors import InputError
+from autoplan.search.space import Cell
 
 SAMPLERS = ("tpe", "gp", "nsga2", "cmaes", "random")
 _NEEDS = {"gp": "torch", "cmaes": "cmaes"}  # what Optuna imports for them

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
-from autoplan.cluster import ClusterSpec
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import RISKY_Z, Flip, RankedPlan, SearchResult, Sensitivity
-from autoplan.timing import Calibration, Operation
-from search.choice import at_quantile, kind_of, normal_z, pace
-from search.findings import KEPT
-from search.ranking import TIE, seconds_per_sequence
-from search.space import Space
-from search.study import MARGIN, search
+from autoplan.search.choice import at_quantile, kind_of, normal_z, pace
+from autoplan.search.findings import KEPT
+from autoplan.search.ranking import TIE, seconds_per_sequence
+from autoplan.search.space import Space
+from autoplan.search.study import MARGIN, search
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RISKY_Z, Flip, RankedPlan, SearchResult, Sensitivity
+from autoplan.spec.timing import Calibration, Operation
+from autoplan.topology.cluster import ClusterSpec
 
 MOST_CHANGE = 2.0  # a number that is off by more is another machine
 MOST_PLANS = 64  # that are priced again

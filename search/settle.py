@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.mixed import estimate_mixed, pipeline_s
-from autoplan.mixed import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
-from autoplan.plan import even_chunks
-from autoplan.result import RISKY_Z, MixedCost, MixedKindCost, MixedStageCost
-from search.balance import even_shares, min_max_layers, split_microbatches
-from search.structures import Place, Structure
+from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
+from autoplan.search.structures import Place, Structure
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
+from autoplan.spec.plan import even_chunks
+from autoplan.spec.result import RISKY_Z, MixedCost, MixedKindCost, MixedStageCost
 
 ROUNDS = 6  # of pricing and sharing out anew
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.errors import InputError, NoPlanError
-from autoplan.problem import Problem
-from autoplan.result import Certificate, RankedPlan, RunFigures, RunPlan, RunReport, SearchResult, SizeOutcome
-from autoplan.units import format_days, format_tokens
-from search.advice import check_result, why_empty
-from search.bounds import group_bounds
-from search.findings import RISKY
-from search.front import search_front
-from search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
-from search.placement import place_best
-from search.pricing import limit_bytes
-from search.ranking import TIE
-from search.space import Space
-from search.study import Progress, Shared, search
+from autoplan.base.errors import InputError, NoPlanError
+from autoplan.base.units import format_days, format_tokens
+from autoplan.search.advice import check_result, why_empty
+from autoplan.search.bounds import group_bounds
+from autoplan.search.findings import RISKY
+from autoplan.search.front import search_front
+from autoplan.search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
+from autoplan.search.placement import place_best
+from autoplan.search.pricing import limit_bytes
+from autoplan.search.ranking import TIE
+from autoplan.search.space import Space
+from autoplan.search.study import Progress, Shared, search
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import Certificate, RankedPlan, RunFigures, RunPlan, RunReport, SearchResult, SizeOutcome
 
 Costs = tuple[float, ...]
 Make = Callable[[int], tuple[Problem, Space]]

@@ -10,10 +10,12 @@ from itertools import product
 
 import numpy as np
 
-from autoplan.arrays import Bools, Ints
-from autoplan.framework import RANK_ORDERS
-from autoplan.model import ModelSpec
-from autoplan.plan import (
+from autoplan.base.arrays import Bools, Ints
+from autoplan.frameworks.common.rules import Rule, legal, legal_so_far
+from autoplan.search.limits import Limits, divisors
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import (
     ALL_LAYERS,
     CP_KINDS,
     OFFLOADS,
@@ -29,10 +31,9 @@ from autoplan.plan import (
     parse_recompute,
     repeated_layers,
 )
-from autoplan.rules import Rule, Setting, legal, legal_so_far
-from search.limits import Limits, divisors
+from autoplan.spec.setting import Setting
 
-# What varies inside a cell, level by level; words are indices into the tuples of `autoplan.plan`.
+# What varies inside a cell, level by level; words are indices into the tuples of `autoplan.spec.plan`.
 _GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap", "rank_order")
 _REPEATS = ("recompute", "recompute_modules", "recompute_num_layers")
 _KIND = ("sharding", *_REPEATS, "offload")

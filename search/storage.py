@@ -22,11 +22,11 @@ from optuna.storages import BaseStorage, GrpcStorageProxy, InMemoryStorage, Jour
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from autoplan import __version__
-from autoplan.errors import InputError
-from autoplan.problem import Problem
-from autoplan.rules import Rule
-from autoplan.urls import is_url, redact_url
-from search.space import Space
+from autoplan.base.errors import InputError
+from autoplan.base.urls import is_url, redact_url
+from autoplan.frameworks.common.rules import Rule
+from autoplan.search.space import Space
+from autoplan.spec.problem import Problem
 
 IDENTITY = "autoplan"  # the attribute of a study that says what it is about
 IDENTITY_PATIENCE_S = 5.0  # its maker writes that attribute right after the study

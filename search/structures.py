@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoplan.mixed import MixedProblem
-from autoplan.plan import ParallelPlan, Recompute, Sharding
-from autoplan.rules import Setting, broken, megatron_lm, universal
-from search.limits import divisors
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.megatron_lm import rules as megatron_lm
+from autoplan.search.limits import divisors
+from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.plan import ParallelPlan, Recompute, Sharding
+from autoplan.spec.setting import Setting
 
 MAX_STAGES = 32  # without interleaving deeper pipelines are mostly bubble
 LEAST_USED = 0.9  # share of the devices of its parts that a structure must use

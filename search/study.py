@@ -10,17 +10,17 @@ from functools import cache
 
 import numpy as np
 
+from autoplan.base.errors import NoPlanError
 from autoplan.cost.estimate import estimate
-from autoplan.errors import NoPlanError
-from autoplan.problem import Problem
-from autoplan.result import Certificate, RankedPlan, SearchResult
-from search.findings import FITS, RISKY, Findings, together
-from search.ledger import AXES, GRACE_S, Block, BlockOutcome, Ledger, Told
-from search.pricing import BLOCK_KINDS, Frontier, Reach, closest, dive, price_block
-from search.ranking import Leaders, ranked
-from search.sampler import WARM_CELLS, Sampling
-from search.space import Cell, Space
-from search.storage import identity, join_study, opened
+from autoplan.search.findings import FITS, RISKY, Findings, together
+from autoplan.search.ledger import AXES, GRACE_S, Block, BlockOutcome, Ledger, Told
+from autoplan.search.pricing import BLOCK_KINDS, Frontier, Reach, closest, dive, price_block
+from autoplan.search.ranking import Leaders, ranked
+from autoplan.search.sampler import WARM_CELLS, Sampling
+from autoplan.search.space import Cell, Space
+from autoplan.search.storage import identity, join_study, opened
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import Certificate, RankedPlan, SearchResult
 
 MARGIN = 0.05  # plans so much slower than the best are found too, all of them
 FIRST_KINDS = 128  # of the first round; few of them until there is a plan to beat

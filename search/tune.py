@@ -23,11 +23,11 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoplan import __version__
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
-from autoplan.result import RankedPlan, TrialEnd, probability_above
-from search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
-from search.storage import fingerprint, join_study
+from autoplan.search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
+from autoplan.search.storage import fingerprint, join_study
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RankedPlan, TrialEnd, probability_above
 
 TOLERANCE = 0.02  # a plan that is faster by less is no better: runs of one plan differ by as much
 CHANCE = 0.05  # that any of some plans is better, below which they are not expected to be

@@ -9,15 +9,15 @@ from itertools import combinations
 
 import numpy as np
 
+from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
-from autoplan.errors import AutoplanError
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import VERDICTS, AxisChange, RankedPlan, WalkStep
-from autoplan.rules import Rule, broken, legal
-from search.axes import axes_of, differing, mixed, plan_of, words
-from search.choice import pace
-from search.ranking import TIE, ranked
+from autoplan.frameworks.common.rules import Rule, broken, legal
+from autoplan.search.axes import axes_of, differing, mixed, plan_of, words
+from autoplan.search.choice import pace
+from autoplan.search.ranking import TIE, ranked
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import VERDICTS, AxisChange, RankedPlan, WalkStep
 
 MOST_AT_ONCE = 3  # changes of one step, unless it takes all that are left
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from autoplan.errors import AutoplanError, InputError
+from autoplan.base.errors import AutoplanError, InputError
 
 MOST_WORKERS = 256
 

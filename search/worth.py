@@ -20,16 +20,16 @@ from typing import Literal
 
 import numpy as np
 
-from autoplan.arrays import Floats
-from autoplan.cluster import LinkLevel
+from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import estimate
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import RankedPlan, probability_above
-from autoplan.timing import Measurement, Operation, Provenance
-from search.choice import OWN_SPREAD, first_of_kinds, pace
-from search.ranking import seconds_per_sequence
-from search.sensitivity import ATTENTIONS, COLLECTIVES, PRODUCTS, STREAMS
+from autoplan.search.choice import OWN_SPREAD, first_of_kinds, pace
+from autoplan.search.ranking import seconds_per_sequence
+from autoplan.search.sensitivity import ATTENTIONS, COLLECTIVES, PRODUCTS, STREAMS
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RankedPlan, probability_above
+from autoplan.spec.timing import Measurement, Operation, Provenance
+from autoplan.topology.cluster import LinkLevel
 
 Family = Literal["layers", "matrix products", "attention", "memory-bound kernels", "collectives"]
 _KERNELS: dict[Family, tuple[Operation, ...]] = {

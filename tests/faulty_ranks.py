@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # torch is loaded in the ranks only
     from multiprocessing.connection import Connection
 
-    from autoplan.children import Place
-    from profiler.maker import Run, Staged
-    from profiler.protocol import Rules, Task
-    from profiler.worker import Ranks
+    from autoplan.base.processes import Place
+    from autoplan.profiler.maker import Run, Staged
+    from autoplan.profiler.protocol import Rules, Task
+    from autoplan.profiler.worker import Ranks
 
 EXITS, DIES, HANGS, LIES, REFUSES, HANGS_INSIDE = range(101, 107)  # as m of a gemm, on rank 1
 
@@ -38,7 +38,7 @@ def end_late(place: Place, line: Connection, *, after_s: float, mark: str) -> No
 
 def fill_or_abort(place: Place, line: Connection) -> None:
     """The whole work of a rank that runs out of memory, and of others that are aborted as they miss it."""
-    from autoplan.children import Fault
+    from autoplan.base.processes import Fault
 
     if place.rank == 1:
         line.send(Fault(text="out of memory: 1 GiB", is_out_of_memory=True))
@@ -49,8 +49,8 @@ def fill_or_abort(place: Place, line: Connection) -> None:
 
 def few_samples(task: Task, ranks: Ranks) -> Run | Staged | None:
     """As few and as short ones as there can be: what is asked here is whether, not how long."""
-    from profiler import worker
-    from profiler.protocol import rules_for
+    from autoplan.profiler import worker
+    from autoplan.profiler.protocol import rules_for
 
     def rules(*device_and_mode: Any, **more: float) -> Rules:
         return replace(rules_for(*device_and_mode, **more), num_samples=4, sample_s=1e-3)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import networkx as nx
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
-from autoplan.cluster import ClusterSpec
+from autoplan.base.arrays import Floats, Ints
+from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.levels import Gaps, Topology
 from autoplan.topology.traffic import Spans, all_to_all_bytes, chain_bytes, hierarchical_bytes, in_network_bytes
 

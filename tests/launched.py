@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autoplan.export.job import File
+from autoplan.frameworks.common.job import File
 
 RECORD = '#!/bin/bash\nprintf "%s\\0" "${0##*/}" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@" >>"$RECORDED"\n'
 STANDINS = {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoplan.read.logs import LoggedRun, LogReader
-from autoplan.read.logs.folder import MOST_LOG_BYTES
-from autoplan.read.logs.reader import WARMUP, chunks
+from autoplan.frameworks.logs import WARMUP, LoggedRun, LogReader, chunks
+from autoplan.runs.log_folder import MOST_LOG_BYTES
 
 
 def read_log(path: Path, *, warmup: int = WARMUP) -> LoggedRun:

@@ -7,12 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoplan.framework import RANK_ORDERS, Framework
-from autoplan.model import Experts, LatentAttention, ModelSpec
-from autoplan.plan import RECOMPUTE_MODULES, ParallelPlan, even_chunks
-from autoplan.result import PlanFile
-from autoplan.rules import Setting, broken
-from autoplan.rules.primus import RULES as PRIMUS_RULES
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.primus.rules import RULES as PRIMUS_RULES
+from autoplan.spec.framework import RANK_ORDERS, Framework
+from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import RECOMPUTE_MODULES, ParallelPlan, even_chunks
+from autoplan.spec.result import PlanFile
+from autoplan.spec.setting import Setting
 from test_export_megatron_lm import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 MIXTRAL = replace(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoplan.cluster import ClusterSpec
-from autoplan.framework import Framework
-from autoplan.mixed import MixedProblem, MixedStage, ReplicaKind
-from autoplan.model import ModelSpec
-from autoplan.parts import BetweenSpec, MixedCluster
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
-from autoplan.training import Precision, TrainingSpec
+from autoplan.spec.framework import Framework
+from autoplan.spec.mixed_problem import MixedProblem, MixedStage, ReplicaKind
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster
 
 SMALL = ModelSpec(
     name="small", num_layers=12, hidden_size=2048, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=5632

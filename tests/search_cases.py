@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.model import ModelSpec
-from autoplan.problem import Problem
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
-from autoplan.rules.megatron_lm import RULES
-from autoplan.training import TrainingSpec
-from search.limits import default_limits, with_wishes
-from search.space import Space
+from autoplan.search.limits import default_limits, with_wishes
+from autoplan.search.space import Space
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 
 DENSE = ModelSpec(
     name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=11008

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 import pytest
 
-from autoplan.errors import StoreError
-from profiler.record import Fingerprint, Record
-from profiler.store import open_store
+from autoplan.base.errors import StoreError
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.store import open_store
 
 LAB = Fingerprint(
     device="h100-sxm",

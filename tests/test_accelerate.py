@@ -14,14 +14,14 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.export.targets import job_of
-from autoplan.framework import Framework
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.read.accelerate import read, recognises
-from autoplan.read.launch import Given, Launch
-from autoplan.result import PlanFile
+from autoplan.base.errors import InputError
+from autoplan.frameworks.accelerate.read import read, recognises
+from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.launch.targets import job_of
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.result import PlanFile
 from damage import damaged
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, plan_file_of

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from autoplan.errors import InputError
-from autoplan.timing import Measurement
-from profiler.imports.aiconfigurator import default_root, device_of, read_measurements
+from autoplan.base.errors import InputError
+from autoplan.profiler.imports.aiconfigurator import default_root, device_of, read_measurements
+from autoplan.spec.timing import Measurement
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

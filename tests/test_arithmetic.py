@@ -19,13 +19,13 @@ from autoplan.cost.arithmetic import (
     model_flops_per_token,
 )
 from autoplan.cost.estimate import stage_costs
-from autoplan.framework import Framework
-from autoplan.model import Block, Experts, LatentAttention, Mamba, ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model
-from autoplan.training import TrainingSpec
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Block, Experts, LatentAttention, Mamba, ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 
 GPT3 = ModelSpec(
     name="gpt3",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.balance import even_shares, min_max_layers, split_microbatches
+from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 
 seconds = st.integers(1, 20).map(float)
 

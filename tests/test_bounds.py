@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
-from autoplan.model import Experts, LatentAttention, ModelSpec
-from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.common.rules import legal
+from autoplan.frameworks.presets import load_framework, preset_frameworks
+from autoplan.frameworks.rulebooks import book_of
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework, preset_frameworks
-from autoplan.rules import legal
-from autoplan.rules.books import book_of
-from autoplan.timing import Measurement, Operation, TimingTable
-from autoplan.training import TrainingSpec
-from search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, plan_bounds, spread_of
-from search.limits import default_limits, with_wishes
-from search.space import Inside, Space
-from search.study import search
+from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind_costs, plan_bounds, spread_of
+from autoplan.search.limits import default_limits, with_wishes
+from autoplan.search.space import Inside, Space
+from autoplan.search.study import search
+from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Measurement, Operation, TimingTable
+from autoplan.spec.training import TrainingSpec
 
 DENSE = ModelSpec(
     name="dense", num_layers=10, hidden_size=2048, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=5504

@@ -23,14 +23,14 @@ from autoplan.cost.calibration import (
     fit_cluster,
 )
 from autoplan.cost.estimate import NORMAL_90, estimate
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.calibration import built_in_calibration, calibration_text, load_calibration
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework, preset_frameworks
 from autoplan.read.model import load_model
-from autoplan.timing import FACTORS, Calibration
-from autoplan.training import TrainingSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import FACTORS, Calibration
+from autoplan.spec.training import TrainingSpec
 from commands import run
 
 MODELS = {name: load_model(name) for name in ("llama3-8b", "llama2-13b", "llama3-70b")}

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autoplan.search.limits import with_wishes
+from autoplan.search.study import search
 from benchmarks.certificate import (
     Case,
     Priced,
@@ -17,8 +19,6 @@ from benchmarks.certificate import (
     wrong_with_plans,
     wrong_with_search,
 )
-from search.limits import with_wishes
-from search.study import search
 from search_cases import LARGE, make
 
 

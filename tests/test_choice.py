@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from autoplan.profiler.choice import EXPERTS_KERNEL, for_training
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import Measurement, Operation
-from profiler.choice import EXPERTS_KERNEL, for_training
+from autoplan.spec.timing import Measurement, Operation
 
 H100 = load_cluster("h100-sxm:1x8").device
 B200 = load_cluster("b200:1x8").device

@@ -14,15 +14,15 @@ from unittest import mock
 
 import pytest
 
+from autoplan.base.files import decode, encode, read_table
 from autoplan.cli import COMMANDS
 from autoplan.cli.run import plan_to_run
-from autoplan.files import decode, encode, read_table
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.store import open_store
 from autoplan.report.terminal import make_console, print_estimate, print_search, why_first
-from autoplan.result import PlanFile, RankedPlan
-from autoplan.timing import NO_TIMINGS
+from autoplan.spec.result import PlanFile, RankedPlan
+from autoplan.spec.timing import NO_TIMINGS
 from commands import run
-from profiler.record import Fingerprint, Record
-from profiler.store import open_store
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
 LLAMA = {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.files import decode, read_table
-from autoplan.result import MixedExplanation, MixedPlanFile
-from autoplan.units import format_bytes
+from autoplan.base.files import decode, read_table
+from autoplan.base.units import format_bytes
+from autoplan.spec.result import MixedExplanation, MixedPlanFile
 from commands import run
 
 LLAMA = {

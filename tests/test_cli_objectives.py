@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.files import decode
 from autoplan.cli import make_app
 from autoplan.cli.objectives import parse_sizes, parse_tokens
-from autoplan.errors import AutoplanError, InputError
-from autoplan.files import decode
-from autoplan.result import PlanFile
+from autoplan.spec.result import PlanFile
 from test_cli import LLAMA
 
 SEARCH = ("--cluster", "h100-sxm:2x4", "--global-batch", "16", "--seq-len", "4096", "--force", "--quiet")

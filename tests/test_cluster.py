@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, HostSpec, LinkLevel, NetworkSpec
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
 from autoplan.read.cluster import cluster_schema, load_cluster, preset_clusters, preset_devices
+from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, HostSpec, LinkLevel, NetworkSpec
 from autoplan.topology.levels import compile_topology
 
 TOML = """

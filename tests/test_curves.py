@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
-from autoplan.errors import InputError
+from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
+from autoplan.base.errors import InputError
 from autoplan.read.cluster import load_cluster, preset_clusters
 
 SIZES = st.floats(1, 1e6)

@@ -19,7 +19,7 @@ import pytest
 from sqlalchemy import text
 
 import commands
-from profiler.store import open_store
+from autoplan.profiler.store import open_store
 from stores import GEMM, SERVER, postgres_schema, some_records
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
@@ -161,7 +161,10 @@ def test_records_of_another_version_are_passed_over_in_one_line(folder: Path) ->
 
 def test_push_quarantines_what_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, open_store(str(folder / "a.db")) as store:
-        patch.setattr("profiler.store.store.implausible", lambda record: "")  # as an older program would add it
+        # As an older program would add it.
+        patch.setattr(
+            "autoplan.profiler.store.store.implausible", lambda record: ""
+        )  # as an older program would add it
         store.add([BAD])
     assert re.match(
         rf"{BAD.key[:12]}  wgrad 4096x4096x4096 bf16: [\d,]+ TFLOP/s", good(folder, "check", "--db", "a.db")
@@ -203,7 +206,7 @@ def test_a_log_is_imported(folder: Path) -> None:
 def test_the_tables_of_aiconfigurator_are_imported(folder: Path) -> None:
     pytest.importorskip("aiconfigurator_core")
     pytest.importorskip("pyarrow")
-    from profiler.imports.aiconfigurator import read_records
+    from autoplan.profiler.imports.aiconfigurator import read_records
 
     first = next(read_records(devices=["a100-sxm"]))
     assert (first.mode, first.fingerprint.device, len(first.samples_s)) == ("imported", "a100-sxm", 1)

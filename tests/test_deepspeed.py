@@ -14,16 +14,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.export.deepspeed import deepspeed_config
-from autoplan.export.targets import job_of
-from autoplan.model import Experts, ModelSpec
-from autoplan.read.deepspeed import read, recognises
-from autoplan.read.framework import load_framework
-from autoplan.read.launch import Given, Launch
-from autoplan.result import PlanFile
-from autoplan.rules import Setting, broken
-from autoplan.rules.deepspeed import RULES
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.deepspeed.export import deepspeed_config
+from autoplan.frameworks.deepspeed.read import read, recognises
+from autoplan.frameworks.deepspeed.rules import RULES
+from autoplan.frameworks.presets import load_framework
+from autoplan.launch.targets import job_of
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.result import PlanFile
+from autoplan.spec.setting import Setting
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, LLAMA_70B, plan_file_of
 

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from autoplan.children import Place  # noqa: E402
-from autoplan.errors import InputError  # noqa: E402
+from autoplan.base.errors import InputError  # noqa: E402
+from autoplan.base.processes import Place  # noqa: E402
 from autoplan.trainer.device import describe, is_out_of_memory, take_device  # noqa: E402
 
 

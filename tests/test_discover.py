@@ -16,31 +16,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.children import Place
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, read_table
+from autoplan.base.processes import Place
+from autoplan.base.units import GIB, MIB
 from autoplan.cli import main
 from autoplan.cli.discover import local_cluster
 from autoplan.cli.inputs import stored_timings
-from autoplan.cluster import Fault, MachineSpec, NodeGroup
-from autoplan.errors import InputError
-from autoplan.files import decode, read_table
+from autoplan.profiler.discover import local, nvidia_smi, report
+from autoplan.profiler.discover.allocation import describe_all, found_in, gather, job_hosts, switches_above
+from autoplan.profiler.discover.describe import Description, describe, training_nics
+from autoplan.profiler.discover.links import with_measured
+from autoplan.profiler.discover.merge import merge
+from autoplan.profiler.discover.report import Report, ReportFile, read_source
+from autoplan.profiler.discover.scontrol import parse as parse_switches
+from autoplan.profiler.discover.seen import NicKind, SeenDevice, SeenLink, SeenNic, SeenNode
+from autoplan.profiler.discover.write import cluster_toml
+from autoplan.profiler.hardware import Gpu, GpuLink
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.store import open_store
 from autoplan.read.cluster import load_cluster, preset_clusters, preset_devices
-from autoplan.result import PlanFile
-from autoplan.timing import Measurement, Operation
+from autoplan.spec.result import PlanFile
+from autoplan.spec.timing import Measurement, Operation
+from autoplan.topology.cluster import Fault, MachineSpec, NodeGroup
 from autoplan.topology.levels import compile_topology
-from autoplan.units import GIB, MIB
 from machines import gpu_place, node, write
-from profiler.discover import local, nvidia_smi, report
-from profiler.discover.allocation import describe_all, found_in, gather, job_hosts, switches_above
-from profiler.discover.describe import Description, describe, training_nics
-from profiler.discover.links import with_measured
-from profiler.discover.merge import merge
-from profiler.discover.report import Report, ReportFile, read_source
-from profiler.discover.scontrol import parse as parse_switches
-from profiler.discover.seen import NicKind, SeenDevice, SeenLink, SeenNic, SeenNode
-from profiler.discover.write import cluster_toml
-from profiler.hardware import Gpu, GpuLink
-from profiler.record import Fingerprint, Record
-from profiler.store import open_store
 
 
 def hgx(
@@ -747,7 +747,7 @@ def test_discovery_needs_no_torch(tmp_path: Path) -> None:
         "from autoplan.cli import main\n"
         "sys.argv = ['autoplan', 'discover', '--from', 'topo.txt', '--device', 'h100-sxm']\n"
         "main()\n"
-        "from profiler.discover.local import see\n"
+        "from autoplan.profiler.discover.local import see\n"
         "see()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

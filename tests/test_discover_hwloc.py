@@ -1,7 +1,7 @@
 import pytest
 
-from autoplan.errors import InputError
-from profiler.discover.hwloc import parse
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.hwloc import parse
 from topology_samples import near, path, paths, sample
 
 

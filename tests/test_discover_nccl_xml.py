@@ -1,7 +1,7 @@
 import pytest
 
-from autoplan.errors import InputError
-from profiler.discover.nccl_xml import parse
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.nccl_xml import parse
 from topology_samples import fabric, near, path, paths, sample
 
 

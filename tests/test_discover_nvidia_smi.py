@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from autoplan.errors import InputError
-from profiler.discover.nvidia_smi import parse
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.nvidia_smi import parse
 from topology_samples import fabric, near, path, paths, sample
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from autoplan.errors import InputError
-from profiler.discover.rocm_smi import parse
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.rocm_smi import parse
 from topology_samples import fabric, path, paths, sample
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi
 from topology_samples import FOLDER, sample
 
 PARSERS = {

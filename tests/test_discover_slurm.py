@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.hostlist import expand_hosts
-from profiler.discover.slurm import parse
+from autoplan.base.errors import InputError
+from autoplan.base.hostlist import expand_hosts
+from autoplan.profiler.discover.slurm import parse
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.cluster import ClusterSpec, NodeGroup, SwitchTier, WanSpec
+from autoplan.profiler.discover.write import cluster_toml
 from autoplan.read.cluster import load_cluster, preset_clusters
-from profiler.discover.write import cluster_toml
+from autoplan.topology.cluster import ClusterSpec, NodeGroup, SwitchTier, WanSpec
 
 
 def back(cluster: ClusterSpec, folder: Path, remarks: dict[str, str] | None = None) -> ClusterSpec:

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 from autoplan import __version__
+from autoplan.profiler import doctor
+from autoplan.profiler.doctor import Check, check_up
+from autoplan.profiler.store import open_store
 from commands import run
-from profiler import doctor
-from profiler.doctor import Check, check_up
-from profiler.store import open_store
 from stores import GEMM, some_records
 
 

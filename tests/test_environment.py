@@ -12,11 +12,11 @@ from machines import node, write
 
 torch = pytest.importorskip("torch")
 
+from autoplan.base.units import GIB  # noqa: E402
+from autoplan.profiler import devices, environment, hardware  # noqa: E402
+from autoplan.profiler.environment import canonical_hash, fingerprint  # noqa: E402
+from autoplan.profiler.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nics  # noqa: E402
 from autoplan.read.cluster import load_device, preset_devices  # noqa: E402
-from autoplan.units import GIB  # noqa: E402
-from profiler import devices, environment, hardware  # noqa: E402
-from profiler.environment import canonical_hash, fingerprint  # noqa: E402
-from profiler.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nics  # noqa: E402
 
 
 # Names as drivers report them, with the memory that torch shows: pytorch/test-infra #7631, NVIDIA/cosmos-framework

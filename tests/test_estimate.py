@@ -12,23 +12,23 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec
+from autoplan.base.errors import InputError
 from autoplan.cost.communication import CONTENTION_SHARE, Links, all_gather_s
 from autoplan.cost.compute import DROPOUT_ATTENTION_TIME, gemm_rate, gemm_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
 from autoplan.cost.layer import TERMS, BlockCost, block_costs
 from autoplan.cost.memory import MEMORY_TERMS
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
-from autoplan.errors import InputError
-from autoplan.framework import Framework
-from autoplan.model import Experts, LatentAttention, ModelSpec
-from autoplan.plan import CP_KINDS, RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework, preset_frameworks
-from autoplan.result import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
-from autoplan.timing import Calibration
-from autoplan.training import TrainingSpec
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import CP_KINDS, RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
+from autoplan.spec.timing import Calibration
+from autoplan.spec.training import TrainingSpec
+from autoplan.topology.cluster import ClusterSpec
 
 DENSE = ModelSpec(
     name="dense", num_layers=8, hidden_size=1024, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=4096

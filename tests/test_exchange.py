@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autoplan.errors import InputError
-from profiler.imports import read_source
-from profiler.record import MOST_SAMPLES, Record
-from profiler.store import exchange, open_store
-from profiler.store.exchange import MOST_LINE_BYTES, read_exchange, write_exchange
+from autoplan.base.errors import InputError
+from autoplan.profiler.imports import read_source
+from autoplan.profiler.record import MOST_SAMPLES, Record
+from autoplan.profiler.store import exchange, open_store
+from autoplan.profiler.store.exchange import MOST_LINE_BYTES, read_exchange, write_exchange
 from stores import GEMM, LAB, some_records
 
 HEADER = {"format": "autoplan-timings", "version": 1, "protocol": 1}

@@ -7,19 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autoplan.base.curves import GemmCurve
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communicators import dispatched_copies
 from autoplan.cost.compute import NARROW_ATTENTION_TIME, gemm_pace, gemm_rate, kernel_times, memory_bound_s
 from autoplan.cost.layer import _experts_wait_s, _overlapped_ep_s, _unpaired_share, block_costs
-from autoplan.curves import GemmCurve
-from autoplan.model import Block, Experts, ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import framework_called, load_framework
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import framework_called, load_framework
-from autoplan.timing import Calibration
-from autoplan.training import TrainingSpec
+from autoplan.spec.model import Block, Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Calibration
+from autoplan.spec.training import TrainingSpec
 
 MODEL = ModelSpec(
     name="moe",

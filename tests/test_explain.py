@@ -10,22 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autoplan.base.errors import InputError
 from autoplan.cli.planfile import make_plan_file
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.errors import InputError
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.rulebooks import book_of
 from autoplan.read.model import load_model
 from autoplan.report.explain import _wish
-from autoplan.result import Explanation, RankedPlan
-from autoplan.rules import broken
-from autoplan.rules.books import book_of
+from autoplan.search.axes import axes_of, differing
+from autoplan.search.choice import pace
+from autoplan.search.explain import LEAST_GAIN, changed, explain, versus
+from autoplan.search.ranking import ranked
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import Explanation, RankedPlan
 from commands import run
-from search.axes import axes_of, differing
-from search.choice import pace
-from search.explain import LEAST_GAIN, changed, explain, versus
-from search.ranking import ranked
 from search_cases import LARGE, make
 
 PLAN = ParallelPlan(global_batch=64, tp=8, sp=True, pp=2, etp=1)

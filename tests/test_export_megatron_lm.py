@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
-from autoplan.errors import InputError
-from autoplan.export.job import File
-from autoplan.export.launcher import launch_files
-from autoplan.export.megatron_lm import megatron_core_groups, pipeline_layout, words_of
-from autoplan.export.names import Launcher
-from autoplan.export.targets import job_of
-from autoplan.framework import Framework
-from autoplan.model import Experts, LatentAttention, ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.result import PLAN_FILE_VERSION, PlanFile, RankedPlan
-from autoplan.timing import Calibration
-from autoplan.training import Attention, TrainingSpec
-from autoplan.units import GIB
+from autoplan.base.errors import InputError
+from autoplan.base.units import GIB
+from autoplan.frameworks.common.job import File
+from autoplan.frameworks.megatron_lm.export import megatron_core_groups, pipeline_layout, words_of
+from autoplan.launch.launcher import launch_files
+from autoplan.launch.names import Launcher
+from autoplan.launch.targets import job_of
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.result import PLAN_FILE_VERSION, PlanFile, RankedPlan
+from autoplan.spec.timing import Calibration
+from autoplan.spec.training import Attention, TrainingSpec
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from launched import launched
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron_lm"

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec, Fault, NodeGroup, SwitchTier
+from autoplan.base.errors import InputError
 from autoplan.cost.communication import Links
-from autoplan.errors import InputError
-from autoplan.plan import ParallelPlan
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import Measurement, TimingTable
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.topology.cluster import ClusterSpec, Fault, NodeGroup, SwitchTier
 from autoplan.topology.levels import compile_topology
 from test_estimate import price, problem_of, terms_of
 

@@ -15,14 +15,23 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec, DeviceSpec
-from autoplan.errors import InputError
-from autoplan.files import MOST_BYTES, check_target, decode, read_table, read_text, schema, write_folder, write_text
-from autoplan.framework import Framework
-from autoplan.model import ModelSpec
+from autoplan.base.errors import InputError
+from autoplan.base.files import (
+    MOST_BYTES,
+    check_target,
+    decode,
+    read_table,
+    read_text,
+    schema,
+    write_folder,
+    write_text,
+)
+from autoplan.base.units import FILE_UNITS
+from autoplan.frameworks.presets import framework_schema
 from autoplan.read.cluster import cluster_schema
-from autoplan.read.framework import framework_schema
-from autoplan.units import FILE_UNITS
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import ModelSpec
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 DEVICE: dict[str, Any] = {
     "name": "lab",

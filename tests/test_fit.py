@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoplan.curves import AttentionCurve, CollectiveCurve, GemmCurve
-from autoplan.errors import InputError
+from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
+from autoplan.base.errors import InputError
+from autoplan.profiler import fit
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import Measurement
-from profiler import fit
+from autoplan.spec.timing import Measurement
 
 CLUSTER = load_cluster("h100-sxm:1x8")
 DEVICE, LINK = CLUSTER.device, CLUSTER.levels[0]

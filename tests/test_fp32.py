@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.traffic import step_traffic
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
+from autoplan.profiler.hardware import emulates_bf16
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
-from autoplan.timing import Measurement, TimingTable
-from autoplan.training import TrainingSpec
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Measurement, TimingTable
+from autoplan.spec.training import TrainingSpec
 from commands import run
-from profiler.hardware import emulates_bf16
 
 TOKENS = 128
 # As in test_memory: two layers and two tables of 512 x 64.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.errors import InputError
-from autoplan.read.framework import framework_called, framework_schema, load_framework
+from autoplan.base.errors import InputError
+from autoplan.frameworks.presets import framework_called, framework_schema, load_framework
 
 
 def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.energy import step_energy_j
 from autoplan.cost.estimate import estimate
-from autoplan.model import ModelSpec
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import RankedPlan
-from search.front import Front, search_front
-from search.objectives import Measure
-from search.ranking import TIE, seconds_per_sequence
-from search.space import Space
-from search.study import search
+from autoplan.search.front import Front, search_front
+from autoplan.search.objectives import Measure
+from autoplan.search.ranking import TIE, seconds_per_sequence
+from autoplan.search.space import Space
+from autoplan.search.study import search
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RankedPlan
 from test_bounds import problems
 from test_study import DENSE, MOE, make
 

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.export.targets import job_of
-from autoplan.framework import Framework
-from autoplan.plan import ParallelPlan, chunk_layers
-from autoplan.read.fsdp2 import read, recognises
-from autoplan.read.launch import Given
-from autoplan.result import PlanFile
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given
+from autoplan.frameworks.fsdp2.read import read, recognises
+from autoplan.launch.targets import job_of
+from autoplan.spec.framework import Framework
+from autoplan.spec.plan import ParallelPlan, chunk_layers
+from autoplan.spec.result import PlanFile
 from damage import damaged
 from test_export_megatron_lm import LLAMA_8B, plan_file_of
 

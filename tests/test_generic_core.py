@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from autoplan.cost.estimate import estimate
-from autoplan.plan import PlanBatch
 from autoplan.read.calibration import load_calibration
-from autoplan.timing import Calibration, Measurement, TimingTable
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.timing import Calibration, Measurement, TimingTable
 from benchmarks.closed_loop import label, plans_of, problem_of
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

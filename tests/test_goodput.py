@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost.goodput import (
-    DEVICE_MTBF_S,
-    Reliability,
-    daly_interval_s,
-    expected_wall_s,
-    young_interval_s,
-)
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
+from autoplan.cost.goodput import DEVICE_MTBF_S, Reliability, daly_interval_s, expected_wall_s, young_interval_s
 
 LLAMA = {"mtbf_s": 11160.0, "checkpoint_s": 60.0}
 

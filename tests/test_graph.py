@@ -13,9 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec, Fault, HostSpec, LinkLevel, NetworkSpec, NodeGroup, SwitchTier, WanSpec
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
 from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.topology.cluster import (
+    ClusterSpec,
+    Fault,
+    HostSpec,
+    LinkLevel,
+    NetworkSpec,
+    NodeGroup,
+    SwitchTier,
+    WanSpec,
+)
 from autoplan.topology.graph import Group, bisection_bytes_per_s, classes, min_cut_bytes_per_s, quotient
 from autoplan.topology.levels import compile_topology
 from autoplan.topology.parts import node_graph

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.hostlist import compress_hosts, expand_hosts
+from autoplan.base.hostlist import compress_hosts, expand_hosts
 
 
 @pytest.mark.parametrize(

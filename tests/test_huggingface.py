@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cost.arithmetic import count_parameters
-from autoplan.errors import InputError
-from autoplan.model import Block, ModelSpec
 from autoplan.read.huggingface import model_types, read_huggingface
 from autoplan.read.model import load_model
+from autoplan.spec.model import Block, ModelSpec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1003,

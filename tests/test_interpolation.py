@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.arrays import Floats
-from autoplan.interpolation import Scattered
+from autoplan.base.arrays import Floats
+from autoplan.base.interpolation import Scattered
 
 # Multiples of a tile: padding plays no part.
 LINE = np.array([[512.0], [1024.0], [4096.0], [8192.0]])

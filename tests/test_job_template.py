@@ -11,15 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.files import read_table
-from autoplan.job_template import (
-    MEANINGS,
-    PLACEHOLDERS,
-    JobTemplate,
-    job_template_schema,
-    load_job_template,
-)
+from autoplan.base.errors import InputError
+from autoplan.base.files import read_table
+from autoplan.jobs.template import MEANINGS, PLACEHOLDERS, JobTemplate, job_template_schema, load_job_template
 
 FOLDER = Path(__file__).parent.parent / "autoplan" / "presets" / "jobs"
 SLURM = load_job_template("slurm")

@@ -9,14 +9,9 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from autoplan.timing import Operation  # noqa: E402
-from profiler.kernels import (  # noqa: E402
-    KERNELS,
-    build,
-    implementation,
-    implementation_windowed,
-)
-from profiler.maker import Maker  # noqa: E402
+from autoplan.profiler.kernels import KERNELS, build, implementation, implementation_windowed  # noqa: E402
+from autoplan.profiler.maker import Maker  # noqa: E402
+from autoplan.spec.timing import Operation  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = {

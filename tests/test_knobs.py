@@ -9,15 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.cost.estimate import estimate
-from autoplan.plan import DEGREES, RECOMPUTE_MODULES, ParallelPlan, PlanBatch, parse_recompute
-from autoplan.problem import Problem
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.rules import broken, universal
-from autoplan.rules.megatron_lm import RULES
-from autoplan.training import TrainingSpec
-from search.knobs import memory_knobs
+from autoplan.search.knobs import memory_knobs
+from autoplan.spec.plan import DEGREES, RECOMPUTE_MODULES, ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 
 MODELS = {name: load_model(name) for name in ("llama3-8b", "deepseek-v2-lite")}
 

@@ -23,11 +23,11 @@ from stores import held
 
 pytest.importorskip("torch")
 
-from autoplan.children import Children, CrewError, Place, place_from
-from autoplan.errors import InputError
-from autoplan.timing import Operation
-from profiler.launch import Crew
-from profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task
+from autoplan.base.errors import InputError
+from autoplan.base.processes import Children, CrewError, Place, place_from
+from autoplan.profiler.launch import Crew
+from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task
+from autoplan.spec.timing import Operation
 
 # Which of the two timers speaks first, the barrier's or the watchdog's, depends on how busy the machine is.
 HUNG = r"Rank.*\b1\b.*failed to pass|did not end within 6 s"
@@ -214,8 +214,8 @@ def test_a_leading_rank_that_is_stopped_is_found_by_its_silence(faulty: Crew) ->
 
 def test_the_first_answer_may_take_as_long_as_the_caller_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time to start comes on top of it."""
-    monkeypatch.setattr("autoplan.children.START_S", 0.0)
-    monkeypatch.setattr("autoplan.children.GRACE_S", 0.0)
+    monkeypatch.setattr("autoplan.base.processes.START_S", 0.0)
+    monkeypatch.setattr("autoplan.base.processes.GRACE_S", 0.0)
     work = functools.partial(faulty_ranks.answer_late, after_s=1.0)
     with Children(work, None, 1, limit_s=60.0) as one:
         assert one.start() == "late"
@@ -349,12 +349,12 @@ def test_a_place_that_cannot_be_is_refused(variables: dict[str, str], says: str)
 # What each rank's program does under a launcher: the same file as in `autoplan profile`, without the command line.
 PROGRAM = """
 import os, sys
-from autoplan.children import place_from
-from profiler.launch import Crew
-from profiler.protocol import Job, Task
-from profiler.store import open_store
-from profiler.sweep import Progress, run
-from profiler.wishes import Planned
+from autoplan.base.processes import place_from
+from autoplan.profiler.launch import Crew
+from autoplan.profiler.protocol import Job, Task
+from autoplan.profiler.store import open_store
+from autoplan.profiler.sweep import Progress, run
+from autoplan.profiler.wishes import Planned
 
 if __name__ == "__main__":
     place = place_from(os.environ)

@@ -18,19 +18,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import MachineSpec, NodeGroup
-from autoplan.errors import InputError
-from autoplan.export import names
-from autoplan.export.header import comment
-from autoplan.export.job import File, Group, Job, Setting, Variable
-from autoplan.export.launcher import launch_files
-from autoplan.export.names import LAUNCHERS, Launcher
-from autoplan.export.start import dns_name, node_shape, safe_name
-from autoplan.export.targets import TARGETS, job_of
-from autoplan.files import encode
-from autoplan.read.framework import load_framework
-from autoplan.result import PlanFile
-from autoplan.units import GIB
+from autoplan.base.errors import InputError
+from autoplan.base.files import encode
+from autoplan.base.units import GIB
+from autoplan.frameworks.common.header import comment
+from autoplan.frameworks.common.job import File, Group, Job, Setting, Variable, safe_name
+from autoplan.frameworks.presets import load_framework
+from autoplan.launch import names
+from autoplan.launch.launcher import launch_files
+from autoplan.launch.names import LAUNCHERS, Launcher
+from autoplan.launch.start import dns_name, node_shape
+from autoplan.launch.targets import TARGETS, job_of
+from autoplan.spec.result import PlanFile
+from autoplan.topology.cluster import MachineSpec, NodeGroup
 from commands import run
 from launched import launched, run_files
 from test_export_megatron_lm import LISTED, LLAMA_8B, PLACED, cluster_of, plan_file_of

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, read_table
 from autoplan.cli.today import differing
-from autoplan.errors import InputError
-from autoplan.export.job import File
-from autoplan.export.targets import TARGETS, exported
-from autoplan.files import decode, read_table
-from autoplan.plan import ParallelPlan, Sharding
-from autoplan.read.framework import load_framework
-from autoplan.read.launch import Given
-from autoplan.read.launches import MOST_BYTES, READERS, read_launch
+from autoplan.frameworks.common.job import File
+from autoplan.frameworks.common.launch import Given
+from autoplan.frameworks.launch_files import MOST_BYTES, READERS, read_launch
+from autoplan.frameworks.presets import load_framework
+from autoplan.launch.targets import TARGETS, exported
 from autoplan.read.model import load_model
-from autoplan.result import PlanFile
+from autoplan.spec.plan import ParallelPlan, Sharding
+from autoplan.spec.result import PlanFile
 from commands import run
 
 PLACE = ("--cluster", "h100-sxm:1x8")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from profiler.layouts import Layout, groups_of, layouts
+from autoplan.base.errors import InputError
+from autoplan.profiler.layouts import Layout, groups_of, layouts
 
 
 def layout(num_devices: int, devices_per_node: int, num_groups: int) -> Layout:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm.std import tqdm
 
-from autoplan.errors import InputError
-from autoplan.read.logs import Batch, LoggedRun, LogReader
-from autoplan.units import GIB, MIB
+from autoplan.base.errors import InputError
+from autoplan.base.units import GIB, MIB
+from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from logged import read_log
 
 BATCH = Batch(num_sequences=64, seq_len=4096, num_devices=8)

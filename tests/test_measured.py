@@ -24,12 +24,12 @@ from autoplan.cost.compute import (
 )
 from autoplan.cost.estimate import STEP_TERMS
 from autoplan.cost.provenance import shares
-from autoplan.framework import Framework
-from autoplan.model import Block
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.timing import PROVENANCES, Calibration, Measurement, Operation, TimingTable, burst_factors
-from autoplan.training import TrainingSpec
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Block
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import PROVENANCES, Calibration, Measurement, Operation, TimingTable, burst_factors
+from autoplan.spec.training import TrainingSpec
 from test_estimate import DENSE, MODELS, PLAIN, cases, plans, price, problem_of, problems, single, terms_of
 
 Times = dict[tuple[Any, ...], float]  # (operation, sizes ...) -> seconds

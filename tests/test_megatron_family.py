@@ -18,19 +18,21 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from autoplan.errors import InputError
-from autoplan.export import megatron_bridge, megatron_lm, primus
-from autoplan.export.launcher import launch_files
-from autoplan.export.megatron_lm import megatron_core_groups, words_of
-from autoplan.export.names import Launcher
-from autoplan.framework import RANK_ORDERS
-from autoplan.model import ModelSpec
-from autoplan.plan import chunk_layers
-from autoplan.read import megatron_bridge as bridge_in
-from autoplan.read import megatron_lm as lm_in
-from autoplan.read import primus as primus_in
-from autoplan.read.launch import Given, Reader
-from autoplan.result import PlanFile
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Reader
+from autoplan.frameworks.megatron_bridge import export as megatron_bridge
+from autoplan.frameworks.megatron_bridge import read as bridge_in
+from autoplan.frameworks.megatron_lm import export as megatron_lm
+from autoplan.frameworks.megatron_lm import read as lm_in
+from autoplan.frameworks.megatron_lm.export import megatron_core_groups, words_of
+from autoplan.frameworks.primus import export as primus
+from autoplan.frameworks.primus import read as primus_in
+from autoplan.launch.launcher import launch_files
+from autoplan.launch.names import Launcher
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import chunk_layers
+from autoplan.spec.result import PlanFile
 from framework_parsers import ask
 from megatron_plans import DEFECTS, MATRIX, MIXTRAL, ZERO_BUBBLE, plan_files
 from test_export_megatron_lm import LLAMA_8B, plan_file_of

@@ -16,14 +16,14 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.layout import stage_blocks
 from autoplan.cost.memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory, stage_parameters
 from autoplan.cost.order import rank_orders
-from autoplan.framework import Framework
-from autoplan.model import Experts, LatentAttention, ModelSpec
-from autoplan.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
-from autoplan.result import VERDICTS, CostEstimate, StageCost
-from autoplan.training import TrainingSpec
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import VERDICTS, CostEstimate, StageCost
+from autoplan.spec.training import TrainingSpec
 from pipeline_oracle import interleaved, most_alive
 
 GIB = 2**30

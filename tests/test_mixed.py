@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import NodeGroup, WanSpec
+from autoplan.base.errors import InputError, UnpricedError
 from autoplan.cost.communication import Links
 from autoplan.cost.estimate import estimate
 from autoplan.cost.islands import Islands, links_between
 from autoplan.cost.mixed import estimate_mixed, pipeline_s
 from autoplan.cost.schedule import hop_sends_exposed_s, send_exposed_s
-from autoplan.errors import InputError, UnpricedError
-from autoplan.mixed import MixedPlan, ReplicaKind, as_parallel, check_mixed
-from autoplan.model import ModelSpec
-from autoplan.parts import BetweenSpec, MixedCluster, joined
-from autoplan.plan import PlanBatch
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.read.mixed import load_parts
-from autoplan.result import MixedCost
+from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind, as_parallel, check_mixed
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.result import MixedCost
+from autoplan.topology.cluster import NodeGroup, WanSpec
+from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster, joined
 from mixed_cases import SMALL, problem_of, replicas, scaled, stages, whole
 from pipeline_oracle import simulate_blocking
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cli.planfile import make_mixed_file
 from autoplan.cost.estimate import STEP_TERMS, stage_costs
 from autoplan.cost.messages import ROWS
@@ -17,14 +18,13 @@ from autoplan.cost.mixed import estimate_mixed
 from autoplan.cost.mixed_stages import mixed_stages, mixed_timeline
 from autoplan.cost.recurrence import rank_steps
 from autoplan.cost.timeline import END_TERMS, RankTimeline, Timeline, timeline
-from autoplan.errors import InputError
-from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, as_parallel
-from autoplan.parts import BetweenSpec
 from autoplan.read.cluster import load_cluster
 from autoplan.report.trace import trace_json
+from autoplan.search.explain_mixed import explain_mixed
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
+from autoplan.topology.mixed_cluster import BetweenSpec
 from mixed_cases import SMALL, problem_of, replicas, scaled, stages, whole
 from pipeline_oracle import simulate_blocking
-from search.explain_mixed import explain_mixed
 from test_timeline import EXACT, fill_the_step, passes_of
 
 H2, H4 = load_cluster("h100-sxm:2x8"), load_cluster("h100-sxm:4x8")

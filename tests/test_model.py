@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from autoplan.base.errors import InputError
 from autoplan.cost.arithmetic import block_shapes, count_parameters, model_flops_per_token
-from autoplan.errors import InputError
-from autoplan.model import Block, Experts, Mamba, ModelSpec
 from autoplan.read.model import load_model, preset_models
+from autoplan.spec.model import Block, Experts, Mamba, ModelSpec
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "llama3-70b" / "config.json"
 

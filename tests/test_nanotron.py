@@ -14,17 +14,18 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.export.nanotron import nanotron_config
-from autoplan.export.targets import job_of
-from autoplan.model import Experts, ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.read.framework import load_framework
-from autoplan.read.launch import Given, Launch
-from autoplan.read.nanotron import read, recognises
-from autoplan.result import PlanFile
-from autoplan.rules import Setting, broken
-from autoplan.rules.nanotron import RULES, layers_per_stage
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.nanotron.export import nanotron_config
+from autoplan.frameworks.nanotron.read import read, recognises
+from autoplan.frameworks.nanotron.rules import RULES, layers_per_stage
+from autoplan.frameworks.presets import load_framework
+from autoplan.launch.targets import job_of
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.result import PlanFile
+from autoplan.spec.setting import Setting
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, GPT3, LLAMA_8B, plan_file_of
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.errors import InputError
-from profiler.imports.nccl_tests import read_log
-from profiler.record import Record
-from profiler.store.plausible import implausible
+from autoplan.base.errors import InputError
+from autoplan.profiler.imports.nccl_tests import read_log
+from autoplan.profiler.record import Record
+from autoplan.profiler.store.plausible import implausible
 
 COLUMNS = """#
 #                                                              out-of-place                       in-place

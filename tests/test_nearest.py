@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.plan import ParallelPlan
-from autoplan.result import RankedPlan
-from autoplan.rules import broken
-from autoplan.rules.megatron_lm import RULES
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.search.axes import axes_of, differing
+from autoplan.search.nearest import nearest
+from autoplan.search.walk import prices
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.result import RankedPlan
 from commands import run
-from search.axes import axes_of, differing
-from search.nearest import nearest
-from search.walk import prices
 from search_cases import DENSE, make
 
 PROBLEM, _ = make()

@@ -8,20 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode
 from autoplan.cost.energy import device_power_w, step_energy_j, waiting_power_w
 from autoplan.cost.estimate import STEP_TERMS, estimate
 from autoplan.cost.goodput import Reliability
-from autoplan.errors import InputError
-from autoplan.files import decode
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.read.framework import load_framework
-from autoplan.result import RunFigures
-from autoplan.training import TrainingSpec
-from search.objectives import (
+from autoplan.search.objectives import (
     OBJECTIVES,
     Run,
     costs_of,
@@ -32,7 +26,13 @@ from search.objectives import (
     least_figures,
     measures_of,
 )
-from search.ranking import ranked
+from autoplan.search.ranking import ranked
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RunFigures
+from autoplan.spec.training import TrainingSpec
+from autoplan.topology.cluster import ClusterSpec
 
 DENSE = ModelSpec(
     name="dense", num_layers=8, hidden_size=2048, vocab_size=32000, num_heads=16, num_kv_heads=8, ffn_size=5504

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from autoplan.cost.estimate import estimate
-from autoplan.model import Experts
-from autoplan.read.framework import load_framework
-from autoplan.rules import legal
-from autoplan.rules.books import BOOKS
-from search.choice import pace
-from search.limits import with_wishes
-from search.obvious import families, obvious
-from search.study import search
+from autoplan.frameworks.common.rules import legal
+from autoplan.frameworks.presets import load_framework
+from autoplan.frameworks.rulebooks import BOOKS
+from autoplan.search.choice import pace
+from autoplan.search.limits import with_wishes
+from autoplan.search.obvious import families, obvious
+from autoplan.search.study import search
+from autoplan.spec.model import Experts
 from search_cases import DENSE, LARGE, make
 
 MOE = replace(

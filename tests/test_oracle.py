@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from autoplan.base.errors import InputError
 from autoplan.cost.estimate import stage_costs
-from autoplan.errors import InputError
-from autoplan.model import Experts, ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.report.verified import tensor_bytes
-from autoplan.training import TrainingSpec
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 from commands import run
 
 pytest.importorskip("torch")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cost.order import Operation, chunks_of_ranks, live_chunks, microbatch_group, rank_orders
 from autoplan.cost.schedule import in_flight_chunks
-from autoplan.errors import InputError
-from autoplan.plan import SCHEDULES, Schedule
+from autoplan.spec.plan import SCHEDULES, Schedule
 from pipeline_oracle import (
     TORCH,
     Action,

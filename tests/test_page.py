@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.files import decode, read_table
+from autoplan.base.files import decode, read_table
 from autoplan.report.page.html import Markup, data, tag
-from autoplan.result import PlanFile
+from autoplan.spec.result import PlanFile
 from commands import run
 
 if TYPE_CHECKING:  # takes long to load

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.launch_files import read_launch_on_part
+from autoplan.profiler.store import open_store
 from autoplan.read.cluster import load_cluster, of_size
-from autoplan.read.launch import Given, Launch
-from autoplan.read.launches import read_launch_on_part
-from autoplan.read.logs.folder import PassedOver, PastRun, past_runs
-from autoplan.timing import Calibration
+from autoplan.runs.log_folder import PassedOver, PastRun, past_runs
+from autoplan.spec.timing import Calibration
 from commands import run
-from profiler.store import open_store
 
 CLUSTER = load_cluster("h100-sxm:2x8")
 SCRIPT = """#!/bin/bash

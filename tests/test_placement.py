@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import NodeGroup, SwitchTier, WanSpec
+from autoplan.base.errors import InputError, UnpricedError
 from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
-from autoplan.errors import InputError, UnpricedError
-from autoplan.framework import RANK_ORDERS
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.ranks import coordinates, hosts
 from autoplan.read.cluster import load_cluster
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.ranks import coordinates, hosts
+from autoplan.topology.cluster import NodeGroup, SwitchTier, WanSpec
 from autoplan.topology.levels import Gaps, compile_topology
 from autoplan.topology.placement import Group, Pattern, Seats, fills_evenly, leaving_share, spreads
 from benchmarks.allocations import DEVICES, fat_tree, packed, problem_on, shuffled, step_s

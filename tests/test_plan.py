@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError, UnpricedError
-from autoplan.framework import RANK_ORDERS
-from autoplan.plan import (
+from autoplan.base.errors import InputError, UnpricedError
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.plan import (
     CP_KINDS,
     OFFLOADS,
     PRECISIONS,
@@ -27,7 +27,7 @@ from autoplan.plan import (
     even_chunks,
     parse_recompute,
 )
-from autoplan.training import Precision
+from autoplan.spec.training import Precision
 
 LAYERS = 24
 degree = st.sampled_from([1, 2, 3, 4, 6, 8, 35])

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from profiler.record import Record
-from profiler.store.plausible import implausible
+from autoplan.profiler.record import Record
+from autoplan.profiler.store.plausible import implausible
 from stores import GEMM, LAB
 
 REDUCE = replace(GEMM, operation="all_reduce", shape=(8, 8, 1, 2**30))

@@ -12,16 +12,16 @@ import jsonschema
 import pytest
 import typer
 
+from autoplan.base.files import encode
 from autoplan.cli import COMMANDS, make_app
 from autoplan.cli.outputs import Profiled
 from autoplan.cli.schema import FILES, KINDS, PRINTED
-from autoplan.files import encode
-from autoplan.plan import ParallelPlan
-from autoplan.timing import Calibration
+from autoplan.profiler import doctor
+from autoplan.profiler.store import open_store
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.timing import Calibration
 from autoplan.trainer.task import Command, Predicted, Report, RunFile, Task
 from commands import run
-from profiler import doctor
-from profiler.store import open_store
 from search_cases import DENSE
 from stores import GEMM, some_records
 from test_calibration import measured_under, table_of

@@ -6,12 +6,12 @@ from typing import Any, get_args
 
 import pytest
 
-from autoplan.errors import InputError
-from autoplan.problem import Problem, precisions_of
+from autoplan.base.errors import InputError
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.training import Precision, TrainingSpec
+from autoplan.spec.problem import Problem, precisions_of
+from autoplan.spec.training import Precision, TrainingSpec
 
 RUNS: dict[str, str] = {
     "v100": "fp16 fp32",

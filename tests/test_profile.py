@@ -15,8 +15,8 @@ from commands import run
 
 torch = pytest.importorskip("torch")
 
-from profiler.environment import fingerprint  # noqa: E402
-from profiler.store import open_store  # noqa: E402
+from autoplan.profiler.environment import fingerprint  # noqa: E402
+from autoplan.profiler.store import open_store  # noqa: E402
 from stores import held  # noqa: E402
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
@@ -95,7 +95,7 @@ def test_a_dry_run_fits_the_width(folder: Path, columns: str) -> None:
 
 
 def test_what_was_measured_is_not_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profiler.sweep.LEAST_AGAIN_S", 0.0)  # what is spoilt here is not what is asked
+    monkeypatch.setattr("autoplan.profiler.sweep.LEAST_AGAIN_S", 0.0)  # what is spoilt here is not what is asked
     url = f"sqlite:///{folder}/times.db"
     arguments = (*QUICK, "--db", url, "--only", "norm,rope,send_recv")
     first = profile(folder, *arguments)

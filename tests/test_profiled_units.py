@@ -15,10 +15,10 @@ import torch.distributed as dist  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from autoplan.errors import InputError  # noqa: E402
-from autoplan.timing import TRAINER_UNITS, Operation  # noqa: E402
-from profiler.maker import MOST_SETS, Chain, Maker, Staged, in_turns, num_sets  # noqa: E402
-from profiler.units import UNITS, Grids, _Layer, _plan, _staged, build, implementation, meets  # noqa: E402
+from autoplan.base.errors import InputError  # noqa: E402
+from autoplan.profiler.maker import MOST_SETS, Chain, Maker, Staged, in_turns, num_sets  # noqa: E402
+from autoplan.profiler.units import UNITS, Grids, _Layer, _plan, _staged, build, implementation, meets  # noqa: E402
+from autoplan.spec.timing import TRAINER_UNITS, Operation  # noqa: E402
 
 CPU = torch.device("cpu")
 LAYER = (1, 64, 32, 48, 4, 2, 8, 1)

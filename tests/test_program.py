@@ -19,11 +19,11 @@ from unittest import mock
 
 import pytest
 
-from autoplan import program
-from autoplan.program import Ending, run_program
-from autoplan.read.logs.failure import LastWords
+from autoplan.jobs import program
+from autoplan.jobs.program import Ending, run_program
+from autoplan.profiler.store import open_store
+from autoplan.runs.failure import LastWords
 from commands import run
-from profiler.store import open_store
 
 PROGRAM = str(Path(__file__).parent / "logging_program.py")
 

@@ -9,14 +9,14 @@ import pytest
 
 from autoplan.cost.estimate import estimate
 from autoplan.cost.schedule import one_forward_one_backward_s
-from autoplan.framework import Framework
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
-from autoplan.result import VERDICTS, CostEstimate
-from autoplan.training import TrainingSpec
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import VERDICTS, CostEstimate
+from autoplan.spec.training import TrainingSpec
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab_size: int = 51200) -> ModelSpec:

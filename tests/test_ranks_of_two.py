@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from autoplan.errors import InputError
-from autoplan.plan import ParallelPlan
+from autoplan.base.errors import InputError
+from autoplan.spec.plan import ParallelPlan
 
 pytest.importorskip("torch")
 

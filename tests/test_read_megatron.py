@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.read import megatron_bridge, megatron_lm, primus
-from autoplan.read.launch import Given, Launch
-from autoplan.read.megatron import layout_counts, moe_places
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.megatron_bridge import read as megatron_bridge
+from autoplan.frameworks.megatron_lm import read as megatron_lm
+from autoplan.frameworks.megatron_lm.family import layout_counts, moe_places
+from autoplan.frameworks.primus import read as primus
 from autoplan.read.model import load_model
 
 OPTIONS = (

@@ -10,17 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.layout import chunk_blocks
 from autoplan.cost.recompute import GIVEN_BACK_BY
-from autoplan.errors import InputError
-from autoplan.framework import Framework
-from autoplan.model import Block, Experts, LatentAttention, ModelSpec
-from autoplan.plan import RECOMPUTE_MODULES, ParallelPlan, PlanBatch, RecomputeModule, parse_recompute
-from autoplan.problem import Problem
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.megatron_lm import rules as megatron_lm
 from autoplan.read.cluster import load_cluster
-from autoplan.rules import Setting, broken, megatron_lm, universal
-from autoplan.training import TrainingSpec
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Block, Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import RECOMPUTE_MODULES, ParallelPlan, PlanBatch, RecomputeModule, parse_recompute
+from autoplan.spec.problem import Problem
+from autoplan.spec.setting import Setting
+from autoplan.spec.training import TrainingSpec
 
 TOKENS = 128
 DENSE = ModelSpec(name="dense", num_layers=8, hidden_size=64, vocab_size=512, num_heads=4, ffn_size=128)

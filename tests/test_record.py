@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.units import MOST_TEXT, cleaned
-from profiler.record import Fingerprint, Record
+from autoplan.base.errors import InputError
+from autoplan.base.units import MOST_TEXT, cleaned
+from autoplan.profiler.record import Fingerprint, Record
 
 LAB = Fingerprint(device="h100-sxm", memory_bytes=80 * 2**30, torch="2.13.0", runtime="cuda 13.0")
 GEMM = Record(fingerprint=LAB, operation="gemm", shape=(4096, 4096, 4096), dtype="bf16", samples_s=(3.0, 1.0, 2.0))

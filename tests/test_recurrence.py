@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
+from autoplan.base.errors import InputError
 from autoplan.cost import recurrence
 from autoplan.cost.order import microbatch_group
 from autoplan.cost.recurrence import PipelineTimes, is_recurrent, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
-from autoplan.errors import InputError
-from autoplan.plan import SCHEDULES, Schedule
+from autoplan.spec.plan import SCHEDULES, Schedule
 from pipeline_oracle import (
     TORCH,
     cases,

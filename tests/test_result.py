@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.errors import InputError
-from autoplan.files import decode
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.result import PLAN_FILE_VERSION, PlanFile
-from autoplan.training import TrainingSpec
-from search.ranking import ranked
+from autoplan.search.ranking import ranked
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import PLAN_FILE_VERSION, PlanFile
+from autoplan.spec.training import TrainingSpec
 
 
 def table() -> dict[str, Any]:

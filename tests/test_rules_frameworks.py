@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from autoplan.model import Experts, ModelSpec
-from autoplan.plan import SCHEDULES, ParallelPlan, PlanBatch
-from autoplan.read.framework import load_framework, preset_frameworks
-from autoplan.rules import Rule, Rulebook, Setting, broken, deepspeed, fsdp2, legal, nanotron, torchtitan, universal
-from autoplan.rules.books import BOOKS, book_of
-from autoplan.training import TrainingSpec
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import Rule, Rulebook, broken, legal
+from autoplan.frameworks.deepspeed import rules as deepspeed
+from autoplan.frameworks.fsdp2 import rules as fsdp2
+from autoplan.frameworks.nanotron import rules as nanotron
+from autoplan.frameworks.presets import load_framework, preset_frameworks
+from autoplan.frameworks.rulebooks import BOOKS, book_of
+from autoplan.frameworks.torchtitan import rules as torchtitan
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import SCHEDULES, ParallelPlan, PlanBatch
+from autoplan.spec.setting import Setting
+from autoplan.spec.training import TrainingSpec
 
 DENSE = ModelSpec(
     name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=14336

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.model import Experts, LatentAttention, ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.rules import Setting, broken, legal, universal
-from autoplan.rules.megatron_lm import RULES
-from autoplan.training import TrainingSpec
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import broken, legal
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.setting import Setting
+from autoplan.spec.training import TrainingSpec
 
 DENSE = ModelSpec(
     name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=14336

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.read.framework import load_framework
-from autoplan.result import PlanFile
-from autoplan.rules import Setting, broken, megatron_lm, primus
-from autoplan.rules.books import book_of
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.megatron_lm import rules as megatron_lm
+from autoplan.frameworks.presets import load_framework
+from autoplan.frameworks.primus import rules as primus
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.spec.result import PlanFile
+from autoplan.spec.setting import Setting
 from commands import run
 from megatron_plans import DEFECTS, MATRIX, ZERO_BUBBLE
 

@@ -17,23 +17,23 @@ import pytest
 
 pytest.importorskip("torch")
 
-from autoplan.children import Children
+from autoplan.base.processes import Children
 from autoplan.cli.inputs import with_timings
 from autoplan.cli.run import of_trainer
 from autoplan.cost.estimate import estimate
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.store import open_store
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.timing import Operation
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Operation
+from autoplan.spec.training import TrainingSpec
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.task import Advance, Report
-from autoplan.training import TrainingSpec
 from commands import run
-from profiler.record import Fingerprint, Record
-from profiler.runs import RunRecord
-from profiler.store import open_store
 
 MODEL = """
 name = "small"

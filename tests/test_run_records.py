@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from autoplan.errors import InputError
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.training import TrainingSpec
+from autoplan.base.errors import InputError
+from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.store import open_store
+from autoplan.profiler.store.exchange import read_exchange, write_exchange
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
 from commands import run
-from profiler.runs import RunRecord
-from profiler.store import open_store
-from profiler.store.exchange import read_exchange, write_exchange
 from stores import GEMM, LAB, some_records
 
 MODEL = ModelSpec(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
-from autoplan.errors import InputError
-from autoplan.read.predictions import COLUMNS, predict, prediction_table
-from autoplan.read.runs import Run, find_preset, read_runs
-from autoplan.result import VERDICTS
+from autoplan.runs.predictions import COLUMNS, predict, prediction_table
+from autoplan.runs.runs import Run, find_preset, read_runs
+from autoplan.spec.result import VERDICTS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured_runs.csv"
 # What a prediction may never depend on.

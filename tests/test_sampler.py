@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError, NoPlanError
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.report.terminal import certificate_line
-from search.findings import FITS
-from search.pricing import Frontier
-from search.sampler import FREE_AXES, SAMPLERS, WARM_CELLS, Axes, Sampling
-from search.storage import opened
-from search.study import Shared, search
+from autoplan.search.findings import FITS
+from autoplan.search.pricing import Frontier
+from autoplan.search.sampler import FREE_AXES, SAMPLERS, WARM_CELLS, Axes, Sampling
+from autoplan.search.storage import opened
+from autoplan.search.study import Shared, search
 from test_study import MOE, make
 
 CELLS = make(MOE)[1].cells()

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from msgspec import convert
 
-from autoplan import scheduler_jobs
-from autoplan.errors import AutoplanError, InputError
-from autoplan.files import encode
-from autoplan.job_template import JobTemplate, load_job_template
-from autoplan.jobs import JobStatus
-from autoplan.plan import ParallelPlan
-from autoplan.scheduler_jobs import SchedulerJobs
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.files import encode
+from autoplan.jobs import scheduler as scheduler_jobs
+from autoplan.jobs.job import JobStatus
+from autoplan.jobs.scheduler import SchedulerJobs
+from autoplan.jobs.template import JobTemplate, load_job_template
+from autoplan.profiler.store import open_store
+from autoplan.spec.plan import ParallelPlan
 from commands import run
 from logged import read_log
-from profiler.store import open_store
 from slurms import RealSlurm, StandIn, slurms, write_program
 from test_export_megatron_lm import LLAMA_8B, plan_file_of
 

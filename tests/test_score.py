@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.read.outcomes import read_outcomes
-from autoplan.read.predictions import predict, prediction_table, read_predictions
-from autoplan.read.runs import read_runs
+from autoplan.base.errors import InputError
 from autoplan.report.score import COLUMNS, kendall_tau, score, score_by_source, score_table
-from autoplan.result import Outcome, Prediction
+from autoplan.runs.outcomes import read_outcomes
+from autoplan.runs.predictions import predict, prediction_table, read_predictions
+from autoplan.runs.runs import read_runs
+from autoplan.spec.result import Outcome, Prediction
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

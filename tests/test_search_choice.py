@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate
-from autoplan.result import SearchResult
-from autoplan.timing import Calibration
-from search.choice import (
+from autoplan.search.choice import (
     COMPONENTS,
     OWN_SPREAD,
     apart,
@@ -26,8 +24,10 @@ from search.choice import (
     robust_order,
     shares,
 )
-from search.ranking import ranked, seconds_per_sequence
-from search.study import search
+from autoplan.search.ranking import ranked, seconds_per_sequence
+from autoplan.search.study import search
+from autoplan.spec.result import SearchResult
+from autoplan.spec.timing import Calibration
 from search_cases import LARGE, make
 
 Z90 = 1.2815515655446004  # of a one-sided 90 % quantile

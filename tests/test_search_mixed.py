@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from autoplan.base.errors import InputError
 from autoplan.cost.mixed import estimate_mixed
-from autoplan.errors import InputError
-from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind
-from autoplan.model import ModelSpec
-from autoplan.parts import BetweenSpec
-from autoplan.plan import even_chunks
-from autoplan.read.framework import load_framework
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.presets import load_framework
+from autoplan.frameworks.rulebooks import book_of
 from autoplan.read.model import load_model
-from autoplan.result import RISKY_Z, MixedCost, MixedResult
-from autoplan.rules import broken
-from autoplan.rules.books import book_of
+from autoplan.search.mixed import alone, search_mixed
+from autoplan.search.settle import Settler
+from autoplan.search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import even_chunks
+from autoplan.spec.result import RISKY_Z, MixedCost, MixedResult
+from autoplan.topology.mixed_cluster import BetweenSpec
 from mixed_cases import SMALL, problem_of, replicas, scaled
-from search.mixed import alone, search_mixed
-from search.settle import Settler
-from search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
 
 
 def check(problem: MixedProblem, result: MixedResult, global_batch: int) -> MixedCost:

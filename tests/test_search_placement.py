@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
 from autoplan.cli.inputs import make_space
-from autoplan.cluster import WanSpec
 from autoplan.cost.estimate import estimate
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.search.placement import best_placement, is_fragmented, place_best
+from autoplan.search.study import search
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.topology.cluster import WanSpec
 from autoplan.topology.levels import Topology
 from autoplan.topology.placement import effective_members, leaving_share, switches_of_nodes
 from benchmarks.allocations import BIG, fat_tree, packed, problem_on, shuffled, step_s, widest
-from search.placement import best_placement, is_fragmented, place_best
-from search.study import search
 
 
 def orders_of(labels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

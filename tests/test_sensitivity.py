@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.arrays import Floats
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
-from autoplan.result import Sensitivity
-from search.choice import kind_of
-from search.sensitivity import MOST_CHANGE, first_crossing, quantities, sensitivity
-from search.space import Space
-from search.study import MARGIN, search
+from autoplan.base.arrays import Floats
+from autoplan.search.choice import kind_of
+from autoplan.search.sensitivity import MOST_CHANGE, first_crossing, quantities, sensitivity
+from autoplan.search.space import Space
+from autoplan.search.study import MARGIN, search
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import Sensitivity
 from search_cases import DENSE, LARGE, make
 
 SMALL = ModelSpec(name="small", num_layers=8, hidden_size=2048, vocab_size=32000, num_heads=16, ffn_size=8192)

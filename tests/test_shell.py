@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.read.shell import read_script
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.shell import read_script
 
 SAME = {
     "words": "start a 'b c' \"d e\" f\\ g",

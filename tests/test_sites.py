@@ -7,20 +7,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autoplan.cluster import ClusterSpec, WanSpec
 from autoplan.cost.communication import Links
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
-from autoplan.rules.megatron_lm import RULES
-from autoplan.training import TrainingSpec
+from autoplan.search.limits import default_limits, with_wishes
+from autoplan.search.ranking import RankedPlan
+from autoplan.search.space import Space
+from autoplan.search.study import search
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
+from autoplan.topology.cluster import ClusterSpec, WanSpec
 from flows import RankGroups, traffic
-from search.limits import default_limits, with_wishes
-from search.ranking import RankedPlan
-from search.space import Space
-from search.study import search
 
 # GPT-2 L (774M), and a GPT of 7B.
 GPT2_L = ModelSpec(

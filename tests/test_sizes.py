@@ -7,16 +7,16 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from autoplan.base.errors import NoPlanError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.goodput import Reliability
-from autoplan.errors import NoPlanError
-from autoplan.problem import Problem
-from autoplan.result import RunFigures
-from search.objectives import OBJECTIVES, Run, costs_of, figures, find_objectives
-from search.ranking import ranked
-from search.sizes import NO_PROGRESS, TOO_SLOW, Chosen, search_sizes, size_grid
-from search.space import Space
-from search.study import search
+from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures, find_objectives
+from autoplan.search.ranking import ranked
+from autoplan.search.sizes import NO_PROGRESS, TOO_SLOW, Chosen, search_sizes, size_grid
+from autoplan.search.space import Space
+from autoplan.search.study import search
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RunFigures
 from test_study import DENSE, make
 
 SIZES = (1, 2, 3, 4, 6)

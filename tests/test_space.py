@@ -10,21 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.arrays import Bools
-from autoplan.cluster import SwitchTier
-from autoplan.errors import InputError
-from autoplan.framework import RANK_ORDERS
-from autoplan.model import Experts, ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch, parse_recompute
-from autoplan.problem import Problem
+from autoplan.base.arrays import Bools
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.rules import Rule, Rulebook, legal, legal_so_far
+from autoplan.frameworks.megatron_lm import rules as megatron_lm
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.nanotron import rules as nanotron
+from autoplan.frameworks.presets import load_framework
+from autoplan.frameworks.rulebooks import BOOKS, book_of
+from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.read.cluster import load_cluster
-from autoplan.read.framework import load_framework
-from autoplan.rules import Rule, Rulebook, Setting, legal, legal_so_far, megatron_lm, nanotron, torchtitan
-from autoplan.rules.books import BOOKS, book_of
-from autoplan.rules.megatron_lm import RULES
-from autoplan.training import TrainingSpec
-from search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_wishes
-from search.space import Cell, Space, chunk_counts, layouts
+from autoplan.search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_wishes
+from autoplan.search.space import Cell, Space, chunk_counts, layouts
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.problem import Problem
+from autoplan.spec.setting import Setting
+from autoplan.spec.training import TrainingSpec
+from autoplan.topology.cluster import SwitchTier
 
 DENSE = ModelSpec(
     name="dense", num_layers=6, hidden_size=768, vocab_size=1000, num_heads=12, num_kv_heads=6, ffn_size=1536

@@ -14,10 +14,10 @@ import pytest
 from autoplan.cost.communication import Links
 from autoplan.cost.estimate import message_s
 from autoplan.cost.traffic import StepTraffic, TrafficRow, step_traffic, transfers
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
 from autoplan.read.cluster import load_cluster
 from autoplan.report.drawing import draw
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
 from autoplan.topology.graph import quotient
 from commands import run
 from flows import Expanded, chain, hierarchical

@@ -23,12 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from autoplan.errors import InputError, StoreError
-from autoplan.timing import Match
-from profiler.record import SLOWED, Fingerprint, Mode, Record, Status
-from profiler.store import Store, match, open_store, schema
-from profiler.store import store as store_module
-from profiler.store.database import open_database
+from autoplan.base.errors import InputError, StoreError
+from autoplan.profiler.record import SLOWED, Fingerprint, Mode, Record, Status
+from autoplan.profiler.store import Store, match, open_store, schema
+from autoplan.profiler.store import store as store_module
+from autoplan.profiler.store.database import open_database
+from autoplan.spec.timing import Match
 from stores import GEMM, LAB, postgres_schema, some_records
 
 
@@ -70,7 +70,7 @@ def test_a_record_given_twice_in_one_call_is_held_once(store: Store) -> None:
 
 
 def test_batches_are_counted_as_they_come_in(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profiler.store.store.BATCH", 7)
+    monkeypatch.setattr("autoplan.profiler.store.store.BATCH", 7)
     heard: list[int] = []
     assert store.add(some_records(0, 20), on_batch=heard.append).new == 20
     assert heard == [7, 14, 20]
@@ -428,7 +428,7 @@ def test_a_sound_store_has_no_findings(store: Store) -> None:
 def test_a_machine_that_another_process_meets_during_the_check_is_no_harm(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("profiler.store.store.BATCH", 1)
+    monkeypatch.setattr("autoplan.profiler.store.store.BATCH", 1)
     bad = replace(GEMM, samples_s=(1e-9,))
     store.add([bad])
     store.unhide([bad.key], by="ada", reason="to see it found")
@@ -493,7 +493,7 @@ def migrate_later(patch: pytest.MonkeyPatch, folder: Path, then: str) -> None:
     )
     patch.setattr(schema, "MIGRATIONS", later)
     patch.setattr(schema, "SCHEMA", schema.SCHEMA + 1)
-    patch.setattr("profiler.store.database.SCHEMA", schema.SCHEMA)
+    patch.setattr("autoplan.profiler.store.database.SCHEMA", schema.SCHEMA)
 
 
 def test_an_older_schema_is_migrated_and_keeps_its_records(

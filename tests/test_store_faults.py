@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.errors import InputError, StoreError
-from profiler.store import open_store
-from profiler.store.exchange import write_exchange
+from autoplan.base.errors import InputError, StoreError
+from autoplan.profiler.store import open_store
+from autoplan.profiler.store.exchange import write_exchange
 from stores import GEMM, LAB, SERVER, postgres_schema, some_records
 
 ROOT = Path(__file__).parents[1]
@@ -256,7 +256,7 @@ def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, mon
     path = tmp_path / "timings.db"
     with open_store(str(path)) as store:
         store.add([GEMM])
-    monkeypatch.setattr("profiler.store.database.BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("autoplan.profiler.store.database.BUSY_TIMEOUT_S", 0.2)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with open_store(str(path)) as store:
@@ -273,7 +273,7 @@ def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, mon
 
 WRITER = """
 import sys
-from profiler.store import open_store, store
+from autoplan.profiler.store import open_store, store
 from stores import some_records
 store.BATCH = 10
 def wait(done):

@@ -8,16 +8,16 @@ import numpy as np
 import optuna
 import pytest
 
+from autoplan.base.errors import NoPlanError
 from autoplan.cost.estimate import estimate
-from autoplan.errors import NoPlanError
-from autoplan.model import Experts, ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.result import VERDICTS
-from search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
-from search.limits import with_wishes
-from search.ranking import Leaders, ordering, ranked, seconds_per_sequence
-from search.storage import opened
-from search.study import MARGIN, Shared, search
+from autoplan.search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
+from autoplan.search.limits import with_wishes
+from autoplan.search.ranking import Leaders, ordering, ranked, seconds_per_sequence
+from autoplan.search.storage import opened
+from autoplan.search.study import MARGIN, Shared, search
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.result import VERDICTS
 from search_cases import DENSE, make
 
 MOE = ModelSpec(
@@ -160,7 +160,7 @@ def test_leaders_are_the_first_of_a_full_sort_however_they_come() -> None:
 def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, space = make(MOE)
     whole = search(problem, space)
-    monkeypatch.setattr("search.pricing.BLOCK_KINDS", 100)
+    monkeypatch.setattr("autoplan.search.pricing.BLOCK_KINDS", 100)
     parts = search(problem, space)
     assert parts.ranked == whole.ranked
     assert parts.certificate.proven

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import faulty_ranks
-from autoplan.children import CrewError
+from autoplan.base.processes import CrewError
+from autoplan.profiler import sweep
+from autoplan.profiler.launch import Crew
+from autoplan.profiler.protocol import Hello, Job, Outcome, Task
+from autoplan.profiler.record import Fingerprint, Status
+from autoplan.profiler.store import open_store
+from autoplan.profiler.sweep import Progress, extrapolations, outliers, run
+from autoplan.profiler.wishes import Planned, plan
 from autoplan.read.cluster import load_cluster
-from profiler import sweep
-from profiler.launch import Crew
-from profiler.protocol import Hello, Job, Outcome, Task
-from profiler.record import Fingerprint, Status
-from profiler.store import open_store
-from profiler.sweep import Progress, extrapolations, outliers, run
-from profiler.wishes import Planned, plan
 from stores import held
 from test_wishes import LAB, WISH
 
@@ -142,8 +142,8 @@ def test_rounds_lie_between_the_visits_of_a_task(tmp_path: Path) -> None:
 
 
 def test_second_visits_end_where_the_machine_is_never_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("profiler.sweep.LEAST_AGAIN_S", 0.0)
-    monkeypatch.setattr("profiler.sweep.time.monotonic", count(step=10.0).__next__)
+    monkeypatch.setattr("autoplan.profiler.sweep.LEAST_AGAIN_S", 0.0)
+    monkeypatch.setattr("autoplan.profiler.sweep.time.monotonic", count(step=10.0).__next__)
     planned = products(*range(16, 176, 16))
     crew = Told(*["contaminated"] * 20)
     with crew, open_store(str(tmp_path / "times.db")) as store:
@@ -177,13 +177,13 @@ def test_a_budget_ends_a_sweep_before_it_is_exceeded(tmp_path: Path, pair: tuple
 
 PROGRAM = """
 import sys
-from autoplan.model import ModelSpec
-from autoplan.read.framework import load_framework
-from profiler.launch import Crew
-from profiler.protocol import Job
-from profiler.store import open_store
-from profiler.sweep import Progress, run
-from profiler.wishes import plan
+from autoplan.spec.model import ModelSpec
+from autoplan.frameworks.presets import load_framework
+from autoplan.profiler.launch import Crew
+from autoplan.profiler.protocol import Job
+from autoplan.profiler.store import open_store
+from autoplan.profiler.sweep import Progress, run
+from autoplan.profiler.wishes import plan
 from test_wishes import WISH
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.errors import InputError
-from autoplan.read.outcomes import read_outcomes
-from autoplan.read.predictions import read_predictions
-from autoplan.read.runs import read_runs
-from autoplan.read.table import MOST_BYTES
+from autoplan.base.errors import InputError
+from autoplan.runs.outcomes import read_outcomes
+from autoplan.runs.predictions import read_predictions
+from autoplan.runs.runs import read_runs
+from autoplan.runs.table import MOST_BYTES
 from commands import run
 
 RUNS = "id,framework,gpu,num_gpus,model,step_time_s,verdict\nmine-1,NeMo,h100-sxm,8,llama3-8b,1.5,fits\n"

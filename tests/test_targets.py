@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.errors import InputError
-from autoplan.export.targets import PLANNED_AS, TARGETS, exported
-from autoplan.files import decode
-from autoplan.result import PlanFile
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode
+from autoplan.launch.targets import PLANNED_AS, TARGETS, exported
+from autoplan.spec.result import PlanFile
 from commands import run
 
 PIPELINES = {"fsdp2", "megatron-bridge", "megatron-lm", "nanotron", "primus", "torchtitan", "autoplan"}

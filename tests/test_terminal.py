@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from autoplan.files import decode
+from autoplan.base.files import decode
+from autoplan.base.units import format_seconds
 from autoplan.read.cluster import load_cluster
 from autoplan.report.terminal import make_console, mfu_convention, print_estimate, print_memory, print_search
-from autoplan.result import PlanFile
-from autoplan.units import format_seconds
+from autoplan.spec.result import PlanFile
 from commands import run
 
 WIDTHS = (60, 80, 120, 200)

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cost.estimate import STEP_TERMS, estimate, stage_costs
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.timeline import END_TERMS, STREAMS, Event, RankTimeline, Timeline, timeline
-from autoplan.errors import InputError
-from autoplan.plan import SCHEDULES, ParallelPlan, PlanBatch, Schedule
-from autoplan.problem import Problem
-from autoplan.read.framework import load_framework
-from autoplan.timing import Calibration
+from autoplan.frameworks.presets import load_framework
+from autoplan.spec.plan import SCHEDULES, ParallelPlan, PlanBatch, Schedule
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Calibration
 from test_estimate import cases, problem_of, problems
 from test_whole import eager
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from profiler.maker import Chain, Staged  # noqa: E402
-from profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
-from profiler.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
-from profiler.timer import held, measure, median_interval, scatter, spread  # noqa: E402
+from autoplan.profiler.maker import Chain, Staged  # noqa: E402
+from autoplan.profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
+from autoplan.profiler.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
+from autoplan.profiler.timer import held, measure, median_interval, scatter, spread  # noqa: E402
 
 CPU = torch.device("cpu")
 # Nothing here depends on how busy the machine is.

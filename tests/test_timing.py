@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.arrays import Floats, Ints
-from autoplan.errors import InputError
+from autoplan.base.arrays import Floats, Ints
+from autoplan.base.errors import InputError
 from autoplan.read.cluster import load_cluster
-from autoplan.timing import DISTURBED_SPREAD, Match, Measurement, Operation, TimingTable, burst_factors
+from autoplan.spec.timing import DISTURBED_SPREAD, Match, Measurement, Operation, TimingTable, burst_factors
 
 
 def measured(operation: Operation, shape: tuple[int, ...], seconds: float, dtype: str = "bf16") -> Measurement:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoplan.cluster import ClusterSpec, Fault, SwitchTier, WanSpec
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.report.drawing import MOST_DRAWN, WIDTH, draw
 from autoplan.report.topology import print_topology, rates_text, topology_json
+from autoplan.topology.cluster import ClusterSpec, Fault, SwitchTier, WanSpec
 from autoplan.topology.graph import quotient
 from autoplan.topology.parts import Link
 from commands import run

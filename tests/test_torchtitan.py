@@ -14,21 +14,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cost.arithmetic import count_parameters
-from autoplan.errors import InputError
-from autoplan.export.job import Job
-from autoplan.export.targets import exported, job_of
-from autoplan.export.torchtitan import module_text, stages
-from autoplan.framework import Framework
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, chunk_layers
-from autoplan.read.launch import Given, Launch
-from autoplan.read.launches import read_launch
+from autoplan.frameworks.common.job import Job
+from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.launch_files import read_launch
+from autoplan.frameworks.torchtitan.export import module_text, stages
+from autoplan.frameworks.torchtitan.read import _known, read, recognises, spread
+from autoplan.frameworks.torchtitan.rules import RULES
+from autoplan.launch.targets import exported, job_of
 from autoplan.read.model import load_model
-from autoplan.read.torchtitan import _known, read, recognises, spread
-from autoplan.result import PlanFile
-from autoplan.rules import Setting, broken
-from autoplan.rules.torchtitan import RULES
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, chunk_layers
+from autoplan.spec.result import PlanFile
+from autoplan.spec.setting import Setting
 from damage import damaged
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of

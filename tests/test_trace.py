@@ -11,9 +11,9 @@ import pytest
 
 from autoplan.cost.estimate import stage_costs
 from autoplan.cost.timeline import STREAM_OF, STREAMS, Timeline, timeline
-from autoplan.plan import ParallelPlan
-from autoplan.read.framework import load_framework
+from autoplan.frameworks.presets import load_framework
 from autoplan.report.trace import trace_json
+from autoplan.spec.plan import ParallelPlan
 from commands import run
 from test_estimate import problem_of
 

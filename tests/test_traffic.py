@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoplan.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.cost.communication import all_gather_s
 from autoplan.read.cluster import load_cluster
+from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.topology.levels import compile_topology
 from flows import ALGORITHMS, Algorithm, Expanded, RankGroups, sibling_groups, traffic
 

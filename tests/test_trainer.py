@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from autoplan.children import Children, CrewError
+from autoplan.base.errors import InputError
+from autoplan.base.processes import Children, CrewError
 from autoplan.cost.arithmetic import count_parameters
-from autoplan.errors import InputError
-from autoplan.plan import ParallelPlan
+from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.run import check_task, run_task
 from autoplan.trainer.task import Advance, Check

@@ -19,24 +19,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
+from autoplan.base.files import encode
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.planfile import make_plan_file
 from autoplan.cli.trials import Budget, Trials, read_result
-from autoplan.errors import InputError
-from autoplan.files import encode
-from autoplan.jobs import LOG, MESSAGES, OUTCOME, PLAN, Cause, JobStatus, LocalJobs, SilentError
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
-from autoplan.read.logs import LogReader
-from autoplan.result import RankedPlan
+from autoplan.frameworks.logs import LogReader
+from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Cause, JobStatus, LocalJobs, SilentError
+from autoplan.profiler.store import open_store
+from autoplan.search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
+from autoplan.search.choice import distinct
+from autoplan.search.storage import opened
+from autoplan.search.study import search
+from autoplan.search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, look
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RankedPlan
 from commands import run
 from logged import read_log
-from profiler.store import open_store
-from search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
-from search.choice import distinct
-from search.storage import opened
-from search.study import search
-from search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, look
 
 TINY = 'name = "tiny"\nnum_layers = 4\nhidden_size = 64\nnum_heads = 4\nffn_size = 176\nvocab_size = 256\n'
 
@@ -671,7 +671,7 @@ def test_a_killed_program_leaves_its_trial_running_and_the_next_one_follows_it(t
 
 
 def test_local_jobs_are_found_by_name_and_ended_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoplan.jobs.GRACE_S", 0.2)
+    monkeypatch.setattr("autoplan.jobs.job.GRACE_S", 0.2)
     plan = run(
         tmp_path, "search", "llama3-8b", "--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096",
         "--out", PLAN, "--quiet",

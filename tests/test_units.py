@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.units import (
+from autoplan.base.errors import InputError
+from autoplan.base.units import (
     FILE_UNITS,
     GIB,
     MIB,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.errors import InputError
-from autoplan.urls import is_url, redact_arguments, redact_url
+from autoplan.base.errors import InputError
+from autoplan.base.urls import is_url, redact_arguments, redact_url
 
 
 @pytest.mark.parametrize(

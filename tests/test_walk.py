@@ -10,16 +10,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoplan.errors import AutoplanError, InputError
-from autoplan.model import Experts
-from autoplan.plan import ParallelPlan, chunk_layers, parse_recompute
-from autoplan.problem import Problem
-from autoplan.result import VERDICTS
-from autoplan.rules import broken
-from autoplan.rules.megatron_lm import RULES
-from search.axes import axes_of, differing, plan_of, words
-from search.choice import compared, pace
-from search.walk import Way, changes, nearest_equal, prices, walk
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.search.axes import axes_of, differing, plan_of, words
+from autoplan.search.choice import compared, pace
+from autoplan.search.walk import Way, changes, nearest_equal, prices, walk
+from autoplan.spec.model import Experts
+from autoplan.spec.plan import ParallelPlan, chunk_layers, parse_recompute
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import VERDICTS
 from search_cases import DENSE, make
 
 PROBLEM, _ = make()

@@ -12,12 +12,12 @@ from autoplan.cli.inputs import with_timings
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.layer import layer_parameters
 from autoplan.cost.provenance import shares, term_shares
-from autoplan.framework import Framework
-from autoplan.plan import ParallelPlan
-from autoplan.problem import Problem
-from autoplan.read.framework import load_framework, preset_frameworks
-from profiler.record import Fingerprint, Record
-from profiler.store import open_store
+from autoplan.frameworks.presets import load_framework, preset_frameworks
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.store import open_store
+from autoplan.spec.framework import Framework
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
 from test_estimate import DENSE, MODELS, PLAIN, price, problem_of, single, terms_of
 from test_measured import Times, batch_of, changes, with_times
 

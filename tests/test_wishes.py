@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.base.errors import InputError
 from autoplan.cli.inputs import with_timings
 from autoplan.cost.estimate import estimate
 from autoplan.cost.provenance import shares
-from autoplan.errors import InputError
-from autoplan.framework import Framework
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
+from autoplan.frameworks.presets import load_framework
+from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Task
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.profiler.store import open_store
+from autoplan.profiler.wishes import LAYERS, Wish, plan, reference_s, unmeasured
 from autoplan.read.cluster import load_cluster, load_device
-from autoplan.read.framework import load_framework
 from autoplan.read.model import load_model
-from autoplan.timing import SHAPES, line_of
-from autoplan.training import TrainingSpec
-from profiler.protocol import BESIDE, COLLECTIVES, Hello, Task
-from profiler.record import Fingerprint, Record
-from profiler.store import open_store
-from profiler.wishes import LAYERS, Wish, plan, reference_s, unmeasured
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import SHAPES, line_of
+from autoplan.spec.training import TrainingSpec
 
 MEGATRON: Framework = load_framework("megatron-core")
 TORCH: Framework = load_framework("torch")

@@ -19,20 +19,20 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
+from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
-from autoplan.errors import InputError
-from autoplan.problem import Problem
-from autoplan.result import SearchResult
-from autoplan.rules.nanotron import layers_per_stage
-from search import study
-from search.findings import FITS, KEPT, Findings
-from search.front import Front, _Field, search_front
-from search.ledger import Block, BlockOutcome, CellOutcome, Ledger, Told
-from search.ranking import seconds_per_sequence
-from search.space import Space
-from search.storage import fingerprint, join_study, opened
-from search.study import Shared, search
-from search.workers import helped
+from autoplan.frameworks.nanotron.rules import layers_per_stage
+from autoplan.search import study
+from autoplan.search.findings import FITS, KEPT, Findings
+from autoplan.search.front import Front, _Field, search_front
+from autoplan.search.ledger import Block, BlockOutcome, CellOutcome, Ledger, Told
+from autoplan.search.ranking import seconds_per_sequence
+from autoplan.search.space import Space
+from autoplan.search.storage import fingerprint, join_study, opened
+from autoplan.search.study import Shared, search
+from autoplan.search.workers import helped
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import SearchResult
 from stores import postgres_schema
 from test_study import DENSE, make
 
@@ -47,10 +47,10 @@ searched = partial(search, margin=0.3)  # so that there is more to price than on
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[Problem, Space]:
     """A small search in many blocks."""
-    monkeypatch.setattr("search.study.BLOCK_KINDS", 16)
-    monkeypatch.setattr("search.ledger.BEAT_S", 0.2)
-    monkeypatch.setattr("search.ledger.PATIENCE_S", 0.3)
-    monkeypatch.setattr("search.ledger.POLL_S", 0.05)
+    monkeypatch.setattr("autoplan.search.study.BLOCK_KINDS", 16)
+    monkeypatch.setattr("autoplan.search.ledger.BEAT_S", 0.2)
+    monkeypatch.setattr("autoplan.search.ledger.PATIENCE_S", 0.3)
+    monkeypatch.setattr("autoplan.search.ledger.POLL_S", 0.05)
     return make(DENSE, "h100-sxm:1x8", batches=(16,))
 
 
@@ -97,7 +97,7 @@ def test_eight_workers_of_whom_two_are_killed_come_to_one_certificate(
         results.put(searched(*asked, shared=shared))
 
     with monkeypatch.context() as patch:
-        patch.setattr("search.study.price_block", lambda *args: hang(args[3], claimed))
+        patch.setattr("autoplan.search.study.price_block", lambda *args: hang(args[3], claimed))
         victims = [FORK.Process(target=work) for _ in range(2)]
         for victim in victims:
             victim.start()
@@ -138,7 +138,7 @@ def test_a_search_resumes_after_its_only_process_was_killed(
         return price_block(*args) if len(priced) <= 2 else hang(args[3], claimed)
 
     with monkeypatch.context() as patch:
-        patch.setattr("search.study.price_block", price_two)
+        patch.setattr("autoplan.search.study.price_block", price_two)
         run_until(lambda: searched(*asked, shared=shared), claimed)
     left = [trial.state for trial in trials_of(url)]
     assert left.count(TrialState.RUNNING) == 1
@@ -153,8 +153,8 @@ def test_a_search_resumes_after_its_only_process_was_killed(
 def test_a_front_is_the_same_for_any_number_of_workers_of_whom_one_is_killed(
     asked: tuple[Problem, Space], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("search.front.BLOCK_KINDS", 16)
-    monkeypatch.setattr("search.front.FIRST_KINDS", 32)
+    monkeypatch.setattr("autoplan.search.front.BLOCK_KINDS", 16)
+    monkeypatch.setattr("autoplan.search.front.FIRST_KINDS", 32)
     front = partial(search_front, measures=("time", "memory"))
     expected = front(*asked)
     shared = Shared(url=str(tmp_path / "journal"), name=NAME, grace_s=GRACE_S)
@@ -165,7 +165,7 @@ def test_a_front_is_the_same_for_any_number_of_workers_of_whom_one_is_killed(
         return price(field, block, known) if block.round == 1 else hang(block, claimed)
 
     with monkeypatch.context() as patch:
-        patch.setattr("search.front._Field.price", price_first)
+        patch.setattr("autoplan.search.front._Field.price", price_first)
         run_until(lambda: front(*asked, shared=shared), claimed)
     with helped(lambda: front(*asked, shared=shared), 2):
         assert front(*asked, shared=shared) == expected
@@ -224,7 +224,7 @@ def test_a_study_of_another_problem_is_refused(asked: tuple[Problem, Space], tmp
 
 
 def test_a_study_that_something_else_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("search.storage.IDENTITY_PATIENCE_S", 0.2)
+    monkeypatch.setattr("autoplan.search.storage.IDENTITY_PATIENCE_S", 0.2)
     with opened(str(tmp_path / "journal")) as storage:
         optuna.create_study(study_name=NAME, storage=storage)
     with (
@@ -246,7 +246,7 @@ def test_a_study_that_something_else_made_is_refused(tmp_path: Path, monkeypatch
 def test_a_storage_that_cannot_be_opened_is_told_in_one_line(
     url: str, says: str, asked: tuple[Problem, Space], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("search.storage.OPENING_PAUSE_S", 0.01)
+    monkeypatch.setattr("autoplan.search.storage.OPENING_PAUSE_S", 0.01)
     with pytest.raises(InputError, match=says) as caught:
         searched(*asked, shared=Shared(url=url, name=NAME))
     assert "s3cret" not in str(caught.value)
@@ -389,7 +389,7 @@ def test_one_that_was_wrongly_taken_for_dead_does_no_harm(asked: tuple[Problem, 
 
     results: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("search.ledger.BEAT_S", 30.0)  # so that it says nothing
+        patch.setattr("autoplan.search.ledger.BEAT_S", 30.0)  # so that it says nothing
         thread = threading.Thread(target=lambda: results.append(found(slow.settle(next_round, slowly))))
         thread.start()
         assert claimed.wait(10.0)

@@ -11,13 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autoplan.problem import Problem
-from autoplan.result import RankedPlan
-from autoplan.timing import Measurement, TimingTable
-from commands import run
-from search.choice import first_of_kinds
-from search.study import search
-from search.worth import (
+from autoplan.search.choice import first_of_kinds
+from autoplan.search.study import search
+from autoplan.search.worth import (
     DATASHEET_SPREAD,
     INTERPOLATED_SPREAD,
     Group,
@@ -30,6 +26,10 @@ from search.worth import (
     shares_of,
     spread_of_price,
 )
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import RankedPlan
+from autoplan.spec.timing import Measurement, TimingTable
+from commands import run
 from search_cases import make
 
 DEVICE = "h100-sxm"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from profiler.discover.seen import SeenNode
+from autoplan.profiler.discover.seen import SeenNode
 
 FOLDER = Path(__file__).parent / "data" / "topology"
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from autoplan.children import Children, Fault, Place
-from autoplan.model import Experts, ModelSpec
-from autoplan.plan import ParallelPlan
+from autoplan.base.processes import Children, Fault, Place
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.run import PRELOAD
 from autoplan.trainer.task import Check, Task
 

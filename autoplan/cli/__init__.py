@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from autoplan import __version__
-from autoplan.errors import AutoplanError
-from autoplan.urls import redact_arguments
+from autoplan.base.errors import AutoplanError
+from autoplan.base.urls import redact_arguments
 
 # In the order of the help: each is a function, or an app of its own, of the module with its name.
 COMMANDS = (

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, SetOption, whole_number
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
-    from autoplan.read.runs import Run
+    from autoplan.runs.runs import Run
 
 
 def calibrate(
@@ -78,12 +78,12 @@ def calibrate(
 
 
 def _from_table(runs: Path, out: Path, *, force: bool, as_json: bool, quiet: bool) -> None:
+    from autoplan.base.files import write_text
     from autoplan.cli.runs import LEAST_RUNS
     from autoplan.cost.calibration import MeasuredRun, calibrated
-    from autoplan.files import write_text
     from autoplan.read.calibration import calibration_text
-    from autoplan.read.outcomes import read_outcomes
-    from autoplan.read.runs import read_runs
+    from autoplan.runs.outcomes import read_outcomes
+    from autoplan.runs.runs import read_runs
 
     steps = {one.id: one.step_s for one in read_outcomes(runs) if one.is_finished}
     measured = []
@@ -104,8 +104,8 @@ def _from_table(runs: Path, out: Path, *, force: bool, as_json: bool, quiet: boo
     fitted = calibrated(measured, name=f"{runs.stem}: {min(kinds)}")
     write_text(out, calibration_text(fitted.calibration), force=force)
     if as_json:
+        from autoplan.base.files import encode
         from autoplan.cli.outputs import Calibrated
-        from autoplan.files import encode
 
         made = Calibrated(
             out=str(out),

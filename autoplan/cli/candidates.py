@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
-from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
-    from autoplan.problem import Problem
-    from autoplan.result import PlanFile, RankedPlan, SpaceFlags
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import PlanFile, RankedPlan, SpaceFlags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ def kept_candidates(path: Path, db: str | None) -> Candidates:
 def searched_candidates(flags: TrainingFlags, asked: SpaceFlags) -> Candidates:
     """The best plan of each kind in the space that is asked for."""
     from autoplan.cli.progress import progress_bar
-    from search.advice import check_result
-    from search.choice import distinct
-    from search.study import search
-    from search.tune import MARGIN, MOST_PLANS
+    from autoplan.search.advice import check_result
+    from autoplan.search.choice import distinct
+    from autoplan.search.study import search
+    from autoplan.search.tune import MARGIN, MOST_PLANS
 
     problem = make_problem(flags)
     space = make_space(problem, asked.global_batch, fix=asked.fix, at_most=asked.at_most, allow=asked.allow)
@@ -56,8 +56,8 @@ def searched_candidates(flags: TrainingFlags, asked: SpaceFlags) -> Candidates:
 def trainable(candidates: Candidates) -> Candidates:
     """Those that the built-in trainer runs."""
     from autoplan.cli.run import FRAMEWORK
-    from autoplan.rules import broken
-    from autoplan.rules.trainer import RULES, check_model
+    from autoplan.frameworks.common.rules import broken
+    from autoplan.frameworks.trainer.rules import RULES, check_model
 
     problem, plans = candidates.problem, candidates.plans
     if problem.framework.name != FRAMEWORK:
@@ -75,7 +75,7 @@ def trainable(candidates: Candidates) -> Candidates:
 
 def exportable(candidates: Candidates, target: str, version: str | None) -> Candidates:
     """Those that a target of export can be told."""
-    from autoplan.export.targets import job_of
+    from autoplan.launch.targets import job_of
 
     file = candidates.trial_file(0)
     kept, refusals = [], []

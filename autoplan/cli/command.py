@@ -11,14 +11,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.errors import AutoplanError, InputError
+from autoplan.base.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
-    from autoplan.plan import ParallelPlan
-    from autoplan.problem import Problem
-    from autoplan.program import Ending
-    from autoplan.read.logs import LoggedRun
-    from autoplan.read.logs.failure import LastWords
+    from autoplan.frameworks.logs import LoggedRun
+    from autoplan.jobs.program import Ending
+    from autoplan.runs.failure import LastWords
+    from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.problem import Problem
     from autoplan.trainer.task import Command, Report
 
 
@@ -33,7 +33,7 @@ class ProgramError(AutoplanError):
 @contextmanager
 def opened_log(path: Path | None, *, force: bool) -> Iterator[Callable[[bytes], None]]:
     """A function that adds to the file, if there is one; an existing one is replaced only with `force`."""
-    from autoplan.files import check_target
+    from autoplan.base.files import check_target
 
     if path is None:
         yield lambda data: None
@@ -70,12 +70,12 @@ def run_command(
 
     What it writes goes to `log` too.  A `ProgramError` says how it failed, in words of its own.
     """
-    from autoplan.children import place_from
+    from autoplan.base.processes import place_from
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import progress_bar
-    from autoplan.program import run_program
-    from autoplan.read.logs import Batch, LogReader
-    from autoplan.read.logs.failure import LastWords
+    from autoplan.frameworks.logs import Batch, LogReader
+    from autoplan.jobs.program import run_program
+    from autoplan.runs.failure import LastWords
 
     place = place_from(os.environ)
     if place and place.num_ranks > 1:
@@ -116,7 +116,7 @@ def run_command(
 
 def _check(ending: Ending, words: LastWords, name: str, num_steps: int, limit_s: float) -> None:
     """Refuse a program that did not end well."""
-    from autoplan.children import signal_name
+    from autoplan.base.processes import signal_name
 
     after = f"after {num_steps} timed steps"
     if ending.kind == "silent":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.complete import clusters
 from autoplan.cli.objectives import (
     CheckpointOption,
@@ -30,13 +31,12 @@ from autoplan.cli.options import (
     SeqLenOption,
     TimingsOption,
 )
-from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
-    from autoplan.problem import Problem
-    from autoplan.result import SizeOutcome
-    from search.objectives import Run
-    from search.space import Space
+    from autoplan.search.objectives import Run
+    from autoplan.search.space import Space
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import SizeOutcome
 
 
 def compare(
@@ -84,10 +84,10 @@ def compare(
     """
     import msgspec
 
+    from autoplan.base.files import write_text
     from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, make_space, whole_url
     from autoplan.cli.objectives import make_run, parse_sizes, priced
     from autoplan.cli.progress import progress_bar
-    from autoplan.files import write_text
     from autoplan.report.compare import Compared, draw_rates, print_compared
     from autoplan.report.terminal import make_console
 
@@ -167,9 +167,9 @@ def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:
 def fastest(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:
     """The fastest plan on so many nodes, or why there is none."""
     from autoplan.cli.objectives import resized
-    from autoplan.result import SizeOutcome
-    from search.objectives import find_objectives
-    from search.sizes import search_sizes
+    from autoplan.search.objectives import find_objectives
+    from autoplan.search.sizes import search_sizes
+    from autoplan.spec.result import SizeOutcome
 
     mine = resized(problem, num_nodes)
     try:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.inputs import opened_store, whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
-    from profiler.record import Record
-    from profiler.runs import RunRecord
-    from profiler.store import Added, Store
+    from autoplan.profiler.record import Record
+    from autoplan.profiler.runs import RunRecord
+    from autoplan.profiler.store import Added, Store
 
 T = TypeVar("T")
 
@@ -78,8 +78,8 @@ def list_(
     json: JsonOption = False,
 ) -> None:
     """Records, or training runs, in the order in which they came in."""
-    from autoplan.timing import SHAPES
-    from autoplan.units import format_seconds
+    from autoplan.base.units import format_seconds
+    from autoplan.spec.timing import SHAPES
 
     if operation is not None and operation not in SHAPES:
         raise InputError(f"--operation {operation!r}: known are {', '.join(SHAPES)}")
@@ -133,7 +133,7 @@ def _first(found: Iterable[T], limit: int) -> list[T]:
 
 
 def _print_runs(held: list[RunRecord], *, json: bool) -> None:
-    from autoplan.units import format_bytes, format_seconds
+    from autoplan.base.units import format_bytes, format_seconds
 
     if json:
         _print_json([{"key": one.key, "seconds": one.seconds, "run": one} for one in held])
@@ -226,8 +226,8 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write the records that are not hidden, and the training runs, to an exchange file."""
-    from autoplan.files import check_target
-    from profiler.store.exchange import write_exchange
+    from autoplan.base.files import check_target
+    from autoplan.profiler.store.exchange import write_exchange
 
     check_target(file, force=force)
     with _open(context, url, writable=False) as store:
@@ -262,7 +262,7 @@ def import_(
     quiet: QuietOption = False,
 ) -> None:
     """Add records from a file or from the tables of aiconfigurator; a file is read to its end before any is added."""
-    from profiler.imports import read_source
+    from autoplan.profiler.imports import read_source
 
     unknown: Counter[str] = Counter()
     records = read_source(source, device=device, operation=operation, unknown=unknown)
@@ -320,8 +320,8 @@ def unhide(
 
 def _change(context: typer.Context, keys: list[str], reason: str, url: str | None, *, hides: bool, json: bool) -> int:
     """Hide or unhide; how many that changed."""
-    from autoplan.units import cleaned
-    from autoplan.user import user_name
+    from autoplan.base.units import cleaned
+    from autoplan.base.user import user_name
 
     with opened_store(whole_url(context, url), writable=True, creates=False) as store:
         whole = [store.whole_key(key.lower()) for key in keys]

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.inputs import whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
-    from autoplan.cluster import ClusterSpec, MachineSpec
-    from profiler.discover.describe import Description
-    from profiler.discover.report import Report
-    from profiler.discover.slurm import SwitchTree
+    from autoplan.profiler.discover.describe import Description
+    from autoplan.profiler.discover.report import Report
+    from autoplan.profiler.discover.slurm import SwitchTree
+    from autoplan.topology.cluster import ClusterSpec, MachineSpec
 
 
 def discover(
@@ -53,10 +53,10 @@ def discover(
     Run it on one node, or as the program of torchrun --no-python, srun or mpirun: then every node says what it has.
     With --db the links that the timing database has measured count before those of data sheets.
     """
+    from autoplan.base.files import write_text
     from autoplan.cli.inputs import check_output
-    from autoplan.files import write_text
-    from profiler.discover.report import ReportFile, encode
-    from profiler.discover.write import cluster_toml
+    from autoplan.profiler.discover.report import ReportFile, encode
+    from autoplan.profiler.discover.write import cluster_toml
 
     if nodes < 0:
         raise InputError(f"--nodes must be at least 1, got {nodes}")
@@ -88,7 +88,7 @@ def discover(
 @lru_cache(maxsize=1)
 def local_cluster(*, quiet: bool) -> ClusterSpec:
     """What `autoplan discover` finds on this machine, or for the nodes of this job; warnings go to stderr."""
-    from autoplan.children import place_from
+    from autoplan.base.processes import place_from
 
     place = place_from(os.environ)
     if place is not None and place.num_ranks > 1:
@@ -113,8 +113,8 @@ def _described(
     reports: list[Report], tree: SwitchTree | None, *, is_here: bool, nodes: int = 0, name: str = "", device: str = ""
 ) -> Description:
     """The cluster of the nodes that `reports` tell of; `is_here`: this machine is one of them."""
-    from autoplan.children import place_from
-    from profiler.discover.allocation import describe_all, found_in, job_hosts
+    from autoplan.base.processes import place_from
+    from autoplan.profiler.discover.allocation import describe_all, found_in, job_hosts
 
     hosts = () if not is_here or nodes or place_from(os.environ) else job_hosts(os.environ)
     description = describe_all(found_in(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
@@ -127,8 +127,8 @@ def _described(
 
 def _read(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | None]:
     """What saved files say; those about one node in the order in which their formats are believed."""
-    from profiler.discover.report import FORMATS, Report, ReportFile, read_source
-    from profiler.discover.slurm import SwitchTree
+    from autoplan.profiler.discover.report import FORMATS, Report, ReportFile, read_source
+    from autoplan.profiler.discover.slurm import SwitchTree
 
     order = list(FORMATS)
     parsed = sorted((read_source(path, kind) for path in sources), key=lambda one: order.index(one[0]))
@@ -150,10 +150,10 @@ def _read(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | No
 
 def _look() -> tuple[list[Report], SwitchTree | None] | None:
     """What this machine says, or all nodes of the job: on rank 0, None on others."""
-    from autoplan.children import place_from
-    from profiler.discover.allocation import gather, switches_above
-    from profiler.discover.local import host_name, see, switch_tree
-    from profiler.discover.report import Report
+    from autoplan.base.processes import place_from
+    from autoplan.profiler.discover.allocation import gather, switches_above
+    from autoplan.profiler.discover.local import host_name, see, switch_tree
+    from autoplan.profiler.discover.report import Report
 
     place, mine = place_from(os.environ), None
     if place is None or place.local_rank == 0:
@@ -182,8 +182,8 @@ def _machine() -> MachineSpec | None:
 
     if any(importlib.util.find_spec(name) is None for name in ("torch", "psutil")):
         return None
-    from autoplan.cluster import MachineSpec
-    from profiler.environment import own_fingerprint
+    from autoplan.profiler.environment import own_fingerprint
+    from autoplan.topology.cluster import MachineSpec
 
     own = own_fingerprint()
     return MachineSpec(runtime=own.runtime, torch=own.torch, collectives=own.collectives, topology=own.topology)
@@ -192,7 +192,7 @@ def _machine() -> MachineSpec | None:
 def _measured(description: Description, url: str | None) -> Description:
     """The cluster with the links that were measured on it, or on others with its device."""
     from autoplan.cli.inputs import stored_timings
-    from profiler.discover.links import OPERATIONS, with_measured
+    from autoplan.profiler.discover.links import OPERATIONS, with_measured
 
     timings = stored_timings(description.cluster, url, (*OPERATIONS, "all_to_all"))
     cluster, remarks = with_measured(description.cluster, timings)
@@ -204,7 +204,7 @@ def _measured(description: Description, url: str | None) -> Description:
 
 def _tell(description: Description) -> None:
     """What was found, and from where: a few lines for the person at the terminal."""
-    from autoplan.units import format_percent
+    from autoplan.base.units import format_percent
 
     cluster, remarks = description.cluster, description.remarks
     rows = [("device", f"{cluster.devices_per_node} x {cluster.device.name}", remarks.get("device", ""))]

@@ -18,9 +18,9 @@ def doctor(
 
     Nothing is changed, no password is shown, and a problem is no failure: every one comes with its remedy.
     """
+    from autoplan.base.files import encode
     from autoplan.cli.inputs import whole_url
-    from autoplan.files import encode
-    from profiler.doctor import check_up
+    from autoplan.profiler.doctor import check_up
 
     found = check_up(whole_url(context, url))
     if json:

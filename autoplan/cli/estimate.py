@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.complete import clusters, presets
 from autoplan.cli.inputs import (
     TrainingFlags,
@@ -37,13 +38,12 @@ from autoplan.cli.options import (
     TraceOption,
     whole_number,
 )
-from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
-    from autoplan.plan import ParallelPlan
-    from autoplan.problem import Problem
-    from autoplan.result import PlanFile
-    from autoplan.rules import Rule
+    from autoplan.frameworks.common.rules import Rule
+    from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import PlanFile
 
 RECOMPUTE_HELP = (
     "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
@@ -254,9 +254,9 @@ class PlanFlags:
 
     def plan_for(self, problem: Problem) -> ParallelPlan:
         """The plan on the whole cluster: the data-parallel degree is what the other degrees leave of it."""
-        from autoplan.files import decode
-        from autoplan.plan import ParallelPlan, parse_recompute
-        from autoplan.rules.books import book_of
+        from autoplan.base.files import decode
+        from autoplan.frameworks.rulebooks import book_of
+        from autoplan.spec.plan import ParallelPlan, parse_recompute
 
         split = book_of(problem.framework).split
         degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp_replicate": self.dp_replicate}
@@ -288,10 +288,10 @@ class PlanFlags:
 def _price(problem: Problem, plan: ParallelPlan, timings: str, output: EstimateFlags) -> None:
     """Price a legal plan, print it and write what was asked for; `timings` says whose the measured times are."""
     import autoplan.cost.estimate as cost
+    from autoplan.base.files import encode, write_text
     from autoplan.cli.planfile import make_plan_file, write_trace
-    from autoplan.files import encode, write_text
-    from autoplan.plan import PlanBatch
-    from search.ranking import ranked
+    from autoplan.search.ranking import ranked
+    from autoplan.spec.plan import PlanBatch
 
     rules = _check_legal(problem, plan)
     if output.verify_memory:
@@ -299,7 +299,7 @@ def _price(problem: Problem, plan: ParallelPlan, timings: str, output: EstimateF
     costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
     file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings)
     if output.memory:
-        from search.knobs import memory_knobs
+        from autoplan.search.knobs import memory_knobs
 
         file = replace(file, memory_knobs=memory_knobs(problem, plan, rules))
     text = encode(file)
@@ -376,9 +376,9 @@ def _layers(text: str | None) -> list[int] | None:
 def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     """The rules that the plan obeys; refused with the first that it breaks."""
     from autoplan.cli.inputs import check_rank_order, check_tp_overlap
-    from autoplan.plan import chunk_layers
-    from autoplan.rules import broken
-    from autoplan.rules.books import book_of
+    from autoplan.frameworks.common.rules import broken
+    from autoplan.frameworks.rulebooks import book_of
+    from autoplan.spec.plan import chunk_layers
 
     chunk_layers(plan, problem.model.num_layers)
     if plan.tp_overlap:

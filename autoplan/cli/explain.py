@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, TraceOption
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
-    from autoplan.plan import ParallelPlan
-    from autoplan.problem import Problem
-    from autoplan.result import Versus
+    from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import Versus
 
 
 def explain(
@@ -36,12 +36,12 @@ def explain(
     Looks at all plans that differ in one or two choices, legal or not; where the parts of a cluster are unlike, at
     plans with one change of sharding, recomputation, micro-batches or layers.
     """
+    from autoplan.base.files import encode
     from autoplan.cli.inputs import check_output, whole_url
     from autoplan.cli.planfile import load_any_plan_file, problem_of, write_trace
     from autoplan.cost.timeline import timeline
-    from autoplan.files import encode
-    from autoplan.result import MixedPlanFile
-    from search.explain import explain as explained
+    from autoplan.search.explain import explain as explained
+    from autoplan.spec.result import MixedPlanFile
 
     if trace is not None:
         check_output(trace, force=force)
@@ -63,16 +63,16 @@ def explain(
         return
     from autoplan.report.explain import print_explanation
     from autoplan.report.terminal import make_console
-    from search.axes import NAMES
+    from autoplan.search.axes import NAMES
 
     print_explanation(make_console(), file, found, NAMES, str(plan))
 
 
 def _versus(problem: Problem, best: ParallelPlan, against: str, url: str | None) -> Versus:
     """The other plan: of a file with its own problem, or this one with changes."""
+    from autoplan.base.files import is_file
     from autoplan.cli.planfile import read_plan
-    from autoplan.files import is_file
-    from search.explain import changed, versus
+    from autoplan.search.explain import changed, versus
 
     path = Path(against)
     if is_file(path):

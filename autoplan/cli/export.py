@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.complete import words
 from autoplan.cli.options import ForceOption
-from autoplan.errors import InputError, NoPlanError
-from autoplan.export.names import LAUNCHERS, TARGETS
+from autoplan.launch.names import LAUNCHERS, TARGETS
 
 
 def export(
@@ -45,13 +45,13 @@ def export(
     ] = False,
 ) -> None:
     """Write the files that start a plan."""
+    from autoplan.base.files import check_folder, write_folder
+    from autoplan.base.units import format_bytes
     from autoplan.cli.nearest import startable
     from autoplan.cli.planfile import load_any_plan_file
     from autoplan.cli.starting import NOT_STARTED
-    from autoplan.export.targets import exported
-    from autoplan.files import check_folder, write_folder
-    from autoplan.result import MixedPlanFile
-    from autoplan.units import format_bytes
+    from autoplan.launch.targets import exported
+    from autoplan.spec.result import MixedPlanFile
 
     if to not in TARGETS:
         raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
@@ -71,8 +71,8 @@ def export(
         write_folder(out, {file.name: (file.text, file.executable) for file in files}, force=force)
         typer.echo(f"wrote {', '.join(str(out / file.name) for file in files)}", err=True)
     if json:
+        from autoplan.base.files import encode
         from autoplan.cli.outputs import Exported
-        from autoplan.files import encode
 
         texts = {str(out / file.name) if out else file.name: None if out else file.text for file in files}
         typer.echo(encode(Exported(plan=plan_file.best.plan.describe(), files=texts)), nl=False)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cost.calibration import Fitted
-from autoplan.errors import AutoplanError, InputError
-from profiler.runs import RunRecord
+from autoplan.profiler.runs import RunRecord
 
 if TYPE_CHECKING:
-    from autoplan.cluster import ClusterSpec
-    from autoplan.read.launch import Given
+    from autoplan.frameworks.common.launch import Given
+    from autoplan.topology.cluster import ClusterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ def import_logs(
     quiet: bool,
 ) -> None:
     """Keep the runs in the database, calibrate the frameworks that ran, and say what became of every log."""
+    from autoplan.base.files import encode, write_text
     from autoplan.cli.inputs import uniform_cluster
-    from autoplan.files import encode, write_text
     from autoplan.read.calibration import calibration_text
 
     place = uniform_cluster(cluster, quiet=quiet)
@@ -78,11 +78,11 @@ def import_logs(
 def _imported(folder: Path, cluster: ClusterSpec, given: Given, url: str | None) -> Imported:
     from autoplan.cli.runs import calibration_of, past_record, problem_of
     from autoplan.cost.estimate import estimate
-    from autoplan.plan import PlanBatch
-    from autoplan.read.framework import load_framework
-    from autoplan.read.launches import read_launch_on_part
-    from autoplan.read.logs.folder import PassedOver, past_runs
-    from profiler.store import open_store
+    from autoplan.frameworks.launch_files import read_launch_on_part
+    from autoplan.frameworks.presets import load_framework
+    from autoplan.profiler.store import open_store
+    from autoplan.runs.log_folder import PassedOver, past_runs
+    from autoplan.spec.plan import PlanBatch
 
     taken: list[Taken] = []
     passed_over: dict[str, str] = {}
@@ -121,7 +121,7 @@ def _imported(folder: Path, cluster: ClusterSpec, given: Given, url: str | None)
 
 def _inside(path: Path, folder: Path) -> str:
     """A path inside the folder, as a terminal may show it."""
-    from autoplan.units import cleaned
+    from autoplan.base.units import cleaned
 
     return cleaned(str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path))
 
@@ -130,9 +130,9 @@ def _print_imported(imported: Imported) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from autoplan.base.units import format_seconds
     from autoplan.cost.estimate import NORMAL_90
     from autoplan.report.terminal import make_console
-    from autoplan.units import format_seconds
 
     console = make_console()
     if imported.taken:

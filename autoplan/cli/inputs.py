@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import typer
 
-from autoplan.errors import InputError, UnpricedError
+from autoplan.base.errors import InputError, UnpricedError
 
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
-    from autoplan.cluster import ClusterSpec
-    from autoplan.framework import Framework
-    from autoplan.mixed import MixedProblem
-    from autoplan.model import ModelSpec
-    from autoplan.parts import MixedCluster
-    from autoplan.problem import Problem
-    from autoplan.timing import Calibration, Measurement, Operation
-    from autoplan.training import TrainingSpec
-    from profiler.store import Store
-    from search.space import Space
+    from autoplan.profiler.store import Store
+    from autoplan.search.space import Space
+    from autoplan.spec.framework import Framework
+    from autoplan.spec.mixed_problem import MixedProblem
+    from autoplan.spec.model import ModelSpec
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.timing import Calibration, Measurement, Operation
+    from autoplan.spec.training import TrainingSpec
+    from autoplan.topology.cluster import ClusterSpec
+    from autoplan.topology.mixed_cluster import MixedCluster
 
 
 _SIZE = re.compile(r"(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[kmgt]i?b|b)?", re.IGNORECASE)
@@ -147,7 +147,7 @@ def named_cluster(text: str, *, quiet: bool) -> ClusterSpec | MixedCluster:
 
 def uniform_cluster(text: str, *, quiet: bool) -> ClusterSpec:
     """The same, of equal nodes."""
-    from autoplan.parts import MixedCluster
+    from autoplan.topology.mixed_cluster import MixedCluster
 
     cluster = named_cluster(text, quiet=quiet)
     if isinstance(cluster, MixedCluster):
@@ -157,7 +157,7 @@ def uniform_cluster(text: str, *, quiet: bool) -> ClusterSpec:
 
 def make_problem(flags: TrainingFlags) -> Problem:
     """The problem that the flags describe."""
-    from autoplan.problem import Problem
+    from autoplan.spec.problem import Problem
 
     cluster = uniform_cluster(flags.cluster, quiet=flags.quiet)
     common = _read_common(flags)
@@ -174,7 +174,7 @@ def make_problem(flags: TrainingFlags) -> Problem:
 
 def make_mixed_problem(flags: TrainingFlags, cluster: MixedCluster) -> MixedProblem:
     """The problem that the flags describe on a mixed cluster."""
-    from autoplan.mixed import MixedProblem
+    from autoplan.spec.mixed_problem import MixedProblem
 
     if flags.timings is not None:
         raise InputError("--timings is not priced on mixed clusters yet: leave it out")
@@ -211,10 +211,10 @@ def _calibration(flags: TrainingFlags, framework: Framework, cluster: ClusterSpe
 
 
 def _read_common(flags: TrainingFlags) -> _Common:
-    from autoplan.files import decode
-    from autoplan.read.framework import load_framework
+    from autoplan.base.files import decode
+    from autoplan.frameworks.presets import load_framework
     from autoplan.read.model import load_model
-    from autoplan.training import Attention, Precision, TrainingSpec
+    from autoplan.spec.training import Attention, Precision, TrainingSpec
 
     for option, value, known in (
         ("--precision", flags.precision, get_args(Precision)),
@@ -251,7 +251,7 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
 
 def with_measurements(problem: Problem, measurements: list[Measurement], *, is_own: bool | None = None) -> Problem:
     """The problem with measured times: own ones are of the very kernels and layers that the framework runs."""
-    from autoplan.timing import TimingTable, burst_factors
+    from autoplan.spec.timing import TimingTable, burst_factors
 
     own = problem.framework.eager_layers if is_own is None else is_own
     factors = burst_factors(problem.cluster.device, problem.calibration)
@@ -259,9 +259,9 @@ def with_measurements(problem: Problem, measurements: list[Measurement], *, is_o
 
 
 def _published(problem: Problem) -> list[Measurement]:
-    from autoplan.timing import SHAPES
-    from profiler.choice import for_training
-    from profiler.imports.aiconfigurator import read_measurements
+    from autoplan.profiler.choice import for_training
+    from autoplan.profiler.imports.aiconfigurator import read_measurements
+    from autoplan.spec.timing import SHAPES
 
     device = problem.cluster.device
     operations = [operation for operation in SHAPES if operation != "experts" or problem.model.moe]
@@ -272,7 +272,7 @@ def _published(problem: Problem) -> list[Measurement]:
 
 def usable_operations(framework: Framework) -> list[Operation]:
     """The operations whose times in the database are those of the kernels that the framework runs."""
-    from autoplan.timing import SHAPES
+    from autoplan.spec.timing import SHAPES
 
     return [one for one in SHAPES if framework.eager_layers or one not in _FUSED]
 
@@ -284,7 +284,7 @@ def usable_timings(problem: Problem, url: str | None) -> list[Measurement]:
 
 def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> list[Measurement]:
     """Of the machine that the cluster file names, else of the one with its device that was measured last."""
-    from profiler.record import Fingerprint
+    from autoplan.profiler.record import Fingerprint
 
     device, machine = cluster.device.name, cluster.machine
     with opened_store(url, writable=False) as store:
@@ -298,7 +298,7 @@ def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection
 @contextmanager
 def opened_store(url: str | None, *, writable: bool, creates: bool = True) -> Iterator[Store]:
     """The timing database; in the end one line tells how much of it was passed over."""
-    from profiler.store import open_store
+    from autoplan.profiler.store import open_store
 
     with open_store(url, writable=writable, creates=creates) as store:
         yield store
@@ -338,11 +338,11 @@ def make_space(
     problem: Problem, global_batch: str, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]
 ) -> Space:
     """The plans that the framework admits for `problem`, within the user's limits."""
-    from autoplan.rules.books import book_of
+    from autoplan.frameworks.rulebooks import book_of
+    from autoplan.search.limits import batch_grid, check_words, default_limits, with_wishes
+    from autoplan.search.placement import is_fragmented
+    from autoplan.search.space import Space
     from autoplan.topology.placement import by_switch
-    from search.limits import batch_grid, check_words, default_limits, with_wishes
-    from search.placement import is_fragmented
-    from search.space import Space
 
     check_framework(problem.framework)
     low, high = parse_batches(global_batch)
@@ -362,7 +362,7 @@ def check_output(path: Path, *, force: bool) -> None:
     """Refuse, before any work, an output that exists or a folder that cannot be written."""
     import tempfile
 
-    from autoplan.files import check_target
+    from autoplan.base.files import check_target
 
     check_target(path, force=force)
     try:

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, get_args
 
 import typer
 
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.inputs import OutputFlags, parse_batches
-from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
     from autoplan.cli.estimate import EstimateFlags
-    from autoplan.mixed import MixedProblem
-    from autoplan.plan import Sharding
-    from autoplan.result import MixedPlanFile, MixedResult, SpaceFlags
+    from autoplan.spec.mixed_problem import MixedProblem
+    from autoplan.spec.plan import Sharding
+    from autoplan.spec.result import MixedPlanFile, MixedResult, SpaceFlags
 
 SHARDINGS = ("zero2", "zero3")  # that may be allowed
 
 
 def search_parts(problem: MixedProblem, asked: SpaceFlags, output: OutputFlags) -> None:
     """Find the fastest plan of a mixed cluster, print it and write it to a file, and its page."""
+    from autoplan.base.files import encode, write_text
     from autoplan.cli.planfile import make_mixed_file
-    from autoplan.files import encode, write_text
-    from search.mixed import search_mixed
+    from autoplan.search.mixed import search_mixed
 
     if asked.narrows:
         raise InputError("--fix and --max do not narrow the plans of a mixed cluster yet: leave them out")
@@ -59,7 +59,7 @@ def search_parts(problem: MixedProblem, asked: SpaceFlags, output: OutputFlags) 
 
 
 def _allowed(allow: tuple[str, ...]) -> tuple[Sharding, ...]:
-    from autoplan.plan import Sharding
+    from autoplan.spec.plan import Sharding
 
     for wish in allow:
         if wish not in SHARDINGS:
@@ -69,7 +69,7 @@ def _allowed(allow: tuple[str, ...]) -> tuple[Sharding, ...]:
 
 def _check(problem: MixedProblem, result: MixedResult) -> None:
     """Refuse a result without a plan, with the reason."""
-    from autoplan.units import format_bytes
+    from autoplan.base.units import format_bytes
 
     if result.ranked:
         return
@@ -99,9 +99,9 @@ def _show(file: MixedPlanFile, text: str, *, json: bool) -> None:
 
 def estimate_saved(file: MixedPlanFile, output: EstimateFlags) -> None:
     """Price the plan of a file again, and print it."""
+    from autoplan.base.files import encode, write_text
     from autoplan.cli.planfile import make_mixed_file, mixed_problem_of
     from autoplan.cost.mixed import estimate_mixed
-    from autoplan.files import encode, write_text
 
     problem = mixed_problem_of(file)
     again = make_mixed_file(problem, estimate_mixed(problem, [file.best.plan]), None)
@@ -123,11 +123,11 @@ def estimate_saved(file: MixedPlanFile, output: EstimateFlags) -> None:
 
 def explain_saved(file: MixedPlanFile, trace: Path | None, *, force: bool, json: bool, quiet: bool) -> None:
     """Say where time and memory of the plan of a file go, and why others lost."""
+    from autoplan.base.files import encode
     from autoplan.cli.planfile import mixed_problem_of
-    from autoplan.files import encode
     from autoplan.report.explain import print_mixed_explanation
     from autoplan.report.terminal import make_console
-    from search.explain_mixed import explain_mixed
+    from autoplan.search.explain_mixed import explain_mixed
 
     problem = mixed_problem_of(file)
     found = explain_mixed(problem, file)

@@ -6,11 +6,11 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoplan.errors import AutoplanError, InputError
+from autoplan.base.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
-    from autoplan.result import PlanFile, RankedPlan
-    from search.nearest import Near
+    from autoplan.search.nearest import Near
+    from autoplan.spec.result import PlanFile, RankedPlan
 
 
 def startable(file: PlanFile, to: str, version: str | None, *, or_nearest: bool) -> PlanFile:
@@ -18,7 +18,7 @@ def startable(file: PlanFile, to: str, version: str | None, *, or_nearest: bool)
 
     Without it the refusal says what single change would do.
     """
-    from autoplan.export.targets import TARGETS, job_of
+    from autoplan.launch.targets import TARGETS, job_of
 
     target = TARGETS.get(to)
     if target is None or file.framework.rules not in target.rules or version not in (None, *target.versions):
@@ -46,8 +46,8 @@ def startable(file: PlanFile, to: str, version: str | None, *, or_nearest: bool)
 
 def _nearest(file: PlanFile, to: str, version: str | None, *, most_changes: int) -> Near | None:
     from autoplan.cli.planfile import problem_of
-    from autoplan.export.targets import job_of
-    from search.nearest import nearest
+    from autoplan.launch.targets import job_of
+    from autoplan.search.nearest import nearest
 
     def accepts(plan: RankedPlan) -> bool:
         try:
@@ -62,8 +62,8 @@ def _nearest(file: PlanFile, to: str, version: str | None, *, most_changes: int)
 
 def _difference(best: RankedPlan, near: Near) -> str:
     """What changes, and what that costs."""
-    from autoplan.units import format_percent, format_seconds
-    from search.axes import NAMES
+    from autoplan.base.units import format_percent, format_seconds
+    from autoplan.search.axes import NAMES
 
     changes = ", ".join(f"{NAMES.get(axis, axis)} {value} instead of {old}" for axis, value, old in near.changes)
     ratio = near.plan.step_s / best.step_s - 1.0

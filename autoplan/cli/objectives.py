@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError
+from autoplan.base.units import TOKEN_UNITS
 from autoplan.cli.inputs import parse_duration, parse_numbers
 from autoplan.cli.options import whole_number
-from autoplan.errors import InputError
-from autoplan.units import TOKEN_UNITS
 
 if TYPE_CHECKING:
-    from autoplan.problem import Problem
-    from search.objectives import Run
-    from search.sizes import Chosen
-    from search.space import Space
-    from search.study import Shared
+    from autoplan.search.objectives import Run
+    from autoplan.search.sizes import Chosen
+    from autoplan.search.space import Space
+    from autoplan.search.study import Shared
+    from autoplan.spec.problem import Problem
 
 ObjectiveOption = Annotated[
     list[str] | None,
@@ -99,8 +99,8 @@ def parse_positive(text: str, flag: str) -> float:
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Numbers of nodes of '4,8,16', or those of '8:64' that divide well."""
-    from autoplan.cluster import MAX_DEVICES
-    from search.sizes import size_grid
+    from autoplan.search.sizes import size_grid
+    from autoplan.topology.cluster import MAX_DEVICES
 
     low, sign, high = text.partition(":")
     if not sign:
@@ -114,7 +114,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def make_run(flags: RunFlags) -> Run:
     """The run that the flags describe."""
     from autoplan.cost.goodput import Reliability
-    from search.objectives import Run
+    from autoplan.search.objectives import Run
 
     times = {
         "device_mtbf_s": flags.device_mtbf,
@@ -163,8 +163,8 @@ def search_run(
     Where a budget, a deadline or the number of devices is asked for and no numbers are given, all up to the cluster's
     are tried.
     """
-    from search.objectives import default_objective, find_objectives
-    from search.sizes import search_sizes, size_grid
+    from autoplan.search.objectives import default_objective, find_objectives
+    from autoplan.search.sizes import search_sizes, size_grid
 
     run = make_run(flags)
     objectives = find_objectives(flags.objectives or [default_objective(run)])

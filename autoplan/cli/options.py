@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from autoplan.base.errors import AutoplanError
 from autoplan.cli.complete import clusters, presets, words
-from autoplan.errors import AutoplanError
-from autoplan.export.names import TARGETS
+from autoplan.launch.names import TARGETS
 
 
 def whole_number(flag: str, metavar: str, help_: str) -> Any:  # typer.Option is untyped

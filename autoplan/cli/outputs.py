@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from profiler.record import Record
-from profiler.runs import RunRecord
-from profiler.store import Holding, Mark
+from autoplan.profiler.record import Record
+from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.store import Holding, Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

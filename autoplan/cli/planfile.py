@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.errors import AutoplanError, InputError
-from autoplan.urls import redact_arguments
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.urls import redact_arguments
 
 if TYPE_CHECKING:
     from autoplan.cost.timeline import Timeline
-    from autoplan.mixed import MixedProblem
-    from autoplan.plan import ParallelPlan
-    from autoplan.problem import Problem
-    from autoplan.result import (
+    from autoplan.spec.mixed_problem import MixedProblem
+    from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import (
         Certificate,
         Choice,
         MixedCertificate,
@@ -35,14 +35,14 @@ KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
 def is_plan_file(path: Path) -> bool:
     """Whether a path names a plan file of a cluster of equal nodes."""
-    from autoplan.files import is_file, read_table
+    from autoplan.base.files import is_file, read_table
 
     return path.suffix == ".json" and is_file(path) and "schema_version" in read_table(path)
 
 
 def is_mixed_file(path: Path) -> bool:
     """Whether a path names a plan file of a mixed cluster."""
-    from autoplan.files import is_file, read_table
+    from autoplan.base.files import is_file, read_table
 
     return path.suffix == ".json" and is_file(path) and "mixed_schema_version" in read_table(path)
 
@@ -55,8 +55,8 @@ def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan
 
 def load_plan_file(path: Path) -> PlanFile:
     """The plan file at `path`, of a cluster of equal nodes."""
-    from autoplan.files import decode, read_table
-    from autoplan.result import PlanFile
+    from autoplan.base.files import decode, read_table
+    from autoplan.spec.result import PlanFile
 
     table = read_table(path)
     if "schema_version" not in table:
@@ -69,15 +69,15 @@ def load_plan_file(path: Path) -> PlanFile:
 
 def load_mixed_file(path: Path) -> MixedPlanFile:
     """The plan file at `path`, of a mixed cluster."""
-    from autoplan.files import decode, read_table
-    from autoplan.result import MixedPlanFile
+    from autoplan.base.files import decode, read_table
+    from autoplan.spec.result import MixedPlanFile
 
     return decode(MixedPlanFile, read_table(path), str(path))
 
 
 def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
     """The plan file at `path`, of whatever cluster."""
-    from autoplan.files import read_table
+    from autoplan.base.files import read_table
 
     return load_mixed_file(path) if "mixed_schema_version" in read_table(path) else load_plan_file(path)
 
@@ -85,7 +85,7 @@ def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:
     """The problem that a plan file answers, with the timings that it names."""
     from autoplan.cli.inputs import with_timings
-    from autoplan.problem import Problem
+    from autoplan.spec.problem import Problem
 
     problem = Problem(
         model=file.model,
@@ -119,9 +119,9 @@ def make_plan_file(
     """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
     from autoplan.cost.estimate import estimate, stage_costs
     from autoplan.cost.provenance import shares
-    from autoplan.plan import PlanBatch
-    from autoplan.ranks import hosts
-    from autoplan.result import PLAN_FILE_VERSION, PlanFile
+    from autoplan.spec.plan import PlanBatch
+    from autoplan.spec.ranks import hosts
+    from autoplan.spec.result import PLAN_FILE_VERSION, PlanFile
 
     best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
     listed = replace(best, placement=None)
@@ -151,7 +151,7 @@ def make_plan_file(
 
 def write_trace(line: Timeline, plan: str, path: Path, *, force: bool, quiet: bool) -> None:
     """One step of a plan, which is told in words, as a Chrome trace."""
-    from autoplan.files import write_text
+    from autoplan.base.files import write_text
     from autoplan.report.trace import trace_json
 
     write_text(path, trace_json(line, plan), force=force)
@@ -161,7 +161,7 @@ def write_trace(line: Timeline, plan: str, path: Path, *, force: bool, quiet: bo
 
 def mixed_problem_of(file: MixedPlanFile) -> MixedProblem:
     """The problem that the plan file of a mixed cluster answers."""
-    from autoplan.mixed import MixedProblem
+    from autoplan.spec.mixed_problem import MixedProblem
 
     return MixedProblem(
         model=file.model,
@@ -177,7 +177,7 @@ def make_mixed_file(
     problem: MixedProblem, plans: Sequence[MixedCost], certificate: MixedCertificate | None
 ) -> MixedPlanFile:
     """The plan file of `plans` of a mixed cluster, best first."""
-    from autoplan.result import MIXED_FILE_VERSION, MixedPlanFile
+    from autoplan.spec.result import MIXED_FILE_VERSION, MixedPlanFile
 
     return MixedPlanFile(
         mixed_schema_version=MIXED_FILE_VERSION,

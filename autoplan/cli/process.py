@@ -6,7 +6,7 @@ import importlib.util
 import signal
 from typing import NoReturn
 
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
 
 
 def check_torch() -> None:

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.inputs import check_untyped, whole_url
 from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, whole_number
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from autoplan.cli.profile_for import Deciding
-    from autoplan.cluster import ClusterSpec
-    from profiler.launch import Crew
-    from profiler.protocol import Hello
-    from profiler.record import Mode
-    from profiler.sweep import Progress, Store
-    from profiler.wishes import Planned, Wish
+    from autoplan.profiler.launch import Crew
+    from autoplan.profiler.protocol import Hello
+    from autoplan.profiler.record import Mode
+    from autoplan.profiler.sweep import Progress, Store
+    from autoplan.profiler.wishes import Planned, Wish
+    from autoplan.topology.cluster import ClusterSpec
 
 SAID_BY_A_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
 
@@ -83,18 +83,18 @@ def profile(
     the database holds is not measured again: after an interrupt, or when the budget is spent, run it once more.
     With --for it says first how sure the order of the best plans is and what the measurements are expected to settle.
     """
+    from autoplan.base.units import check_count
     from autoplan.cli.inputs import parse_duration, parse_numbers, parse_words, uniform_cluster
     from autoplan.cli.process import check_torch, leave_on_sigterm
-    from autoplan.read.framework import load_framework
+    from autoplan.frameworks.presets import load_framework
     from autoplan.read.model import load_model
-    from autoplan.timing import SHAPES
-    from autoplan.units import check_count
+    from autoplan.spec.timing import SHAPES
 
     check_torch()
-    from autoplan.children import place_from
-    from profiler.launch import Crew, default_num_ranks
-    from profiler.protocol import Job
-    from profiler.wishes import Wish
+    from autoplan.base.processes import place_from
+    from autoplan.profiler.launch import Crew, default_num_ranks
+    from autoplan.profiler.protocol import Job
+    from autoplan.profiler.wishes import Wish
 
     place = place_from(os.environ)
     check_count("--ranks", ranks, least=0)
@@ -145,7 +145,7 @@ def profile(
             crew.follow()
             return
         # The database first: what is wrong with it shall be known before any rank starts.
-        from profiler.store import open_store
+        from autoplan.profiler.store import open_store
 
         aim = deciding or wish
         assert aim is not None
@@ -167,9 +167,9 @@ def _lead(
 ) -> None:
     """What the program beside rank 0 does."""
     from autoplan.cli.profile_for import Deciding, print_ranking, print_settling
+    from autoplan.profiler.sweep import Progress
+    from autoplan.profiler.wishes import plan
     from autoplan.report.terminal import make_console
-    from profiler.sweep import Progress
-    from profiler.wishes import plan
 
     hello = crew.start()
     assert hello is not None
@@ -211,9 +211,9 @@ def _lead(
 def _say_where(hello: Hello, wish: Wish, cluster: ClusterSpec | None) -> None:
     """Say on what is measured, and warn of what stands in the way or is left out."""
     from autoplan.cli.run import EMULATION
-    from profiler.hardware import emulates_bf16
-    from profiler.sweep import extrapolations, outliers
-    from profiler.wishes import unmeasured
+    from autoplan.profiler.hardware import emulates_bf16
+    from autoplan.profiler.sweep import extrapolations, outliers
+    from autoplan.profiler.wishes import unmeasured
 
     ranks, nodes = len(hello.hosts), hello.num_nodes
     counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
@@ -229,9 +229,9 @@ def _measured(
     crew: Crew, hello: Hello, store: Store, planned: list[Planned], budget_s: float, num_visits: int, *, quiet: bool
 ) -> Progress:
     """What came of measuring what is planned, within the budget."""
+    from autoplan.base.user import user_name
     from autoplan.cli.progress import measuring_bar
-    from autoplan.user import user_name
-    from profiler.sweep import Progress, run
+    from autoplan.profiler.sweep import Progress, run
 
     progress = Progress(total=len(planned))
     try:
@@ -271,8 +271,8 @@ def _tally(progress: Progress) -> str:
 
 def _print_plan(console: Console, planned: list[Planned], num_known: int, budget_s: float) -> None:
     """What would be measured: one row for each operation and kernel, in the order in which they begin."""
+    from autoplan.base.units import format_seconds
     from autoplan.report.terminal import print_part, print_table
-    from autoplan.units import format_seconds
 
     rows: dict[tuple[str, ...], list[Planned]] = {}
     for one in planned:
@@ -299,8 +299,8 @@ def _print_plan(console: Console, planned: list[Planned], num_known: int, budget
 
 
 def _print_json(progress: Progress) -> None:
+    from autoplan.base.files import encode
     from autoplan.cli.outputs import Profiled
-    from autoplan.files import encode
 
     outcomes = {str(operation): dict(counts) for operation, counts in progress.counts().items()}
     made = Profiled(planned=progress.total, outcomes=outcomes, elapsed_s=progress.elapsed_s, left=progress.num_left)

@@ -9,26 +9,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoplan.problem import Problem
-    from autoplan.result import PlanFile, RankedPlan
-    from autoplan.timing import Measurement
-    from profiler.protocol import Hello
-    from profiler.record import Mode
-    from profiler.wishes import Key, Planned, Wish
-    from search.worth import Group, Settling
+    from autoplan.profiler.protocol import Hello
+    from autoplan.profiler.record import Mode
+    from autoplan.profiler.wishes import Key, Planned, Wish
+    from autoplan.search.worth import Group, Settling
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import PlanFile, RankedPlan
+    from autoplan.spec.timing import Measurement
 
 
 class Deciding:
     """The plans of a search that may be the fastest, by the times that the database at `url` holds."""
 
     def __init__(self, path: Path, url: str | None, modes: tuple[Mode, ...]) -> None:
-        from autoplan.files import decode, read_table
-        from autoplan.result import PlanFile
+        from autoplan.base.files import decode, read_table
+        from autoplan.spec.result import PlanFile
 
         table = read_table(path)
         if "schema_version" not in table:
@@ -48,7 +48,7 @@ class Deciding:
     @cached_property
     def wishes(self) -> dict[str, Wish]:
         """What to know of every setting that a plan has, in words: its degrees and micro-batch decide the shapes."""
-        from profiler.wishes import Wish
+        from autoplan.profiler.wishes import Wish
 
         file = self.file
         found = {}
@@ -68,7 +68,7 @@ class Deciding:
 
     def planned(self, hello: Hello, known: Collection[Key]) -> tuple[Settling, list[Planned]]:
         """What measuring could settle on the ranks of `hello`, and the measurements in the order in which they pay."""
-        from search.worth import settling
+        from autoplan.search.worth import settling
 
         self._check(hello)
         tasks: dict[Group, list[Planned]] = dict(self._groups(hello, known))
@@ -90,9 +90,9 @@ class Deciding:
     def _groups(self, hello: Hello, known: Collection[Key]) -> list[tuple[Group, list[Planned]]]:
         """What can be measured here and is not known; what settings have in common is of the first of them."""
         from autoplan.cli.inputs import usable_operations
-        from profiler.protocol import BESIDE, COLLECTIVES
-        from profiler.wishes import plan
-        from search.worth import family_of
+        from autoplan.profiler.protocol import BESIDE, COLLECTIVES
+        from autoplan.profiler.wishes import plan
+        from autoplan.search.worth import family_of
 
         usable = usable_operations(self.file.framework)
         parts: dict[tuple[str, str], list[Planned]] = defaultdict(list)
@@ -141,9 +141,9 @@ class Deciding:
 
     def _ranked(self, problem: Problem) -> list[RankedPlan]:
         from autoplan.cost.estimate import estimate
-        from autoplan.plan import PlanBatch
-        from search.choice import pace
-        from search.ranking import ranked
+        from autoplan.search.choice import pace
+        from autoplan.search.ranking import ranked
+        from autoplan.spec.plan import PlanBatch
 
         plans = [one.plan for one in (self.file.best, *self.file.alternatives)]
         costs = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
@@ -151,9 +151,9 @@ class Deciding:
 
 
 def _group(problem: Problem, family: str, setting: str, ones: list[Planned]) -> Group:
-    from autoplan.timing import PROVENANCES, Measurement
-    from profiler.wishes import reference_s
-    from search.worth import Group, spread_of_price
+    from autoplan.profiler.wishes import reference_s
+    from autoplan.search.worth import Group, spread_of_price
+    from autoplan.spec.timing import PROVENANCES, Measurement
 
     device = problem.cluster.device
     found = [spread_of_price(problem, one.task.operation, one.task.dtype, one.task.shape) for one in ones]
@@ -185,7 +185,7 @@ def print_settling(console: Console, found: Settling, planned: Sequence[Planned]
     """What is open, and what each group of measurements is expected to bring."""
     from rich.table import Table
 
-    from autoplan.units import format_percent, format_seconds
+    from autoplan.base.units import format_percent, format_seconds
 
     if found.rival is None:
         console.print(f"{found.best.plan.describe()} has no rival of another kind: nothing is to be settled")
@@ -224,8 +224,8 @@ def print_settling(console: Console, found: Settling, planned: Sequence[Planned]
 
 def print_ranking(console: Console, before: Settling, after: Settling, ranking: Sequence[RankedPlan]) -> None:
     """What the order is after measuring, and how sure it is then."""
-    from autoplan.units import format_seconds
-    from search.choice import pace
+    from autoplan.base.units import format_seconds
+    from autoplan.search.choice import pace
 
     best = ranking[0]
     is_same = best.plan == before.best.plan

@@ -10,7 +10,7 @@ import typer
 from autoplan.cli.options import AsOption, SetOption, whole_number
 
 if TYPE_CHECKING:
-    from autoplan.read.launch import Given
+    from autoplan.frameworks.common.launch import Given
 
 
 def read(
@@ -34,7 +34,7 @@ def read(
 
     Nothing in the file is run.
     """
-    from autoplan.read.launches import read_launch
+    from autoplan.frameworks.launch_files import read_launch
 
     launch = read_launch(file, make_given(model, devices, devices_per_node, seq_len, variables), target)
     if json:
@@ -63,10 +63,10 @@ def make_given(
     """What the flags say beside a launch file."""
     import re
 
-    from autoplan.errors import InputError
-    from autoplan.read.launch import Given
+    from autoplan.base.errors import InputError
+    from autoplan.base.units import check_count
+    from autoplan.frameworks.common.launch import Given
     from autoplan.read.model import load_model
-    from autoplan.units import check_count
 
     for flag, value in (("--devices", devices), ("--devices-per-node", devices_per_node), ("--seq-len", seq_len)):
         if value is not None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cli.options import DbOption, ForceOption, QuietOption
-from autoplan.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
-    from autoplan.problem import Problem
     from autoplan.report.page.content import MixedContent, PlanContent, Step
-    from autoplan.result import MixedPlanFile, PlanFile, RankedPlan, SearchResult, Sensitivity, SizeOutcome
-    from search.space import Space
+    from autoplan.search.space import Space
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import MixedPlanFile, PlanFile, RankedPlan, SearchResult, Sensitivity, SizeOutcome
 
 T = TypeVar("T")
 
@@ -50,10 +50,10 @@ def write_page(
     file: PlanFile | MixedPlanFile, path: Path, out: Path, *, url: str | None, force: bool, quiet: bool
 ) -> None:
     """The page of `file`, which lies at `path`, into the file `out`."""
+    from autoplan.base.files import write_text
     from autoplan.cli.planfile import problem_of
-    from autoplan.files import write_text
     from autoplan.report.page.page import page
-    from autoplan.result import PlanFile
+    from autoplan.spec.result import PlanFile
 
     content: PlanContent | MixedContent
     if isinstance(file, PlanFile):
@@ -92,9 +92,9 @@ def _content(file: PlanFile, path: Path, problem: Problem, *, quiet: bool) -> Pl
     from autoplan.cost.provenance import term_shares
     from autoplan.cost.timeline import timeline
     from autoplan.cost.traffic import step_traffic
-    from autoplan.plan import PlanBatch
     from autoplan.report.page.content import PlanContent
-    from autoplan.result import placed
+    from autoplan.spec.plan import PlanBatch
+    from autoplan.spec.result import placed
 
     plan, missing, done = file.best.plan, dict[str, str](), list[str]()
     with progress_bar(quiet=quiet, doing="preparing the page", unit="parts") as advance:
@@ -139,7 +139,7 @@ def _space(file: PlanFile, problem: Problem) -> Space:
 
 
 def _front(file: PlanFile, problem: Problem) -> tuple[RankedPlan, ...]:
-    from search.front import search_front
+    from autoplan.search.front import search_front
 
     if file.run and len(file.run.front) > 1:
         return ()  # the file has its own
@@ -148,7 +148,7 @@ def _front(file: PlanFile, problem: Problem) -> tuple[RankedPlan, ...]:
 
 def _sizes(file: PlanFile, problem: Problem) -> tuple[SizeOutcome, ...]:
     from autoplan.cli.compare import fastest
-    from search.objectives import Run
+    from autoplan.search.objectives import Run
 
     if file.run and len(file.run.sizes) > 1:
         return file.run.sizes
@@ -158,8 +158,8 @@ def _sizes(file: PlanFile, problem: Problem) -> tuple[SizeOutcome, ...]:
 
 
 def _sensitivity(file: PlanFile, problem: Problem) -> Sensitivity:
-    from search.sensitivity import sensitivity
-    from search.study import MARGIN
+    from autoplan.search.sensitivity import sensitivity
+    from autoplan.search.study import MARGIN
 
     if file.choice and file.choice.sensitivity:
         return file.choice.sensitivity
@@ -171,8 +171,8 @@ def _sensitivity(file: PlanFile, problem: Problem) -> Sensitivity:
 
 def _result(file: PlanFile, problem: Problem, space: Space) -> SearchResult:
     """The search of the file again: its plans, and those that the file has no room for."""
-    from search.choice import robust_margin, robust_order
-    from search.study import MARGIN, search
+    from autoplan.search.choice import robust_margin, robust_order
+    from autoplan.search.study import MARGIN, search
 
     quantile = file.certificate.quantile if file.certificate else None
     if quantile is None:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import AutoplanError, InputError, StoreError
 from autoplan.cli.options import ForceOption, QuietOption
-from autoplan.errors import AutoplanError, InputError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoplan.children import Place
+    from autoplan.base.processes import Place
     from autoplan.cli.runs import RunKeeper
-    from autoplan.plan import ParallelPlan
-    from autoplan.problem import Problem
+    from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.problem import Problem
     from autoplan.trainer.task import Advance, Command, Predicted, Report, RunFile, Task
 
 FRAMEWORK = "torch"  # what the trainer is priced as
@@ -73,7 +73,7 @@ def run(
     --command -- PROGRAM ARG... it starts that, once; its log may be one of Megatron-LM, torchtitan, nanotron,
     DeepSpeed or HF Trainer, and it is ended after the steps.
     """
-    from autoplan.children import CrewError, place_from
+    from autoplan.base.processes import CrewError, place_from
     from autoplan.cli.command import ProgramError, run_command
     from autoplan.cli.inputs import check_output, parse_duration, whole_url
     from autoplan.cli.runs import RunKeeper
@@ -129,7 +129,7 @@ def _hand_over(
     made: RunFile, problem: Problem, keeper: RunKeeper | None, out: Path | None, force: bool, as_json: bool
 ) -> None:
     """Print what was measured, store it and write it; then complain if the plan trains something else."""
-    from autoplan.files import encode, write_text
+    from autoplan.base.files import encode, write_text
     from autoplan.report.terminal import make_console
 
     text, check = encode(made), made.measured.check
@@ -189,7 +189,7 @@ def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, qu
     from autoplan.cli.command import opened_log
     from autoplan.cli.process import check_torch, leave_on_sigterm
     from autoplan.cli.progress import progress_bar
-    from autoplan.read.logs.trainer import line
+    from autoplan.frameworks.trainer.log import line
     from autoplan.trainer.run import run_task
 
     check_torch()
@@ -215,7 +215,7 @@ def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, qu
 
 def warn_of_emulation(problem: Problem) -> None:
     """Say it in a line where the trainer would run on cores that have no units for the plan's precision."""
-    from profiler.hardware import emulates_bf16
+    from autoplan.profiler.hardware import emulates_bf16
 
     if problem.cluster.device.vendor == "cpu" and problem.training.precision == "bf16" and emulates_bf16():
         print(f"autoplan: warning: {EMULATION}: plan with --precision fp32", file=sys.stderr)
@@ -227,8 +227,8 @@ def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
     Of the database whose times are in it, the trainer's own units count then too.
     """
     from autoplan.cli.inputs import with_timings
+    from autoplan.frameworks.presets import load_framework
     from autoplan.read.calibration import built_in_calibration
-    from autoplan.read.framework import load_framework
 
     if problem.framework.name == FRAMEWORK:
         return problem
@@ -244,7 +244,7 @@ def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
 def _predicted(problem: Problem, plan: ParallelPlan) -> Predicted:
     """What the plan should take."""
     from autoplan.cost.estimate import estimate
-    from autoplan.plan import PlanBatch
+    from autoplan.spec.plan import PlanBatch
     from autoplan.trainer.task import Predicted
 
     cost = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
@@ -264,7 +264,7 @@ def _print_run(console: Console, run: RunFile) -> None:
 
     from rich.table import Table
 
-    from autoplan.units import format_seconds, format_volume
+    from autoplan.base.units import format_seconds, format_volume
 
     measured, predicted = run.measured, run.predicted
     step_s = median(measured.step_s)
@@ -311,7 +311,7 @@ def _times(run: RunFile) -> str:
 
 
 def _off(expected: float, found: float) -> str:
-    from autoplan.units import format_percent
+    from autoplan.base.units import format_percent
 
     sign = "+" if expected >= found else "-"
     return f"{sign}{format_percent(abs(expected / found - 1))}"

@@ -6,12 +6,12 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autoplan.base.errors import InputError
 from autoplan.cli.candidates import Candidates, exportable, trainable
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
     from autoplan.cli.runs import RunKeeper
-    from autoplan.jobs import Jobs
+    from autoplan.jobs.job import Jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def runner_of(flags: TrialFlags, candidates: Candidates) -> Runner:
     """What the flags say that runs trials; NoPlanError where it can start none of the candidates."""
     if flags.template:
         return _scheduled(flags, flags.template, candidates)
-    from autoplan.jobs import LocalJobs
+    from autoplan.jobs.job import LocalJobs
 
     if flags.program:
         return Runner(jobs=LocalJobs([*flags.options, "--command", "--", *flags.program]), candidates=candidates)
@@ -77,8 +77,8 @@ def runner_of(flags: TrialFlags, candidates: Candidates) -> Runner:
 
 
 def _scheduled(flags: TrialFlags, template: str, candidates: Candidates) -> Runner:
-    from autoplan.job_template import load_job_template
-    from autoplan.scheduler_jobs import SchedulerJobs
+    from autoplan.jobs.scheduler import SchedulerJobs
+    from autoplan.jobs.template import load_job_template
 
     scheduler = load_job_template(template)
     jobs = SchedulerJobs(

@@ -7,23 +7,23 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from autoplan.children import CrewError
+    from autoplan.base.processes import CrewError
     from autoplan.cli.command import ProgramError
-    from autoplan.cluster import ClusterSpec
     from autoplan.cost.calibration import Fitted, MeasuredRun
-    from autoplan.framework import Framework
-    from autoplan.plan import ParallelPlan
-    from autoplan.problem import Problem
-    from autoplan.read.logs.folder import PastRun
+    from autoplan.profiler.record import Fingerprint
+    from autoplan.profiler.runs import RunRecord
+    from autoplan.runs.log_folder import PastRun
+    from autoplan.search.tune import Tuning
+    from autoplan.spec.framework import Framework
+    from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.problem import Problem
+    from autoplan.topology.cluster import ClusterSpec
     from autoplan.trainer.task import Predicted, Report
-    from profiler.record import Fingerprint
-    from profiler.runs import RunRecord
-    from search.tune import Tuning
 
 LEAST_RUNS = 3  # for a calibration
 
@@ -32,7 +32,7 @@ class RunKeeper:
     """Adds runs to the database at `url`, which is opened, and made, before anything runs."""
 
     def __init__(self, url: str | None) -> None:
-        from profiler.store import open_store
+        from autoplan.profiler.store import open_store
 
         self._url = url
         open_store(url).close()
@@ -41,7 +41,7 @@ class RunKeeper:
         self, problem: Problem, plan: ParallelPlan, predicted: Predicted, report: Report, *, log_of: str = ""
     ) -> None:
         """Add a run that ended well; `log_of` is the framework whose log told, blank for the built-in trainer."""
-        from profiler.record import MOST_SAMPLES
+        from autoplan.profiler.record import MOST_SAMPLES
 
         self._add(
             problem,
@@ -63,7 +63,7 @@ class RunKeeper:
         is_own: bool,
     ) -> None:
         """Add a run that failed: `is_own` says whether of the built-in trainer or of a user's program."""
-        from autoplan.units import cleaned
+        from autoplan.base.units import cleaned
 
         self._add(
             problem,
@@ -77,7 +77,7 @@ class RunKeeper:
 
     def keep_trials(self, problem: Problem, tuning: Tuning) -> None:
         """Add the trials whose jobs left a log alone, where it told their steps or that memory ran out."""
-        from autoplan.units import cleaned
+        from autoplan.base.units import cleaned
 
         for trial in tuning.trials():
             if trial.result is None or trial.result.how not in ("measured", "oom"):
@@ -96,10 +96,10 @@ class RunKeeper:
             )
 
     def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
-        from autoplan.units import cleaned
-        from autoplan.user import user_name
-        from profiler.runs import RunRecord
-        from profiler.store import open_store
+        from autoplan.base.units import cleaned
+        from autoplan.base.user import user_name
+        from autoplan.profiler.runs import RunRecord
+        from autoplan.profiler.store import open_store
 
         run = RunRecord(
             fingerprint=machine,
@@ -118,7 +118,7 @@ class RunKeeper:
 
 def _here(problem: Problem) -> Fingerprint:
     """The machine of the built-in trainer, whose ranks run beside this program."""
-    from profiler.environment import own_fingerprint
+    from autoplan.profiler.environment import own_fingerprint
 
     return replace(own_fingerprint(), num_hosts=problem.cluster.num_nodes)
 
@@ -136,7 +136,7 @@ def _on_cluster(problem: Problem) -> Fingerprint:
 
 def _as_described(cluster: ClusterSpec) -> Fingerprint:
     """What a description of a cluster says of its machines."""
-    from profiler.record import Fingerprint
+    from autoplan.profiler.record import Fingerprint
 
     return Fingerprint(
         device=cluster.device.name,
@@ -152,10 +152,10 @@ def _as_described(cluster: ClusterSpec) -> Fingerprint:
 
 def problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
     """What a past run trained, on its part of `cluster`, under the shipped calibration."""
-    from autoplan.problem import Problem
+    from autoplan.frameworks.presets import load_framework
     from autoplan.read.calibration import built_in_calibration
     from autoplan.read.cluster import of_size
-    from autoplan.read.framework import load_framework
+    from autoplan.spec.problem import Problem
 
     launch, framework = past.launch, load_framework(past.launch.framework)
     if launch.plan.num_devices > cluster.num_devices:
@@ -174,9 +174,9 @@ def problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
 
 def past_record(problem: Problem, past: PastRun) -> RunRecord:
     """A past run as the database holds it.  Nothing in its content depends on when or where the log was read."""
-    from autoplan.user import user_name
-    from profiler.record import MOST_SAMPLES
-    from profiler.runs import RunRecord
+    from autoplan.base.user import user_name
+    from autoplan.profiler.record import MOST_SAMPLES
+    from autoplan.profiler.runs import RunRecord
 
     logged = None if past.is_out_of_memory else past.logged
     status, peak = "ok" if logged else "oom" if past.is_out_of_memory else "failed", None
@@ -221,7 +221,7 @@ def calibration_of(cluster: ClusterSpec, framework: Framework, url: str | None) 
 
 def _measured(cluster: ClusterSpec, framework: Framework, url: str | None) -> Iterator[MeasuredRun]:
     from autoplan.cli.inputs import opened_store
-    from profiler.store.match import match
+    from autoplan.profiler.store.match import match
 
     wanted = _as_described(cluster)
     by_match: dict[int, list[RunRecord]] = {}
@@ -239,12 +239,12 @@ def _measured(cluster: ClusterSpec, framework: Framework, url: str | None) -> It
 
 def _priced(runs: Iterable[RunRecord], cluster: ClusterSpec, framework: Framework) -> Iterator[MeasuredRun]:
     """The runs that the model can price, on as many nodes like those of `cluster` as they had."""
+    from autoplan.base.errors import AutoplanError
     from autoplan.cost.calibration import MeasuredRun
-    from autoplan.errors import AutoplanError
-    from autoplan.plan import PlanBatch
-    from autoplan.problem import Problem
     from autoplan.read.calibration import built_in_calibration
     from autoplan.read.cluster import of_size
+    from autoplan.spec.plan import PlanBatch
+    from autoplan.spec.problem import Problem
 
     base = built_in_calibration(framework, cluster.device.generation)
     for run in runs:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.complete import words
-from autoplan.errors import InputError
 
 FILES = ("model", "cluster", "mixed-cluster", "framework", "training", "plan", "mixed-plan", "job-template")
 # By command, what it prints with --json; 'db-add' is what becomes of records that `db push`, `pull` and `import` add.
@@ -62,14 +62,14 @@ def schema(
 
 def _files() -> Mapping[str, Callable[[], dict[str, Any]]]:
     """The schemas of files.  People write all of them in human units but plan.json, which autoplan writes in SI."""
-    from autoplan import files
-    from autoplan.job_template import job_template_schema
-    from autoplan.model import ModelSpec
+    from autoplan.base import files
+    from autoplan.frameworks.presets import framework_schema
+    from autoplan.jobs.template import job_template_schema
     from autoplan.read.cluster import cluster_schema
-    from autoplan.read.framework import framework_schema
     from autoplan.read.mixed import mixed_schema
-    from autoplan.result import MixedPlanFile, PlanFile
-    from autoplan.training import TrainingSpec
+    from autoplan.spec.model import ModelSpec
+    from autoplan.spec.result import MixedPlanFile, PlanFile
+    from autoplan.spec.training import TrainingSpec
 
     return {
         "model": lambda: files.schema(ModelSpec, human_units=True),
@@ -87,12 +87,12 @@ def _printed(kind: str) -> dict[str, Any]:
     """The schema of what a command prints, in SI units."""
     from autoplan.cli import outputs
     from autoplan.cli.from_logs import Imported
-    from autoplan.read.launch import Launch
+    from autoplan.frameworks.common.launch import Launch
+    from autoplan.profiler.discover.report import ReportFile
+    from autoplan.profiler.doctor import Checkup
+    from autoplan.profiler.store import Added, Finding
     from autoplan.report.compare import Compared
-    from autoplan.result import Explanation, MixedExplanation, TuneReport
-    from profiler.discover.report import ReportFile
-    from profiler.doctor import Checkup
-    from profiler.store import Added, Finding
+    from autoplan.spec.result import Explanation, MixedExplanation, TuneReport
 
     types: dict[str, Any] = {
         "explain": Explanation | MixedExplanation,
@@ -123,7 +123,7 @@ def _printed(kind: str) -> dict[str, Any]:
 
 def _any_of(kinds: Sequence[Any]) -> dict[str, Any]:
     """The schema of a value of one of some types; msgspec itself takes no union of two dataclasses."""
-    from autoplan import files
+    from autoplan.base import files
 
     parts = [files.schema(one, human_units=False) for one in kinds]
     definitions = {name: body for part in parts for name, body in part.pop("$defs", {}).items()}

@@ -21,11 +21,11 @@ def score(
     """Compare predictions with what was measured, source by source: errors, intervals, ranks, picks and memory."""
     import msgspec
 
-    from autoplan.errors import InputError
+    from autoplan.base.errors import InputError
     from autoplan.read.calibration import load_calibration
-    from autoplan.read.outcomes import read_outcomes
-    from autoplan.read.predictions import predict_runs, read_predictions
     from autoplan.report.score import score_by_source, score_table
+    from autoplan.runs.outcomes import read_outcomes
+    from autoplan.runs.predictions import predict_runs, read_predictions
 
     if predictions is not None and calibration is not None:
         raise InputError("--predictions were priced already: leave --calibration out")

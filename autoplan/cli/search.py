@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.complete import presets, words
 from autoplan.cli.inputs import OutputFlags, TrainingFlags, is_typed, make_mixed_problem, named_cluster, whole_url
 from autoplan.cli.objectives import (
@@ -42,10 +43,9 @@ from autoplan.cli.options import (
     TimingsOption,
     whole_number,
 )
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
-    from autoplan.result import PlanFile
+    from autoplan.spec.result import PlanFile
 
 
 def search(
@@ -154,8 +154,8 @@ def search(
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
     from autoplan.cli.searching import Asked, Sharing, check_for_parts, searched
-    from autoplan.parts import MixedCluster
-    from autoplan.result import SpaceFlags
+    from autoplan.spec.result import SpaceFlags
+    from autoplan.topology.mixed_cluster import MixedCluster
 
     output = OutputFlags(out=out, page=page, force=force, json=json, quiet=quiet)
     output.check()
@@ -229,7 +229,7 @@ def search(
 
 def _hand_over(file: PlanFile, output: OutputFlags, *, db: str | None) -> None:
     """Write the plan file and its page, and print what it says."""
-    from autoplan.files import encode, write_text
+    from autoplan.base.files import encode, write_text
 
     text = encode(file)
     write_text(output.out, text, force=output.force)
@@ -264,7 +264,7 @@ def _print(file: PlanFile, path: Path) -> None:
         print_run(console, file.run)
     if file.today:
         from autoplan.report.launch import print_today
-        from search.axes import NAMES
+        from autoplan.search.axes import NAMES
 
         print_today(console, file.today, NAMES)
     print_next_steps(console, ("why", f" autoplan explain {shlex.quote(str(path))}"), next_step(file, path))

@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.base.errors import InputError
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.objectives import RunFlags, search_run
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
     from autoplan.cli.today import Started
-    from autoplan.problem import Problem
-    from autoplan.result import Choice, PlanFile, SearchResult, SpaceFlags
-    from search.space import Space
-    from search.study import Shared
+    from autoplan.search.space import Space
+    from autoplan.search.study import Shared
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import Choice, PlanFile, SearchResult, SpaceFlags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Sharing:
     @contextmanager
     def opened(self) -> Iterator[Shared | None]:
         """Where they meet: in the storage, in a journal file that is gone afterwards, or nowhere where one is alone."""
-        from search.study import Shared
+        from autoplan.search.study import Shared
 
         if self.url:
             yield Shared(url=self.url, name=self.study)
@@ -104,7 +104,7 @@ def _best_for_run(problem: Problem, asked: Asked, space_of: Callable[[Problem], 
     """The plans that are best in the objectives of a run, of all its numbers of nodes."""
     from autoplan.cli.planfile import make_plan_file
     from autoplan.cli.progress import progress_bar
-    from search.workers import helped
+    from autoplan.search.workers import helped
 
     if asked.robust is not None or asked.why:
         flag = "--why" if asked.why else "--robust"
@@ -132,13 +132,13 @@ def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started
     """
     from autoplan.cli.planfile import make_plan_file
     from autoplan.cli.progress import progress_bar
-    from search.advice import check_result
-    from search.choice import choice_of, robust_margin, robust_order
-    from search.placement import place_best
-    from search.sampler import Sampling
-    from search.study import MARGIN
-    from search.study import search as run
-    from search.workers import helped
+    from autoplan.search.advice import check_result
+    from autoplan.search.choice import choice_of, robust_margin, robust_order
+    from autoplan.search.placement import place_best
+    from autoplan.search.sampler import Sampling
+    from autoplan.search.study import MARGIN
+    from autoplan.search.study import search as run
+    from autoplan.search.workers import helped
 
     margin = MARGIN if asked.robust is None else max(MARGIN, robust_margin(problem, asked.robust))
     sampling = None
@@ -170,8 +170,8 @@ def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started
 
 def _explained(choice: Choice, problem: Problem, space: Space, result: SearchResult, margin: float) -> Choice:
     """With what would change the answer, and why obvious plans lost."""
-    from search.obvious import obvious
-    from search.sensitivity import sensitivity
+    from autoplan.search.obvious import obvious
+    from autoplan.search.sensitivity import sensitivity
 
     return replace(
         choice, sensitivity=sensitivity(problem, space, result, margin), obvious=obvious(problem, space, result)

@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.errors import AutoplanError, NoPlanError
+from autoplan.base.errors import AutoplanError, NoPlanError
 
 if TYPE_CHECKING:
-    from autoplan.result import PlanFile
+    from autoplan.spec.result import PlanFile
 
 
 NOT_STARTED = "no framework that is known here starts a plan whose replicas or stages are unlike"
@@ -17,7 +17,7 @@ NOT_STARTED = "no framework that is known here starts a plan whose replicas or s
 
 def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
     """The command that writes what starts the plan of the file at `path`; an `AutoplanError` says why there is none."""
-    from autoplan.export.targets import TARGETS, job_of
+    from autoplan.launch.targets import TARGETS, job_of
 
     # What runs today, else what bears the name of its rules, comes before others that take the plan.
     first = (file.today.target if file.today else "", file.framework.rules)

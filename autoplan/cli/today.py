@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cli.inputs import TrainingFlags, check_rank_order
 from autoplan.cli.read import make_given
-from autoplan.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from autoplan.cluster import ClusterSpec
-    from autoplan.plan import ParallelPlan
-    from autoplan.problem import Problem
-    from autoplan.read.launch import Given, Launch
-    from autoplan.result import AxisChange, OptionChange, PlanFile, RankedPlan, SearchResult, Today
-    from autoplan.rules import Rule
-    from search.space import Space
+    from autoplan.frameworks.common.launch import Given, Launch
+    from autoplan.frameworks.common.rules import Rule
+    from autoplan.search.space import Space
+    from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.problem import Problem
+    from autoplan.spec.result import AxisChange, OptionChange, PlanFile, RankedPlan, SearchResult, Today
+    from autoplan.topology.cluster import ClusterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def start_from(
 
     A range of batches leaves the file's plan at its own, one number changes it.
     """
-    from autoplan.read.launches import read_launch_on
+    from autoplan.frameworks.launch_files import read_launch_on
 
     model = str(flags.model) if "model" in typed else None
     given = make_given(model, None, None, flags.seq_len if "seq_len" in typed else None, variables)
@@ -73,7 +73,7 @@ def start_from(
 
 def allowed_for(problem: Problem, plan: ParallelPlan) -> list[str]:
     """What a search must be allowed to find the plan of a launch file, where the framework admits that."""
-    from search.limits import USUAL_SCHEDULES, default_limits
+    from autoplan.search.limits import USUAL_SCHEDULES, default_limits
 
     if _faults(problem, plan):
         return []
@@ -94,7 +94,7 @@ def allowed_for(problem: Problem, plan: ParallelPlan) -> list[str]:
 
 def nearest_result(problem: Problem, space: Space, result: SearchResult, plan: ParallelPlan) -> SearchResult:
     """`result` with a best plan that keeps of `plan` whatever costs nothing, in front."""
-    from search.walk import nearest_equal
+    from autoplan.search.walk import nearest_equal
 
     best = nearest_equal(problem, space.rules, plan, result.rivals[0])
     if best == result.rivals[0]:
@@ -105,12 +105,12 @@ def nearest_result(problem: Problem, space: Space, result: SearchResult, plan: P
 
 def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchResult) -> Today:
     """How the plan of the launch file compares with the best one, which `file` holds."""
-    from autoplan.result import Today
-    from autoplan.rules import universal
-    from autoplan.rules.books import book_of
-    from search.choice import compared, pace
-    from search.ranking import TIE
-    from search.walk import Way, changes, prices, walk
+    from autoplan.frameworks.common import universal_rules as universal
+    from autoplan.frameworks.rulebooks import book_of
+    from autoplan.search.choice import compared, pace
+    from autoplan.search.ranking import TIE
+    from autoplan.search.walk import Way, changes, prices, walk
+    from autoplan.spec.result import Today
 
     plan, launch = started.plan, started.launch
     priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
@@ -138,7 +138,7 @@ def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchR
 
 def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:
     """Why the framework refuses a plan; empty where it does not."""
-    from autoplan.rules.books import book_of
+    from autoplan.frameworks.rulebooks import book_of
 
     faults = _broken(problem, plan, book_of(problem.framework).rules)
     try:
@@ -149,7 +149,7 @@ def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:
 
 
 def _broken(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tuple[str, ...]:
-    from autoplan.rules import broken
+    from autoplan.frameworks.common.rules import broken
 
     try:
         return broken(rules, problem.setting, plan)
@@ -162,7 +162,7 @@ def _broken(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tu
 
 def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
     """`today` with the options that change, as a whole and axis by axis, as its target writes them."""
-    from autoplan.export.targets import TARGETS
+    from autoplan.launch.targets import TARGETS
 
     mine = dict(started.launch.options)
     if today.target not in TARGETS or not mine:
@@ -216,8 +216,8 @@ def _implied(started: Started, file: PlanFile, priced: RankedPlan, version: str)
 
 def _written(started: Started, file: PlanFile, plan: RankedPlan, version: str) -> dict[str, str]:
     """The options of a plan in the file that is exported for the target of the launch file."""
-    from autoplan.export.targets import exported
-    from autoplan.read.launches import reader_of
+    from autoplan.frameworks.launch_files import reader_of
+    from autoplan.launch.targets import exported
 
     target, cluster = started.launch.target, file.cluster
     reader = reader_of(target)
@@ -236,7 +236,7 @@ def _written(started: Started, file: PlanFile, plan: RankedPlan, version: str) -
 
 def differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
     """The options whose values differ, or that only one of the two has."""
-    from autoplan.result import OptionChange
+    from autoplan.spec.result import OptionChange
 
     names = dict.fromkeys((*before, *after))
     return tuple(

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError
 from autoplan.cli.complete import clusters
 from autoplan.cli.options import ForceOption
-from autoplan.errors import InputError
 
 if TYPE_CHECKING:
-    from autoplan.cluster import ClusterSpec
     from autoplan.cost.traffic import StepTraffic
+    from autoplan.topology.cluster import ClusterSpec
 
 
 def topo(
@@ -29,14 +29,14 @@ def topo(
     """Show a cluster as a tree of switches, nodes and links with their rates, or draw it; or the traffic of a plan."""
     import msgspec
 
+    from autoplan.base.files import write_text
     from autoplan.cli.inputs import check_output, named_cluster
-    from autoplan.files import write_text
-    from autoplan.parts import MixedCluster
     from autoplan.report.drawing import draw
     from autoplan.report.terminal import make_console
     from autoplan.report.topology import mixed_json, print_mixed_topology, print_topology, topology_json
     from autoplan.report.traffic import print_traffic, traffic_json
     from autoplan.topology.graph import quotient
+    from autoplan.topology.mixed_cluster import MixedCluster
 
     if svg is not None:
         check_output(svg, force=force)

@@ -12,14 +12,14 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import TYPE_CHECKING
 
-from autoplan.errors import AutoplanError, InputError
-from autoplan.jobs import LOG, MESSAGES, OUTCOME, PLAN, Cause, Jobs, JobStatus, SilentError
-from autoplan.read.logs import Batch, LoggedRun, LogReader
-from autoplan.read.logs.failure import LastWords
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
+from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Cause, Jobs, JobStatus, SilentError
+from autoplan.runs.failure import LastWords
 
 if TYPE_CHECKING:
-    from autoplan.problem import Problem
-    from search.tune import TrialResult, Tuning, View
+    from autoplan.search.tune import TrialResult, Tuning, View
+    from autoplan.spec.problem import Problem
 
 POLL_S = 0.5
 LEAST_STEPS = 3  # of a trial that is ended because it loses
@@ -206,8 +206,8 @@ class Trials:
 
     def _loses(self, one: _Watched, logged: LoggedRun | None, view: View) -> tuple[str, str] | None:
         """Whether its first steps already say that it is slower than the best."""
-        from autoplan.units import format_seconds
-        from search.tune import TOLERANCE
+        from autoplan.base.units import format_seconds
+        from autoplan.search.tune import TOLERANCE
 
         is_again = any(run.at == one.at for run in view.measured)  # all its steps are wanted
         if view.best is None or view.best_s is None or logged is None or is_again:
@@ -262,7 +262,7 @@ class Trials:
         return self.tuning.plans[at].plan.describe()
 
     def _told(self, number: int, at: int, result: TrialResult) -> str:
-        from autoplan.units import format_seconds
+        from autoplan.base.units import format_seconds
 
         said = [f"trial {number}: {self._name(at)}: {result.how}"]
         if result.step_s is not None:
@@ -278,7 +278,7 @@ class Trials:
         return "; ".join(said)
 
     def _now(self, one: _Watched, statuses: dict[str, JobStatus]) -> str:
-        from autoplan.units import format_seconds
+        from autoplan.base.units import format_seconds
 
         if statuses[one.job].state == "waiting":
             return f"trial {one.number} waits for its turn: {self._name(one.at)}"
@@ -300,7 +300,7 @@ def spent_hours(problem: Problem, view: View) -> float:
 
 def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: float) -> TrialResult:
     """What came of a trial that ended, from what it left in its folder; `log` has read its log."""
-    from autoplan.files import decode, read_table
+    from autoplan.base.files import decode, read_table
     from autoplan.trainer.task import Report
 
     outcome = folder / OUTCOME
@@ -342,7 +342,7 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
 
 def _result(how: str, reason: str = "", *, logged: LoggedRun | None = None, seconds: float = 0.0) -> TrialResult:
     """What came of a trial, with what its log said where its steps count."""
-    from search.tune import TrialResult
+    from autoplan.search.tune import TrialResult
 
     reason = " ".join(reason.removeprefix("autoplan: ").split())[:_MOST_REASON]
     if logged is not None and how in ("measured", "slower"):
@@ -355,8 +355,8 @@ def _timed(
     how: str, step_s: tuple[float, ...], *, reason: str = "", peak_bytes: float | None, seconds: float
 ) -> TrialResult:
     """A trial with step times: their median, and how sure that is, as of independent ones."""
-    from search.belief import RUN_SPREAD
-    from search.tune import TrialResult
+    from autoplan.search.belief import RUN_SPREAD
+    from autoplan.search.tune import TrialResult
 
     logs = [math.log(one) for one in step_s]
     # The median of n normal values has the standard deviation of one of them times sqrt(pi / 2n).

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.complete import clusters, presets
 from autoplan.cli.inputs import TrainingFlags, check_output, check_untyped, parse_duration, whole_url
 from autoplan.cli.objectives import parse_positive
@@ -25,7 +26,6 @@ from autoplan.cli.options import (
     TimingsOption,
     whole_number,
 )
-from autoplan.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from autoplan.cli.candidates import Candidates
     from autoplan.cli.runners import Runner, TrialFlags
     from autoplan.cli.trials import Budget
-    from autoplan.plan import ParallelPlan
-    from autoplan.result import RankedPlan, TriedPlan, TuneReport
-    from search.tune import TunedTrial, Tuning, View
+    from autoplan.search.tune import TunedTrial, Tuning, View
+    from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.result import RankedPlan, TriedPlan, TuneReport
 
 
 SAID_BY_A_PLAN = (
@@ -135,7 +135,7 @@ def tune(
     from autoplan.cli.run import warn_of_emulation
     from autoplan.cli.runners import TrialFlags, runner_of
     from autoplan.cli.trials import Budget
-    from autoplan.result import SpaceFlags
+    from autoplan.spec.result import SpaceFlags
 
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
@@ -234,12 +234,12 @@ class _Tuned:
 
 def _tuned(asked: TrialFlags, runner: Runner, spend: Budget, place: StudyFlags, *, quiet: bool) -> _Tuned:
     """Run trials until there is a reason to stop."""
+    from autoplan.base.files import encode
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import live_line, say_how_to_watch
     from autoplan.cli.trials import Trials
-    from autoplan.files import encode
-    from search.storage import opened
-    from search.tune import Tuning
+    from autoplan.search.storage import opened
+    from autoplan.search.tune import Tuning
 
     leave_on_sigterm()
     candidates, where = runner.candidates, place.made()
@@ -275,8 +275,8 @@ def _tuned(asked: TrialFlags, runner: Runner, spend: Budget, place: StudyFlags, 
 
 def _hand_over(tuned: _Tuned, out: Path, *, force: bool, json: bool, quiet: bool) -> None:
     """Write the best plan, and print what the trials told."""
+    from autoplan.base.files import encode, write_text
     from autoplan.cli.planfile import make_plan_file
-    from autoplan.files import encode, write_text
 
     report, candidates = _report(tuned), tuned.candidates
     if report.best is None:
@@ -300,7 +300,7 @@ def _hand_over(tuned: _Tuned, out: Path, *, force: bool, json: bool, quiet: bool
 
 def _again() -> str:
     """The same call, which may write over what this one has written."""
-    from autoplan.urls import redact_arguments
+    from autoplan.base.urls import redact_arguments
 
     command, *arguments = redact_arguments(sys.argv[1:])[0]
     force = [] if "--force" in arguments else ["--force"]
@@ -314,7 +314,7 @@ def _rank(timed: Sequence[ParallelPlan], one: RankedPlan) -> tuple[int, float]:
 
 def _report(tuned: _Tuned) -> TuneReport:
     from autoplan.cli.trials import spent_hours
-    from autoplan.result import TuneReport
+    from autoplan.spec.result import TuneReport
 
     tuning, view = tuned.tuning, tuned.view
     return TuneReport(
@@ -331,7 +331,7 @@ def _report(tuned: _Tuned) -> TuneReport:
 
 
 def _tried(tuning: Tuning, trial: TunedTrial) -> TriedPlan:
-    from autoplan.result import TriedPlan
+    from autoplan.spec.result import TriedPlan
 
     assert trial.result is not None
     return TriedPlan(
@@ -347,7 +347,7 @@ def _tried(tuning: Tuning, trial: TunedTrial) -> TriedPlan:
 
 
 def _print(report: TuneReport, *, json: bool) -> None:
-    from autoplan.files import encode
+    from autoplan.base.files import encode
     from autoplan.report.terminal import make_console
     from autoplan.report.tune import print_tuned
 

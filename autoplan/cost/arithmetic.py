@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autoplan.model import Block, ModelSpec
+from autoplan.spec.model import Block, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

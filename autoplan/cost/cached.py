@@ -14,13 +14,13 @@ from functools import reduce
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.compute import add_up, padded_vocab, rank_tokens
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.schedule import in_flight_chunks
-from autoplan.model import ModelSpec
-from autoplan.plan import SCHEDULES, SHARDINGS, PlanBatch
-from autoplan.problem import Problem
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.spec.problem import Problem
 
 Kept = list[tuple[Floats, Floats]]  # size of a kept tensor, and how many of them are alive: (plans, stages) both
 

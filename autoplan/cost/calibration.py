@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import NORMAL_90, estimate, spread_kinds
-from autoplan.plan import ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
 
 RUNS_PER_FACTOR = 15
 # Standard deviations of logarithms: of a measured step around the model with the right factors, beyond which a run

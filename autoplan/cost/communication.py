@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.measured import find
-from autoplan.plan import distinct_rows
-from autoplan.problem import Problem
-from autoplan.timing import NO_TIMINGS, Operation, TimingTable
+from autoplan.spec.plan import distinct_rows
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import NO_TIMINGS, Operation, TimingTable
 from autoplan.topology.levels import Gaps, Topology
 from autoplan.topology.placement import Pattern
 from autoplan.topology.traffic import (

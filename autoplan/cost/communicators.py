@@ -10,12 +10,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.arithmetic import BlockShape
 from autoplan.cost.compute import expert_tokens, norm_tokens, padded_vocab, rank_tokens
-from autoplan.model import Block
-from autoplan.plan import PP_BEFORE_DP, PRECISIONS, SHARDINGS, PlanBatch
-from autoplan.problem import Problem
+from autoplan.spec.model import Block
+from autoplan.spec.plan import PP_BEFORE_DP, PRECISIONS, SHARDINGS, PlanBatch
+from autoplan.spec.problem import Problem
 from autoplan.topology.levels import Gaps
 
 

@@ -12,20 +12,14 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
-from autoplan.cost.arithmetic import (
-    BlockShape,
-    Linear,
-    attention_context,
-    block_shapes,
-    mamba_scan_flops_per_token,
-)
+from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.cost.arithmetic import BlockShape, Linear, attention_context, block_shapes, mamba_scan_flops_per_token
 from autoplan.cost.measured import find_kernels, passes_s
 from autoplan.cost.whole import head_factor
-from autoplan.model import Block
-from autoplan.plan import CP_KINDS, PRECISIONS, PlanBatch
-from autoplan.problem import Problem
-from autoplan.timing import Operation
+from autoplan.spec.model import Block
+from autoplan.spec.plan import CP_KINDS, PRECISIONS, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Operation
 
 # What decides the shapes of a plan's kernels: many plans share all of them.
 KERNEL_AXES = ("micro_batch", "tp", "sp", "cp", "cp_kind", "ep", "etp", "precision")

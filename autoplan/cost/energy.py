@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoplan.arrays import Floats
-from autoplan.cluster import ClusterSpec
+from autoplan.base.arrays import Floats
+from autoplan.base.errors import InputError
 from autoplan.cost.compute import add_up
-from autoplan.errors import InputError
+from autoplan.topology.cluster import ClusterSpec
 
 # Shares of what lies between idle and the TDP, the middle of the ranges in `modelling` F: .75-.95 while a device
 # computes, .5-.65 while it communicates or polls for what comes.  Judged; a node of 8 H100 then draws 7.3 kW while it

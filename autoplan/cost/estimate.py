@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.communication import Links
 from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
 from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
@@ -37,19 +37,13 @@ from autoplan.cost.memory import (
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
-from autoplan.cost.tail import (
-    FirstStage,
-    optimizer_s,
-    reduction_s,
-    shown_gather_s,
-    shown_reduce_s,
-)
+from autoplan.cost.tail import FirstStage, optimizer_s, reduction_s, shown_gather_s, shown_reduce_s
 from autoplan.cost.whole import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
-from autoplan.model import Block
-from autoplan.plan import SCHEDULES, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import CostEstimate, StageCost, probability_above
-from autoplan.timing import TIME_SPREADS
+from autoplan.spec.model import Block
+from autoplan.spec.plan import SCHEDULES, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import CostEstimate, StageCost, probability_above
+from autoplan.spec.timing import TIME_SPREADS
 
 # Terms of a step beside those of the layers: work of the critical stage first, then what the pipeline and the end of
 # the step add.

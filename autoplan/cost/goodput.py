@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autoplan.errors import InputError
-from autoplan.units import check_positive
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_positive
 
 # 419 unexpected interruptions of Llama 3 405B in 54 days on 16,384 H100 (arXiv:2407.21783, table 5).
 DEVICE_MTBF_S = 54 * 86400 * 16384 / 419

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.communication import Links
-from autoplan.timing import NO_TIMINGS, Calibration
+from autoplan.spec.timing import NO_TIMINGS, Calibration
 from autoplan.topology.levels import Gaps, Level, Topology
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.arithmetic import BlockShape, block_shapes
 from autoplan.cost.communication import CONTENTION_SHARE, Links
 from autoplan.cost.communicators import (
@@ -34,10 +34,10 @@ from autoplan.cost.compute import (
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, SharedStates, layer_times, measures_end, repeats_core_only, shared_states
-from autoplan.framework import Framework
-from autoplan.model import Block, ModelSpec
-from autoplan.plan import CP_KINDS, FULL, PRECISIONS, SHARDINGS, PlanBatch
-from autoplan.problem import Problem
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.plan import CP_KINDS, FULL, PRECISIONS, SHARDINGS, PlanBatch
+from autoplan.spec.problem import Problem
 from autoplan.topology.levels import Gaps
 
 # Of the vocabulary-parallel loss, each of an fp32 number per token.

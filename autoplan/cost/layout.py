@@ -12,10 +12,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.order import V_SHAPED, chunks_of_ranks
-from autoplan.model import Block, ModelSpec
-from autoplan.plan import ALL_LAYERS, SCHEDULES, PlanBatch, distinct_rows
+from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.plan import ALL_LAYERS, SCHEDULES, PlanBatch, distinct_rows
 
 V_SCHEDULES = [SCHEDULES.index(name) for name in V_SHAPED]
 

@@ -7,7 +7,7 @@ none, its datasheet.
 The factors of a calibration on single components were fitted to what the reference rates leave unexplained, so they
 multiply references alone: a time that was measured as training runs has that in it already.  `overall` and `host`
 stand for what no timing of a kernel shows, and hold for all.  Bursts are brought to the level of the references before
-they become a table (`autoplan.timing.burst_factors`).
+they become a table (`autoplan.spec.timing.burst_factors`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
-from autoplan.plan import PRECISIONS, PlanBatch
-from autoplan.problem import Problem
-from autoplan.timing import Lookup, Operation, TimingTable
+from autoplan.base.arrays import Floats, Ints
+from autoplan.spec.plan import PRECISIONS, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Lookup, Operation, TimingTable
 
 Sizes = Floats | Ints | float
 

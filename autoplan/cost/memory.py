@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
 from autoplan.cost.cached import cached_bytes
 from autoplan.cost.communicators import Groups, groups
@@ -28,9 +28,9 @@ from autoplan.cost.recompute import (
     whole_bytes,
 )
 from autoplan.cost.schedule import in_flight_chunks
-from autoplan.model import Block
-from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, distinct_rows
-from autoplan.problem import Problem
+from autoplan.spec.model import Block
+from autoplan.spec.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, distinct_rows
+from autoplan.spec.problem import Problem
 
 # The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
 # the allocator holds beyond it, and what lies outside of the allocator.

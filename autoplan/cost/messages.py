@@ -8,14 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.cost.order import (
-    Operation,
-    chunks_of_ranks,
-    microbatch_group,
-    rank_orders,
-    warmup_forwards,
-)
-from autoplan.plan import Schedule
+from autoplan.cost.order import Operation, chunks_of_ranks, microbatch_group, rank_orders, warmup_forwards
+from autoplan.spec.plan import Schedule
 
 # Rows of the table of times, each of them for all chunks: forward, backward, its halves, and a joined forward and
 # backward (named by the chunk of the forward).  After them comes one row, the time of a message.

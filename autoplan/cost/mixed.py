@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.compute import add_up
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, straggler_share, work_terms
 from autoplan.cost.memory import StageParameters, host_bytes
 from autoplan.cost.schedule import hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.cost.sheets import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
 from autoplan.cost.tail import FirstStage, shown_gather_s, shown_reduce_s
-from autoplan.mixed import MixedPlan, MixedProblem, ReplicaKind, check_mixed
-from autoplan.problem import Problem
-from autoplan.result import MixedCost, MixedKindCost, MixedStageCost
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import MixedCost, MixedKindCost, MixedStageCost
 
 END = ("data_parallel_reduce", "optimizer", "parameter_gather")
 SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import stage_cost
 from autoplan.cost.memory import chunk_activation_bytes
 from autoplan.cost.mixed import estimate_mixed, pipeline_s
 from autoplan.cost.sheets import Member, Sheet, lay_out_kinds, memory_terms, stage_cells
 from autoplan.cost.timeline import HIDING, Pipeline, Timeline, check_length, memory_levels, pass_terms, step_timeline
-from autoplan.mixed import MixedPlan, MixedProblem
-from autoplan.result import MixedCost, MixedKindCost, Place, PlacedStage, StageCost, probability_above
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
+from autoplan.spec.result import MixedCost, MixedKindCost, Place, PlacedStage, StageCost, probability_above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats
+from autoplan.base.arrays import Bools, Floats
 
 # Terms of memory at the moments of each phase of a step that may be its peak.
 Moments = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from autoplan.arrays import Ints
-from autoplan.errors import InputError
-from autoplan.plan import Schedule, distinct_rows
+from autoplan.base.arrays import Ints
+from autoplan.base.errors import InputError
+from autoplan.spec.plan import Schedule, distinct_rows
 
 # Forward, backward, and the two halves of a split backward: gradient of the inputs, gradient of the weights.
 Kind = Literal["F", "B", "I", "W"]

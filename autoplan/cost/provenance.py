@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoplan.arrays import Floats
-from autoplan.cluster import ClusterSpec
+from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import estimate
-from autoplan.plan import PlanBatch
-from autoplan.problem import Problem
-from autoplan.result import CostEstimate
-from autoplan.timing import PROVENANCES, Provenance
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import CostEstimate
+from autoplan.spec.timing import PROVENANCES, Provenance
+from autoplan.topology.cluster import ClusterSpec
 
 _GROWTH = 1e-6  # small enough that hardly any maximum changes sides, large enough for the digits of a step
 

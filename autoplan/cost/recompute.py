@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
 from autoplan.cost.arithmetic import BlockShape
 from autoplan.cost.compute import (
     KernelTimes,
@@ -22,9 +22,9 @@ from autoplan.cost.compute import (
     rank_tokens,
 )
 from autoplan.cost.moments import WIDE_BYTES
-from autoplan.model import Block
-from autoplan.plan import PRECISIONS, SELECTIVE, PlanBatch, RecomputeModule
-from autoplan.problem import Problem
+from autoplan.spec.model import Block
+from autoplan.spec.plan import PRECISIONS, SELECTIVE, PlanBatch, RecomputeModule
+from autoplan.spec.problem import Problem
 
 # What eager code keeps of each attention score: softmax output (2 bytes), the scores and a masked copy; a fused kernel
 # what its framework says.  Dropout adds a mask and an output (Korthikanti et al., arXiv:2205.05198, 5 a s).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.communication import CONTENTION_SHARE
 
 

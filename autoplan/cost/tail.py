@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.cached import GRAD_BYTES
 from autoplan.cost.communication import CONTENTION_SHARE
@@ -19,9 +19,9 @@ from autoplan.cost.compute import add_up, memory_bound_s
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.measured import find
 from autoplan.cost.memory import StageParameters
-from autoplan.framework import Framework
-from autoplan.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch
-from autoplan.problem import Problem
+from autoplan.spec.framework import Framework
+from autoplan.spec.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.spec.problem import Problem
 from autoplan.topology.levels import Gaps
 
 

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
+from autoplan.base.errors import InputError
 from autoplan.cost.compute import add_up
 from autoplan.cost.estimate import STEP_TERMS, Stages, estimate, lay_out
 from autoplan.cost.layer import TERMS
@@ -30,11 +31,10 @@ from autoplan.cost.order import Operation, chunks_of_ranks, rank_orders
 from autoplan.cost.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.tail import reduction_s
 from autoplan.cost.whole import FORWARD_SHARE
-from autoplan.errors import InputError
-from autoplan.plan import ParallelPlan, PlanBatch, Schedule
-from autoplan.problem import Problem
-from autoplan.ranks import coordinates
-from autoplan.result import Place
+from autoplan.spec.plan import ParallelPlan, PlanBatch, Schedule
+from autoplan.spec.problem import Problem
+from autoplan.spec.ranks import coordinates
+from autoplan.spec.result import Place
 
 # What of a rank is at work, in the order in which it is shown; nothing is, while it waits.
 STREAM_OF = {

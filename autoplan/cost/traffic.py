@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
+from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.arithmetic import block_shapes
 from autoplan.cost.communication import Links, link_bytes
 from autoplan.cost.communicators import (
@@ -33,10 +33,10 @@ from autoplan.cost.memory import StageParameters, stage_parameters
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.recompute import ATTENTION_BLOCKS
 from autoplan.cost.tail import gathered_bytes, reduce_buckets
-from autoplan.model import Block
-from autoplan.plan import SELECTIVE, ParallelPlan, PlanBatch
-from autoplan.problem import Problem
-from autoplan.timing import Operation
+from autoplan.spec.model import Block
+from autoplan.spec.plan import SELECTIVE, ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Operation
 from autoplan.topology.levels import Gaps, Level, compile_topology
 
 

@@ -14,12 +14,12 @@ from typing import Literal
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.measured import Sizes, find_kernels
-from autoplan.model import Block, ModelSpec
-from autoplan.plan import DEFAULT_MODULE_BITS, SELECTIVE, SHARDINGS, PlanBatch
-from autoplan.problem import Problem
-from autoplan.timing import Lookup, Operation
+from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.plan import DEFAULT_MODULE_BITS, SELECTIVE, SHARDINGS, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Lookup, Operation
 
 LAYER = (Block.ATTENTION, Block.MLP)
 FORWARD_SHARE = 1 / 3  # of both passes of an end; a pipeline hardly notices how much of them comes first

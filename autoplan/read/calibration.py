@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from autoplan.files import decode, read_table, shipped
-from autoplan.framework import Framework
-from autoplan.timing import FACTORS, TIME_SPREADS, Calibration
+from autoplan.base.files import decode, read_table, shipped
+from autoplan.spec.framework import Framework
+from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
 
 # Of runs under a framework that no preset describes: known ones priced with the traits of Megatron-Core are off by
 # .2 to .36 where they fill more than half of a device.

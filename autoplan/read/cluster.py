@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel
-from autoplan.errors import InputError
-from autoplan.files import decode, is_file, read_table, schema, shipped
-from autoplan.hostlist import expand_hosts
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, is_file, read_table, schema, shipped
+from autoplan.base.hostlist import expand_hosts
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel
 
 _SIZED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from autoplan.errors import InputError
-from autoplan.files import decode, read_table, shipped
-from autoplan.model import Experts, LatentAttention, Mamba, ModelSpec
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, read_table, shipped
+from autoplan.spec.model import Experts, LatentAttention, Mamba, ModelSpec
 
 MOST = 10**9  # of any count in a config.json
 _PARTS: dict[str, type] = {"": ModelSpec, "mla": LatentAttention, "moe": Experts, "mamba": Mamba}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autoplan.cluster import ClusterSpec
-from autoplan.errors import InputError
-from autoplan.files import decode, is_file, read_table, schema
-from autoplan.parts import BetweenSpec, MixedCluster, joined
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, is_file, read_table, schema
 from autoplan.read.cluster import cluster_from_table, cluster_schema, load_cluster
+from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster, joined
 
 
 def load_parts(text: str) -> ClusterSpec | MixedCluster:

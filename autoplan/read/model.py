@@ -6,10 +6,10 @@ import difflib
 from dataclasses import replace
 from pathlib import Path
 
-from autoplan.errors import InputError
-from autoplan.files import decode, is_file, is_folder, read_table, shipped
-from autoplan.model import ModelSpec
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, is_file, is_folder, read_table, shipped
 from autoplan.read.huggingface import read_huggingface
+from autoplan.spec.model import ModelSpec
 
 
 def preset_models() -> tuple[str, ...]:

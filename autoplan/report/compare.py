@@ -11,10 +11,10 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.markup import escape as escape_markup
 
+from autoplan.base.units import format_days
 from autoplan.report.runs import Row, print_runs
 from autoplan.report.terminal import labelled, print_part
-from autoplan.result import RunFigures, SizeOutcome
-from autoplan.units import format_days
+from autoplan.spec.result import RunFigures, SizeOutcome
 
 WIDTH, HEIGHT, MARGIN = 860, 480, 70
 RIGHT = 190  # for the names of the clusters

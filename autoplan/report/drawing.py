@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from autoplan.cluster import ClusterSpec
+from autoplan.base.units import format_rate, format_seconds, format_volume
 from autoplan.report.topology import (
     KIND_NAMES,
     cluster_line,
@@ -22,9 +22,9 @@ from autoplan.report.topology import (
     place_name,
     rates_text,
 )
+from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.graph import ClusterGraph, Group, links_up
 from autoplan.topology.parts import Graph, Link, Part, PartKind, fabric_link, nic_link, node_graph, wide_levels
-from autoplan.units import format_rate, format_seconds, format_volume
 
 if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
     from autoplan.cost.traffic import StepTraffic

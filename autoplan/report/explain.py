@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.mixed import certificate_line, describe, print_mixed_answer, waiting
 from autoplan.report.terminal import (
     END_OF_STEP,
@@ -22,7 +23,7 @@ from autoplan.report.terminal import (
     reasons,
     term_name,
 )
-from autoplan.result import (
+from autoplan.spec.result import (
     AxisChange,
     Explanation,
     MixedCost,
@@ -35,7 +36,6 @@ from autoplan.result import (
     Versus,
     placed,
 )
-from autoplan.units import format_bytes, format_percent, format_seconds
 
 SHOWN_CHANGES = 12
 UNSPOKEN = {"layers", "rank_order", "nodes"}  # axes that --versus does not know

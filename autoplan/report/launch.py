@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.arithmetic import count_parameters
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
 from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table, slower
-from autoplan.result import AxisChange, OptionChange, RankedPlan, Today
-from autoplan.training import TrainingSpec
-from autoplan.units import format_bytes, format_percent, format_seconds, format_tokens
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.result import AxisChange, OptionChange, RankedPlan, Today
+from autoplan.spec.training import TrainingSpec
 
 SHOWN_VALUE = 60  # characters of an option's value
 

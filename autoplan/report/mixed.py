@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from autoplan.mixed import MixedPlan, ReplicaKind
-from autoplan.parts import MixedCluster
+from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, print_terms, runs
-from autoplan.result import MixedCertificate, MixedCost, MixedPlanFile, PlacedStage
-from autoplan.units import format_bytes, format_percent, format_seconds
+from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
+from autoplan.spec.result import MixedCertificate, MixedCost, MixedPlanFile, PlacedStage
+from autoplan.topology.mixed_cluster import MixedCluster
 
 SHOWN_PLANS = 8
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 
+from autoplan.base.units import format_bytes, format_days, format_percent, format_seconds, format_tokens
 from autoplan.report.terminal import labelled, print_part, print_table
-from autoplan.result import RunFigures, RunPlan, RunReport, SizeOutcome
-from autoplan.units import format_bytes, format_days, format_percent, format_seconds, format_tokens
+from autoplan.spec.result import RunFigures, RunPlan, RunReport, SizeOutcome
 
 JOULES_PER_MWH = 3.6e9
 SHOWN_FRONT = 40

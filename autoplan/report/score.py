@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from autoplan.result import Outcome, Prediction
+from autoplan.spec.result import Outcome, Prediction
 
 COLUMNS = (
     "runs",

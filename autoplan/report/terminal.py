@@ -15,10 +15,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds
 from autoplan.cost.estimate import NORMAL_90
-from autoplan.plan import chunk_layers
-from autoplan.ranks import HostRanks
-from autoplan.result import (
+from autoplan.spec.plan import chunk_layers
+from autoplan.spec.ranks import HostRanks
+from autoplan.spec.result import (
     Certificate,
     Choice,
     MixedCost,
@@ -30,8 +31,7 @@ from autoplan.result import (
     datasheet_peak,
     placed,
 )
-from autoplan.timing import Provenance
-from autoplan.units import GIB, format_bytes, format_flops, format_percent, format_seconds
+from autoplan.spec.timing import Provenance
 
 SHOWN_PLANS = 10
 SHOWN_REASONS = 3

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from autoplan.cluster import ClusterSpec
-from autoplan.parts import BetweenSpec, MixedCluster
+from autoplan.base.units import format_rate, format_seconds
 from autoplan.report.terminal import print_table
+from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up, quotient
 from autoplan.topology.levels import compile_topology
+from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster
 from autoplan.topology.parts import Link, Part
-from autoplan.units import format_rate, format_seconds
 
 KIND_NAMES = {
     "pcie": "PCIe",

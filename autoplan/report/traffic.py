@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
+from autoplan.base.units import format_percent, format_volume
 from autoplan.report.terminal import print_table
-from autoplan.units import format_percent, format_volume
 
 if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
     from autoplan.cost.traffic import StepTraffic

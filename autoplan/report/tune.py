@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
+from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.terminal import labelled, print_part, print_table
-from autoplan.result import TriedPlan, TuneReport
-from autoplan.units import format_percent, format_seconds
+from autoplan.spec.result import TriedPlan, TuneReport
 
 
 def print_tuned(console: Console, report: TuneReport) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from autoplan.base.units import GIB
 from autoplan.report.terminal import print_part, print_table
-from autoplan.result import PlanFile, StageCost
-from autoplan.units import GIB
+from autoplan.spec.result import PlanFile, StageCost
 
 # Of the terms of a stage, what lies outside of the tensors.
 _BEYOND_TENSORS = ("fragmentation", "cached", "communicators", "context")

@@ -17,8 +17,8 @@ from typing import Any
 
 import networkx as nx
 
-from autoplan.cluster import ClusterSpec, LinkLevel
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
+from autoplan.topology.cluster import ClusterSpec, LinkLevel
 from autoplan.topology.parts import (
     Faults,
     Graph,

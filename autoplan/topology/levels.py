@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
-from autoplan.cluster import ClusterSpec
-from autoplan.curves import CollectiveCurve
-from autoplan.errors import UnpricedError
+from autoplan.base.arrays import Floats, Ints
+from autoplan.base.curves import CollectiveCurve
+from autoplan.base.errors import UnpricedError
+from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.placement import Group, Pattern, Seats, fills_evenly, switches_of_nodes
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import networkx as nx
 
-from autoplan.cluster import ClusterSpec, LinkLevel
+from autoplan.topology.cluster import ClusterSpec, LinkLevel
 from autoplan.topology.levels import used_of_domain
 
 PartKind = Literal["device", "nic", "pcie_switch", "socket", "fabric", "switch", "core", "wan"]

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from autoplan.arrays import Floats, Ints
-from autoplan.cluster import ClusterSpec
-from autoplan.errors import InputError
+from autoplan.base.arrays import Floats, Ints
+from autoplan.base.errors import InputError
+from autoplan.topology.cluster import ClusterSpec
 
 Pattern = Literal["ring", "all_to_all", "chain"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.topology.levels import Level, Topology
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from autoplan.children import Place
-from autoplan.errors import AutoplanError, InputError
-from autoplan.units import cleaned
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.processes import Place
+from autoplan.base.units import cleaned
 
 # How torch, cuBLAS, cuDNN and NCCL call it, beside an exception of its own.
 _FULL = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "Failed to CUDA calloc")

@@ -35,9 +35,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from autoplan.errors import AutoplanError
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, chunk_layers
+from autoplan.base.errors import AutoplanError
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.trainer.transformer import Layer, MoE, Norm, Transformer, initialise
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

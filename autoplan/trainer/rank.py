@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoplan.children import GRACE_S, START_S, Fault, Place
-from autoplan.errors import AutoplanError
-from autoplan.plan import ParallelPlan
+from autoplan.base.errors import AutoplanError
+from autoplan.base.processes import GRACE_S, START_S, Fault, Place
+from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.device import describe, is_out_of_memory, meet, take_device
 from autoplan.trainer.memory import StorageTracker
 from autoplan.trainer.step import Times, Training

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from autoplan.children import Children, CrewError, Place
-from autoplan.errors import InputError
-from autoplan.model import ModelSpec
-from autoplan.rules import check_legal
-from autoplan.rules.trainer import DECLINES, RULES, check_model
+from autoplan.base.errors import InputError
+from autoplan.base.processes import Children, CrewError, Place
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.trainer.rules import DECLINES, RULES, check_model
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.task import Advance, Data, Report, Task
-from autoplan.training import TrainingSpec
 
 PRELOAD = ("autoplan.trainer.rank",)
 NUM_BYTES = 256  # tokens of a text

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.device import meet
 from autoplan.trainer.parallel import ALONE, build, make_grid, passes
 from autoplan.trainer.transformer import plain_name

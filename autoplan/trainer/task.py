@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
 
 Data = Literal["text", "synthetic"]
 
@@ -90,7 +90,7 @@ class Command:
     seq_len: int
     arguments: tuple[str, ...]
     log_of: str  # the framework that its log is one of
-    times_from: str  # how that log tells times, see `autoplan.read.logs.seen.Source`
+    times_from: str  # how that log tells times, see `autoplan.frameworks.common.log_seen.Source`
     num_steps: int  # that the times cover: a log may tell the mean of many
 
 

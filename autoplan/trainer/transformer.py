@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
-from autoplan.model import Block, Experts, ModelSpec
+from autoplan.spec.model import Block, Experts, ModelSpec
 
 
 def _here(weight: Tensor, *, sums: bool) -> Tensor:

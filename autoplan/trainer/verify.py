@@ -13,13 +13,13 @@ import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
-from autoplan.children import Children, CrewError, Place
-from autoplan.errors import InputError
-from autoplan.model import ModelSpec
-from autoplan.plan import ParallelPlan, chunk_layers
-from autoplan.rules import check_legal
-from autoplan.rules.trainer import RULES
-from autoplan.training import TrainingSpec
+from autoplan.base.errors import InputError
+from autoplan.base.processes import Children, CrewError, Place
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.trainer.rules import RULES
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, chunk_layers
+from autoplan.spec.training import TrainingSpec
 
 BUDGET_S = 45.0  # after which no further stage is begun
 _LIMIT_S = 300.0  # of one small plan

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.children import START_S, Place
-from autoplan.cluster import Fault, NodeGroup, SwitchTier
-from autoplan.errors import AutoplanError, InputError
-from autoplan.hostlist import expand_hosts
-from profiler.discover.describe import Description, describe, training_nics
-from profiler.discover.fabric import fabric_of
-from profiler.discover.flaws import flaws_of
-from profiler.discover.merge import merge
-from profiler.discover.report import Report, ReportFile, decode, encode
-from profiler.discover.seen import SeenNode
-from profiler.discover.slurm import SwitchTree
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.hostlist import expand_hosts
+from autoplan.base.processes import START_S, Place
+from autoplan.profiler.discover.describe import Description, describe, training_nics
+from autoplan.profiler.discover.fabric import fabric_of
+from autoplan.profiler.discover.flaws import flaws_of
+from autoplan.profiler.discover.merge import merge
+from autoplan.profiler.discover.report import Report, ReportFile, decode, encode
+from autoplan.profiler.discover.seen import SeenNode
+from autoplan.profiler.discover.slurm import SwitchTree
+from autoplan.topology.cluster import Fault, NodeGroup, SwitchTier
 
 
 def job_hosts(variables: Mapping[str, str]) -> tuple[str, ...]:

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from autoplan.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
-from autoplan.hostlist import compress_hosts
+from autoplan.base.hostlist import compress_hosts
+from autoplan.profiler.discover.fabric import Fabric, fabric_of
+from autoplan.profiler.discover.flaws import SAME_RATE
+from autoplan.profiler.discover.identify import identify
+from autoplan.profiler.discover.seen import Path, SeenNic, SeenNode
 from autoplan.read.cluster import load_cluster, preset_clusters
-from profiler.discover.fabric import Fabric, fabric_of
-from profiler.discover.flaws import SAME_RATE
-from profiler.discover.identify import identify
-from profiler.discover.seen import Path, SeenNic, SeenNode
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
 
 # From whose network the efficiency and latency come where a node has another kind than the shipped one.
 _NETWORKS = {

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
-from autoplan.errors import InputError
-from autoplan.units import cleaned
-from profiler.discover.text import shown, whole_number
+from autoplan.base.errors import InputError
+from autoplan.base.units import cleaned
+from autoplan.profiler.discover.text import shown, whole_number
 
 MOST_ELEMENTS = 50_000  # hwloc writes about ten for every core
 MOST_DEPTH = 100  # NCCL's and hwloc's trees have about 20 levels

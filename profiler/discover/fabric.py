@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mode
 
-from autoplan.cluster import DeviceSpec
-from profiler.discover.seen import SeenLink, SeenNode
+from autoplan.profiler.discover.seen import SeenLink, SeenNode
+from autoplan.topology.cluster import DeviceSpec
 
 # Of one link, one direction, and how many a device has: data sheets of V100, A100, H100, B200 (NVLink 2, 3, 4, 5).
 NVLINK_BYTES_PER_S: Mapping[str, float] = {"volta": 25e9, "ampere": 25e9, "hopper": 25e9, "blackwell": 50e9}

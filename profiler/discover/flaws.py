@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autoplan.cluster import NetworkSpec
-from profiler.discover.fabric import Fabric
-from profiler.discover.seen import SeenNic, SeenNode
+from autoplan.profiler.discover.fabric import Fabric
+from autoplan.profiler.discover.seen import SeenNic, SeenNode
+from autoplan.topology.cluster import NetworkSpec
 
 SAME_RATE = 0.02  # tools round rates in their own ways
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from autoplan.errors import InputError
-from profiler.discover.elements import Element, read_elements
-from profiler.discover.pci import Place, adapter_kind, device_called, is_accelerator, path_between
-from profiler.discover.seen import MOST_DEVICES, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
-from profiler.discover.text import pci_address, shown, whole_number
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.elements import Element, read_elements
+from autoplan.profiler.discover.pci import Place, adapter_kind, device_called, is_accelerator, path_between
+from autoplan.profiler.discover.seen import MOST_DEVICES, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
+from autoplan.profiler.discover.text import pci_address, shown, whole_number
 
 SOURCE = "hwloc XML"
 

@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoplan.cluster import DeviceSpec
-from autoplan.errors import InputError
+from autoplan.base.errors import InputError
+from autoplan.profiler.devices import devices_named
+from autoplan.profiler.discover.seen import SeenDevice, SeenNode
 from autoplan.read.cluster import load_cluster, load_device, preset_clusters, preset_devices
-from profiler.devices import devices_named
-from profiler.discover.seen import SeenDevice, SeenNode
+from autoplan.topology.cluster import DeviceSpec
 
 _FIGURES = (
     "memory_bytes",

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autoplan.errors import InputError
-from profiler.discover.seen import MOST_DEVICES, NicKind, SeenNic, SeenNode, nic_kind
-from profiler.discover.text import pci_address, plain_lines, shown, whole_number
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.seen import MOST_DEVICES, NicKind, SeenNic, SeenNode, nic_kind
+from autoplan.profiler.discover.text import pci_address, plain_lines, shown, whole_number
 
 # What begins a device, by the tool that prints it.
 _BEGINS = {

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.cluster import ClusterSpec, LinkLevel
-from autoplan.errors import InputError
-from autoplan.timing import Measurement, Operation
-from autoplan.units import MIB
-from profiler.fit import LEAST_POINTS, VOLUMES, collective_points, fit_collectives
+from autoplan.base.errors import InputError
+from autoplan.base.units import MIB
+from autoplan.profiler.fit import LEAST_POINTS, VOLUMES, collective_points, fit_collectives
+from autoplan.spec.timing import Measurement, Operation
+from autoplan.topology.cluster import ClusterSpec, LinkLevel
 
 LEAST_BYTES = 16 * MIB  # of the largest buffer: below, no link is at its plateau
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")  # as they are preferred

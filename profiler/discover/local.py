@@ -12,14 +12,14 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from autoplan.errors import InputError
-from autoplan.files import MOST_BYTES, read_text
-from autoplan.units import cleaned
-from profiler.discover import hwloc, nvidia_smi, rocm_smi, scontrol
-from profiler.discover.pci import Place, link_bytes_per_s, path_between
-from profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
-from profiler.discover.slurm import SwitchTree
-from profiler.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, nvidia_gpus, read
+from autoplan.base.errors import InputError
+from autoplan.base.files import MOST_BYTES, read_text
+from autoplan.base.units import cleaned
+from autoplan.profiler.discover import hwloc, nvidia_smi, rocm_smi, scontrol
+from autoplan.profiler.discover.pci import Place, link_bytes_per_s, path_between
+from autoplan.profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
+from autoplan.profiler.discover.slurm import SwitchTree
+from autoplan.profiler.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, nvidia_gpus, read
 
 TOOL_S = 20.0  # a tool that talks to a device in trouble may never end
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
+from autoplan.profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
 
 Part = TypeVar("Part", SeenDevice, SeenNic, SeenLink)
 

@@ -14,11 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from autoplan.errors import InputError
-from profiler.discover.elements import Element, read_elements
-from profiler.discover.pci import Place, adapter_kind, device_called, is_accelerator, link_bytes_per_s, path_between
-from profiler.discover.seen import MOST_DEVICES, MOST_LINKS, SeenDevice, SeenLink, SeenNic, SeenNode
-from profiler.discover.text import pci_address, shown
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.elements import Element, read_elements
+from autoplan.profiler.discover.pci import (
+    Place,
+    adapter_kind,
+    device_called,
+    is_accelerator,
+    link_bytes_per_s,
+    path_between,
+)
+from autoplan.profiler.discover.seen import MOST_DEVICES, MOST_LINKS, SeenDevice, SeenLink, SeenNic, SeenNode
+from autoplan.profiler.discover.text import pci_address, shown
 
 SOURCE = "NCCL topology XML"
 

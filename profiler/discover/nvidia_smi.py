@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from autoplan.errors import InputError
-from profiler.discover.seen import MOST_DEVICES, Path, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
-from profiler.discover.text import plain_lines, shown
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.seen import MOST_DEVICES, Path, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
+from autoplan.profiler.discover.text import plain_lines, shown
 
 SOURCE = "nvidia-smi topo -m"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from autoplan.errors import InputError
-from autoplan.files import MOST_BYTES, read_text
-from autoplan.units import cleaned
-from profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi, scontrol
-from profiler.discover.seen import SeenNode
-from profiler.discover.slurm import SwitchTree
+from autoplan.base.errors import InputError
+from autoplan.base.files import MOST_BYTES, read_text
+from autoplan.base.units import cleaned
+from autoplan.profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi, scontrol
+from autoplan.profiler.discover.seen import SeenNode
+from autoplan.profiler.discover.slurm import SwitchTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Literal
 
-from autoplan.errors import InputError
-from profiler.discover.seen import MOST_DEVICES, SeenDevice, SeenLink, SeenNode
-from profiler.discover.text import plain_lines, shown, whole_number
+from autoplan.base.errors import InputError
+from autoplan.profiler.discover.seen import MOST_DEVICES, SeenDevice, SeenLink, SeenNode
+from autoplan.profiler.discover.text import plain_lines, shown, whole_number
 
 SOURCE = "rocm-smi --showtopo"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from profiler.discover import slurm
-from profiler.discover.slurm import SwitchTree
+from autoplan.profiler.discover import slurm
+from autoplan.profiler.discover.slurm import SwitchTree
 
 _TOLD = re.compile(r"(?i)\s*\b(Level|BlockIndex|BlockSize)=\S*")
 _NODES = re.compile(r"(?i)\s*\bNodes=\S*")

@@ -15,11 +15,11 @@ from typing import Literal
 
 import yaml
 
-from autoplan.cluster import NodeGroup
-from autoplan.errors import InputError
-from autoplan.files import decode
-from autoplan.hostlist import MOST_HOSTS, expand_hosts
-from profiler.discover.text import plain, shown, whole_number
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode
+from autoplan.base.hostlist import MOST_HOSTS, expand_hosts
+from autoplan.profiler.discover.text import plain, shown, whole_number
+from autoplan.topology.cluster import NodeGroup
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads ten times as fast; not every build has it
 _MOST_YAML_CHARACTERS = 2**20

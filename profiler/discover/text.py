@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from autoplan.errors import InputError
-from autoplan.units import cleaned
+from autoplan.base.errors import InputError
+from autoplan.base.units import cleaned
 
 # Colours and underlines of a terminal; pasted text has often lost the escape character before them.
 _STYLE = re.compile(r"\x1b?\[(?:\d{1,3}(?:;\d{1,3})*)?m")

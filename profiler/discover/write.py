@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from autoplan.cluster import ClusterSpec, DeviceSpec
-from autoplan.hostlist import compress_hosts
+from autoplan.base.hostlist import compress_hosts
+from autoplan.base.units import cleaned, file_units
 from autoplan.read.cluster import load_device
-from autoplan.units import cleaned, file_units
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 
 WIDTH = 120
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from autoplan.errors import InputError
-from profiler.record import Record
-from profiler.runs import RunRecord
+from autoplan.base.errors import InputError
+from autoplan.profiler.record import Record
+from autoplan.profiler.runs import RunRecord
 
 AICONFIGURATOR = "aiconfigurator"
 
@@ -22,9 +22,9 @@ def read_source(
     of a log, or chooses one of the tables; `operation` is what a log measured that does not say it.  Records of an
     exchange file whose operation this version does not know are passed over, and counted by operation in `unknown`.
     """
-    from profiler.imports.aiconfigurator import read_records
-    from profiler.imports.nccl_tests import read_log
-    from profiler.store.exchange import is_exchange, read_exchange
+    from autoplan.profiler.imports.aiconfigurator import read_records
+    from autoplan.profiler.imports.nccl_tests import read_log
+    from autoplan.profiler.store.exchange import is_exchange, read_exchange
 
     path = Path(source)
     if source == AICONFIGURATOR:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoplan.errors import InputError
-from autoplan.timing import Measurement, Operation
-from autoplan.units import cleaned
-from profiler.record import Fingerprint, Record
+from autoplan.base.errors import InputError
+from autoplan.base.units import cleaned
+from autoplan.profiler.record import Fingerprint, Record
+from autoplan.spec.timing import Measurement, Operation
 
 INSTALL = "pip install 'autoplan[reference]'"
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.errors import InputError
-from autoplan.files import read_text
+from autoplan.base.errors import InputError
+from autoplan.base.files import read_text
+from autoplan.base.units import cleaned
+from autoplan.profiler.devices import device_named
+from autoplan.profiler.record import MOST_SAMPLES, Fingerprint, Record
 from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.timing import Operation
-from autoplan.units import cleaned
-from profiler.devices import device_named
-from profiler.record import MOST_SAMPLES, Fingerprint, Record
+from autoplan.spec.timing import Operation
 
 MOST_BYTES = 64 * 2**20
 MOST_ROWS = 100_000

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from profiler.store.database import default_path, open_database
-from profiler.store.marks import Mark
-from profiler.store.match import match
-from profiler.store.store import Added, Finding, Holding, Store
+from autoplan.profiler.store.database import default_path, open_database
+from autoplan.profiler.store.marks import Mark
+from autoplan.profiler.store.match import match
+from autoplan.profiler.store.store import Added, Finding, Holding, Store
 
 __all__ = ["Added", "Finding", "Holding", "Mark", "Store", "default_path", "match", "open_store"]
 

@@ -16,9 +16,9 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from autoplan.errors import InputError, StoreError
-from autoplan.urls import is_url, redact_url
-from profiler.store.schema import DAMAGED, SCHEMA, check_schema, held_schema, migrate
+from autoplan.base.errors import InputError, StoreError
+from autoplan.base.urls import is_url, redact_url
+from autoplan.profiler.store.schema import DAMAGED, SCHEMA, check_schema, held_schema, migrate
 
 VARIABLE = "AUTOPLAN_DB"
 BUSY_TIMEOUT_S = 60.0

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from autoplan import __version__
-from autoplan.errors import InputError
-from autoplan.files import replacing
-from autoplan.timing import SHAPES
-from autoplan.units import cleaned
-from profiler.record import PROTOCOL, Record
-from profiler.runs import RunRecord
+from autoplan.base.errors import InputError
+from autoplan.base.files import replacing
+from autoplan.base.units import cleaned
+from autoplan.profiler.record import PROTOCOL, Record
+from autoplan.profiler.runs import RunRecord
+from autoplan.spec.timing import SHAPES
 
 FORMAT, VERSION = "autoplan-timings", 2
 WITHOUT_RUNS = 1  # the version of a file of records only, which older programs read

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, case, exists, func, select
 
-from profiler.store.schema import insert_new, marks, records
+from autoplan.profiler.store.schema import insert_new, marks, records
 
 BY_CHECK = "check"
 

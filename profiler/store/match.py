@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoplan.timing import Match
-from profiler.record import Fingerprint
+from autoplan.profiler.record import Fingerprint
+from autoplan.spec.timing import Match
 
 
 def match(held: Fingerprint, wanted: Fingerprint) -> Match | None:

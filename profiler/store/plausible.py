@@ -6,9 +6,9 @@ import statistics
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
-from autoplan.cluster import DeviceSpec
+from autoplan.profiler.record import Record
 from autoplan.read.cluster import load_cluster, load_device, preset_clusters
-from profiler.record import Record
+from autoplan.topology.cluster import DeviceSpec
 
 MOST_OVER_PEAK = 1.1  # devices may boost a little above the clock of their datasheet
 MOST_SPREAD = 0.5  # interquartile range of settled samples over their median

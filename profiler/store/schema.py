@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from autoplan.errors import StoreError
+from autoplan.base.errors import StoreError
 
 DAMAGED = "is damaged: put it aside, restore a copy, or pull and profile anew"
 SCHEMA = 3  # the newest revision in `migrations/versions`

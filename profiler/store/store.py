@@ -16,16 +16,16 @@ import msgspec
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
 
-from autoplan.errors import InputError, StoreError
-from autoplan.timing import Match, Measurement, Operation
-from profiler.choice import DISTURBED, may_stand_in
-from profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record, Status
-from profiler.runs import RunRecord
-from profiler.store.database import Database
-from profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
-from profiler.store.match import match
-from profiler.store.plausible import implausible
-from profiler.store.schema import DAMAGED, SCHEMA, fingerprints, insert_new, marks, records, runs
+from autoplan.base.errors import InputError, StoreError
+from autoplan.profiler.choice import DISTURBED, may_stand_in
+from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record, Status
+from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.store.database import Database
+from autoplan.profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
+from autoplan.profiler.store.match import match
+from autoplan.profiler.store.plausible import implausible
+from autoplan.profiler.store.schema import DAMAGED, SCHEMA, fingerprints, insert_new, marks, records, runs
+from autoplan.spec.timing import Match, Measurement, Operation
 
 T = TypeVar("T")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.parts import Segment, bar, masthead, pairs
 from autoplan.report.terminal import certificate_line, layers_line, mfu_convention, why_first
-from autoplan.result import PlanFile
-from autoplan.units import format_bytes, format_percent, format_seconds
+from autoplan.spec.result import PlanFile
 
 VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
 

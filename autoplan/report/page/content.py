@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoplan.arrays import Floats
+from autoplan.base.arrays import Floats
 from autoplan.cost.timeline import Timeline
 from autoplan.cost.traffic import StepTraffic
-from autoplan.result import MixedPlanFile, PlacedStage, PlanFile, RankedPlan, Sensitivity, SizeOutcome
-from autoplan.timing import Provenance
+from autoplan.spec.result import MixedPlanFile, PlacedStage, PlanFile, RankedPlan, Sensitivity, SizeOutcome
+from autoplan.spec.timing import Provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

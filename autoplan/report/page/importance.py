@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autoplan.base.units import format_percent
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, key, section, table
-from autoplan.result import Sensitivity
-from autoplan.units import format_percent
+from autoplan.spec.result import Sensitivity
 
 SHOWN_FLIPS = 5
 LEAST_SHOWN = 0.005  # per cent of the step, for one per cent more

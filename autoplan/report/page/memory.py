@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from autoplan.base.units import GIB, format_bytes, format_percent
 from autoplan.report.page.content import Content
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.page.times import alike, dense, stage_name
 from autoplan.report.terminal import MEMORY_NAMES, MEMORY_SUMS, summed_memory
-from autoplan.result import PlacedStage
-from autoplan.units import GIB, format_bytes, format_percent
+from autoplan.spec.result import PlacedStage
 
 # What the sums of `MEMORY_SUMS` are called.
 SUM_NAMES = {

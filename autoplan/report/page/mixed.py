@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.drawing import draw
 from autoplan.report.mixed import certificate_line, describe, describe_kind, sizes, waiting
 from autoplan.report.page.answer import figure, interval_figure
@@ -13,9 +14,8 @@ from autoplan.report.page.parts import Segment, bar, bars, folded, masthead, not
 from autoplan.report.page.times import kind_key, kind_segments
 from autoplan.report.terminal import reasons
 from autoplan.report.topology import between_text
-from autoplan.result import MixedCost, MixedPlanFile
+from autoplan.spec.result import MixedCost, MixedPlanFile
 from autoplan.topology.graph import quotient
-from autoplan.units import format_bytes, format_percent, format_seconds
 
 SHOWN_PLANS = 10
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autoplan.base.units import format_percent, format_seconds, format_volume
 from autoplan.cost.traffic import StepTraffic
 from autoplan.report.drawing import draw
 from autoplan.report.page.content import PlanContent
@@ -11,7 +12,6 @@ from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, folded, note, scrolling, section, table
 from autoplan.report.traffic import OPERATION_NAMES
 from autoplan.topology.graph import quotient
-from autoplan.units import format_percent, format_seconds, format_volume
 
 
 def network(content: PlanContent) -> Markup:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Markup
 from autoplan.report.page.parts import section, table
 from autoplan.report.page.plot import Axis, Series, plot
-from autoplan.result import RunFigures, RunPlan
-from autoplan.units import format_percent, format_seconds
+from autoplan.spec.result import RunFigures, RunPlan
 
 
 def scaling(content: PlanContent) -> Markup:

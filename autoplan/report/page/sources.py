@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autoplan.cluster import ClusterSpec
+from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import MixedContent, PlanContent
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, folded, key, pairs, section
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
-from autoplan.result import MixedPlanFile, PlanFile
-from autoplan.timing import Calibration, Provenance
-from autoplan.units import format_percent, format_seconds
+from autoplan.spec.result import MixedPlanFile, PlanFile
+from autoplan.spec.timing import Calibration, Provenance
+from autoplan.topology.cluster import ClusterSpec
 
 MEANS: dict[Provenance, str] = {
     "measured": "timed on this machine or one with its fingerprint, at these shapes",

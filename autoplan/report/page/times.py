@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import Content
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.parts import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
-from autoplan.result import PlacedStage, StageCost
-from autoplan.units import format_percent, format_seconds
+from autoplan.spec.result import PlacedStage, StageCost
 
 MOST_ROWS = 20  # of the usual height
 

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from profiler.store.schema import VERSION_TABLE
+from autoplan.profiler.store.schema import VERSION_TABLE
 
 context.configure(
     connection=context.config.attributes["connection"], version_table=VERSION_TABLE, transactional_ddl=True

@@ -1,0 +1,1 @@
+"""Units, errors, arrays, files, processes: what every layer shares."""

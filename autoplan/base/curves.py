@@ -1,0 +1,138 @@
+"""How does the speed of a kernel or a collective fall with its size?  Few-parameter curves, as data of a device.
+
+The shapes are fitted to public measurements by `profiler.fit` (tables of aiconfigurator-core, own ones on an H200, see
+`benchmarks/results`); a device or a link that was not measured takes those of its nearest relative.  The level is
+kept apart from the shape: short benchmarks run at clocks that training does not sustain (`modelling` C2).  Where
+neither the device nor a relative was measured, the source of a curve begins with "not measured".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoplan.base.arrays import Floats
+from autoplan.base.units import check_fraction, check_not_negative, check_positive
+
+FULL_HEAD_DIM = 128  # kernels are tuned for it; wider heads gain nothing more
+
+
+def _check(curve: Any, *, fractions: tuple[str, ...] = (), others: tuple[str, ...] = ()) -> None:
+    for name in fractions:
+        check_fraction(name, getattr(curve, name))
+    for name in (*others, "fit_error"):
+        check_not_negative(name, getattr(curve, name))
+
+
+class _Sourced:
+    """What has a source."""
+
+    __slots__ = ()
+    source: str
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a measurement of the device or of a relative stands behind the curve."""
+        return not self.source.startswith("not measured")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmCurve(_Sourced):
+    """Rate of an m x n x k product against that of an unlimited one, and the start of its kernel.
+
+    The rate is divided by (1 + half_m / m) (1 + half_n / n) (1 + half_k / k) (1 + half_output / (m n)): too few rows or
+    columns waste part of a tile, a short k does not pay for a tile's prologue, and a small output has fewer tiles than
+    the device has units.  `burst_efficiency` is the plateau of the short benchmarks behind the fit, over the peak; what
+    training sustains is the device's `gemm_efficiency`.  `fit_error` is the mean |error| on shapes held out of the fit.
+
+    The defaults are those of H100.
+    """
+
+    half_m: float = 72.0
+    half_n: float = 0.0
+    half_k: float = 151.0
+    half_output: float = 1.97e5  # elements
+    start_s: float = 3.0e-6
+    burst_efficiency: float = 0.84
+    fit_error: float = 0.07
+    source: str = "not measured: H100 values"
+
+    def __post_init__(self) -> None:
+        halves = ("half_m", "half_n", "half_k", "half_output", "start_s")
+        _check(self, fractions=("burst_efficiency",), others=halves)
+
+    def slowdown(self, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0) -> Floats:
+        """How many times longer than at the plateau the m x n x k product computes, without its start; at least 1.
+
+        `pace` is the plateau's rate in the type of the inputs over that in 16 bits, of which the curve is: a tile's
+        prologue and epilogue last as long, beside a loop that is as much shorter.
+        """
+        tiles = (1 + self.half_m / m) * (1 + self.half_n / n)
+        return tiles * (1 + self.half_k * pace / k) * (1 + self.half_output / (m * n))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCurve(_Sourced):
+    """Rate of causal flash attention, forward, as a share of the device's bf16 peak, and the start of its kernel.
+
+    `efficiency` is that of long sequences with heads of at least 128, as training sustains it.  It is halved at
+    `half_seq_len` tokens (half-filled tiles on the diagonal, short inner loops), and where the thread blocks of 128
+    queries number `half_blocks` for each compute unit; heads of `half_head_dim` lose half of what unlimited ones
+    would reach.  `burst_efficiency` is the plateau of the short benchmarks behind the fit.  The defaults are H100's.
+    """
+
+    efficiency: float = 0.53
+    half_seq_len: float = 700.0
+    half_blocks: float = 0.3
+    half_head_dim: float = 55.0
+    start_s: float = 13e-6
+    burst_efficiency: float = 0.64
+    fit_error: float = 0.10
+    source: str = "not measured: H100 values"
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            fractions=("efficiency", "burst_efficiency"),
+            others=("half_seq_len", "half_blocks", "half_head_dim", "start_s"),
+        )
+
+    def slowdown(self, seq_len: Floats | float, blocks_per_unit: Floats, head_dim: Floats | float) -> Floats:
+        """How many times longer than at the plateau the kernel computes, without its start; at least 1.
+
+        `blocks_per_unit` is the number of thread blocks of 128 queries over that of the device's compute units.
+        """
+        narrow = 1 + self.half_head_dim / np.minimum(head_dim, FULL_HEAD_DIM)
+        heads = narrow / (1 + self.half_head_dim / FULL_HEAD_DIM)
+        return (1 + self.half_seq_len / seq_len) * (1 + self.half_blocks / blocks_per_unit) * heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCurve:
+    """Time of NCCL's collectives inside one scale-up domain, beyond the time of their bytes at the plateau.
+
+    start_s + step_s for every step of the ring, + fill_s x S / (S + half_fill) while the pipeline of a buffer of S
+    bytes fills; and of few members each gets a part of its links to work: rate / (1 + pair_slowdown / (n - 1)).
+    """
+
+    start_s: float
+    step_s: float
+    fill_s: float
+    half_fill_bytes: float
+    pair_slowdown: float
+    fit_error: float
+    source: str
+
+    def __post_init__(self) -> None:
+        _check(self, fractions=("pair_slowdown",), others=("start_s", "step_s", "fill_s"))
+        check_positive("half_fill_bytes", self.half_fill_bytes)
+
+    def slowdown(self, members: Floats) -> Floats:
+        """How many times longer than at the plateau the bytes take among `members` devices (2 or more)."""
+        return 1 + self.pair_slowdown / np.maximum(members - 1, 1)
+
+    def overhead_s(self, steps: Floats, buffer_bytes: Floats) -> Floats:
+        """Time beyond that of the bytes, for a collective of so many steps over a whole buffer."""
+        return self.start_s + steps * self.step_s + self.fill_s * buffer_bytes / (buffer_bytes + self.half_fill_bytes)

@@ -1,0 +1,334 @@
+"""How do files become values, strictly, and values become files, without leaving half of one behind?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import tempfile
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from autoplan.base.errors import InputError, OutOfRangeError
+from autoplan.base.units import file_keys, file_units
+
+T = TypeVar("T")
+
+# Far above any configuration file that people write; a weight file given by mistake is not read into memory.
+MOST_BYTES = 8 * 2**20
+
+
+def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file of at most `most_bytes`."""
+    try:
+        size = path.stat().st_size
+        if size > most_bytes:
+            raise InputError(f"{path}: too large: {size:,} bytes, at most {most_bytes:,} are read")
+        with path.open("rb") as stream:  # a device or pipe reports size 0: bound the read as well
+            data = stream.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise InputError(f"{path}: too large: at most {most_bytes:,} bytes are read")
+        return data.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:  # a null byte in the name
+        raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def is_file(path: Path) -> bool:
+    """Whether `path` is a file; no for one that cannot be looked at, or a name that the file system cannot hold."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder, as `is_file` has it."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise InputError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return table
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The table in a TOML or JSON file; a syntax error names the line and column."""
+    text = read_text(path).removeprefix("\ufeff")  # the mark that editors of Windows put before UTF-8
+    try:
+        table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply") from None
+    except ValueError as error:  # an integer too long to convert
+        raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: must hold one table (object), not a {type(table).__name__}")
+    return table
+
+
+@cache
+def shipped(folder: str = "") -> dict[str, Path]:
+    """The TOML files of a folder of presets, by their ids in alphabetical order."""
+    entries = (Path(str(entry)) for entry in (resources.files("autoplan.presets") / folder).iterdir())
+    found = {path.stem: path for path in entries if path.suffix == ".toml"}
+    return dict(sorted(found.items()))
+
+
+def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
+    """`table` as the dataclass `kind`; unknown keys, missing keys and wrong types are refused.
+
+    Keys may carry the human units of `units.FILE_UNITS`.  `where` names the file in messages.
+    """
+    written: dict[str, tuple[str, float]] = {}
+    try:
+        return msgspec.convert(_to_fields(kind, table, "$", written), kind, strict=True)
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: holds text that is not Unicode") from None
+    except OverflowError:
+        raise InputError(f"{where}: holds a number that is too large") from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply") from None
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).removesuffix("`").partition(" - at `")
+        if isinstance(error.__cause__, OutOfRangeError):
+            text = _as_written(error.__cause__, place or "$", written)
+        elif text.startswith("Invalid enum value") and (words := _words_at(kind, place)):
+            text += f", must be one of {', '.join(words)}"
+        raise InputError(f"{where}: {text}" + (f" (at {place})" if place else "")) from None
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _words_at(kind: type, place: str) -> tuple[str, ...]:
+    """The words that may stand at a place such as $.levels[0].kind; none where it is not known."""
+    annotation: Any = kind
+    for name in re.sub(r"\[.*?\]", "", place).split(".")[1:]:
+        inner, _ = _dataclass_inside(annotation)
+        annotation = typing.get_type_hints(inner).get(name) if inner else None
+    while annotation is not None and typing.get_origin(annotation) is not typing.Literal:
+        parts = [part for part in typing.get_args(annotation) if part not in (type(None), ...)]
+        annotation = parts[0] if len(parts) == 1 else None
+    return typing.get_args(annotation)
+
+
+def _as_written(error: OutOfRangeError, place: str, written: dict[str, tuple[str, float]]) -> str:
+    """What `error` says, under the key and in the unit that stand in the file."""
+    field, dot, part = error.name.partition(".")
+    key, factor = written.get(f"{place}.{field}", (field, 1.0))
+    return str(OutOfRangeError(f"{key}{dot}{part}", error.value / factor, error.rule))
+
+
+def _dataclass_inside(annotation: Any) -> tuple[type | None, bool]:
+    """(the dataclass held by an annotation such as X, X | None or tuple[X, ...], whether it is a sequence)."""
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return annotation, False
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            found = _dataclass_inside(part)
+            if found[0]:
+                return found
+    if origin is tuple:
+        return _dataclass_inside(typing.get_args(annotation)[0])[0], True
+    return None, False
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    if isinstance(value, dict):
+        return {key: _scaled(part, factor) for key, part in value.items()}
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value  # the decoder says what is wrong with it
+    return value * factor
+
+
+def _to_fields(kind: type, table: dict[str, Any], place: str, written: dict[str, tuple[str, float]]) -> dict[str, Any]:
+    """Keys in human units become SI fields; a key that no field answers to is refused.
+
+    `written` collects, by the place of a scaled field, its key in the file and the factor of that key's unit.
+    """
+    hints = typing.get_type_hints(kind)
+    fields: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key
+        if name not in hints:
+            for field in hints:
+                units = {field[: -len(inside)] + human: factor for human, inside, factor in file_units(field)}
+                if key in units:
+                    name, value = field, _scaled(value, units[key])
+                    written[f"{place}.{field}"] = (key, units[key])
+                    break
+            else:
+                known = ", ".join(sorted(file_keys(hint)[0] for hint in hints))
+                raise InputError(f"unknown key {key!r} at {place}; known: {known}")
+        if name in fields:
+            raise InputError(f"{key!r} at {place} is given twice, in two units")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{key} at {place} must be a finite number, got {value}")
+        inner, is_sequence = _dataclass_inside(hints[name])
+        if inner and isinstance(value, dict):
+            value = _to_fields(inner, value, f"{place}.{key}", written)
+        elif inner and is_sequence and isinstance(value, list):
+            value = [
+                _to_fields(inner, part, f"{place}.{key}[{at}]", written) if isinstance(part, dict) else part
+                for at, part in enumerate(value)
+            ]
+        fields[name] = value
+    return fields
+
+
+def encode(value: object) -> str:
+    """The text of a dataclass as `decode` reads it: JSON in SI units, the same for the same value."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
+def schema(kind: type, *, human_units: bool) -> dict[str, Any]:
+    """JSON Schema of the file that `decode(kind, ...)` reads; with `human_units` keys may be those people write."""
+    result: dict[str, Any] = msgspec.json.schema(kind)
+    for definition in result.get("$defs", {}).values():
+        if "properties" not in definition:
+            continue
+        definition["additionalProperties"] = False
+        if human_units:
+            _offer_human_keys(definition)
+    return result
+
+
+def _unscaled(value: Any, factor: float) -> Any:
+    """A default in the unit of a key, without the noise of the division: 14 us, not 13.999999999999998."""
+    return value if value is None else float(f"{value / factor:.12g}")
+
+
+def _offer_human_keys(definition: dict[str, Any]) -> None:
+    """Every key in its human units and in SI; of a required quantity, one of them."""
+    properties: dict[str, Any] = {}
+    required, alternatives = [], []
+    for field, described in definition["properties"].items():
+        keys = file_keys(field)
+        for human, inside, factor in file_units(field):
+            scaled = {"default": _unscaled(described["default"], factor)} if "default" in described else {}
+            properties[field[: -len(inside)] + human] = {**described, **scaled}
+        properties[field] = described
+        if field in definition.get("required", []):
+            if len(keys) == 1:
+                required.append(field)
+            else:
+                alternatives.append({"oneOf": [{"required": [key]} for key in keys]})
+    definition["properties"], definition["required"] = properties, required
+    if alternatives:
+        definition["allOf"] = alternatives
+
+
+def check_target(path: Path, *, force: bool) -> None:
+    """Refuse to write over what exists, a link that leads nowhere included; whatever is no regular file, always."""
+    try:
+        exists = path.exists()
+        if exists and path.is_dir():
+            raise InputError(f"{path} is a folder: name a file")
+        if exists and not path.is_file():
+            raise InputError(f"{path} is a device, pipe or socket: name a regular file")
+        if (exists or path.is_symlink()) and not force:
+            raise InputError(f"{path} exists: choose another name or pass --force")
+        path.resolve()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    except RuntimeError:
+        raise InputError(f"{path}: cannot be written: its links form a loop") from None
+
+
+@contextmanager
+def replacing(path: Path, *, force: bool = False, executable: bool = False) -> Iterator[BinaryIO]:
+    """A stream whose bytes become the file when the block ends, or never; as `write_text` does."""
+    check_target(path, force=force)
+    temporary: Path | None = None
+    try:
+        target = path.resolve()
+        handle, name = tempfile.mkstemp(prefix=".autoplan-", dir=target.parent)
+        temporary = Path(name)
+        with os.fdopen(handle, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod((0o777 if executable else 0o666) & ~umask)
+        temporary.replace(target)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, *, force: bool = False, executable: bool = False) -> None:
+    """Write a file whole or not at all; an existing one only with `force`, and the one that a link points to."""
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"{path}: cannot be written: the text is not Unicode") from None
+    with replacing(path, force=force, executable=executable) as stream:
+        stream.write(data)
+
+
+def check_folder(path: Path, *, force: bool) -> None:
+    """Refuse to write a folder over what exists; into a folder that holds something, only with `force`."""
+    try:
+        if path.is_dir():
+            if not force and any(path.iterdir()):
+                raise InputError(f"{path} exists: choose another name or pass --force")
+        elif path.exists() or path.is_symlink():
+            raise InputError(f"{path} exists and is no folder: choose another name")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool = False) -> None:
+    """Write a folder of (text, executable) by name: a new one whole or not at all, with `force` into an existing one.
+
+    There each file is replaced whole, once all are written beside them; whatever else is there is not touched: a job
+    may be writing its log, or have left checkpoints.
+    """
+    check_folder(path, force=force)
+    for name in texts:
+        if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+            raise InputError(f"{name!r} is no name of a file")
+        if (path / name).is_dir():
+            raise InputError(f"{path / name} is a folder: choose another name for its own")
+    try:
+        is_new = not path.is_dir()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".autoplan-", dir=path.parent if is_new else path) as scratch:
+            made = Path(scratch) / "made"
+            made.mkdir()
+            for name, (text, executable) in texts.items():
+                write_text(made / name, text, executable=executable)
+            if is_new:
+                made.rename(path)
+            else:
+                for name in texts:
+                    (made / name).replace(path / name)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,108 @@
+"""How are the names of many hosts written short?  As Slurm does: 'node[001-016,020],login1'."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import product
+
+from autoplan.base.errors import InputError
+
+MOST_HOSTS = 100_000
+
+_TEXT = re.compile(r"[^\s\[\],]+")
+_RANGE = re.compile(r"(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?")
+_NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>\d{1,9})(?P<tail>\D*)")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The names in the order in which they are written; a number keeps the zeros before it."""
+    names: list[str] = []
+    for column, part in _parts(text):
+        axes = [_axis(word, column + at) for at, word in _pieces(part, column)]
+        size = 1
+        for axis in axes:
+            size *= len(axis)
+        if len(names) + size > MOST_HOSTS:
+            raise InputError(f"column {column}: names more than {MOST_HOSTS:,} hosts")
+        names += ["".join(pieces) for pieces in product(*axes)]
+    if not names:
+        raise InputError("names no host")
+    return names
+
+
+def _parts(text: str) -> list[tuple[int, str]]:
+    """The comma-separated parts, brackets left whole, and the column at which each begins."""
+    parts, start, inside = [], 0, False
+    for at, letter in enumerate(text + ","):
+        if letter in "[]":
+            if inside == (letter == "["):
+                raise InputError(f"column {at + 1}: a bracket that does not match")
+            inside = letter == "["
+        elif letter == "," and not inside:
+            if text[start:at].strip():
+                parts.append((start + 1, text[start:at]))
+            start = at + 1
+    if inside:
+        raise InputError(f"column {len(text)}: a bracket is not closed")
+    return parts
+
+
+def _pieces(part: str, column: int) -> list[tuple[int, str]]:
+    """What is inside and outside of brackets, and where it begins in the part."""
+    pieces = [(match.start(), match[0]) for match in re.finditer(r"\[[^\]]*\]|[^\[\]]+", part)]
+    for at, piece in pieces:
+        if not piece.startswith("[") and not _TEXT.fullmatch(piece):
+            raise InputError(f"column {column + at}: {_shown(piece)} is no part of a host name")
+    return pieces
+
+
+def _axis(piece: str, column: int) -> list[str]:
+    """All values of one piece."""
+    if not piece.startswith("["):
+        return [piece]
+    values: list[str] = []
+    for word in piece[1:-1].split(","):
+        match = _RANGE.fullmatch(word.strip())
+        first = int(match["first"]) if match else 0
+        last = int(match["last"] or first) if match else -1
+        if not match or last < first:
+            raise InputError(f"column {column}: {_shown(word)} is no range such as 001-016")
+        if len(values) + last - first >= MOST_HOSTS:
+            raise InputError(f"column {column}: names more than {MOST_HOSTS:,} hosts")
+        width = len(match["first"])
+        values += [f"{number:0{width}d}" for number in range(first, last + 1)]
+    return values
+
+
+def _shown(word: str) -> str:
+    return repr(word if len(word) <= 40 else word[:40] + "...")
+
+
+def compress_hosts(names: Iterable[str]) -> str:
+    """A host list of `names`, in their order: neighbours that count up by one become a range."""
+    runs: list[tuple[str, str, list[str]]] = []  # head, tail, numbers as written
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        head, number, tail = (match["head"], match["number"], match["tail"]) if match else (name, "", "")
+        if runs and number and (last := runs[-1])[:2] == (head, tail) and last[2] and _follows(last[2][-1], number):
+            last[2].append(number)
+        else:
+            runs.append((head, tail, [number] if number else []))
+    groups: list[tuple[str, str, list[str]]] = []  # head, tail, ranges
+    for head, tail, numbers in runs:
+        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(numbers)
+        if groups and span and groups[-1][:2] == (head, tail) and groups[-1][2]:
+            groups[-1][2].append(span)
+        else:
+            groups.append((head, tail, [span] if span else []))
+    return ",".join(
+        f"{head}[{','.join(spans)}]{tail}"
+        if len(spans) > 1 or "-" in "".join(spans)
+        else f"{head}{''.join(spans)}{tail}"
+        for head, tail, spans in groups
+    )
+
+
+def _follows(one: str, other: str) -> bool:
+    return len(one) == len(other) and int(other) == int(one) + 1

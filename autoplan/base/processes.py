@@ -1,0 +1,383 @@
+"""Who computes?  Finds this program's place in a job, starts its ranks as children, and outlives them.
+
+On one machine the program starts all ranks itself.  Under torchrun, Slurm's srun or MPI it is started once for each
+rank, reads its place from their variables, and starts that one rank.  Either way the one beside rank 0 says what is
+done and keeps what came of it, so that a rank that crashes, hangs or is killed takes no result with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Self
+
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.hostlist import expand_hosts
+from autoplan.base.units import cleaned
+
+START_S = 180.0  # for importing torch from a busy file system and for meeting
+GRACE_S = 5.0  # that ranks have to say what went wrong, or good-bye to others, before they are ended
+PATIENCE_S = 0.2  # with ranks that nobody else waits for
+_HUNG_STATUS = 1  # with which faulthandler's watchdog ends a process
+# Ranks inherit: one thread for each, said before torch is there (`closed-loop` 2.1).
+# Memory of the host is kept when it is freed, as that of accelerators is: without it a step faults in again, page by
+# page, what the last one gave back.
+_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most that glibc takes
+}
+# Where nobody said otherwise: of torch's C++ no stack traces of what the ranks say themselves, and memory that grows in
+# place.  A step of 125 GiB in blocks of fixed sizes was seen to run out of 140, 17 of them held but in pieces.
+_USUAL = {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}  # names that say it too
+_PORT = 29500  # torch's own default
+_LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank's place in the job, and where all meet (a URL as torch.distributed takes it)."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    meeting_point: str = ""
+    launcher: str = ""  # blank: this program starts all ranks
+
+
+class CrewError(AutoplanError):
+    """Ranks are gone: they crashed, hung or could not meet; `is_out_of_memory` says whether for want of memory."""
+
+    def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
+        super().__init__(text)
+        self.is_out_of_memory = is_out_of_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A rank's last words."""
+
+    text: str
+    is_out_of_memory: bool = False
+
+
+# The whole work of a rank: its place, and the line to the program that started it.
+Work = Callable[[Place, Connection], None]
+
+
+def place_from(variables: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave this program, None where there is no launcher.
+
+    torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.  Open MPI: OMPI_COMM_WORLD_*.  MPICH and Intel MPI
+    (hydra): PMI_RANK, PMI_SIZE, MPI_LOCALRANKID.  srun: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID; a batch
+    script has the first and last of these too, but no step.  MPI comes before Slurm, whose variables its daemons
+    inherit.
+    """
+    for launcher, rank, size, local in (
+        ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ):
+        if not all(name in variables for name in (rank, size, local)):
+            continue
+        try:
+            numbers = [int(variables[name]) for name in (rank, size, local)]
+        except ValueError:
+            raise InputError(f"{launcher}: {rank}, {size} and {local} must be whole numbers") from None
+        if not 0 <= numbers[0] < numbers[1]:
+            raise InputError(f"{launcher}: {rank} is {numbers[0]}, but {size} is {numbers[1]}")
+        return Place(
+            rank=numbers[0],
+            num_ranks=numbers[1],
+            local_rank=numbers[2],
+            meeting_point=_meeting_point(launcher, variables),
+            launcher=launcher,
+        )
+    return None
+
+
+def _meeting_point(launcher: str, variables: Mapping[str, str]) -> str:
+    if launcher == "torchrun":
+        return "env://"  # torchrun's agent may hold the meeting itself, which torch reads from its variables
+    port = variables.get("MASTER_PORT")
+    if address := variables.get("MASTER_ADDR"):
+        return f"tcp://{address}:{port or _PORT}"
+    if launcher == "srun":
+        job = int(re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "")) or 0)
+        return f"tcp://{_first_host(variables.get('SLURM_STEP_NODELIST', ''))}:{port or _PORT + job % _LOCAL_PORTS}"
+    if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", variables.get("MPI_LOCALNRANKS")) == variables.get(
+        "OMPI_COMM_WORLD_SIZE", variables.get("PMI_SIZE")
+    ):
+        return f"tcp://127.0.0.1:{port or _PORT}"
+    raise InputError("mpirun over several nodes: pass MASTER_ADDR=<host of rank 0> on, such as with -x MASTER_ADDR")
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of Slurm's 'gpu[003-010,012],login1'."""
+    try:
+        return expand_hosts(nodes)[0]
+    except InputError:
+        raise InputError(f"SLURM_STEP_NODELIST {nodes!r} names no host: pass MASTER_ADDR=<host of rank 0> on") from None
+
+
+def local_places(num_ranks: int, meeting_file: Path) -> list[Place]:
+    """The places of ranks that all run here and meet at a file."""
+    url = f"file://{meeting_file}"
+    return [Place(rank=rank, num_ranks=num_ranks, local_rank=rank, meeting_point=url) for rank in range(num_ranks)]
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Children:
+    """The ranks that this program started.  Use it as a context: leaving it ends them.
+
+    `work` can be pickled, and imports torch itself; an answer may take `limit_s`, the first one `START_S` more.
+    Modules of `preload` are loaded once for all ranks.
+    """
+
+    def __init__(
+        self, work: Work, place: Place | None, num_ranks: int, *, limit_s: float, preload: Sequence[str] = ("torch",)
+    ) -> None:
+        self._work, self._place, self._num_ranks, self._limit_s = work, place, num_ranks, limit_s
+        self._preload = list(preload)
+        self._processes: list[BaseProcess] = []
+        self._lines: list[Connection] = []
+        self._starts = 0
+        try:
+            self._folder = tempfile.mkdtemp(prefix="autoplan-ranks-")
+        except OSError as error:
+            said = error.strerror or error
+            raise InputError(f"ranks have no folder to meet in: {said}; set TMPDIR to one with space") from None
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 is among the ranks: then this program says what is done."""
+        return self._place is None or self._place.rank == 0
+
+    @property
+    def _answer_s(self) -> float:
+        return self._limit_s + 2 * GRACE_S
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether lost ranks can be started again: all of them must be children of this program."""
+        return self._place is None
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks, by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def start(self) -> Any:
+        """Start the ranks; the first answer of rank 0, None from another one."""
+        self._starts += 1
+        if self._place and self.leads:
+            _check_port(self._place.meeting_point)
+        places = (
+            [self._place]
+            if self._place
+            else local_places(self._num_ranks, Path(self._folder) / f"meeting-{self._starts}")
+        )
+        context = _server(self._preload)
+        for place in places:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_be_rank, args=(place, self._work, theirs), name=f"rank {place.rank}", daemon=True
+            )
+            with _undisturbed():  # a rank that was started is one that will be ended
+                process.start()
+                self._processes.append(process)
+                self._lines.append(ours)
+            theirs.close()
+        if not self.leads:
+            return None
+        return self._answer(START_S + self._answer_s)
+
+    def ask(self, message: object) -> Any:
+        """Rank 0's answer to `message`, in which all ranks have taken part."""
+        try:
+            self._lines[0].send(message)
+        except OSError:
+            raise self._lost() from None
+        return self.answer()
+
+    def answer(self) -> Any:
+        """What rank 0 says next."""
+        return self._answer(self._answer_s)
+
+    def follow(self) -> None:
+        """Stand by until the rank that was started here ends; an error if it does not end well."""
+        self._processes[0].join()
+        if self._processes[0].exitcode:
+            raise self._lost()
+
+    def _answer(self, limit_s: float) -> Any:
+        line = self._lines[0]
+        end = time.monotonic() + limit_s
+        while True:
+            ready = wait([line, *(process.sentinel for process in self._processes)], max(end - time.monotonic(), 0))
+            if line in ready:
+                with contextlib.suppress(EOFError, OSError):
+                    answer = line.recv()
+                    if not isinstance(answer, Fault):
+                        return answer
+                    raise self._lost(answer)
+                raise self._lost()
+            if ready:
+                raise self._lost()
+            if time.monotonic() >= end:
+                raise CrewError(f"no answer within {limit_s:.0f} s")
+
+    def _lost(self, first: Fault | None = None) -> CrewError:
+        """Why ranks are gone: one out of memory explains it, else one that was killed what the others then missed.
+
+        NCCL aborts the ranks that miss another one.
+        """
+        words = {} if first is None else {0: first}
+        killed: dict[int, str] = {}
+        # Others may know better than the first that speaks.
+        end = time.monotonic() + (GRACE_S / 5 if words else GRACE_S)
+        while time.monotonic() < end:
+            for at, (process, line) in enumerate(zip(self._processes, self._lines, strict=True)):
+                with contextlib.suppress(EOFError, OSError):
+                    while at not in words and line.poll():
+                        if isinstance(message := line.recv(), Fault):
+                            words[at] = message
+                code = process.exitcode
+                if code is not None and code < 0:
+                    killed[at] = f"was ended by {signal_name(-code)}"
+                elif code == _HUNG_STATUS and at not in words:
+                    killed[at] = f"did not end within {self._limit_s:.0f} s"
+                elif code is not None and at not in words:
+                    killed[at] = f"exited with status {code} without a word"
+            if killed:
+                break
+            time.sleep(0.05)
+        offset = self._place.rank if self._place else 0
+        full = {at: fault.text for at, fault in words.items() if fault.is_out_of_memory}
+        said = full or killed or {at: fault.text for at, fault in words.items()}
+        return CrewError(
+            cleaned("; ".join(f"rank {offset + at} {text}" for at, text in sorted(said.items()))),
+            is_out_of_memory=bool(full),
+        )
+
+    def stop(self, patience_s: float = PATIENCE_S) -> None:
+        """End the ranks: at once those that wait for the next task, others after `patience_s`, however busy."""
+        with _undisturbed():
+            for line in self._lines:
+                line.close()  # a rank that waits for the next task ends by itself
+            for process in self._processes:
+                process.join(patience_s)
+                if process.is_alive():
+                    process.kill()  # also one that is stopped or caught inside a driver
+                process.join()
+                process.close()
+            self._processes, self._lines = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # Ranks of other programs hear from rank 0 that there is no more to do: cut short, it leaves them with an error.
+        self.stop(GRACE_S if self._place and error is None else PATIENCE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _check_port(meeting_point: str) -> None:
+    """Refuse, before any rank waits for the others, a port at which rank 0 could not wait for them."""
+    if not meeting_point.startswith("tcp://"):
+        return
+    port = int(meeting_point.rpartition(":")[2])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        said = os.strerror(error.errno or 0)
+        raise InputError(f"ranks cannot meet at port {port} of this host: {said}; set MASTER_PORT to another") from None
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C counts when the block has ended; processes that are started inside leave it to this program for good.
+
+    A signal that this thread blocks is taken by another one, and Python then tells the main thread all the same: what
+    it would do waits too.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before, told = signal.getsignal(signal.SIGINT), threading.Event()
+    waits = before is not None and threading.current_thread() is threading.main_thread()
+    if waits:
+        signal.signal(signal.SIGINT, lambda *_: told.set())
+    try:
+        yield
+    finally:
+        if waits:
+            signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if told.is_set():
+            signal.raise_signal(signal.SIGINT)
+
+
+def _server(preload: list[str]) -> ForkServerContext:
+    """What ranks are forked from: a process that has loaded torch once for all of them, and has touched no device.
+
+    A child of this program itself could not use CUDA if the program had.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    before = {name: os.environ.get(name) for name in (*_VARIABLES, *_USUAL)}
+    resource_tracker.ensure_running()  # which would let Ctrl-C through again, were it started on the way
+    try:
+        os.environ.update(_VARIABLES)
+        for name, value in _USUAL.items():
+            if not any(other in os.environ for other in _SAME.get(name, ())):
+                os.environ.setdefault(name, value)
+        with _undisturbed():
+            forkserver.ensure_running()
+    finally:
+        for name, held in before.items():
+            if held is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = held
+    return context
+
+
+def _be_rank(place: Place, work: Work, line: Connection) -> None:
+    """The whole life of a rank, in a process of its own."""
+    gc.freeze()  # what was loaded before is no garbage: to look for some among torch takes half a second every time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the program decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(2, 1)  # results go to standard output, and libraries such as NCCL write there too
+    if not place.launcher:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
+    try:
+        work(place, line)
+    except ImportError as error:
+        line.send(Fault(text=f"cannot start: {error}"))
+        os._exit(2)

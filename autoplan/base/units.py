@@ -1,0 +1,144 @@
+"""How are quantities written: in SI inside, in human units in the keys of files and on screen?"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from functools import lru_cache
+
+from autoplan.base.errors import InputError, OutOfRangeError
+
+MIB, GIB = 2**20, 2**30
+TOKEN_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+
+# A key of a file may carry a human unit; inside there is one SI unit per quantity.  Bandwidth is decimal, one
+# direction; memory is binary.  (ending of the key in a file, ending of the field inside, factor)
+FILE_UNITS: tuple[tuple[str, str, float], ...] = (
+    ("_gb_per_s", "_bytes_per_s", 1e9),
+    ("_gib", "_bytes", float(GIB)),
+    ("_mib", "_bytes", float(MIB)),
+    ("_tflops", "_flops_per_s", 1e12),
+    ("_us", "_s", 1e-6),
+    ("_ms", "_s", 1e-3),
+)
+
+_VOLUMES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def file_keys(field: str) -> tuple[str, ...]:
+    """The keys under which a file may hold `field`: `memory_bytes` as `memory_gib`, `memory_mib` or in SI."""
+    return (*(field[: -len(inside)] + human for human, inside, _ in file_units(field)), field)
+
+
+@lru_cache(maxsize=1024)
+def file_units(field: str) -> tuple[tuple[str, str, float], ...]:
+    """The rows of `FILE_UNITS` that apply to a field: the ending of a rate is not that of a time."""
+    rows = [row for row in FILE_UNITS if field.endswith(row[1])]
+    longest = max((len(inside) for _, inside, _ in rows), default=0)
+    return tuple(row for row in rows if len(row[1]) == longest)
+
+
+def check_count(name: str, value: int, *, least: int = 1, most: int = 10**9) -> None:
+    """Refuse a count outside [least, most]."""
+    if not least <= value <= most:
+        raise InputError(f"{name} must be between {least} and {most}, got {value}")
+
+
+MOST = 1e30  # of any quantity; the least is its inverse: products of a few neither overflow nor vanish
+
+
+def check_positive(name: str, value: float, *, most: float = MOST) -> None:
+    """Refuse a quantity that is zero, negative, not a number or absurdly large or small."""
+    if not (math.isfinite(value) and value > 0):
+        raise OutOfRangeError(name, value, "must be a positive finite number")
+    if not 1 / MOST <= value <= most:
+        raise OutOfRangeError(name, value, f"must lie in [{1 / MOST:g}, {most:g}]")
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse a share outside (0, 1], or one that is absurdly small."""
+    if not (math.isfinite(value) and 0 < value <= 1):
+        raise OutOfRangeError(name, value, "must be above 0 and at most 1")
+    check_positive(name, value)
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Refuse a quantity that is negative, not a number or absurdly large."""
+    if not (math.isfinite(value) and value >= 0):
+        raise OutOfRangeError(name, value, "must be finite and not negative")
+    if value > MOST:
+        raise OutOfRangeError(name, value, f"must be at most {MOST:g}")
+
+
+def check_name(name: str, value: str) -> None:
+    """Refuse a name that is empty or that a terminal or a script cannot show on one line."""
+    if not value.strip() or not value.isprintable():
+        raise InputError(f"{name} must be printable text and not empty, got {value[:40]!r}")
+
+
+def format_bytes(value: float) -> str:
+    """`value` bytes in GiB: '71.3 GiB'."""
+    return f"{value / GIB:,.1f} GiB"
+
+
+def format_rate(value: float) -> str:
+    """`value` bytes/s with three figures, decimal: '47.0 GB/s', '3.01 TB/s'."""
+    scaled, unit = (value / 1e12, "TB/s") if value >= 999.5e9 else (value / 1e9, "GB/s")
+    return f"{_three_figures(scaled)} {unit}"
+
+
+def format_flops(value: float) -> str:
+    """`value` operations per second with three figures or more: '989 TFLOP/s', '160 GFLOP/s'."""
+    scaled, unit = (value / 1e12, "TFLOP/s") if value >= 0.9995e12 else (value / 1e9, "GFLOP/s")
+    return f"{_three_figures(scaled)} {unit}"
+
+
+def format_volume(value: float) -> str:
+    """`value` bytes that are moved, with three figures, decimal as rates are: '47.0 GB', '3.01 MB'."""
+    scale, unit = next(((scale, unit) for scale, unit in _VOLUMES if value >= 0.9995 * scale), _VOLUMES[-1])
+    return f"{value / scale:.{0 if value >= 99.95 * scale else 1 if value >= 9.995 * scale else 2}f} {unit}"
+
+
+def format_seconds(value: float) -> str:
+    """`value` seconds with three or four figures in a readable unit: '7.31 s', '412 ms'."""
+    if not math.isfinite(value):
+        return "-"
+    if value >= 100:
+        return f"{value:,.1f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.1f} ms"
+    return f"{value * 1e6:.1f} us"
+
+
+def format_percent(fraction: float) -> str:
+    """`fraction` in percent with one decimal."""
+    return f"{100 * fraction:.1f} %"
+
+
+def format_days(value: float) -> str:
+    """`value` seconds of a run with three figures: '31.6 d', '9.28 h', '25.0 min'."""
+    for unit_s, unit in ((86400, "d"), (3600, "h")):
+        if value >= unit_s:
+            return f"{_three_figures(value / unit_s)} {unit}"
+    return f"{_three_figures(value / 60)} min"
+
+
+def format_tokens(value: float) -> str:
+    """`value` tokens with three figures: '15.6T', '445B'."""
+    scaled, unit = next(((value / size, sign) for size, sign in TOKEN_UNITS if value >= 0.9995 * size), (value, ""))
+    return f"{_three_figures(scaled)}{unit}"
+
+
+def _three_figures(value: float) -> str:
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f}"
+
+
+MOST_TEXT = 1_000  # characters of a name or a reason
+
+
+def cleaned(text: str) -> str:
+    """`text` without control characters, cut to `MOST_TEXT`: for what comes from outside."""
+    return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MOST_TEXT]

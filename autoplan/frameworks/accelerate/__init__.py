@@ -1,0 +1,1 @@
+"""Accelerate: its rules, launch files and logs."""

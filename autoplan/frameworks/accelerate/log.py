@@ -1,0 +1,58 @@
+"""Which lines does the Trainer of transformers write?
+
+transformers 5.23.0 and 4.x: `ProgressCallback` in trainer_callback.py shows a bar of tqdm on stderr, `training_bar`,
+without a description, and another one while it evaluates; what is logged is a Python dict, whose numbers are strings
+from 5.0 on (`on_log`).  A dict says no time but for the last one (`speed_metrics` in trainer_utils.py:
+`train_steps_per_second`, a mean of all steps).  tqdm 4.70.1, std.py `format_meter`: "n/total [elapsed<left, rate]".
+"""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.frameworks.common.log_seen import Seen, Source, number, quantity
+
+NAME = "HF Trainer"
+LOOKED_FOR = "tqdm's bar N/M [..., T s/it], or 'train_steps_per_second'"
+
+_BAR = re.compile(
+    r"^\s{0,8}\d{1,3}%\|[^|]{0,400}\| {0,9}(\d{1,12})/(\d{1,12}) \[[0-9:]{1,12}<[0-9:?]{1,12}, (.{1,20}?)[\],]"
+)
+_RATE = re.compile(r"\s{0,8}([0-9.]{1,20})(s/it|it/s)")
+_LOSS = re.compile(r"^\{'loss': '?([0-9.eE+-]{1,30})'?,")
+_WHOLE = re.compile(r"'train_steps_per_second': '?([0-9.eE+-]{1,30})")
+
+
+class Reader:
+    """Reads lines of the Trainer; the first bar without a description is taken for that of training."""
+
+    def __init__(self) -> None:
+        self._num_steps = ""
+
+    def read(self, line: str) -> Seen | None:
+        """What a line says; None where it is not one of the Trainer."""
+        if "it]" in line or "it/s" in line:
+            return self._bar(line)
+        if "{'" not in line:
+            return None
+        line = line[line.index("{'") :]
+        if loss := _LOSS.match(line):
+            return Seen(loss=number(loss[1]))
+        if whole := _WHOLE.search(line):
+            rate = quantity(whole[1])
+            return Seen(times=(("whole", 1 / rate),)) if rate else None
+        return Seen(pause="evaluation") if line.startswith("{'eval_") else None
+
+    def _bar(self, line: str) -> Seen | None:
+        bar = _BAR.match(line)
+        if bar is None:
+            return None
+        self._num_steps = self._num_steps or bar[2]
+        if bar[2] != self._num_steps:
+            return Seen(pause="evaluation")
+        rate = _RATE.fullmatch(bar[3])
+        value = quantity(rate[1]) if rate else None
+        if rate is None or value is None:
+            return None
+        times: tuple[tuple[Source, float], ...] = (("bar", value if rate[2] == "s/it" else 1 / value),)
+        return Seen(step=int(bar[1]), times=times)

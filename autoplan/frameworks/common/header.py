@@ -1,0 +1,30 @@
+"""What does every exported file say of the plan that it starts?  The prediction, its interval and where it is from."""
+
+from __future__ import annotations
+
+from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.spec.result import PlanFile
+
+
+def comment(text: str) -> str:
+    """`text` as one line that cannot leave its comment: anything that is not printable becomes a question mark."""
+    return "# " + "".join(character if character.isprintable() else "?" for character in text)
+
+
+def header(plan_file: PlanFile, framework: str) -> list[str]:
+    """The lines of comment above a file for `framework`."""
+    best, cluster = plan_file.best, plan_file.cluster
+    made_by = " ".join(f"{name} {version}" for name, version in plan_file.versions.items())
+    lines = [
+        f"{plan_file.model.name} with {framework} on {best.plan.num_devices} x {cluster.device.name}"
+        f" (cluster {cluster.name}), sequences of {plan_file.training.seq_len} tokens, {best.plan.global_batch} a step",
+        f"Plan: {best.plan.describe()}",
+        f"Predicted: {format_seconds(best.step_s)} a step (90 % interval {format_seconds(best.low_s)} to"
+        f" {format_seconds(best.high_s)}), {best.tokens_per_s_per_device:,.0f} tokens/s per device,"
+        f" MFU {format_percent(best.mfu)}",
+        f"Memory: {format_bytes(best.memory_bytes)} on the fullest device, headroom"
+        f" {format_bytes(best.memory_headroom_bytes)}, risk of running out {format_percent(best.oom_probability)}",
+        f"Priced as {plan_file.framework.name}, calibration {plan_file.calibration.name}, by {made_by}",
+        f"Made from: {plan_file.command}",
+    ]
+    return [comment(line) for line in lines]

@@ -1,0 +1,85 @@
+"""What does a target hand to a launcher?  The command of every device, its environment and the files that it reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoplan.spec.result import PlanFile
+
+Line = list[str]  # words that stand on one line of a script
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """What a person may set in the environment; without a `default` it must be set."""
+
+    name: str
+    default: str | None
+    says: str
+    counts_steps: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A variable of the environment that the job relies on; a `value` of None takes it out."""
+
+    name: str
+    value: str | None
+    says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A bash array of options: its name, what it holds, its lines."""
+
+    name: str
+    says: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """One file of a set: a plain name, no path, and its text."""
+
+    name: str
+    text: str
+    executable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is started on every device.  `program` and `trailing` are shell words with expansions, quoted by hand.
+
+    `replaceable` is a group that a variable of that name with `_ARGS` in the environment replaces as a whole.
+    """
+
+    framework: str
+    environment: tuple[Setting, ...] = ()
+    variables: tuple[Variable, ...]
+    program: str
+    groups: tuple[Group, ...] = ()
+    replaceable: Group | None = None
+    trailing: tuple[str, ...] = ()
+    files: tuple[File, ...] = ()  # that lie beside the launch file; "$HERE" in a program is their folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A framework that plans are written for.
+
+    `job` makes the job of a plan file for one of the `versions`, the default first, and refuses what the framework
+    cannot express with an `InputError` that gives the reason.
+    """
+
+    name: str
+    says: str  # the framework by its usual name
+    rules: tuple[str, ...]  # plans priced for frameworks with these rules are taken
+    job: Callable[[PlanFile, str], Job]
+    versions: tuple[str, ...] = ("",)
+
+
+def safe_name(text: str) -> str:
+    """`text` cut down to a name that every scheduler takes."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:48] or "autoplan"

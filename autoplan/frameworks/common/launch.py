@@ -1,0 +1,62 @@
+"""What do people run today?  A launch file of a framework, read into model, training and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the person says beside the file, which wins over what the file says.
+
+    Several formats hold no model or no number of devices; `variables` are those of the shell, by name; in `folder` lies
+    what a script has beside it.
+    """
+
+    model: ModelSpec | None = None
+    num_devices: int | None = None
+    devices_per_node: int | None = None
+    seq_len: int | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """An option that was not understood, with its value and the reason; `matters` where it may cost time or memory."""
+
+    option: str
+    value: str
+    why: str
+    matters: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a launch file starts.  `options` are those that the plan, model and training were read from, as written."""
+
+    target: str  # by its name among the targets of export
+    framework: str  # by the name of its preset
+    model: ModelSpec
+    training: TrainingSpec
+    plan: ParallelPlan
+    options: tuple[tuple[str, str], ...] = ()
+    unread: tuple[Unread, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How files of one target are known and read.
+
+    `recognises` looks at a file's name and text; `read` raises an `InputError` that names what is missing or wrong.
+    """
+
+    target: str
+    recognises: Callable[[str, str], bool]
+    read: Callable[[str, Given], Launch]  # of the text

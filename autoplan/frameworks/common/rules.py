@@ -1,0 +1,149 @@
+"""Which plans does a framework admit?  Vectorised predicates, each with its place in the framework's source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+
+import numpy as np
+
+from autoplan.base.arrays import Bools
+from autoplan.base.errors import InputError
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import CP_KINDS, OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.spec.setting import Setting
+from autoplan.spec.training import TrainingSpec
+
+# The axes of a plan whose values are words, with all of them.
+WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "sharding": SHARDINGS,
+    "cp_kind": CP_KINDS,
+    "recompute": RECOMPUTES,
+    "offload": OFFLOADS,
+    "rank_order": RANK_ORDERS,
+    "precision": PRECISIONS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One condition: `holds` tells for every plan of a batch; `says` is the rule with the values of one plan."""
+
+    source: str  # file and line in the framework, at the commit that the module names
+    holds: Callable[[Setting, PlanBatch], Bools]
+    says: Callable[[Setting, ParallelPlan], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which words of one axis a framework knows, the plain one first."""
+
+    axis: str
+    words: tuple[str, ...]
+    source: str
+
+    def rule(self) -> Rule:
+        """The rule that a plan takes one of them."""
+        known = np.array([word in self.words for word in WORDS[self.axis]])
+
+        def is_one_of(setting: Setting, batch: PlanBatch) -> Bools:
+            # Without context parallelism its kind means nothing.
+            is_idle = (batch.cp == 1) & (self.axis == "cp_kind")
+            return known[getattr(batch, self.axis)] | is_idle
+
+        return Rule(
+            source=self.source,
+            holds=is_one_of,
+            says=lambda s, p: (
+                f"{self.axis} {getattr(p, self.axis)!r} does not exist: use {' or '.join(map(repr, self.words))}"
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rulebook:
+    """What one framework admits, and where a search for it begins.
+
+    `rules` are all of them, those of `choices` among them; an axis without a choice takes every word.
+    """
+
+    rules: tuple[Rule, ...]
+    choices: tuple[Choice, ...] = ()
+    usual_shardings: tuple[str, ...] = ("none", "zero1")  # what its users would try first, the plain one first
+    shards_over_part: bool = True  # whether states may be sharded over a part of the replicas
+    repeats_parts: bool = False  # whether recomputation may name parts of a layer
+    repeats_some_layers: bool = False  # whether it may take some layers of a chunk
+    split_schedules_overlap: bool = True  # whether states are reduced beside a backward pass in two parts
+    # The one way in which it cuts a model into so many stages; None: as the plan says.
+    split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
+
+    def words(self, axis: str) -> tuple[str, ...]:
+        """The words of an axis that it knows."""
+        return next((choice.words for choice in self.choices if choice.axis == axis), WORDS[axis])
+
+
+def all_true(batch: PlanBatch) -> Bools:
+    """The answer of a rule that does not apply to a model: every plan obeys it."""
+    return np.ones(len(batch), dtype=np.bool_)
+
+
+def legal(rules: tuple[Rule, ...], setting: Setting, batch: PlanBatch) -> Bools:
+    """Which plans obey every rule."""
+    result = all_true(batch)
+    for rule in rules:
+        result &= rule.holds(setting, batch)
+    return result
+
+
+def legal_so_far(rules: tuple[Rule, ...], setting: Setting, batch: PlanBatch, known: frozenset[str]) -> Bools:
+    """Which plans no rule turns down that looks at nothing but the columns `known`; the others are not asked.
+
+    What a rule looks at is watched while it answers, so that no rule has to say it.
+    """
+    result = all_true(batch)
+    for rule in rules:
+        watched = _Watched(batch)
+        holds = rule.holds(setting, watched)  # type: ignore[arg-type]
+        if watched.looked_at <= known:
+            result &= holds
+    return result
+
+
+class _Watched:
+    """A batch that remembers which of its columns were looked at."""
+
+    def __init__(self, batch: PlanBatch) -> None:
+        self._batch = batch
+        self.looked_at: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def __getattr__(self, name: str) -> object:
+        derived = getattr(PlanBatch, name)
+        if isinstance(derived, property):
+            return derived.__get__(self)
+        if isinstance(derived, FunctionType):
+            return MethodType(derived, self)
+        self.looked_at.add(name)
+        return getattr(self._batch, name)
+
+
+def broken(rules: tuple[Rule, ...], setting: Setting, plan: ParallelPlan) -> tuple[str, ...]:
+    """What a plan breaks, one line a rule; empty where it is legal."""
+    batch = PlanBatch.of([plan], setting.model.num_layers)
+    return tuple(
+        f"{rule.says(setting, plan)} ({rule.source})" for rule in rules if not bool(rule.holds(setting, batch)[0])
+    )
+
+
+def check_legal(
+    rules: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, says: str
+) -> None:
+    """Refuse a plan that breaks a rule on as many devices as it needs; `says` is what the message begins with."""
+    setting = Setting(model=model, training=training, num_devices=plan.num_devices)
+    if problems := broken(rules, setting, plan):
+        raise InputError(f"{says}: {'; '.join(problems)}")

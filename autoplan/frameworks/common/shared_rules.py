@@ -1,0 +1,107 @@
+"""What do several frameworks ask of a plan?  Rules without a place: each framework gives the one in its source."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.base.arrays import Bools
+from autoplan.frameworks.common.rules import Rule, all_true
+from autoplan.frameworks.common.widths import gemm_widths, kv_groups
+from autoplan.spec.plan import PRECISIONS, PlanBatch
+from autoplan.spec.setting import Setting
+
+
+def whole_kv_heads(source: str) -> Rule:
+    """Every rank has whole heads of keys and values, none of them copied."""
+    return Rule(
+        source=source,
+        holds=lambda s, b: kv_groups(s.model) % b.tp == 0,
+        says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be divisible by tp {p.tp}: lower tp",
+    )
+
+
+def sp_needs_tp(source: str) -> Rule:
+    """Sequence parallelism re-uses the ranks of tensor parallelism."""
+    return Rule(
+        source=source,
+        holds=lambda s, b: ~b.sp | (b.tp > 1),
+        says=lambda s, p: f"sp needs tp > 1, tp is {p.tp}: leave sp out",
+    )
+
+
+def _sequence(setting: Setting, batch: PlanBatch) -> Bools:
+    """Two chunks a rank balance the causal mask; sequence parallelism spreads each rank's tokens over tp."""
+    parts = np.where(batch.sp, batch.tp, 1) * np.where(batch.cp > 1, 2 * batch.cp, 1)
+    return setting.training.seq_len % parts == 0
+
+
+def whole_sequence(source: str) -> Rule:
+    """The sequence divides into what context and sequence parallelism make of it."""
+    return Rule(
+        source=source,
+        holds=_sequence,
+        says=lambda s, p: (
+            f"seq_len {s.training.seq_len} must be divisible by tp {p.tp} with sp, times 2 cp {2 * p.cp} with cp > 1: "
+            "lower tp or cp"
+        ),
+    )
+
+
+def tied_needs_one_stage(source: str) -> Rule:
+    """Nothing adds up the gradients of a weight that two stages share."""
+    return Rule(
+        source=source,
+        holds=lambda s, b: b.pp == 1 if s.model.tied_embeddings else all_true(b),
+        says=lambda s, p: f"tied embeddings need pp 1, pp is {p.pp}: lower pp",
+    )
+
+
+def no_interleaving(source: str) -> Rule:
+    """One chunk a rank."""
+    return Rule(
+        source=source, holds=lambda s, b: b.vp == 1, says=lambda s, p: f"vp {p.vp}: there is no interleaving, set vp 1"
+    )
+
+
+def whole_experts(source: str) -> Rule:
+    """Tensor parallelism does not split experts."""
+    return Rule(
+        source=source,
+        holds=lambda s, b: b.etp == 1,
+        says=lambda s, p: f"etp {p.etp}: experts are whole on every rank, set etp 1",
+    )
+
+
+_BLOCK = np.array([{"mxfp8": 32, "fp8": 16, "nvfp4": 16}.get(precision, 1) for precision in PRECISIONS], dtype=np.int64)
+
+
+def _aligned_widths(setting: Setting, batch: PlanBatch) -> Bools:
+    block = _BLOCK[batch.precision]
+    return np.all([width % block == 0 for width in gemm_widths(setting.model, batch.tp, batch.etp)], axis=0)
+
+
+def _aligned_tokens(setting: Setting, batch: PlanBatch) -> Bools:
+    tokens = batch.micro_batch * (setting.training.seq_len // batch.cp)
+    return tokens % _BLOCK[batch.precision] == 0
+
+
+def aligned(source: str) -> tuple[Rule, ...]:
+    """In 8 and 4 bits, the sizes of every product are whole blocks."""
+    return (
+        Rule(
+            source=source,
+            holds=_aligned_widths,
+            says=lambda s, p: (
+                f"{p.precision} needs the widths of a rank divisible by {_BLOCK[PRECISIONS.index(p.precision)]}, "
+                f"with tp {p.tp} and etp {p.etp} they are not: lower tp or etp, or use bf16"
+            ),
+        ),
+        Rule(
+            source=source,
+            holds=_aligned_tokens,
+            says=lambda s, p: (
+                f"{p.precision} needs the {p.micro_batch * (s.training.seq_len // p.cp)} tokens of a micro-batch "
+                f"divisible by {_BLOCK[PRECISIONS.index(p.precision)]}: lower cp or use bf16"
+            ),
+        ),
+    )

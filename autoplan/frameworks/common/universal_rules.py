@@ -1,0 +1,145 @@
+"""Which plans can no framework run?  What arithmetic alone forbids: ranks, sequences, heads, experts and layers."""
+
+from __future__ import annotations
+
+from autoplan.base.arrays import Bools
+from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
+from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PRECISIONS, SCHEDULES, PlanBatch
+from autoplan.spec.setting import Setting
+
+SOURCE = "any framework"
+
+
+def _global_batch(setting: Setting, batch: PlanBatch) -> Bools:
+    """At least one micro-batch a replica, and a whole number of them."""
+    return (batch.num_microbatches >= 1) & (batch.global_batch % (batch.micro_batch * batch.dp) == 0)
+
+
+def _experts(setting: Setting, batch: PlanBatch) -> Bools:
+    moe = setting.model.moe
+    return moe.num_experts % batch.ep == 0 if moe else all_true(batch)
+
+
+def _expert_grid(setting: Setting, batch: PlanBatch) -> Bools:
+    """Experts re-use the ranks of one stage; a model without experts has no such grid."""
+    ranks = batch.tp * batch.cp * batch.dp
+    return ranks % (batch.ep * batch.etp) == 0 if setting.model.moe else all_true(batch)
+
+
+def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
+    """Embedding and head may have a chunk of their own; nanotron also runs stages in the middle without a layer."""
+    return batch.pp * batch.vp <= setting.model.num_layers + 2
+
+
+def _dualpipe_filled(setting: Setting, batch: PlanBatch) -> Bools:
+    """Single plans of fewer micro-batches cannot be made at all."""
+    return (batch.schedule != SCHEDULES.index("dualpipe-v")) | (batch.num_microbatches >= 2 * batch.pp)
+
+
+def _folded(setting: Setting, batch: PlanBatch) -> Bools:
+    """Other expert groups than those of tp x cp would lie across pipelines that come before data parallelism."""
+    if not setting.model.moe:
+        return all_true(batch)
+    return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (batch.ep * batch.etp == batch.tp * batch.cp)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.num_devices == s.num_devices,
+        says=lambda s, p: (
+            f"tp {p.tp} x cp {p.cp} x pp {p.pp} x dp {p.dp} needs {p.num_devices} devices, there are {s.num_devices}: "
+            "change one degree"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_global_batch,
+        says=lambda s, p: (
+            f"global_batch {p.global_batch} must be divisible by micro_batch {p.micro_batch} x dp {p.dp}: "
+            "change one of them"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: s.model.num_heads % b.tp == 0,
+        says=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=lambda s, b: all_true(b) if s.model.moe else (b.ep == 1) & (b.etp == 1),
+        says=lambda s, p: f"ep {p.ep} and etp {p.etp} need a model with experts: set both to 1",
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_experts,
+        says=lambda s, p: (
+            f"num_experts {s.model.moe.num_experts if s.model.moe else 0} must be divisible by ep {p.ep}: lower ep"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_expert_grid,
+        says=lambda s, p: (
+            f"the {p.tp * p.cp * p.dp} devices of a stage must be divisible by etp {p.etp} x ep {p.ep}: lower ep or etp"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_chunk_count,
+        says=lambda s, p: (
+            f"pp {p.pp} x vp {p.vp} chunks exceed the {s.model.num_layers} layers with embedding and head: "
+            "lower pp or vp"
+        ),
+    ),
+    Rule(
+        source=SOURCE,
+        holds=_dualpipe_filled,
+        says=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v or lower pp",
+    ),
+)
+
+# Where a framework recomputes no parts of a layer by their names.
+NO_PARTS = Rule(
+    source=SOURCE,
+    holds=lambda s, b: (b.recompute_modules & ~DEFAULT_MODULE_BITS) == 0,
+    says=lambda s, p: (
+        f"recompute of {' and '.join(p.recompute_modules)} is known of Megatron-LM only: use none or full"
+    ),
+)
+
+# Where a framework recomputes every layer or none.
+ALL_OR_NONE = Rule(
+    source=SOURCE,
+    holds=lambda s, b: (b.recompute != FULL) | (b.recompute_num_layers == ALL_LAYERS),
+    says=lambda s, p: (
+        f"recompute of {p.recompute_num_layers} layers of a chunk is known of Megatron-LM and plain PyTorch only: "
+        "use none or full"
+    ),
+)
+
+# Where expert traffic does not run beside another micro-batch, or is not priced so.
+NO_EXPERT_OVERLAP = Rule(
+    source=SOURCE,
+    holds=lambda s, b: ~b.ep_overlap,
+    says=lambda s, p: "ep_overlap is known of Megatron-LM and Primus only: leave it out",
+)
+
+# Where a framework could do without mixed precision, and is not priced so.
+NO_FP32 = Rule(
+    source=SOURCE,
+    holds=lambda s, b: b.precision != PRECISIONS.index("fp32"),
+    says=lambda s, p: f"precision {p.precision!r} is known of the built-in trainer only: use bf16",
+)
+
+# Where a framework's own rules are not written down.
+FOLDED = Rule(
+    source=SOURCE,
+    holds=_folded,
+    says=lambda s, p: (
+        f"rank_order {p.rank_order} needs ep {p.ep} x etp {p.etp} to be tp {p.tp} x cp {p.cp}: "
+        "change ep or leave rank_order out"
+    ),
+)
+RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_PARTS, NO_FP32)
+BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)

@@ -1,0 +1,1 @@
+"""Deepspeed: its rules, launch files and logs."""

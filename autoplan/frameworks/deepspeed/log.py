@@ -1,0 +1,52 @@
+"""Which lines does DeepSpeed write?
+
+At edaa722 (2026-08) and v0.9.5, unless said: `PipelineEngine.train_batch` in runtime/pipe/engine.py ("iter time (s)", a
+mean over the steps since the last line; v0.4.3 too); `ThroughputTimer.stop` in utils/timer.py ("CurrSamplesPerSec" of
+the last step, v0.7.0 too; v0.4.3 has only "SamplesPerSec", a running average); with wall_clock_breakdown
+`SynchronizedWallClockTimer.log` ("time (ms) | fwd: ...", one line a step; before 2023-07, b354c28, they are called
+`forward` and add up over all steps, and are not read).  Memory in GiB: the throughput line, and `see_memory_usage` in
+runtime/utils.py.  Samples a second are those of the whole job.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.base.units import GIB
+from autoplan.frameworks.common.log_seen import Seen, number, quantity
+
+NAME = "DeepSpeed"
+LOOKED_FOR = "global_step=N, ... CurrSamplesPerSec=S, steps: N ... iter time (s): T, or time (ms) | fwd: ..."
+
+_PIPE = re.compile(r"\bsteps: (\d{1,12}) loss: (\S{1,30}) .{0,500}?iter time \(s\): ([0-9.]{1,30})")
+_RATE = re.compile(r"(?:global_step=|\b\d{1,12}/)(\d{1,12}), .{0,80}?\b(?:Curr)?SamplesPerSec=([0-9.eE+-]{1,40})")
+_ALLOCATED = re.compile(r"\bMax(?:MemAllocated=|_MA )([0-9.]{1,30}) ?GB")
+_RESERVED = re.compile(r"\bMax_CA ([0-9.]{1,30}) GB")
+_TIMER = re.compile(r"\| (fwd|bwd|step): ([0-9.]{1,30})")
+
+
+class Reader:
+    """Reads lines of DeepSpeed."""
+
+    def read(self, line: str) -> Seen | None:
+        """What a line says; None where it is not one of DeepSpeed."""
+        if "iter time (s)" in line and (pipe := _PIPE.search(line)):
+            step_s = quantity(pipe[3])
+            return Seen(step=int(pipe[1]), times=(("stated", step_s),), loss=number(pipe[2])) if step_s else None
+        if "SamplesPerSec=" in line and (rate := _RATE.search(line)):
+            samples_per_s, memory = quantity(rate[2]), _ALLOCATED.search(line)
+            if samples_per_s is None:
+                return None
+            peak = quantity(memory[1], GIB) if memory else None
+            return Seen(step=int(rate[1]), times=(("samples", samples_per_s),), allocated_bytes=peak)
+        if "time (ms) |" in line:
+            parts = {name: number(text) for name, text in _TIMER.findall(line)}
+            total_s = sum(value or 0.0 for value in parts.values()) * 1e-3
+            return Seen(times=(("timers", total_s),)) if len(parts) == 3 and total_s > 0 else None
+        if "Max_MA " in line and (memory := _ALLOCATED.search(line)):
+            reserved = _RESERVED.search(line)
+            return Seen(
+                allocated_bytes=quantity(memory[1], GIB),
+                reserved_bytes=quantity(reserved[1], GIB) if reserved else None,
+            )
+        return Seen(pause="checkpoint") if "Saving model checkpoint" in line else None

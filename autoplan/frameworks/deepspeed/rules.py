@@ -1,0 +1,137 @@
+"""Which plans does DeepSpeed accept?
+
+Places are files and lines of DeepSpeed edaa722 (0.19.6), below deepspeed/.  Tensor parallelism is AutoTP, or that of a
+Megatron whose mpu DeepSpeed is given; context parallelism is Ulysses; experts are those of AutoEP.
+"""
+
+from __future__ import annotations
+
+from autoplan.base.arrays import Bools
+from autoplan.frameworks.common import shared_rules as shared
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
+from autoplan.frameworks.common.widths import kv_groups
+from autoplan.spec.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
+from autoplan.spec.setting import Setting
+
+_ENGINE = "runtime/engine.py"
+_PIPE = "runtime/pipe"
+_ULYSSES = "runtime/sequence_parallel/ulysses_sp.py"
+_FOLDING = "module_inject/auto_ep_folding.py"
+
+NONE, ZERO2, ZERO3 = (SHARDINGS.index(word) for word in ("none", "zero2", "zero3"))
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def _no_context(setting: Setting, batch: PlanBatch) -> Bools:
+    """The grid of a pipeline has the axes pipe, data and model."""
+    return (batch.pp == 1) | (batch.cp == 1)
+
+
+# -- context parallelism ----------------------------------------------------------------------------------------------
+
+
+def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
+    """A rank computes whole heads; keys and values are copied where there are fewer of them than ranks."""
+    groups = kv_groups(setting.model)
+    keys = (groups % batch.cp == 0) | (batch.cp % groups == 0)
+    return (setting.model.num_heads % batch.cp == 0) & keys
+
+
+def _cp_alone(setting: Setting, batch: PlanBatch) -> Bools:
+    """Ulysses divides the world into sequence and data groups, and leaves no ranks to tp."""
+    return (batch.cp == 1) | (batch.tp == 1)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+def _sharded_experts(setting: Setting, batch: PlanBatch) -> Bools:
+    """Neither AutoTP, nor Ulysses, nor MiCS goes with experts whose weights are sharded."""
+    if not setting.model.moe:
+        return all_true(batch)
+    return (batch.sharding != ZERO3) | (batch.ep == 1) | (batch.tp * batch.cp * batch.dp_replicate == 1)
+
+
+# -- sharding ---------------------------------------------------------------------------------------------------------
+
+
+def _shard_group(setting: Setting, batch: PlanBatch) -> Bools:
+    """mics_shard_size is a choice of stage 3, up to 0.19.6: 0.19.7 removed it (export asks for the version)."""
+    return (batch.dp_replicate == 1) | (batch.sharding == NONE) | (batch.sharding == ZERO3)
+
+
+CHOICES = (
+    Choice(axis="schedule", words=("1f1b",), source=f"{_PIPE}/schedule.py:189"),
+    Choice(axis="cp_kind", words=(CP_KINDS[1],), source=f"{_ULYSSES}:145"),
+    Choice(axis="recompute", words=("none", "full"), source="runtime/activation_checkpointing/checkpointing.py"),
+    Choice(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
+)
+
+RULES: tuple[Rule, ...] = (
+    *universal.RULES,
+    universal.NO_EXPERT_OVERLAP,
+    universal.ALL_OR_NONE,
+    *(choice.rule() for choice in CHOICES),
+    shared.no_interleaving(f"{_PIPE}/schedule.py:189"),
+    Rule(
+        source=f"{_PIPE}/engine.py:76",
+        holds=lambda s, b: (b.pp == 1) | (b.sharding < ZERO2),
+        says=lambda s, p: f"{p.sharding} needs pp 1, pp is {p.pp}: use zero1",
+    ),
+    Rule(
+        source=f"{_PIPE}/topology.py:244",
+        holds=_no_context,
+        says=lambda s, p: f"cp {p.cp} needs pp 1, pp is {p.pp}: lower one of them",
+    ),
+    Rule(
+        source=f"{_ULYSSES}:697",
+        holds=lambda s, b: s.training.seq_len % b.cp == 0,
+        says=lambda s, p: f"seq_len {s.training.seq_len} must be divisible by cp {p.cp}: lower cp",
+    ),
+    Rule(
+        source=f"{_ULYSSES}:145",
+        holds=_cp_heads,
+        says=lambda s, p: (
+            f"num_heads {s.model.num_heads} must be divisible by cp {p.cp}, and num_kv_heads {kv_groups(s.model)} be a "
+            "multiple or a divisor of it: lower cp"
+        ),
+    ),
+    Rule(
+        source="runtime/sequence_parallel/parallel_state_sp.py:33",
+        holds=_cp_alone,
+        says=lambda s, p: f"cp {p.cp} with tp {p.tp}: Ulysses knows no tensor parallelism, set one to 1",
+    ),
+    shared.sp_needs_tp("module_inject/auto_tp.py"),
+    shared.whole_experts(f"{_FOLDING}:214"),
+    Rule(
+        source=f"{_FOLDING}:206",
+        holds=lambda s, b: (b.ep == 1) | (b.tp == 1) | ((b.pp == 1) & (b.offload == OFFLOADS.index("none"))),
+        says=lambda s, p: (
+            f"ep {p.ep} with tp {p.tp} needs pp 1 and nothing on the host, pp is {p.pp} and offload {p.offload}: "
+            "set tp 1"
+        ),
+    ),
+    Rule(
+        source=f"{_ENGINE}:1895",
+        holds=_sharded_experts,
+        says=lambda s, p: (
+            f"zero3 with ep {p.ep} needs tp, cp and dp_replicate 1, they are {p.tp}, {p.cp} and {p.dp_replicate}: "
+            "use zero2"
+        ),
+    ),
+    Rule(
+        source=f"{_ENGINE}:2468",
+        holds=_shard_group,
+        says=lambda s, p: f"{p.sharding} shards over all replicas, dp_replicate is {p.dp_replicate}: set it to 1",
+    ),
+    Rule(
+        source=f"{_ENGINE}:1986",
+        holds=lambda s, b: (b.offload == OFFLOADS.index("none")) | (b.sharding != NONE),
+        says=lambda s, p: "offload 'optimizer' needs ZeRO, sharding is none: use zero1, zero2 or zero3",
+    ),
+)
+
+BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero1", "zero2", "zero3"))

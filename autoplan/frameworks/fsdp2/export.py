@@ -1,0 +1,116 @@
+"""Which files give a plan to a training program of plain PyTorch?
+
+The settings as JSON, and a short module that applies them to any model: what the program itself must know (which
+modules tensor parallelism splits, where a stage begins) no file can say.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any
+
+from autoplan.base.errors import InputError, refused
+from autoplan.frameworks.common.header import header
+from autoplan.frameworks.common.job import File, Job, Target, Variable
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.fsdp2.rules import RULES
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.plan import ParallelPlan, chunk_layers
+from autoplan.spec.result import PlanFile
+
+SETTINGS, MODULE = "fsdp2.json", "fsdp2_plan.py"
+# Of torch.distributed.pipelining.schedules.get_schedule_class; zero bubbles with one stage a rank.
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zb-h1": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+
+
+def job(plan_file: PlanFile, version: str = "") -> Job:
+    """What starts a training program that applies the settings."""
+    _check(plan_file)
+    about = [line.removeprefix("# ") for line in header(plan_file, "PyTorch FSDP2")]
+    settings = {"about": about, **_settings(plan_file)}
+    program = resources.files("autoplan.frameworks.fsdp2") / "templates" / f"{MODULE}.txt"
+    return Job(
+        framework="PyTorch FSDP2",
+        variables=(Variable(name="TRAIN_SCRIPT", default=None, says=f"your program, which uses {MODULE}"),),
+        program='"$TRAIN_SCRIPT"',
+        files=(
+            File(name=SETTINGS, text=json.dumps(settings, indent=2) + "\n"),
+            File(name=MODULE, text="\n".join(header(plan_file, "PyTorch FSDP2")) + "\n" + program.read_text()),
+        ),
+    )
+
+
+def _check(plan_file: PlanFile) -> None:
+    plan, training = plan_file.best.plan, plan_file.training
+    check_legal(RULES, plan_file.model, training, plan, "PyTorch does not run the plan")
+    refusals = (
+        (
+            plan.precision not in ("bf16", "fp16"),
+            f"precision {plan.precision!r}: what torchao converts is your program's",
+        ),
+        (
+            plan.recompute == "selective",
+            "selective recomputation: which operations is your program's, use full or none",
+        ),
+        (
+            plan.rank_order != RANK_ORDERS[0] and plan.pp > 1 and plan.dp > 1,
+            f"rank_order {plan.rank_order}: its mesh numbers stages last, leave it out",
+        ),
+        (plan.tp_overlap or plan.ep_overlap, "overlapped tensor or expert traffic: leave it out"),
+        (
+            not plan.grad_reduce_overlap or plan.waits_for_gathers,
+            "traffic that is not overlapped: FSDP2 overlaps",
+        ),
+    )
+    if what := refused(refusals):
+        raise InputError(f"settings of PyTorch FSDP2 cannot express {what}")
+
+
+def _settings(plan_file: PlanFile) -> dict[str, Any]:
+    plan = plan_file.best.plan
+    is_sharded = plan.sharding != "none"
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[plan.precision]
+    return {
+        "world_size": plan.num_devices,
+        "mesh": {
+            "pp": plan.pp,
+            "dp_replicate": plan.dp_replicate if is_sharded else plan.dp,
+            "dp_shard": plan.dp_shard if is_sharded else 1,
+            "cp": plan.cp,
+            "tp": plan.tp,
+        },
+        "fully_shard": {
+            "shard_over": ["dp_shard", "cp"] if is_sharded else [],
+            "reshard_after_forward": plan.sharding == "zero3",
+            "param_dtype": dtype,
+            "reduce_dtype": dtype if plan_file.framework.bytes_per_reduced_grad == 2 else "float32",
+        },
+        "sequence_parallel": plan.sp,
+        "recompute_layers": plan.recompute_num_layers if plan.recompute == "full" else 0,  # of a stage; null: all
+        "seq_len": plan_file.training.seq_len,
+        "micro_batch": plan.micro_batch,
+        "global_batch": plan.global_batch,
+        "gradient_accumulation": 1 if plan.pp > 1 else plan.num_microbatches,
+        "pipeline": _pipeline(plan, plan_file.model.num_layers),
+    }
+
+
+def _pipeline(plan: ParallelPlan, num_layers: int) -> dict[str, Any] | None:
+    if plan.pp == 1:
+        return None
+    return {
+        "schedule": SCHEDULES[plan.schedule],
+        "layers_per_stage": list(chunk_layers(plan, num_layers)),
+        "num_microbatches": plan.num_microbatches,
+    }
+
+
+TARGET = Target(name="fsdp2", says="PyTorch FSDP2", rules=("fsdp2",), job=job)

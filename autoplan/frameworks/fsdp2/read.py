@@ -1,0 +1,97 @@
+"""What do the settings of PyTorch FSDP2 start that `autoplan export --to fsdp2` writes?  The model is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.options import Options, parse_json, show
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
+
+# By the names of torch.distributed.pipelining; zero bubbles with one stage a rank.
+_SCHEDULES = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "zb-h1",
+    "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipe-v",
+}
+
+
+def recognises(name: str, text: str) -> bool:
+    """Whether a file holds such settings."""
+    return name.endswith(".json") and '"fully_shard"' in text and '"mesh"' in text
+
+
+def read(text: str, given: Given) -> Launch:
+    """What the settings start, with the model that is given."""
+    options = Options(parse_json(text, "the file"))
+    model = given.model
+    if model is None:
+        raise InputError("settings of FSDP2 say nothing of the model: pass --model")
+    options.known("about", "gradient_accumulation")
+    mesh, sharding = options.inside("mesh"), options.inside("fully_shard")
+    degrees = {name: mesh.count(name, 1) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    needed = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    num_devices = given.num_devices or options.count("world_size", needed)
+    options.known("world_size")
+    if needed != num_devices:
+        raise InputError(f"the mesh needs {needed} devices, there are {num_devices}")
+    shard_over = sharding.value("shard_over")
+    if shard_over not in ([], ["dp_shard", "cp"]):
+        raise InputError(f"fully_shard.shard_over must be [] or ['dp_shard', 'cp'], got {show(shard_over)}")
+    precision = sharding.word("param_dtype", {"bfloat16": "bf16", "float16": "fp16"})
+    sharding.known("reduce_dtype")
+    reshards = sharding.flag("reshard_after_forward")
+    everywhere = {"dp_replicate": 1, "dp_shard": degrees["dp_replicate"] * degrees["dp_shard"], "sharding": "none"}
+    states = {"sharding": "zero3" if reshards else "zero2"} if shard_over else everywhere
+    plan: dict[str, Any] = {
+        **degrees,
+        **states,
+        **_recompute(options),
+        **_pipeline(options, degrees["pp"], model.num_layers),
+        "sp": options.flag("sequence_parallel"),
+        "precision": precision,
+        "micro_batch": options.count("micro_batch"),
+        "global_batch": options.count("global_batch"),
+    }
+    return Launch(
+        target="fsdp2",
+        framework="pytorch-fsdp",
+        model=model,
+        training=TrainingSpec(seq_len=given.seq_len or options.count("seq_len"), precision=plan["precision"]),
+        plan=ParallelPlan(**plan),
+        options=tuple(options.read),
+        unread=options.left("not known"),
+    )
+
+
+def _recompute(options: Options) -> dict[str, Any]:
+    """Of every stage, the first layers that are recomputed: null stands for all."""
+    if not options.has("recompute_layers"):
+        options.known("recompute_layers")
+        return {"recompute": "full"}
+    count = options.count("recompute_layers", least=0)
+    return {"recompute": "full", "recompute_num_layers": count} if count else {"recompute": "none"}
+
+
+def _pipeline(options: Options, pp: int, num_layers: int) -> dict[str, Any]:
+    if pp == 1:
+        options.known("pipeline")
+        return {}
+    table = options.inside("pipeline")
+    table.known("num_microbatches")
+    counts = table.value("layers_per_stage")
+    if not isinstance(counts, list) or not all(isinstance(one, int) and one >= 0 for one in counts):
+        raise InputError(f"pipeline.layers_per_stage must be a list of counts, got {show(counts)}")
+    if len(counts) % pp or not counts or sum(counts) != num_layers:
+        raise InputError(f"pipeline.layers_per_stage must hold {num_layers} layers in a multiple of pp {pp} stages")
+    schedule = table.word("schedule", _SCHEDULES)
+    uneven = tuple(counts) if len(set(counts)) > 1 else None
+    return {"vp": len(counts) // pp, "schedule": schedule, "layers_per_chunk": uneven}
+
+
+READER = Reader(target="fsdp2", recognises=recognises, read=read)

@@ -1,0 +1,126 @@
+"""Which plans does plain PyTorch run: fully_shard (FSDP2), DTensor tensor parallelism, torch.distributed.pipelining?
+
+Places are files and lines of PyTorch 2.13.0.  States that are not sharded are those of `replicate`, which is built on
+FSDP2: DistributedDataParallel under a schedule that splits the backward pass, or with tensor parallelism in a pipeline,
+trains with wrong gradients and says nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.base.arrays import Bools
+from autoplan.frameworks.common import shared_rules as shared
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
+from autoplan.spec.plan import CP_KINDS, OFFLOADS, SCHEDULES, PlanBatch
+from autoplan.spec.setting import Setting
+
+_SCHEDULES = "torch/distributed/pipelining/schedules.py"
+_ATTENTION = "torch/distributed/tensor/experimental/_context_parallel/_attention.py"
+
+_NAME = {word: SCHEDULES.index(word) for word in SCHEDULES}
+_V_SHAPED = (_NAME["zb-v"], _NAME["dualpipe-v"])
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
+    """1F1B and GPipe take one stage a rank; interleaving is what more of them are called here."""
+    several = np.isin(batch.schedule, (_NAME["interleaved"], *_V_SHAPED))
+    return several == (batch.vp > 1)
+
+
+def _interleaved_rounds(setting: Setting, batch: PlanBatch) -> Bools:
+    """Rounds of more than pp micro-batches, which it has where pp does not divide them, are not priced."""
+    return (batch.schedule != _NAME["interleaved"]) | (batch.num_microbatches % batch.pp == 0)
+
+
+def _zero_bubble_rounds(setting: Setting, batch: PlanBatch) -> Bools:
+    count = batch.num_microbatches
+    return (batch.schedule != _NAME["zb-h1"]) | (count % np.maximum(count // batch.pp, 1) == 0)
+
+
+PIPELINE_RULES: tuple[Rule, ...] = (
+    Rule(
+        source=f"{_SCHEDULES}:686",
+        holds=_chunks,
+        says=lambda s, p: (
+            f"schedule {p.schedule!r} with vp {p.vp}: vp 1 is 1f1b, gpipe or zb-h1, vp > 1 is interleaved, vp 2 also "
+            "zb-v or dualpipe-v"
+        ),
+    ),
+    Rule(
+        source=f"{_SCHEDULES}:686",
+        holds=lambda s, b: (b.schedule == _NAME["1f1b"]) | (b.pp > 1),
+        says=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b with vp 1",
+    ),
+    Rule(
+        source=f"{_SCHEDULES}:1021",
+        holds=lambda s, b: (b.schedule != _NAME["1f1b"]) | (b.num_microbatches >= b.pp),
+        says=lambda s, p: (
+            f"1f1b needs at least pp {p.pp} micro-batches, there are {p.num_microbatches}: lower pp or micro_batch, or "
+            "use gpipe"
+        ),
+    ),
+    Rule(
+        source=f"{_SCHEDULES}:2937",
+        holds=_interleaved_rounds,
+        says=lambda s, p: (
+            f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
+            "change global_batch, micro_batch or vp"
+        ),
+    ),
+    Rule(
+        source=f"{_SCHEDULES}:3048",
+        holds=_zero_bubble_rounds,
+        says=lambda s, p: (
+            f"zb-h1 needs {p.num_microbatches} micro-batches divisible by their rounds, as many as pp {p.pp} fits into "
+            "them: change global_batch or micro_batch"
+        ),
+    ),
+)
+
+
+# -- experts, sharding ------------------------------------------------------------------------------------------------
+
+
+CHOICES = (
+    # reshard_after_forward False and True.
+    Choice(
+        axis="sharding",
+        words=("none", "zero2", "zero3"),
+        source="torch/distributed/fsdp/_fully_shard/_fully_shard.py:102",
+    ),
+    Choice(axis="cp_kind", words=(CP_KINDS[0],), source=f"{_ATTENTION}:53"),
+    # CPUOffloadPolicy takes the parameters along, which is not priced.
+    Choice(axis="offload", words=(OFFLOADS[0],), source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183"),
+    Choice(
+        axis="precision",
+        words=("bf16", "fp16", "fp8", "mxfp8"),
+        source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:14",
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    *universal.RULES,
+    universal.NO_PARTS,
+    universal.NO_EXPERT_OVERLAP,
+    *(choice.rule() for choice in CHOICES),
+    *PIPELINE_RULES,
+    shared.tied_needs_one_stage("torch/distributed/pipelining/stage.py PipelineStage"),
+    shared.whole_kv_heads("torch/distributed/tensor/parallel/style.py ColwiseParallel"),
+    shared.sp_needs_tp("torch/distributed/tensor/parallel/style.py SequenceParallel"),
+    shared.whole_sequence("torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py:148"),
+    Rule(
+        source="torch/distributed/tensor/parallel/style.py",
+        holds=lambda s, b: (b.ep == 1) & (b.etp == 1),
+        says=lambda s, p: (
+            f"ep {p.ep} and etp {p.etp}: PyTorch has no style that spreads experts; set both to 1, or use torchtitan"
+        ),
+    ),
+    *shared.aligned("torchao float8 and mx, torch._scaled_mm"),
+)
+
+BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"), repeats_some_layers=True)

@@ -1,0 +1,121 @@
+"""Which launch file is meant?  Known by its content, read by the reader of its target."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import is_file, read_text
+from autoplan.frameworks import plan_file as planfile
+from autoplan.frameworks.accelerate import read as accelerate
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.deepspeed import read as deepspeed
+from autoplan.frameworks.fsdp2 import read as fsdp2
+from autoplan.frameworks.megatron_bridge import read as megatron_bridge
+from autoplan.frameworks.megatron_lm import read as megatron_lm
+from autoplan.frameworks.nanotron import read as nanotron
+from autoplan.frameworks.primus import read as primus
+from autoplan.frameworks.torchtitan import read as torchtitan
+from autoplan.topology.cluster import ClusterSpec
+
+MOST_BYTES = 2**20  # a launch file is written by hand
+
+READERS: tuple[Reader, ...] = (
+    accelerate.READER,
+    deepspeed.READER,
+    fsdp2.READER,
+    megatron_bridge.READER,
+    megatron_lm.READER,
+    nanotron.READER,
+    planfile.READER,
+    primus.READER,
+    torchtitan.READER,
+)
+
+
+def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:
+    """What the file starts, read as one of `target`, or of the only target whose files look like it."""
+    text = read_text(path, most_bytes=MOST_BYTES)
+    reader = reader_of(target) if target is not None else _recognised(path, text)
+    try:
+        return reader.read(text, replace(given, folder=path.parent))
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def read_launch_on(path: Path, given: Given, cluster: ClusterSpec, target: str | None = None) -> Launch:
+    """The same, on `cluster`: the devices that the file leaves open are those of the cluster."""
+    try:
+        launch = read_launch(path, given, target)
+    except InputError:
+        devices = {"num_devices": cluster.num_devices, "devices_per_node": cluster.devices_per_node}
+        launch = read_launch(path, replace(given, **devices), target)  # type: ignore[arg-type]
+    if launch.plan.num_devices != cluster.num_devices:
+        raise InputError(
+            f"{path}: starts {launch.plan.num_devices} devices, cluster {cluster.name!r} has {cluster.num_devices}: "
+            "name the cluster that it runs on, or --set the variables that its script takes from the environment"
+        )
+    return launch
+
+
+def read_launch_on_part(path: Path, given: Given, cluster: ClusterSpec) -> Launch:
+    """What the file starts on `cluster` or a part of it: a file that leaves the devices open starts all of them."""
+    with_nodes = replace(given, devices_per_node=cluster.devices_per_node)
+    try:
+        return read_launch(path, given)
+    except InputError:
+        pass
+    try:
+        return read_launch(path, with_nodes)
+    except InputError:
+        return read_launch(path, replace(with_nodes, num_devices=cluster.num_devices))
+
+
+def reader_of(target: str) -> Reader:
+    """The reader of a target."""
+    known = {reader.target: reader for reader in READERS}
+    if target not in known:
+        raise InputError(f"no files of {target!r} are read: known are {', '.join(known)}")
+    return known[target]
+
+
+def looks_like_launch(path: Path, text: str) -> bool:
+    """Whether the file looks like one of some target."""
+    try:
+        return any(reader.recognises(path.name, text) for reader in READERS)
+    except RecursionError:
+        return False
+
+
+def _named_in(path: Path, text: str) -> Path | None:
+    """The launch file in the same folder that a script names, or that a file does which it names."""
+    looked_at, scripts = {path}, [text]
+    with suppress(OSError):  # what may not be read helps nobody
+        beside = [one for one in sorted(path.parent.iterdir()) if is_file(one) and one.stat().st_size <= MOST_BYTES]
+        while scripts:
+            script = scripts.pop(0)
+            for other in [one for one in beside if one not in looked_at and one.name in script]:
+                inside = other.read_text(encoding="utf-8", errors="replace")
+                if looks_like_launch(other, inside):
+                    return other
+                looked_at.add(other)
+                scripts.append(inside)
+    return None
+
+
+def _recognised(path: Path, text: str) -> Reader:
+    try:
+        found = [reader for reader in READERS if reader.recognises(path.name, text)]
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply") from None
+    if len(found) == 1:
+        return found[0]
+    if not found and (beside := _named_in(path, text)):
+        raise InputError(f"{path}: says nothing of the plan: read {beside}, which it starts")
+    targets = [reader.target for reader in found or READERS]
+    looks = f"looks like a file of {' and '.join(targets)}" if found else "looks like no launch file that is known"
+    raise InputError(f"{path}: {looks}: say with --as what it is ({', '.join(targets)})")

@@ -1,0 +1,1 @@
+"""Megatron bridge: its rules, launch files and logs."""

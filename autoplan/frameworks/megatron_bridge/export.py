@@ -1,0 +1,183 @@
+"""Which Python file makes Megatron-Bridge run a plan?
+
+It starts from the settings that all its pretraining recipes share and assigns attributes, which is what the releases
+from 0.3 on and main (067f987) have in common.  Fields are those of Megatron-Core, after the options of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.header import header
+from autoplan.frameworks.common.job import File, Job, Target, Variable
+from autoplan.frameworks.megatron_lm.arguments import BRIDGE_FIELDS, arguments_of
+from autoplan.frameworks.megatron_lm.export import environment, megatron_core_groups, words_of
+from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.spec.model import Block
+from autoplan.spec.result import PlanFile
+
+NAME = "recipe.py"
+
+_PRECISIONS = {
+    "bf16": "bf16_mixed",
+    "fp16": "fp16_mixed",
+    "fp8": "bf16_with_fp8_current_scaling_mixed",
+    "mxfp8": "bf16_with_mxfp8_mixed",
+    "nvfp4": "bf16_with_nvfp4_mixed",
+}
+# Options that the registered precisions, the tokenizer or the class of the model say, or that are no fields.
+_ELSEWHERE = frozenset(
+    (
+        *("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe", "vocab_size", "max_position_embeddings"),
+        *("group_query_attention", "attention_backend", "optimizer"),
+    )
+)
+_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
+_LISTS = ("recompute_modules",)
+_IMPORTS = (
+    "import sys",
+    "from functools import partial",
+    "",
+    "import torch.nn.functional as F",
+    "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec",
+    "from megatron.core.transformer.enums import AttnBackend",
+)
+
+
+def job(plan_file: PlanFile, version: str = "") -> Job:
+    """What starts the plan where Megatron-Bridge is installed."""
+    return Job(
+        framework="Megatron-Bridge",
+        environment=environment(plan_file),
+        variables=(Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),),
+        program=f'"$HERE/{NAME}"',
+        trailing=('train.train_iters="$TRAIN_ITERS"',),
+        files=(File(name=NAME, text=recipe(plan_file)),),
+    )
+
+
+def recipe(plan_file: PlanFile) -> str:
+    """A module whose `plan_config` gives the configuration, and which trains with it when it is started."""
+    provider = "MLAModelProvider" if plan_file.model.mla else "GPTModelProvider"
+    module = "mla_provider" if plan_file.model.mla else "gpt_provider"
+    lines = [
+        *header(plan_file, "Megatron-Bridge"),
+        "",
+        *_IMPORTS,
+        f"from megatron.bridge.models.{module} import {provider}",
+        "from megatron.bridge.recipes.common import _pretrain_common",
+        "from megatron.bridge.training.comm_overlap import CommOverlapConfig",
+        "from megatron.bridge.training.gpt_step import forward_step",
+        "from megatron.bridge.training.mixed_precision import get_mixed_precision_config",
+        "from megatron.bridge.training.pretrain import pretrain",
+        "from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides",
+        "",
+        "",
+        "def plan_config():",
+        "    cfg = _pretrain_common()",
+        *(f"    {line}" if line else "" for line in _body(plan_file, provider)),
+        "    return cfg",
+        "",
+        "",
+        'if __name__ == "__main__":',
+        "    pretrain(process_config_with_overrides(plan_config(), cli_overrides=sys.argv[1:]), forward_step)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def fields(plan_file: PlanFile) -> dict[str, Any]:
+    """The fields of the configuration that model and plan set, by their paths in it."""
+    model, plan, framework = plan_file.model, plan_file.best.plan, plan_file.framework
+    if model.position_embedding == "learned" and plan_file.training.seq_len < model.max_positions:
+        raise InputError(
+            f"Megatron-Bridge's position table is as long as the sequences: {model.name!r} has {model.max_positions} "
+            f"positions, seq_len is {plan_file.training.seq_len}"
+        )
+    said = arguments_of(words_of(megatron_core_groups(plan_file, "Megatron-Bridge", RULES)))
+    said |= {"num_virtual_stages_per_pipeline_rank": plan.vp} if plan.vp > 1 else {}
+    table: dict[str, Any] = {"dataset.seq_length": said["seq_length"], "model.seq_length": said["seq_length"]}
+    table |= {"model.should_pad_vocab": True, "tokenizer.tokenizer_type": "NullTokenizer"}
+    table |= {"tokenizer.tokenizer_model": None, "tokenizer.vocab_size": said["vocab_size"]}
+    table["model.add_bias_linear"] = True
+    table["model.share_embeddings_and_output_weights"] = model.tied_embeddings
+    table["model.sequence_parallel"] = plan.sp
+    for name, value in said.items():
+        if name in _ELSEWHERE or name in _OVERLAPS or name in ("seq_length", "untie_embeddings_and_output_weights"):
+            continue
+        table[BRIDGE_FIELDS.get(name, f"model.{name}")] = (
+            [value] if name in _LISTS and isinstance(value, str) else value
+        )
+    if model.window is not None:
+        table["model.window_size"] = (model.window - 1, 0)
+    if "model.moe_layer_freq" in table:
+        table["model.moe_layer_freq"] = [int(Block.MOE in layer) for layer in model.layers]
+    is_sharded = plan.sharding != "none"
+    table |= {"ddp.use_distributed_optimizer": is_sharded, "optimizer.use_distributed_optimizer": is_sharded}
+    for name in _OVERLAPS[:2]:
+        table[f"ddp.{name}"] = name in said
+    table["optimizer.overlap_param_gather"] = "overlap_param_gather" in said
+    if plan.sharding in ("zero2", "zero3"):
+        table["ddp.average_in_collective"] = False
+    table.pop("comm_overlap.tp_comm_overlap", None)
+    fused = framework.bytes_per_logit < 4  # what a loss that works in place keeps
+    table["model.cross_entropy_loss_fusion"] = fused
+    if fused:
+        table["model.cross_entropy_fusion_impl"] = "te"
+    table |= {"checkpoint.save": None, "checkpoint.load": None}
+    return table
+
+
+def _body(plan_file: PlanFile, provider: str) -> list[str]:
+    plan, model, training = plan_file.best.plan, plan_file.model, plan_file.training
+    table = fields(plan_file)
+    sizes = {name: table.pop(f"model.{name}") for name in ("num_layers", "hidden_size", "num_attention_heads")}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
+    lines = [f"cfg.model = {provider}({arguments})"]
+    if model.gated_mlp:
+        lines.append("cfg.model.activation_func = F.silu")
+    else:
+        lines.append("cfg.model.activation_func = F.gelu")
+    if model.moe or model.mla:  # otherwise every layer is like the first, and its attention without latents
+        spec = "partial(get_gpt_decoder_block_spec, use_transformer_engine=True)"
+        lines.append(f"cfg.model.transformer_layer_spec = {spec}")
+    if training.attention == "unfused":
+        lines.append("cfg.model.attention_backend = AttnBackend.unfused")
+    order = ("model", "train", "dataset", "tokenizer", "ddp", "dist", "optimizer", "checkpoint")
+    ordered = sorted(table.items(), key=lambda one: order.index(one[0].partition(".")[0]))
+    for section, rows in groupby(ordered, key=lambda one: one[0].partition(".")[0]):
+        lines += [] if section == "model" else [""]
+        lines += [f"cfg.{path} = {_written(value)}" for path, value in rows]
+    reduces_wide = plan_file.framework.bytes_per_reduced_grad >= 4
+    narrows_attention = model.moe and plan.precision in plan_file.framework.narrow_attention
+    return [
+        *lines,
+        "",
+        f"cfg.mixed_precision = get_mixed_precision_config({_PRECISIONS[plan.precision]!r})",
+        f"cfg.mixed_precision.grad_reduce_in_fp32 = {reduces_wide}",
+        *(["cfg.mixed_precision.fp8_dot_product_attention = True"] if narrows_attention else []),
+        "cfg.comm_overlap = CommOverlapConfig(",
+        f"    tp_comm_overlap={plan.tp_overlap},",
+        f"    overlap_grad_reduce={plan.grad_reduce_overlap},",
+        f"    overlap_param_gather={plan.param_gather_overlap and plan.sharding != 'none'},",
+        f"    overlap_moe_expert_parallel_comm={plan.ep_overlap},",
+        ")",
+        "",
+        "# Yours to choose.",
+        "cfg.train.train_iters = 100",
+        'getattr(cfg, "validation", cfg.train).eval_iters = 0  # 0.3 has it among the settings of training',
+    ]
+
+
+def _written(value: Any) -> str:
+    """A value as Python; long runs of equal numbers as products."""
+    if isinstance(value, list) and len(value) > 8:
+        runs = [(one, len(list(run))) for one, run in groupby(value)]
+        return " + ".join(f"[{one!r}] * {times}" for one, times in runs)
+    return repr(value)
+
+
+TARGET = Target(
+    name="megatron-bridge", says="Megatron-Bridge", rules=("megatron-lm", "unknown"), job=job, versions=("main", "0.3")
+)

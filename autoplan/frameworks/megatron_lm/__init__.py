@@ -1,0 +1,1 @@
+"""Megatron lm: its rules, launch files and logs."""

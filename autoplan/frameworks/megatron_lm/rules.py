@@ -1,0 +1,348 @@
+"""Which plans does Megatron-LM's pretrain_gpt.py accept?
+
+Places are files and lines of Megatron-LM d98e8a6 (core 0.20), below megatron/; those of Transformer Engine, which
+Megatron-LM calls for attention under context parallelism, name functions.  A rule stands here only where a plan can
+break it.  What holds for any framework comes first, from `universal`; what a model cannot be at all in Megatron-LM is
+refused by the exporter.  There is none of its own on how layers spread over chunks: --pipeline-model-parallel-layout
+takes any counts, empty chunks included, and puts prediction layers beside the loss
+(docs/user-guide/features/pipeline_parallel_layout.md).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Ints
+from autoplan.frameworks.common import shared_rules as shared
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
+from autoplan.frameworks.common.widths import has_dense_mlp, kv_groups
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import (
+    CP_KINDS,
+    FULL,
+    OFFLOADS,
+    PP_BEFORE_DP,
+    RECOMPUTE_MODULES,
+    SCHEDULES,
+    SHARDINGS,
+    ParallelPlan,
+    PlanBatch,
+)
+from autoplan.spec.setting import Setting
+
+_ARGUMENTS = "training/arguments.py"
+_CONFIG = "core/transformer/transformer_config.py"
+_STATE = "core/parallel_state.py"
+_FSDP = "core/distributed/fsdp/mcore_fsdp_adapter.py"
+_ATTENTION = "TransformerEngine attention/dot_product_attention/context_parallel.py"
+
+INTERLEAVED = SCHEDULES.index("interleaved")
+ZERO1 = SHARDINGS.index("zero1")
+ZERO2 = SHARDINGS.index("zero2")
+ZERO3 = SHARDINGS.index("zero3")
+ALL_TO_ALL = CP_KINDS.index("all_to_all")
+
+
+def _sharded_experts(setting: Setting, batch: PlanBatch) -> Ints:
+    """Ranks that hold one copy of the routed experts of a stage; Megatron-LM's dense models follow tp instead."""
+    return batch.ep * batch.etp if setting.model.moe else batch.tp
+
+
+# -- the grid of ranks ------------------------------------------------------------------------------------------------
+
+
+def _instances(setting: Setting, batch: PlanBatch) -> Bools:
+    expert_dp = batch.num_devices // (_sharded_experts(setting, batch) * batch.pp)
+    return (batch.sharding < ZERO1) | (expert_dp % batch.dp_replicate == 0)
+
+
+def _pipelines_first(setting: Setting, batch: PlanBatch) -> Bools:
+    """Dense and expert parts must agree on the pipelines, which data-parallel groups of other sizes would shift."""
+    expert_dp = batch.num_devices // (_sharded_experts(setting, batch) * batch.pp)
+    return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (expert_dp == batch.dp)
+
+
+# -- widths -----------------------------------------------------------------------------------------------------------
+
+
+def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
+    groups = kv_groups(setting.model)
+    return (groups % batch.tp == 0) | (batch.tp % groups == 0)
+
+
+def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
+    model = setting.model
+    holds = all_true(batch)
+    if has_dense_mlp(model):
+        holds &= model.ffn_size % batch.tp == 0
+    if model.moe:
+        holds &= model.moe.shared_expert_ffn_size % batch.tp == 0
+    return holds
+
+
+def _expert_width(setting: Setting, batch: PlanBatch) -> Bools:
+    moe = setting.model.moe
+    return moe.expert_ffn_size % batch.etp == 0 if moe else all_true(batch)
+
+
+# -- sequence ---------------------------------------------------------------------------------------------------------
+
+
+def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
+    """All-to-all moves whole heads: each rank of the context group must get the same number of both kinds."""
+    heads = setting.model.num_heads // batch.tp
+    kv_heads = np.maximum(kv_groups(setting.model) // batch.tp, 1)
+    moves = (batch.cp > 1) & (batch.cp_kind == ALL_TO_ALL)
+    return ~moves | ((heads % batch.cp == 0) & (kv_heads % batch.cp == 0))
+
+
+def _cp_latent(setting: Setting, batch: PlanBatch) -> Bools:
+    model = setting.model
+    if model.qk_head_dim == model.v_head_dim:
+        return all_true(batch)
+    return (batch.cp == 1) | (batch.cp_kind != ALL_TO_ALL)
+
+
+def _cp_window(setting: Setting, batch: PlanBatch) -> Bools:
+    model = setting.model
+    if model.window is None and not model.attention_sinks:
+        return all_true(batch)
+    return (batch.cp == 1) | (batch.cp_kind == ALL_TO_ALL)
+
+
+def _ep_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    repeats = (batch.recompute == FULL) | batch.repeats("moe")
+    layers = (setting.model.num_mtp_layers <= 1) & (setting.model.mamba is None)
+    return ~batch.ep_overlap | (layers & (batch.ep > 1) & ((batch.pp == 1) | (batch.vp > 1)) & ~repeats)
+
+
+# -- pipeline ---------------------------------------------------------------------------------------------------------
+
+
+def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
+    """The default group is pp micro-batches; a shorter last group is refused, so that m must be a multiple."""
+    count = batch.num_microbatches
+    return (batch.vp == 1) | ((count >= batch.pp) & (count % batch.pp == 0))
+
+
+# -- sharding and overlap ---------------------------------------------------------------------------------------------
+
+
+def _fsdp_needs_one_stage(setting: Setting, batch: PlanBatch) -> Bools:
+    """The device mesh of Megatron-FSDP is made of all ranks as dp-cp x ep x tp, with no place for pp."""
+    return (batch.sharding < ZERO2) | (batch.pp == 1)
+
+
+def _fsdp_experts(setting: Setting, batch: PlanBatch) -> Bools:
+    """Replicated shard groups of experts are marked as never tested."""
+    return (batch.sharding < ZERO2) | (batch.dp_replicate == 1) if setting.model.moe else all_true(batch)
+
+
+def _fsdp_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    gathers = (batch.sharding != ZERO3) | batch.param_gather_overlap
+    return ((batch.sharding < ZERO2) | batch.grad_reduce_overlap) & gathers
+
+
+def _gather_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    """Plain data parallelism gathers no parameters: there the switch means nothing and is let pass."""
+    return ~batch.param_gather_overlap | batch.grad_reduce_overlap | (batch.sharding < ZERO1)
+
+
+# -- recomputation ----------------------------------------------------------------------------------------------------
+
+
+def missing_modules(model: ModelSpec) -> frozenset[str]:
+    """Parts of a layer that recomputation may name and that the model does not have.
+
+    A norm can be repeated alone where it is a module of its own: before latent attention and before experts
+    (core/models/gpt/gpt_layer_specs.py).
+    """
+    moe = model.moe
+    missing = set() if model.mla else {"mla_up_proj"}
+    missing |= set() if has_dense_mlp(model) else {"mlp"}
+    missing |= set() if moe else {"moe", "moe_act"}
+    missing |= set() if moe and moe.shared_expert_ffn_size else {"shared_experts"}
+    return frozenset(missing | (set() if moe or model.mla else {"layernorm"}))
+
+
+def _modules_exist(setting: Setting, batch: PlanBatch) -> Bools:
+    missing = sum(1 << RECOMPUTE_MODULES.index(module) for module in missing_modules(setting.model))
+    return batch.recompute_modules & missing == 0
+
+
+# -- what each rule says ----------------------------------------------------------------------------------------------
+
+
+def _experts_per_stage(setting: Setting, plan: ParallelPlan) -> str:
+    if setting.model.moe:
+        return f"etp {plan.etp} x ep {plan.ep} x pp {plan.pp}"
+    return f"tp {plan.tp} x pp {plan.pp}"
+
+
+CHOICES = (Choice(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),)
+
+# Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
+COMMON: tuple[Rule, ...] = (
+    *universal.RULES,
+    universal.NO_FP32,
+    Rule(
+        source=f"{_STATE}:1448",
+        holds=_instances,
+        says=lambda s, p: (
+            f"the {p.num_devices // p.pp} devices of a stage over {_experts_per_stage(s, p)} must be divisible by "
+            f"dp_replicate {p.dp_replicate}: lower it"
+        ),
+    ),
+    Rule(
+        source=f"{_STATE}:899",
+        holds=_pipelines_first,
+        says=lambda s, p: (
+            f"rank_order {p.rank_order} needs "
+            + (f"etp {p.etp} x ep {p.ep} to be tp {p.tp} x cp {p.cp}" if s.model.moe else f"cp 1, cp is {p.cp}")
+            + f": use {RANK_ORDERS[0]}"
+        ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:1461",
+        holds=_kv_heads,
+        says=lambda s, p: f"num_kv_heads {kv_groups(s.model)} must be a multiple or a divisor of tp {p.tp}: change tp",
+    ),
+    Rule(
+        source="core/utils.py:592",
+        holds=_mlp_width,
+        says=lambda s, p: (
+            f"ffn_size {s.model.ffn_size} and shared_expert_ffn_size "
+            f"{s.model.moe.shared_expert_ffn_size if s.model.moe else 0} must be divisible by tp {p.tp}: lower tp"
+        ),
+    ),
+    Rule(
+        source="core/utils.py:592",
+        holds=_expert_width,
+        says=lambda s, p: (
+            f"expert_ffn_size {s.model.moe.expert_ffn_size if s.model.moe else 0} must be divisible by etp {p.etp}: "
+            "lower etp"
+        ),
+    ),
+    Rule(
+        source=f"{_ARGUMENTS}:1335",
+        holds=lambda s, b: (b.cp == 1) | (s.training.seq_len % (2 * b.cp) == 0),
+        says=lambda s, p: f"seq_len {s.training.seq_len} must be divisible by 2 x cp {p.cp}: lower cp",
+    ),
+    Rule(
+        source=f"{_ATTENTION} AttnFuncWithCPAndQKVOA2A",
+        holds=_cp_heads,
+        says=lambda s, p: (
+            f"cp {p.cp} with all_to_all needs the heads of a rank ({s.model.num_heads} over tp {p.tp}, and "
+            f"{kv_groups(s.model)} for keys) divisible by cp: use ring or lower cp"
+        ),
+    ),
+    Rule(
+        source=f"{_ATTENTION} attn_forward_func_with_cp",
+        holds=_cp_latent,
+        says=lambda s, p: (
+            f"cp {p.cp} with all_to_all needs value heads as wide as query heads, they are {s.model.v_head_dim} and "
+            f"{s.model.qk_head_dim}: use ring"
+        ),
+    ),
+    Rule(
+        source=f"{_ATTENTION} attn_forward_func_with_cp",
+        holds=_cp_window,
+        says=lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
+    ),
+    shared.sp_needs_tp("core/model_parallel_config.py:502"),
+    Rule(
+        source="core/tensor_parallel/mappings.py:178",
+        holds=lambda s, b: ~b.sp | (s.training.seq_len // b.cp % b.tp == 0),
+        says=lambda s, p: (
+            f"with sp, the {s.training.seq_len // p.cp} tokens of a rank must be divisible by tp {p.tp}: lower tp"
+        ),
+    ),
+    Rule(
+        source=f"{_ARGUMENTS}:1441",
+        holds=lambda s, b: ~b.tp_overlap | b.sp,
+        says=lambda s, p: "tp_overlap needs sp: add sp or leave tp_overlap out",
+    ),
+    Rule(
+        source=f"{_CONFIG}:3002",
+        holds=_ep_overlap,
+        says=lambda s, p: (
+            f"ep_overlap needs ep > 1, vp > 1 in a pipeline, no recompute of the experts and no Mamba layers, got ep "
+            f"{p.ep} pp {p.pp} vp {p.vp} recompute {p.recompute!r}: leave ep_overlap out"
+        ),
+    ),
+    Rule(
+        source=f"{_ARGUMENTS}:1000",
+        holds=lambda s, b: (b.vp == 1) | (b.pp > 1),
+        says=lambda s, p: f"vp {p.vp} needs pp > 1: set vp 1",
+    ),
+    Rule(
+        source="core/transformer/moe/moe_layer.py:636",
+        holds=lambda s, b: (b.tp == 1) | b.sp if s.model.moe else all_true(b),
+        says=lambda s, p: f"experts with tp {p.tp} need sp: add sp",
+    ),
+    Rule(
+        source=f"{_CONFIG}:2613",
+        holds=lambda s, b: b.etp == 1 if s.model.moe and s.model.mlp_bias else all_true(b),
+        says=lambda s, p: f"experts with a bias need etp 1, etp is {p.etp}: set etp 1",
+    ),
+    Rule(
+        source=f"{_FSDP}:826",
+        holds=_fsdp_needs_one_stage,
+        says=lambda s, p: f"{p.sharding} (Megatron-FSDP) needs pp 1, pp is {p.pp}: use zero1",
+    ),
+    Rule(
+        source=f"{_FSDP}:380",
+        holds=_fsdp_experts,
+        says=lambda s, p: (
+            f"{p.sharding} (Megatron-FSDP) with experts needs dp_replicate 1, it is {p.dp_replicate}: shard over all"
+        ),
+    ),
+    Rule(
+        source="core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:334",
+        holds=_fsdp_overlap,
+        says=lambda s, p: f"{p.sharding} (Megatron-FSDP) always overlaps its collectives: turn the overlap switches on",
+    ),
+    Rule(
+        source=f"{_ARGUMENTS}:1028",
+        holds=_gather_overlap,
+        says=lambda s, p: "param_gather_overlap needs grad_reduce_overlap: turn both on or both off",
+    ),
+    Rule(
+        source="core/optimizer/__init__.py:1057",
+        holds=lambda s, b: (b.offload != OFFLOADS.index("optimizer")) | (b.sharding == ZERO1),
+        says=lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
+    ),
+    Rule(
+        source="core/transformer/transformer_layer.py:473",
+        holds=_modules_exist,
+        says=lambda s, p: (
+            f"{s.model.name} has no {' and no '.join(sorted(missing_modules(s.model) & set(p.recompute_modules)))} to "
+            "recompute: leave it out of recompute_modules"
+        ),
+    ),
+    *shared.aligned("core/fp8_utils.py:356"),
+)
+
+INTERLEAVED_MICROBATCHES = Rule(
+    source="core/pipeline_parallel/schedules.py:1160",
+    holds=_interleaved_microbatches,
+    says=lambda s, p: (
+        f"interleaving needs micro-batches in multiples of pp {p.pp}, there are {p.num_microbatches}: "
+        "change global_batch, micro_batch or vp"
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    *COMMON,
+    *(choice.rule() for choice in CHOICES),
+    Rule(
+        source=f"{_ARGUMENTS}:978",
+        holds=lambda s, b: (b.schedule == INTERLEAVED) == (b.vp > 1),
+        says=lambda s, p: f"schedule {p.schedule!r} with vp {p.vp}: vp > 1 is interleaved, vp 1 is 1f1b",
+    ),
+    INTERLEAVED_MICROBATCHES,
+)
+
+BOOK = Rulebook(rules=RULES, choices=CHOICES, repeats_parts=True, repeats_some_layers=True)

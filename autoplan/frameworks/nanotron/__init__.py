@@ -1,0 +1,1 @@
+"""Nanotron: its rules, launch files and logs."""

@@ -1,0 +1,178 @@
+"""Which YAML makes nanotron's run_train.py run a plan?
+
+Keys are those of nanotron 2411b02 (2026-04); places in comments are below src/nanotron/ there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from autoplan.base.errors import InputError, refused
+from autoplan.frameworks.common.header import header
+from autoplan.frameworks.common.job import File, Job, Setting, Target, Variable
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.nanotron.rules import RULES
+from autoplan.spec.model import Block, Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.result import PlanFile
+
+_FILE = "nanotron.yaml"
+_ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}  # config/utils_config.py:102
+_ZERO_STAGES = {"none": 0, "zero1": 1}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
+    """The configuration as nanotron's classes have it; data, length and optimisation are yours to change."""
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    _check(plan_file)
+    check_legal(RULES, model, training, plan, "nanotron does not accept the plan")
+    return {
+        "general": {"project": "autoplan", "run": model.name, "seed": 42},
+        "model": {
+            "model_config": _model_config(model, training.seq_len),
+            "init_method": {"std": 0.02},
+            "dtype": _DTYPES[plan.precision],
+            "make_vocab_size_divisible_by": plan_file.framework.pads_vocab_to,
+            "ddp_bucket_cap_mb": round(plan_file.framework.reduce_bucket_bytes / 2**20) or 25,
+        },
+        "parallelism": _parallelism(plan),
+        "tokens": {
+            "sequence_length": training.seq_len,
+            "micro_batch_size": plan.micro_batch,
+            "batch_accumulation_per_replica": plan.num_microbatches,
+            "train_steps": 100,
+        },
+        "optimizer": {
+            "zero_stage": _ZERO_STAGES[plan.sharding],
+            "accumulate_grad_in_fp32": plan_file.framework.bytes_per_grad == 4,
+            "weight_decay": 0.1,
+            "clip_grad": 1.0,
+            "optimizer_factory": {
+                "name": "adamW",
+                "adam_eps": 1e-8,
+                "adam_beta1": 0.9,
+                "adam_beta2": 0.95,
+                "torch_adam_is_fused": True,
+            },
+            "learning_rate_scheduler": {
+                "learning_rate": 3e-4,
+                "lr_warmup_steps": 10,
+                "lr_warmup_style": "linear",
+                "lr_decay_style": "cosine",
+                "min_decay_lr": 3e-5,
+            },
+        },
+        # No dataset: nanotron makes random tokens.
+        "data_stages": [{"name": "mock", "start_training_step": 1, "data": {"dataset": None, "seed": 42}}],
+        "checkpoints": {"checkpoints_path": "checkpoints", "checkpoint_interval": 1000},
+        "logging": {"iteration_step_info_interval": 1},
+    }
+
+
+def job(plan_file: PlanFile, version: str = "") -> Job:
+    """What starts the plan in a checkout of nanotron.
+
+    One queue to the device is asserted in parallel/tensor_parallel/nn.py:82.
+    """
+    config = yaml.safe_dump(nanotron_config(plan_file), sort_keys=False, allow_unicode=True, width=10**6)
+    return Job(
+        framework="nanotron",
+        environment=(Setting(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", says="demanded under tensor parallelism"),),
+        variables=(Variable(name="NANOTRON_DIR", default=".", says="checkout of github.com/huggingface/nanotron"),),
+        program='"$NANOTRON_DIR/run_train.py"',
+        trailing=(f'--config-file "$HERE/{_FILE}"',),
+        files=(File(name=_FILE, text="\n".join([*header(plan_file, "nanotron"), config])),),
+    )
+
+
+def _check(plan_file: PlanFile) -> None:
+    """Refuse what would silently become another model or another run."""
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    heads = model.num_heads * model.qk_head_dim
+    moe = model.moe
+    refusals = (
+        (model.layer_pattern is not None, "a layer_pattern"),
+        (model.mla is not None, "latent attention"),
+        (model.position_embedding != "rope", f"position_embedding {model.position_embedding!r}"),
+        (model.norm != "rmsnorm", f"norm {model.norm!r}"),
+        (model.norms_per_block != 1, "norms_per_block 2"),
+        (model.embedding_norm, "embedding_norm"),
+        (not model.gated_mlp, "an MLP without gate"),
+        (model.mlp_bias or model.attention_output_bias, "mlp_bias or attention_output_bias"),
+        (model.attention_sinks, "attention_sinks"),
+        (model.qk_norm != "none", f"qk_norm {model.qk_norm!r}"),
+        (model.window is not None, "a window (models/qwen.py:97 asserts that there is none)"),
+        (model.num_mtp_layers > 0, "num_mtp_layers"),
+        (heads != model.hidden_size, f"heads of {heads} in all beside hidden_size {model.hidden_size}"),
+        (moe is not None and moe.router_bias, "a router_bias"),
+        (moe is not None and moe.latent_size is not None, "moe.latent_size"),
+        (
+            moe is not None and bool(moe.shared_expert_ffn_size) != moe.shared_expert_gate,
+            "shared experts without gate (nn/moe.py:140 gates them)",
+        ),
+        (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}"),
+        (training.fused_norm is False, "norms that are not fused"),
+        (not plan.grad_reduce_overlap, "grad_reduce_overlap off: it has no switch for it"),
+        (plan.ep_overlap, "ep_overlap"),
+        (plan.rank_order != "tp-cp-ep-dp-pp", f"rank_order {plan.rank_order!r}"),
+    )
+    if what := refused(refusals):
+        raise InputError(f"nanotron cannot express {what} (model {model.name!r})")
+
+
+def _model_config(model: ModelSpec, seq_len: int) -> dict[str, Any]:
+    """Llama, or Qwen2 where queries, keys and values have biases or layers have experts."""
+    is_qwen = model.qkv_bias or model.moe is not None
+    config: dict[str, Any] = {
+        "is_qwen2_config" if is_qwen else "is_llama_config": True,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": max(seq_len, model.max_positions),
+        "rope_theta": float(model.rope_base),
+        "tie_word_embeddings": model.tied_embeddings,
+        "vocab_size": model.vocab_size,
+        "_attn_implementation": "flash_attention_2",
+    }
+    if is_qwen:
+        config["attention_bias"] = model.qkv_bias
+    if model.moe:
+        config["moe_config"] = _experts(model, model.moe)
+    return config
+
+
+def _experts(model: ModelSpec, moe: Experts) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "num_experts": moe.num_experts,
+        "top_k": moe.experts_per_token,
+        "moe_intermediate_size": moe.expert_ffn_size,
+        "layers": [at for at, layer in enumerate(model.layers) if Block.MOE in layer],
+        "enable_shared_expert": bool(moe.shared_expert_ffn_size),
+    }
+    if moe.shared_expert_ffn_size:
+        config["shared_expert_intermediate_size"] = moe.shared_expert_ffn_size
+    return config
+
+
+def _parallelism(plan: ParallelPlan) -> dict[str, Any]:
+    return {
+        "dp": plan.dp,
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "context_parallel_size": plan.cp,
+        "expert_parallel_size": plan.ep,
+        "pp_engine": _ENGINES[plan.schedule],
+        "tp_mode": "REDUCE_SCATTER" if plan.sp else "ALL_REDUCE",
+        "tp_linear_async_communication": plan.tp_overlap and plan.tp > 1,
+        "tp_recompute_allgather": True,
+        "recompute_layer": plan.recompute == "full",
+    }
+
+
+TARGET = Target(name="nanotron", says="nanotron", rules=("nanotron",), job=job)

@@ -1,0 +1,191 @@
+"""Which model and plan does a configuration of nanotron start?
+
+Keys and defaults are those of nanotron 2411b02 (2026-04), src/nanotron/config/.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.options import Options, parse_yaml
+from autoplan.frameworks.nanotron.rules import layers_per_stage
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import ParallelPlan, Schedule, Sharding
+from autoplan.spec.training import Precision, TrainingSpec
+
+_PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
+_SCHEDULES: dict[str, Schedule] = {"1f1b": "1f1b", "afab": "gpipe"}
+_SHARDINGS: dict[int, Sharding] = {0: "none", 1: "zero1"}
+_TP_MODES = {"REDUCE_SCATTER": True, "reduce_scatter": True, "ALL_REDUCE": False, "all_reduce": False}
+# Exact kernels, whether or not the positions are spread over ranks.
+_FLASH = ("flash_attention_2", "sdpa", "ring", "ring_flash_triton", "llama3_ring_attention")
+
+
+def recognises(name: str, text: str) -> bool:
+    """By its sections."""
+    return all(re.search(rf"^ *{key}:", text, re.MULTILINE) for key in ("parallelism", "model_config", "tokens"))
+
+
+def read(text: str, given: Given) -> Launch:
+    """The run of a configuration; devices are what its degrees multiply to."""
+    options = Options(parse_yaml(text, "nanotron configuration"))
+    # These cost neither time nor memory.
+    options.known("checkpoints", "data_stages", "lighteval", "logging", "metrics_logging", "s3_upload", "tokenizer")
+    general = options.inside("general")
+    general.known("project", "seed", "step", "consumed_train_samples", "benchmark_csv_path", "ignore_sanity_checks")
+    run = general.value("run")
+    model_options, unread = options.inside("model"), list[Unread]()
+    if given.model is None:
+        name = run if isinstance(run, str) and run.strip() and run.isprintable() else "nanotron model"
+        model = _model(model_options.inside("model_config"), name, unread)
+    else:
+        model = given.model
+        model_options.known("model_config")
+    model_options.known("init_method")
+    tokens, optimizer = options.inside("tokens"), options.inside("optimizer")
+    tokens.known("train_steps", "val_check_interval", "limit_val_batches", "limit_test_batches")
+    _unpriced(options, model_options, optimizer, unread)
+    plan = _plan(options.inside("parallelism"), tokens, optimizer, model)
+    seq_len = tokens.count("sequence_length", given.seq_len)
+    plan = replace(plan, precision=model_options.word("dtype", _PRECISIONS, "bfloat16"))
+    if given.num_devices not in (None, plan.num_devices):
+        raise InputError(f"parallelism starts {plan.num_devices} devices, not {given.num_devices}: change its dp")
+    return Launch(
+        target="nanotron",
+        framework="nanotron",
+        model=model,
+        training=TrainingSpec(seq_len=given.seq_len or seq_len, precision=plan.precision),
+        plan=plan,
+        options=tuple(options.read),
+        unread=(*unread, *options.left("no option of nanotron that is known here")),
+    )
+
+
+def _model(config: Options, name: str, unread: list[Unread]) -> ModelSpec:
+    is_qwen = config.flag("is_qwen2_config")
+    if is_qwen == config.flag("is_llama_config"):
+        raise InputError("model.model_config is neither of a Llama nor of a Qwen2 model: pass --model")
+    config.known("bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "initializer_range", "rms_norm_eps")
+    config.known("max_position_embeddings", "pretraining_tp", "rope_scaling", "rope_interleaved", "use_cache")
+    config.known("rope_seq_len_interpolation_factor", "z_loss_coefficient", "ring_attn_heads_k_stride")
+    num_heads = config.count("num_attention_heads", 32)
+    num_kv_heads = config.count("num_key_value_heads", num_heads)
+    has_bias = config.flag("attention_bias") and is_qwen  # Llama's layers have none, whatever it says
+    num_layers = config.count("num_hidden_layers", 32)
+    if num_layers > 10**4:
+        raise InputError(f"model.model_config.num_hidden_layers must be at most 10000, got {num_layers}")
+    attention = config.value("_attn_implementation")
+    if attention not in (None, *_FLASH):
+        unread.append(_told(config, "_attn_implementation", "flash attention is priced"))
+    for key, why in (
+        ("_use_doc_masking", "attention over whole sequences is priced, not within documents"),
+        ("z_loss_enabled", "the loss is priced without it"),
+        ("log_attn_probs", "not priced"),
+        ("no_rope_layer", "every layer is priced with rotary embeddings"),
+        ("flex_attention_mask", "flash attention is priced"),
+    ):
+        if config.value(key) not in (None, False):
+            unread.append(_told(config, key, why))
+    for key in ("_fused_rotary_emb", "_fused_rms_norm", "_use_qkv_packed"):
+        if is_qwen and config.value(key) is False:
+            unread.append(_told(config, key, "priced as fused"))
+    return ModelSpec(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=config.count("hidden_size", 4096),
+        vocab_size=config.count("vocab_size", 32000),
+        num_heads=num_heads,
+        num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads,
+        ffn_size=config.count("intermediate_size", 11008, least=0),
+        qkv_bias=has_bias,
+        rope_base=config.number("rope_theta", 10000.0),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        window=config.count("sliding_window_size") if config.has("sliding_window_size") else None,
+        moe=_experts(config.inside("moe_config"), num_layers) if config.has("moe_config") else None,
+    )
+
+
+def _experts(config: Options, num_layers: int) -> Experts | None:
+    config.known("router_aux_loss_coef", "token_dispatcher_type")
+    layers = config.value("layers")
+    if layers == []:
+        return None
+    if not (layers is None or (isinstance(layers, list) and all(type(one) is int for one in layers))):
+        raise InputError("model.model_config.moe_config.layers must be a list of layer numbers")
+    shared = config.count("shared_expert_intermediate_size", 5632) if config.flag("enable_shared_expert") else 0
+    experts = Experts(
+        num_experts=config.count("num_experts", 8),
+        experts_per_token=config.count("top_k", 2),
+        expert_ffn_size=config.count("moe_intermediate_size", 1408),
+        shared_expert_ffn_size=shared,
+        shared_expert_gate=shared > 0,
+    )
+    if layers in (None, [-1]):
+        return experts
+    interval = layers[1] - layers[0] if len(layers) > 1 else 1
+    if interval > 0:
+        first = 0 if layers[0] == interval - 1 else layers[0]
+        if layers == [at for at in range(first, num_layers) if (at + 1) % interval == 0]:
+            return replace(experts, num_dense_layers=first, interval=interval)
+    raise InputError("model.model_config.moe_config.layers must be all from one on, or every n-th, in order")
+
+
+def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: ModelSpec) -> ParallelPlan:
+    dp, tp, pp = (parallelism.count(key) for key in ("dp", "tp", "pp"))
+    if pp > model.num_layers + 2:
+        raise InputError(f"parallelism.pp {pp} exceeds the {model.num_layers} layers with embedding and head")
+    micro_batch = tokens.count("micro_batch_size")
+    zero_stage = optimizer.count("zero_stage", 0, least=0)
+    if zero_stage not in _SHARDINGS:
+        raise InputError(f"optimizer.zero_stage must be 0 or 1, got {zero_stage}")
+    schedule = parallelism.word("pp_engine", _SCHEDULES, "afab")
+    has_sp = parallelism.word("tp_mode", _TP_MODES, "ALL_REDUCE")
+    is_async = parallelism.flag("tp_linear_async_communication")
+    layers = layers_per_stage(model, pp)
+    return ParallelPlan(
+        global_batch=micro_batch * tokens.count("batch_accumulation_per_replica") * dp,
+        micro_batch=micro_batch,
+        tp=tp,
+        sp=has_sp and tp > 1,
+        cp=parallelism.count("context_parallel_size", 1),
+        pp=pp,
+        schedule=schedule if pp > 1 else "1f1b",
+        layers_per_chunk=layers if len(set(layers)) > 1 else None,
+        ep=parallelism.count("expert_parallel_size", 1),
+        dp_shard=dp,
+        sharding=_SHARDINGS[zero_stage],
+        recompute="full" if parallelism.flag("recompute_layer") else "none",
+        tp_overlap=is_async and tp > 1,
+        param_gather_overlap=zero_stage > 0,
+    )
+
+
+def _unpriced(options: Options, model: Options, optimizer: Options, unread: list[Unread]) -> None:
+    """What changes time or memory by an amount that is not priced."""
+    optimizer.known("weight_decay", "weight_decay_exclude_named_params", "clip_grad", "learning_rate_scheduler")
+    factory = optimizer.inside("optimizer_factory")
+    for section in (factory, optimizer):  # of old, beside zero_stage
+        section.known("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
+    if factory.has("name") and factory.value("name") != "adamW":
+        unread.append(_told(factory, "name", "AdamW is priced"))
+    if not optimizer.flag("accumulate_grad_in_fp32", True):
+        unread.append(_told(optimizer, "accumulate_grad_in_fp32", "gradients of 4 bytes are priced"))
+    if not (parallelism := options.inside("parallelism")).flag("tp_recompute_allgather", True):
+        unread.append(_told(parallelism, "tp_recompute_allgather", "inputs are priced as gathered again"))
+    if model.count("ddp_bucket_cap_mb", 25) != 25:
+        unread.append(_told(model, "ddp_bucket_cap_mb", "buckets of 25 MiB are priced"))
+    if model.count("make_vocab_size_divisible_by", 1) != 128:
+        why = "a vocabulary padded to a multiple of 128 x tp is priced"
+        unread.append(replace(_told(model, "make_vocab_size_divisible_by", why), matters=False))
+    if options.value("profiler") is not None:
+        unread.append(replace(_told(options, "profiler", "slows the steps that it looks at"), matters=False))
+
+
+def _told(options: Options, key: str, why: str) -> Unread:
+    return Unread(option=options.name(key), value=options.shown(key), why=why)
+
+
+READER = Reader(target="nanotron", recognises=recognises, read=read)

@@ -1,0 +1,46 @@
+"""Which plan does a `plan.json` of an earlier search hold?"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.presets import preset_frameworks
+from autoplan.spec.result import PlanFile
+
+NAME = "plan.json"
+
+
+def recognises(name: str, text: str) -> bool:
+    """By its first key."""
+    return re.match(r'\s*\{\s*"schema_version"\s*:', text) is not None
+
+
+def read(text: str, given: Given) -> Launch:
+    """The best plan of the file, with the model and the length that are given in place of its own."""
+    try:
+        table = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"not valid JSON: {str(error).splitlines()[0]}") from None
+    if not isinstance(table, dict):
+        raise InputError(f"must hold one table (object), not a {type(table).__name__}")
+    file = decode(PlanFile, table, NAME)
+    plan, training = file.best.plan, file.training
+    if file.framework.name not in preset_frameworks():
+        raise InputError(f"its framework {file.framework.name!r} is no preset: such plan files are not read")
+    if given.num_devices not in (None, plan.num_devices):
+        raise InputError(f"its plan is for {plan.num_devices} devices, not for {given.num_devices}")
+    return Launch(
+        target=NAME,
+        framework=file.framework.name,
+        model=given.model or file.model,
+        training=replace(training, seq_len=given.seq_len or training.seq_len),
+        plan=plan,
+    )
+
+
+READER = Reader(target=NAME, recognises=recognises, read=read)

@@ -1,0 +1,84 @@
+"""Which framework is meant?  A preset, a TOML file of one's own, or the name that a table of measured runs uses."""
+
+from __future__ import annotations
+
+import difflib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, read_table, schema, shipped
+from autoplan.spec.framework import Framework
+
+
+@lru_cache(maxsize=64)
+def _table(name: str) -> dict[str, Any]:
+    return read_table(shipped("frameworks")[name])
+
+
+def _extendable() -> tuple[str, ...]:
+    return tuple(name for name in shipped("frameworks") if "extends" not in _table(name))
+
+
+@lru_cache(maxsize=64)
+def _preset(name: str) -> Framework:
+    return _decoded(_table(name), f"framework {name}")
+
+
+def _decoded(table: dict[str, Any], where: str) -> Framework:
+    """The framework in `table`; what it leaves out is as in the preset that it `extends`, calibrations and fits too."""
+    if "extends" in table:
+        table = dict(table)
+        name = table.pop("extends")
+        if name not in (known := _extendable()):  # it may be anything
+            raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(known)}")
+        base = _table(name)
+        inherited = [trait for trait in base.get("fitted", []) if trait not in table]
+        fitted = inherited + [trait for trait in table.get("fitted", []) if trait not in inherited]
+        table = {"calibrated_as": name, **base, "aliases": [], **table, "fitted": fitted}
+    return decode(Framework, table, where)
+
+
+def preset_frameworks() -> tuple[str, ...]:
+    """Ids of the shipped frameworks."""
+    return tuple(shipped("frameworks"))
+
+
+def load_framework(text: str) -> Framework:
+    """The framework that `text` names: a preset's id or the path of a TOML file."""
+    known = preset_frameworks()
+    if text in known:
+        return _preset(text)
+    path = Path(text)
+    if path.suffix == ".toml":
+        return _decoded(read_table(path), str(path))
+    close = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}, or give a TOML file"
+    raise InputError(f"unknown framework {text!r}: {hint}")
+
+
+def framework_called(name: str, year: str, device: str = "") -> Framework | None:
+    """The preset that answers to `name` in a table of runs: the longest alias that begins it, and holds of the rest.
+
+    An alias may go on with "@2021": then it means the software of that year only; or with " on a100-sxm-40": that of
+    its runs on this device.
+    """
+    best: tuple[int, Framework] | None = None
+    for framework in map(_preset, shipped("frameworks")):
+        for alias in framework.aliases:
+            called, _, place = alias.partition(" on ")
+            beginning, _, era = called.partition("@")
+            holds = year.startswith(era) and place in ("", device)
+            if holds and name.casefold().startswith(beginning.casefold()):
+                length = len(beginning) + len(era) + len(place)
+                if best is None or length > best[0]:
+                    best = (length, framework)
+    return best[1] if best else None
+
+
+def framework_schema() -> dict[str, Any]:
+    """JSON Schema of a framework file: it may extend a shipped one."""
+    described = schema(Framework, human_units=True)
+    described["$defs"]["Framework"]["properties"]["extends"] = {"enum": list(_extendable())}
+    return described

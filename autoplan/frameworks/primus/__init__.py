@@ -1,0 +1,1 @@
+"""Primus: its rules, launch files and logs."""

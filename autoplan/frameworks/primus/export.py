@@ -1,0 +1,100 @@
+"""Which experiment file makes Primus run a plan with its Megatron backend?
+
+Keys are the arguments of Megatron-LM, which Primus sets by name over its presets; places are in Primus fd1eeab, below
+primus/.  Whatever a preset would set otherwise than the plan means is written down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from autoplan.frameworks.common.header import comment, header
+from autoplan.frameworks.common.job import File, Job, Setting, Target, Variable, safe_name
+from autoplan.frameworks.megatron_lm.arguments import arguments_of
+from autoplan.frameworks.megatron_lm.export import environment, megatron_core_groups, optimisation, words_of
+from autoplan.frameworks.primus.rules import ALGORITHMS, RULES
+from autoplan.spec.model import Block
+from autoplan.spec.result import PlanFile
+
+NAME = "primus.yaml"
+
+# Arguments that are lists however many words an option has.
+_LISTS = ("recompute_modules", "cp_comm_type")
+# What the presets pre_trainer.yaml and language_model.yaml turn on, for plans that do not.
+_OFF = ("sequence_parallel", "use_distributed_optimizer", "bf16", "swiglu", "untie_embeddings_and_output_weights")
+
+
+def job(plan_file: PlanFile, version: str = "") -> Job:
+    """What starts the plan in a checkout of Primus."""
+    return Job(
+        framework="Primus",
+        environment=(*environment(plan_file), *_amd(plan_file)),
+        variables=(
+            Variable(name="PRIMUS_DIR", default=".", says="checkout of github.com/AMD-AGI/Primus with its submodules"),
+            Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
+        ),
+        program='"$PRIMUS_DIR/primus/cli/main.py"',
+        trailing=("train pretrain", f'--config "$HERE/{NAME}"', "--train_iters", '"$TRAIN_ITERS"'),
+        files=(File(name=NAME, text=experiment(plan_file)),),
+    )
+
+
+def experiment(plan_file: PlanFile) -> str:
+    """The experiment file, which names what may be replaced in it by the environment."""
+    table = {
+        "work_group": "autoplan",
+        "user_name": "autoplan",
+        "exp_name": safe_name(plan_file.model.name),
+        "workspace": "./output",
+        "modules": {
+            "pre_trainer": {
+                "framework": "megatron",
+                "config": "pre_trainer.yaml",
+                "model": "language_model.yaml",
+                "overrides": overrides(plan_file),
+            }
+        },
+    }
+    lines = [
+        *header(plan_file, "Primus"),
+        comment(f"Or start it with: primus-cli direct -- train pretrain --config {NAME}"),
+    ]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120)
+
+
+def overrides(plan_file: PlanFile) -> dict[str, Any]:
+    """The arguments of Megatron-LM that model, plan and an optimisation of one's own mean."""
+    model, plan = plan_file.model, plan_file.best.plan
+    words = words_of((*megatron_core_groups(plan_file, "Primus", RULES), optimisation(plan_file)))
+    said = arguments_of(words)
+    table: dict[str, Any] = dict.fromkeys(_OFF, False) | {"add_bias_linear": True}
+    table |= {
+        name: [value] if name in _LISTS and not isinstance(value, list) else value for name, value in said.items()
+    }
+    table["add_position_embedding"] = model.position_embedding != "rope"
+    if "window_size" in table:  # the command line would make numbers of it
+        table["window_size"] = [int(one) for one in table["window_size"].split(",")]
+    if "moe_layer_freq" in table:
+        table["moe_layer_freq"] = [int(Block.MOE in layer) for layer in model.layers]
+    if plan.schedule in ALGORITHMS:
+        table |= {"patch_primus_pipeline": True, "pp_algorithm": ALGORITHMS[plan.schedule]}
+        # Weight gradients are put off only where they are added up in the product, and no pass runs forward alone
+        # (backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py:209).
+        table |= {"gradient_accumulation_fusion": True, "create_attention_mask_in_dataloader": False}
+        table |= {"no_persist_layer_norm": True}
+    return table | {"mock_data": True, "tokenizer_type": "NullTokenizer", "finetune": False, "save": None, "load": None}
+
+
+def _amd(plan_file: PlanFile) -> tuple[Setting, ...]:
+    """What Primus' own launcher sets on AMD devices (runner/helpers/envs/base_env.sh)."""
+    if plan_file.cluster.device.vendor != "amd":
+        return ()
+    return (
+        Setting(name="HSA_NO_SCRATCH_RECLAIM", value="1", says="keeps scratch memory of kernels"),
+        Setting(name="GPU_MAX_HW_QUEUES", value="2", says="one queue for computing, one for messages"),
+    )
+
+
+TARGET = Target(name="primus", says="Primus", rules=("primus", "megatron-lm", "unknown"), job=job)

@@ -1,0 +1,168 @@
+"""What does an experiment file of Primus start?  YAML whose keys are the arguments of Megatron-LM, over presets."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.literals import MOST_BITS
+from autoplan.frameworks.megatron_lm.arguments import typed
+from autoplan.frameworks.megatron_lm.family import Said, Settings, launch_of, preset_of
+from autoplan.frameworks.primus.rules import ALGORITHMS
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import Schedule
+
+MOST_CHARACTERS = 2**20
+MOST_DEPTH = 20
+
+# What its presets modules/megatron/pre_trainer.yaml and models/megatron/language_model.yaml set (fd1eeab) and
+# Megatron-LM's own defaults do not.
+_TRAINER = {
+    "micro_batch_size": 2,
+    "global_batch_size": 16,
+    "seq_length": 1024,
+    "bf16": True,
+    "use_distributed_optimizer": True,
+    "sequence_parallel": True,
+}
+_LANGUAGE_MODEL = {
+    "num_layers": 24,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+_VARIABLE = re.compile(r"\$\{([^:{}]+)(?::([^}]*))?\}")
+_ALGORITHMS: dict[str, Schedule | None] = {
+    "1f1b": None,
+    "1f1b-interleaved": None,
+    "zero-bubble-heuristic": "zb-h1",
+    "v-half": "zb-v",
+    "v-min": "zb-v",
+    "zero-bubble": "zb-h1",
+    "zbv-formatted": "zb-v",
+}
+# Keys of Primus that change nothing here where they are off.
+_IDLE = re.compile(r"(use_turbo|enable_primus_turbo|turbo_|patch_|zero_bubble|offload|dump_|pp_warmup|use_rocm)")
+
+
+def recognises(name: str, text: str) -> bool:
+    """Whether a file looks like an experiment of Primus."""
+    return name.endswith((".yaml", ".yml")) and "pre_trainer:" in text and "modules:" in text
+
+
+def read(text: str, given: Given) -> Launch:
+    """The launch that an experiment describes; the number of devices is never in it."""
+    if len(text) > MOST_CHARACTERS:
+        raise InputError(f"an experiment of Primus is at most {MOST_CHARACTERS:,} characters long")
+    try:
+        table = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise InputError(f"not YAML: {' '.join(str(error).split())[:200]}") from None
+    trainer = _inside(_inside(table, "modules"), "pre_trainer")
+    variables = dict(given.variables)
+    framework = _expanded(trainer.get("framework"), variables)
+    if framework != "megatron":
+        raise InputError(f"framework {str(framework)[:40]!r} of Primus is not read here, only megatron")
+    overrides = trainer.get("overrides") or {}
+    if not isinstance(overrides, dict):
+        raise InputError("modules.pre_trainer.overrides must be a table")
+    values = {str(key): _expanded(value, variables) for key, value in overrides.items()}
+    base = _model(str(_expanded(trainer.get("model"), variables)), given)
+    settings = Settings(
+        [Said(key, _text(value), key, value) for key, value in values.items() if value not in (None, "null")],
+        _TRAINER | ({"hidden_dropout": 0.0, "attention_dropout": 0.0} if base else _LANGUAGE_MODEL),
+    )
+    schedule = _schedule(settings)
+    if base and base.moe and "expert_model_parallel_size" not in values:
+        settings.note("expert_model_parallel_size", "the preset of the model may set it", default="1")
+    if "recompute_layer_ids" in settings.said:
+        settings.note("recompute_layer_ids", "priced as all layers")
+    for key, value in values.items():
+        if key not in settings.taken and _IDLE.match(key):
+            if value in (None, False, 0, "null", ""):
+                settings.taken.add(key)
+            elif key in settings.said:
+                settings.note(key, "what Primus does beside Megatron-LM is not priced")
+    return launch_of(
+        settings, given, target="primus", framework="primus", num_devices=None, base=base, schedule=schedule
+    )
+
+
+def _inside(table: Any, key: str) -> dict[str, Any]:
+    inner = table.get(key) if isinstance(table, dict) else None
+    if not isinstance(inner, dict):
+        raise InputError(f"not an experiment of Primus: it has no table {key!r}")
+    return inner
+
+
+def _expanded(value: Any, variables: dict[str, str], depth: int = 0) -> Any:
+    """A value with `${NAME:default}` replaced, as Primus does: what then looks like a number or a switch is one."""
+    if depth > MOST_DEPTH:
+        raise InputError(f"a value is nested more than {MOST_DEPTH} deep")
+    if isinstance(value, list):
+        return [_expanded(one, variables, depth + 1) for one in value]
+    if not isinstance(value, str):
+        return value
+
+    def replaced(match: re.Match[str]) -> str:
+        name, default = match[1], match[2]
+        if name in variables:
+            return variables[name]
+        if default is None:
+            raise InputError(f"the file needs the variable {name[:60]}: pass --set {name[:60]}=VALUE")
+        return str(default)
+
+    text = _VARIABLE.sub(replaced, value)
+    if text == value:
+        return value
+    return {"true": True, "false": False}.get(text.casefold(), typed(text))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise InputError(f"a number of {value.bit_length()} bits is no option's")
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _model(name: str, given: Given) -> ModelSpec | None:
+    """The model that a preset of Primus begins with; none for the one that is only a list of defaults."""
+    plain = re.sub(r"\.ya?ml$", "", name)
+    if given.model is not None or plain == "language_model":
+        return given.model
+    if found := preset_of(plain):
+        return found
+    raise InputError(f"the preset {name[:60]!r} of Primus is no model that is known here: pass --model")
+
+
+def _schedule(settings: Settings) -> Schedule | None:
+    """The schedule of its own that Primus puts into Megatron-LM."""
+    if settings.flag("patch_primus_pipeline"):
+        name = settings.word("pp_algorithm", "1f1b-interleaved") or ""
+        if name not in _ALGORITHMS:
+            raise InputError(f"pp_algorithm {name[:40]!r} is not one of {', '.join(_ALGORITHMS)}")
+        schedule = _ALGORITHMS[name]
+        if schedule and name not in ALGORITHMS.values():
+            settings.note("pp_algorithm", f"priced as {ALGORITHMS[schedule]}")
+        return schedule
+    settings.taken.add("pp_algorithm")
+    if not settings.flag("patch_zero_bubble") or not settings.flag("enable_zero_bubble", True):
+        return None
+    if settings.flag("enable_1f1b_v"):
+        settings.note("enable_1f1b_v", "priced as zb-v")
+        return "zb-v"
+    if settings.flag("zero_bubble_v_schedule"):
+        if settings.word("zero_bubble_v_schedule_mem_setup", "half") != "zb":
+            settings.note("zero_bubble_v_schedule_mem_setup", "priced as zb", default="half")
+        return "zb-v"
+    if "zero_bubble_max_pending_backward" in settings.said:
+        settings.note("zero_bubble_max_pending_backward", "priced as ZB-H1, with as many in flight as 1F1B")
+    return "zb-h1"
+
+
+READER = Reader(target="primus", recognises=recognises, read=read)

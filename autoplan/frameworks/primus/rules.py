@@ -1,0 +1,101 @@
+"""Which plans does Primus accept?  Those of Megatron-LM, whose code it runs, and two zero-bubble schedules beside.
+
+Places are files and lines of Primus fd1eeab (2026-08), below primus/.  Of its split-backward schedules zero-bubble is
+ZB-H1 (as many micro-batches in flight as 1F1B) and zbv-formatted is ZB-V; v-half and v-min, which trade speed for
+memory, are none that a plan knows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.base.arrays import Bools
+from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
+from autoplan.frameworks.megatron_lm.rules import COMMON, INTERLEAVED, INTERLEAVED_MICROBATCHES
+from autoplan.spec.plan import RECOMPUTES, SCHEDULES, SPLIT_SCHEDULES, PlanBatch
+from autoplan.spec.setting import Setting
+
+_LAUNCHER = "backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py"
+
+ZB_V = SCHEDULES.index("zb-v")
+
+# The algorithms of `pp_algorithm` by the names of schedules.
+ALGORITHMS = {"zb-h1": "zero-bubble", "zb-v": "zbv-formatted"}
+
+
+def is_split(batch: PlanBatch) -> Bools:
+    """Which plans put off the gradients of the weights."""
+    return np.isin(batch.schedule, SPLIT_SCHEDULES)
+
+
+def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
+    needed = np.where(batch.schedule == ZB_V, batch.vp == 2, batch.vp == 1)
+    return np.where(batch.schedule == INTERLEAVED, batch.vp > 1, needed)
+
+
+def _filled(setting: Setting, batch: PlanBatch) -> Bools:
+    """The table of ZB-V always has passes for 2 pp - 1 micro-batches, those that do not exist among them."""
+    return (batch.schedule != ZB_V) | (batch.num_microbatches >= 2 * batch.pp - 1)
+
+
+def _split_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+    """Gradients are synchronised behind the last pass only, by when Megatron-LM takes overlapped buckets for reduced.
+
+    It asserts so in core/distributed/param_and_grad_buffer.py:824.
+    """
+    return ~is_split(batch) | ~(batch.grad_reduce_overlap | batch.param_gather_overlap)
+
+
+def _split_recompute(setting: Setting, batch: PlanBatch) -> Bools:
+    """What waits for the gradients of the weights holds the inputs that recomputation would free."""
+    return ~is_split(batch) | (batch.recompute == RECOMPUTES.index("none"))
+
+
+CHOICES = (
+    Choice(
+        axis="schedule",
+        words=("1f1b", "interleaved", *ALGORITHMS),
+        source=f"{_LAUNCHER}:52",
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    *COMMON,
+    *(choice.rule() for choice in CHOICES),
+    Rule(
+        source=f"{_LAUNCHER}:63",
+        holds=_chunks,
+        says=lambda s, p: (
+            f"schedule {p.schedule!r} with vp {p.vp}: 1f1b and zb-h1 have vp 1, zb-v has 2, interleaved more than 1"
+        ),
+    ),
+    Rule(
+        source=INTERLEAVED_MICROBATCHES.source,
+        holds=lambda s, b: (b.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(s, b),
+        says=INTERLEAVED_MICROBATCHES.says,
+    ),
+    Rule(
+        source="core/pipeline_parallel/scheduler/algorithms/zbv_formatted.py:27",
+        holds=_filled,
+        says=lambda s, p: (
+            f"zb-v needs 2 pp - 1 = {2 * p.pp - 1} micro-batches, there are {p.num_microbatches}: "
+            "use zb-h1, lower pp or micro_batch"
+        ),
+    ),
+    Rule(
+        source=f"{_LAUNCHER}:269",
+        holds=_split_overlap,
+        says=lambda s, p: (
+            f"schedule {p.schedule!r} overlaps neither reductions nor gathers: turn both overlap switches off"
+        ),
+    ),
+    Rule(
+        source="core/projection/config_validation.py:99",
+        holds=_split_recompute,
+        says=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
+    ),
+)
+
+BOOK = Rulebook(
+    rules=RULES, choices=CHOICES, repeats_parts=True, repeats_some_layers=True, split_schedules_overlap=False
+)

@@ -1,0 +1,1 @@
+"""Torchtitan: its rules, launch files and logs."""

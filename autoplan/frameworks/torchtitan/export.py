@@ -1,0 +1,515 @@
+"""Which files make torchtitan run a plan?
+
+Version 0.3 and main are configured by a function in a Python module, version 0.2 by a TOML file.  Places are below
+torchtitan/ in the wheels of 0.3.0 and 0.2.2 and in b5bcd76 (main, 2026-08).
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.base.errors import InputError, refused
+from autoplan.base.files import decode, read_table, shipped
+from autoplan.frameworks.common.header import header
+from autoplan.frameworks.common.job import File, Group, Job, Setting, Target, Variable
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.fsdp2.export import SCHEDULES
+from autoplan.frameworks.torchtitan.rules import RULES
+from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, chunk_layers
+from autoplan.spec.result import PlanFile
+from autoplan.spec.training import TrainingSpec
+
+MODULE, TOML = "plan_cfg.py", "torchtitan.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Python that stands in a file as it is, where a plain value would be quoted."""
+
+    text: str
+
+
+def job(plan_file: PlanFile, version: str) -> Job:
+    """What starts the plan with an installed torchtitan of `version`."""
+    _check(plan_file, version)
+    if version == "0.2":
+        program, trailing = "-m torchtitan.train", (f'--job.config_file "$HERE/{TOML}"',)
+        file = File(name=TOML, text=_toml(plan_file))
+        data: tuple[list[str], ...] = (
+            ["--training.dataset", "c4_test"],
+            ["--model.hf_assets_path", "./tests/assets/tokenizer"],
+        )
+    else:
+        # Started by its path, the module is found by its name as well, whatever PYTHONPATH says.
+        program, trailing = f'"$HERE/{MODULE}"', ("--module plan_cfg --config plan",)
+        file = File(name=MODULE, text=module_text(plan_file, version))
+        data = (["--hf_assets_path", "./tests/assets/tokenizer"],)
+        if version == "0.3":
+            data = (["--dataloader.dataset", "c4_test"], *data)
+    return Job(
+        framework=f"torchtitan {version}",
+        environment=(
+            Setting(
+                name="PYTORCH_ALLOC_CONF", value="expandable_segments:True", says="as torchtitan's own run_train.sh"
+            ),
+        ),
+        variables=(Variable(name="STEPS", default="100", says="steps", counts_steps=True),),
+        program=program,
+        replaceable=Group(
+            name="DATA",
+            says="Data of its tests, in a checkout; DATA_ARGS='OPTION VALUE ...' in the environment replaces these.",
+            lines=data,
+        ),
+        trailing=(*trailing, '--training.steps "$STEPS"', "--metrics.log_freq 1"),
+        files=(file,),
+    )
+
+
+# -- what it cannot be told -------------------------------------------------------------------------------------------
+
+
+def _check(plan_file: PlanFile, version: str) -> None:
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    check_legal(RULES, model, training, plan, "torchtitan does not accept the plan")
+    generation, old = plan_file.cluster.device.generation, version == "0.2"
+    refusals = (
+        (
+            plan.rank_order != RANK_ORDERS[0] and plan.pp > 1 and plan.dp > 1,
+            f"rank_order {plan.rank_order}: it numbers stages last, leave it out",
+        ),
+        (plan.ep_overlap, "ep_overlap: it overlaps expert traffic in no schedule that is priced here"),
+        (not plan.grad_reduce_overlap, "grad_reduce_overlap = false: FSDP2 always overlaps the reduction"),
+        (plan.waits_for_gathers, "param_gather_overlap = false: FSDP2 always gathers ahead"),
+        (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}: plan with flash"),
+        (
+            plan.precision in ("mxfp8", "nvfp4") and generation in ("volta", "ampere", "ada", "hopper"),
+            f"precision {plan.precision!r} on {plan_file.cluster.device.name}: plan with another one",
+        ),
+        (
+            plan.precision == "fp8" and generation in ("volta", "ampere"),
+            f"precision 'fp8' on {plan_file.cluster.device.name}: plan with another one",
+        ),
+        (plan.precision == "nvfp4" and model.moe is not None, "precision 'nvfp4' of experts: plan with mxfp8"),
+        (old and plan.precision == "nvfp4", "precision 'nvfp4' in version 0.2: export for 0.3"),
+        (old and plan.tp > 1 and not plan.sp, "tp without sp in version 0.2: plan with sp or export for 0.3"),
+        (plan.tp_overlap and training.fused_norm is False, "tp_overlap without compilation: leave fused_norm out"),
+    )
+    if what := refused(refusals):
+        raise InputError(f"torchtitan cannot express {what}")
+
+
+# -- version 0.3 and main: a module of a config registry --------------------------------------------------------------
+
+
+def module_text(plan_file: PlanFile, version: str) -> str:
+    """A module whose function `plan` gives the Trainer.Config; every value of the plan in it is a literal."""
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    family = family_of(model)
+    converters = _converters(plan, model, compiled=_compiles(training))
+    inside = {"flavor": model.name, "model": Code("model()")}
+    body = [
+        f'    model_spec = replace({family}.model_registry("debugmodel"), {_arguments(inside)})',
+        *(f"    model_spec.model = {converter}.build().convert(model_spec.model)" for _, converter in converters),
+        f"    return {_call('Trainer.Config', _trainer(plan_file, version), 4)}",
+    ]
+    return "\n".join(
+        [
+            *header(plan_file, f"torchtitan {version}"),
+            "# The model, as far as it costs time and memory; the loss keeps whole logits, as predicted.",
+            "",
+            "from dataclasses import replace",
+            "",
+            *_imports(family, plan_file, [name for name, _ in converters], version),
+            "",
+            "",
+            "def model():",
+            *_model_lines(family, model, training.seq_len, plan.cp, version),
+            "",
+            "",
+            "def plan():",
+            *body,
+            "",
+            "",
+            'if __name__ == "__main__":',
+            "    from torchtitan.train import main",
+            "",
+            "    main()",
+            "",
+        ]
+    )
+
+
+def _imports(family: str, plan_file: PlanFile, converters: list[str], version: str) -> list[str]:
+    policies = {"full": ["FullAC"], "selective": ["SelectiveAC"], "none": []}
+    is_main = version == "main"  # whose data loaders take more words than this file has for them
+    rope = "CosSinRoPE" if family in ("qwen3", "gpt_oss") else "ComplexRoPE"
+    modules: dict[str, list[str]] = {
+        "torchtitan.components.loss": [] if plan_file.model.num_mtp_layers else ["CrossEntropyLoss"],
+        "torchtitan.components.optimizer": ["default_adamw"],
+        "torchtitan.components.quantization": sorted(converters),
+        "torchtitan.config": ["CompileConfig", "ParallelismConfig", "TrainingConfig"],
+        "torchtitan.distributed.activation_checkpoint": policies[plan_file.best.plan.recompute],
+        "torchtitan.hf_datasets.text_datasets": [] if is_main else ["HuggingFaceTextDataLoader"],
+        "torchtitan.models": [family],
+        f"torchtitan.models.{family}.config_registry": [f"{family}_debugmodel"] if is_main else [],
+        "torchtitan.models.common": [rope, "Embedding", "Linear", "RMSNorm"],
+        "torchtitan.trainer": ["Trainer"],
+    }
+    return [f"from {module} import {', '.join(names)}" for module, names in modules.items() if names]
+
+
+def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    loss = "deepseek_v3.MTPLoss" if model.num_mtp_layers else "CrossEntropyLoss"
+    compiling = {"enable": _compiles(training)} | ({"enable_async_tensor_parallel": True} if plan.tp_overlap else {})
+    policies = {"full": Code("FullAC.Config()"), "selective": Code("SelectiveAC.Config()"), "none": None}
+    return {
+        "model_spec": Code("model_spec"),
+        "loss": Code(f"{loss}.Config(global_vocab_size={model.vocab_size})"),
+        "optimizer": Code("default_adamw(lr=3e-4)"),
+        "dataloader": Code(
+            f"{family_of(model)}_debugmodel().dataloader" if version == "main" else "HuggingFaceTextDataLoader.Config()"
+        ),
+        "training": Code(_call("TrainingConfig", _training(plan, training, version), 8)),
+        "parallelism": Code(_call("ParallelismConfig", _parallelism(plan, model, version), 8)),
+        "activation_checkpoint": policies[plan.recompute],
+        "compile": Code(_call("CompileConfig", compiling, 8)),
+    }
+
+
+def _training(plan: ParallelPlan, training: TrainingSpec, version: str) -> dict[str, Any]:
+    """Batch and sequence; a pipeline takes all micro-batches of a replica at once."""
+    count = plan.num_microbatches if plan.pp > 1 else 1
+    if version == "main":
+        return {
+            "num_tokens_per_microbatch_per_dp_rank": plan.micro_batch * training.seq_len,
+            "num_tokens_per_train_step": plan.global_batch * training.seq_len,
+            "max_context_length": training.seq_len,
+            "disable_cuda_graphs": True,
+        }
+    values: dict[str, Any] = {
+        "local_batch_size": plan.micro_batch * count,
+        "global_batch_size": plan.global_batch,
+        "seq_len": training.seq_len,
+    }
+    # Pipelines and expert parallelism refuse CUDA graphs (trainer.py:183), and no prediction knows them.
+    return values if version == "0.2" else values | {"disable_cuda_graphs": True}
+
+
+def _parallelism(plan: ParallelPlan, model: ModelSpec, version: str) -> dict[str, Any]:
+    is_sharded = plan.sharding != "none"
+    values: dict[str, Any] = {
+        "data_parallel_replicate_degree": plan.dp_replicate if is_sharded else plan.dp,
+        "data_parallel_shard_degree": plan.dp_shard if is_sharded else 1,
+        "fsdp_reshard_after_forward": "never" if plan.sharding == "zero2" else "default",
+        "tensor_parallel_degree": plan.tp,
+        "context_parallel_degree": plan.cp,
+        "pipeline_parallel_degree": plan.pp,
+        "expert_parallel_degree": plan.ep,
+    }
+    if version != "0.2" and plan.tp > 1:
+        values["enable_sequence_parallel"] = plan.sp
+    if version == "0.2" and plan.tp_overlap:
+        values["enable_async_tensor_parallel"] = True
+    if plan.pp > 1:
+        values["pipeline_parallel_schedule"] = SCHEDULES[plan.schedule]
+        if version == "main":
+            values["num_pp_microbatches"] = plan.num_microbatches
+        else:
+            values["pipeline_parallel_microbatch_size"] = plan.micro_batch
+        head = "output" if version == "0.2" else "lm_head"
+        values["module_fqns_per_model_part"] = stages(chunk_layers(plan, model.num_layers), head)
+    return values
+
+
+def stages(counts: tuple[int, ...], head: str) -> list[list[str]]:
+    """The modules of every stage in model order: (1, 2) is [[tok_embeddings, layers.0], [layers.1, layers.2, ...]]."""
+    names, first = [], 0
+    for count in counts:
+        names.append([f"layers.{layer}" for layer in range(first, first + count)])
+        first += count
+    names[0].insert(0, "tok_embeddings")
+    names[-1] += ["norm", head]
+    return names
+
+
+def _compiles(training: TrainingSpec) -> bool:
+    """Fused norms are torch.compile's."""
+    return training.fused_norm is not False
+
+
+def _converters(plan: ParallelPlan, model: ModelSpec, *, compiled: bool) -> list[tuple[str, str]]:
+    """(class, configured) of what changes the model for a precision; the head and the router stay in 16 bits."""
+    prefix = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}.get(plan.precision)
+    if prefix is None:
+        return []
+    inside = {"fqns": ["attention", "feed_forward", "shared_experts"]}
+    outside = {"filter_fqns": ["lm_head", "router.gate"]}
+    linear: dict[str, Any] = {**(outside if prefix == "Float8" else inside), "model_compile_enabled": compiled}
+    configured = {f"{prefix}LinearConverter": linear}
+    if model.moe:
+        configured[f"{prefix}GroupedExpertsConverter"] = {"model_compile_enabled": compiled}
+    return [(name, _call(f"{name}.Config", arguments, 4)) for name, arguments in configured.items()]
+
+
+# -- the models that it builds ----------------------------------------------------------------------------------------
+
+
+def family_of(model: ModelSpec) -> str:
+    """Which of its models has the blocks of `model`; refused where none has."""
+    for family, fits in (("gpt_oss", _is_gpt_oss), ("deepseek_v3", _is_deepseek), ("qwen3", _is_qwen3)):
+        if fits(model):
+            return family
+    if _is_llama3(model):
+        return "llama3"
+    raise InputError(
+        f"torchtitan builds no model with the blocks of {model.name!r}: it knows those of Llama 3 (no biases), Qwen 3 "
+        "(norms of heads, all layers MoE or none), DeepSeek-V3 (latent attention) and gpt-oss"
+    )
+
+
+def _is_plain(model: ModelSpec) -> bool:
+    """Rotary positions, one RMSNorm before every gated block: what all of its models have."""
+    return (
+        model.layer_pattern is None
+        and model.norm == "rmsnorm"
+        and model.norms_per_block == 1
+        and not model.embedding_norm
+        and model.position_embedding == "rope"
+        and model.gated_mlp
+        and not model.shares_mtp_layer
+    )
+
+
+def _is_unbiased(model: ModelSpec) -> bool:
+    """No biases, sinks or windows."""
+    biases = (model.mlp_bias, model.qkv_bias, model.attention_output_bias, model.attention_sinks)
+    return not any(biases) and model.window is None and not (model.moe and model.moe.router_bias)
+
+
+def _is_llama3(model: ModelSpec) -> bool:
+    dense = model.moe is None and model.mla is None and model.qk_norm == "none" and not model.num_mtp_layers
+    return (
+        _is_plain(model) and _is_unbiased(model) and dense and model.qk_head_dim * model.num_heads == model.hidden_size
+    )
+
+
+def _is_qwen3(model: ModelSpec) -> bool:
+    moe = model.moe
+    whole = moe is None or (
+        not moe.num_dense_layers and moe.interval == 1 and not moe.shared_expert_ffn_size and moe.latent_size is None
+    )
+    usual = model.mla is None and model.qk_norm == "head" and not model.num_mtp_layers
+    return _is_plain(model) and _is_unbiased(model) and whole and usual
+
+
+def _is_deepseek(model: ModelSpec) -> bool:
+    moe = model.moe
+    if moe is None or model.mla is None:
+        return False
+    shared, rest = divmod(moe.shared_expert_ffn_size, moe.expert_ffn_size)
+    usual = moe.interval == 1 and moe.latent_size is None and not moe.shared_expert_gate and shared > 0 and not rest
+    untied = not model.tied_embeddings and model.qk_norm == "none"
+    return _is_plain(model) and _is_unbiased(model) and usual and untied
+
+
+def _is_gpt_oss(model: ModelSpec) -> bool:
+    moe = model.moe
+    if moe is None or model.mla is not None:
+        return False
+    fixed = (model.num_heads, model.kv_heads, model.qk_head_dim, model.window, model.full_attention_interval)
+    biases = (model.mlp_bias, model.qkv_bias, model.attention_output_bias, model.attention_sinks, moe.router_bias)
+    whole = not moe.num_dense_layers and moe.interval == 1 and not moe.shared_expert_ffn_size and not moe.latent_size
+    usual = model.qk_norm == "none" and not model.tied_embeddings and not model.num_mtp_layers
+    # models/gpt_oss/__init__.py:76 and :183
+    return _is_plain(model) and fixed == (64, 8, 64, 128, 2) and all(biases) and whole and usual
+
+
+def _model_lines(family: str, model: ModelSpec, seq_len: int, cp: int, version: str) -> list[str]:
+    """The body of a function that returns the model's config."""
+    dim = model.hidden_size
+    norm = f"qwen3._qwen3_norm({dim})" if family == "qwen3" else _norm(family, dim)
+    skip = "SKIP_" if model.tied_embeddings else ""
+    head = "qwen3._LINEAR_INIT" if family == "qwen3" else f"{family}._output_linear_init({dim})"
+    class_name = {"llama3": "Llama3", "qwen3": "Qwen3", "deepseek_v3": "DeepSeekV3", "gpt_oss": "GptOss"}[family]
+    embedding = {
+        "num_embeddings": model.vocab_size,
+        "embedding_dim": dim,
+        "param_init": Code(f"{family}._EMBEDDING_{skip}INIT"),
+    }
+    output = {"in_features": dim, "out_features": model.vocab_size, "param_init": Code(head)}
+    values: dict[str, Any] = {
+        "dim": dim,
+        "vocab_size": model.vocab_size,
+        "enable_weight_tying": model.tied_embeddings,
+        "tok_embeddings": Code(_call("Embedding.Config", embedding, 8)),
+        "norm": Code(norm),
+        "lm_head": Code(_call("Linear.Config", output, 8)),
+        "layers": Code("layers"),
+    }
+    if model.num_mtp_layers:
+        count = model.num_mtp_layers
+        values["mtp_layers"] = Code(f"deepseek_v3._build_mtp_layers(layers[-1], dim={dim}, num_mtp_layers={count})")
+    builder, inside = _layers(family, model, seq_len, cp, version)
+    return [
+        f"    layers = {_call(builder, inside, 4)}",
+        f"    return {_call(f'{family}.{class_name}Model.Config', values, 4)}",
+    ]
+
+
+def _norm(family: str, dim: int) -> str:
+    return _call("RMSNorm.Config", {"normalized_shape": dim, "param_init": Code(f"{family}._NORM_INIT")}, 8)
+
+
+def _layers(family: str, model: ModelSpec, seq_len: int, cp: int, version: str) -> tuple[str, dict[str, Any]]:
+    """The builder of a family's layers and its arguments."""
+    moe, mla = model.moe, model.mla
+    width = mla.qk_rope_head_dim if mla else model.qk_head_dim
+    length = "max_context_length" if version == "main" else "max_seq_len"
+    rope = "CosSinRoPE" if family in ("qwen3", "gpt_oss") else "ComplexRoPE"
+    values: dict[str, Any] = {
+        "n_layers": model.num_layers,
+        "dim": model.hidden_size,
+        "rope": Code(f"{rope}.Config(dim={width}, {length}={seq_len}, theta={float(model.rope_base)!r})"),
+        # The only one that context parallelism takes (distributed/full_dtensor.py:46).
+        "attn_backend": "varlen" if family == "gpt_oss" and cp == 1 else "flex",
+    }
+    heads = {"n_heads": model.num_heads, "n_kv_heads": model.kv_heads}
+    if moe:
+        values["moe_comm_backend"] = "standard"
+    if family == "llama3":
+        return "llama3._build_llama3_layers", values | heads | {"hidden_dim": model.ffn_size}
+    if family == "qwen3" and moe is None:
+        return "qwen3._build_qwen3_layers", values | heads | {"head_dim": width, "hidden_dim": model.ffn_size}
+    assert moe is not None
+    experts = {"num_experts": moe.num_experts}
+    if family == "qwen3":
+        experts |= {"top_k": moe.experts_per_token, "moe_hidden_dim": moe.expert_ffn_size}
+        return "qwen3._build_qwen3_moe_layers", values | heads | {"head_dim": width} | experts
+    if family == "gpt_oss":
+        experts |= {"top_k": moe.experts_per_token, "hidden_dim": moe.expert_ffn_size}
+        return "gpt_oss._build_gptoss_layers", values | experts | {"load_balance_coeff": 1e-3}
+    assert mla is not None
+    latent = {
+        "n_heads": model.num_heads,
+        "q_lora_rank": mla.q_lora_rank or 0,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "mscale": 1.0,
+    }
+    experts |= {
+        "n_dense_layers": moe.num_dense_layers,
+        "dense_hidden_dim": model.ffn_size,
+        "moe_hidden_dim": moe.expert_ffn_size,
+        "num_shared_experts": moe.shared_expert_ffn_size // moe.expert_ffn_size,
+        "router_top_k": moe.experts_per_token,
+    }
+    routing = {"router_score_func": "sigmoid", "router_route_norm": True, "non_blocking_capacity_factor": None}
+    return "deepseek_v3._build_dsv3_layers", values | latent | experts | routing
+
+
+# -- version 0.2: TOML ------------------------------------------------------------------------------------------------
+
+
+def _toml(plan_file: PlanFile) -> str:
+    model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    family, flavor = _flavor(model)
+    if plan.pp > 1 and family in ("qwen3", "gpt_oss"):
+        raise InputError(f"torchtitan 0.2 builds no pipeline of {family}: plan with pp 1 or export for 0.3")
+    tables: dict[str, Mapping[str, Any]] = {
+        "model": {"name": family, "flavor": flavor},
+        "optimizer": {"name": "AdamW", "lr": 3e-4},
+        "training": _training(plan, training, "0.2"),
+        "parallelism": _parallelism(plan, model, "0.2"),
+        "activation_checkpoint": {"mode": plan.recompute},
+        "compile": {"enable": _compiles(training), "components": ["model", "loss"]},
+    }
+    if plan.recompute == "selective":
+        tables["activation_checkpoint"] = {"mode": "selective", "selective_ac_option": "op"}
+    if plan.precision != "bf16":
+        kind = {"fp8": "float8", "mxfp8": "mx"}[plan.precision]
+        outside = {"filter_fqns": ["output", "router.gate"]}
+        recipe = {"recipe_name": "rowwise"} if kind == "float8" else {"recipe_name": "mxfp8_cublas"}
+        grouped = [f"quantize.grouped_mm.{kind}"] if model.moe else []
+        tables["model"] = {**tables["model"], "converters": [f"quantize.linear.{kind}", *grouped]}
+        tables[f"quantize.linear.{kind}"] = recipe | outside
+        if model.moe:
+            tables[f"quantize.grouped_mm.{kind}"] = {"fqns": ["experts"]}
+    lines = header(plan_file, "torchtitan 0.2")
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
+    text = "\n".join(lines) + "\n"
+    assert tomllib.loads(text)
+    return text
+
+
+def _toml_value(value: Any) -> str:
+    """Numbers, flags, plain words and lists of them are written in TOML as in JSON."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return "[\n" + "".join(f"    {json.dumps(one)},\n" for one in value) + "]"
+    return json.dumps(value)
+
+
+def _flavor(model: ModelSpec) -> tuple[str, str]:
+    """The name and flavor under which version 0.2 knows a model of these sizes."""
+    for family, flavors in read_table(shipped()["torchtitan"])["flavors"].items():
+        for flavor, name in flavors.items():
+            table = read_table(shipped("models")[name])
+            known = decode(ModelSpec, {"name": name, **table}, name)
+            mine = replace(model, name=name, aliases=known.aliases, sources=known.sources)
+            if mine == replace(known, num_mtp_layers=0):
+                return str(family), str(flavor)
+    raise InputError(
+        f"torchtitan 0.2 knows models by name, and none of the sizes of {model.name!r} (without MTP): export for 0.3"
+    )
+
+
+# -- values as Python -------------------------------------------------------------------------------------------------
+
+
+def _literal(value: Any) -> str:
+    return value.text if isinstance(value, Code) else repr(value).replace("'", '"') if _is_names(value) else repr(value)
+
+
+def _is_names(value: Any) -> bool:
+    """Whether a value holds only words without quotes, which may then be double."""
+    if isinstance(value, list):
+        return all(_is_names(one) for one in value)
+    return isinstance(value, str) and '"' not in value and "'" not in value and "\\" not in value
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={_literal(value)}" for name, value in arguments.items())
+
+
+def _call(function: str, arguments: dict[str, Any], indent: int) -> str:
+    """A call with keyword arguments, on one line where it fits."""
+    line = f"{function}({_arguments(arguments)})"
+    if len(line) + indent <= 100 and "\n" not in line:
+        return line
+    inside = " " * (indent + 4)
+    lines = []
+    for name, value in arguments.items():
+        if isinstance(value, list) and len(value) > 1:
+            parts = "".join(f"{inside}    {_literal(part)},\n" for part in value)
+            lines.append(f"{inside}{name}=[\n{parts}{inside}],\n")
+        else:
+            lines.append(f"{inside}{name}={_literal(value)},\n")
+    return f"{function}(\n{''.join(lines)}{' ' * indent})"
+
+
+TARGET = Target(
+    name="torchtitan",
+    says="torchtitan",
+    rules=("torchtitan",),
+    job=job,
+    versions=("0.3", "0.2", "main"),
+)

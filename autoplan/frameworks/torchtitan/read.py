@@ -1,0 +1,665 @@
+"""What does a configuration of torchtitan start?
+
+A function of a config registry (0.3, in Python), a command line that names one and changes some values (0.3), or a
+TOML file (0.2).  Defaults are those of config/configs.py of 0.3.0 and config/job_config.py of 0.2.2.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import is_file, read_table, read_text, shipped
+from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.literals import Built, Module, Unknown
+from autoplan.frameworks.common.options import Options, show
+from autoplan.frameworks.common.shell import Command, is_open, read_script
+from autoplan.read.model import load_model
+from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import ParallelPlan, Schedule
+from autoplan.spec.training import TrainingSpec
+
+_TRAINS = ("torchtitan.train", "torchtitan/train.py", "plan_cfg.py")
+_ENTRIES = ("run_train.sh",)
+_OLD_FILE = "job.config_file"  # whose name is an option of 0.2
+_CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
+_POLICIES = {"FullAC.Config": "full", "SelectiveAC.Config": "selective", "MemoryBudgetAC.Config": "memory-budget"}
+_OLD_CONVERTERS = {"float8": "fp8", "mx": "mxfp8"}
+_SINGLE = {"1f1b": "1f1b", "gpipe": "gpipe", "interleavedzerobubble": "zb-h1"}  # with one stage a rank
+_MULTI = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v"}
+# Sections that cost neither time nor memory, or that a plan does not choose.
+_ASIDE = (
+    *("hf_assets_path", "dump_folder", "profiler", "profiling", "metrics", "tokenizer", "dataloader", "optimizer"),
+    *("lr_scheduler", "checkpoint", "comm", "debug", "validator", "validation", "job", "loss", "override"),
+)
+
+
+@dataclass(slots=True)
+class Found:
+    """What a file says, whatever its form: nested options under their names of 0.3, and what they rest on."""
+
+    options: dict[str, Any]
+    model: ModelSpec | None  # None where the file does not say
+    precision: str = "bf16"
+    recompute: str | None = "selective"
+    num_devices: int | None = None
+    unread: list[Unread] = field(default_factory=list)
+    old: bool = False  # of 0.2
+
+
+def recognises(name: str, text: str) -> bool:
+    """Whether a file is a registry module, a script or a TOML file of torchtitan."""
+    if name.endswith(".toml"):
+        return re.search(r"^\s*\[(parallelism|training)\]", text, re.MULTILINE) is not None and (
+            "data_parallel_" in text or "local_batch_size" in text
+        )
+    if name.endswith(".py"):
+        return "model_registry(" in text or ("torchtitan" in text and "Trainer.Config" in text)
+    return any(train in text for train in _TRAINS) or ("torchtitan" in text and any(one in text for one in _ENTRIES))
+
+
+def read(text: str, given: Given) -> Launch:
+    """What the file starts."""
+    if (table := _toml(text)) is not None:
+        found = _of_toml(table)
+    elif re.search(r"^(from|import|def) ", text, re.MULTILINE) and "Trainer.Config" in text:
+        found = _of_module(text, dict(given.variables))
+    else:
+        found = _of_script(text, given)
+    return _launch(found, given)
+
+
+def _toml(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return None
+
+
+# -- the names under which torchtitan knows models and configs --------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _known() -> dict[str, Any]:
+    return read_table(shipped()["torchtitan"])
+
+
+def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
+    """The model of a flavor; torchtitan builds them without multi-token prediction unless it is told."""
+    name = _known()["flavors"].get(family, {}).get(flavor)
+    return None if name is None else replace(load_model(name), num_mtp_layers=0)
+
+
+# -- version 0.2 ------------------------------------------------------------------------------------------------------
+
+
+def _of_toml(table: dict[str, Any]) -> Found:
+    named = Options(table).inside("model")
+    family, flavor = named.value("name") or "llama3", named.value("flavor") or "debugmodel"
+    converters = named.value("converters") or []
+    found = Found(table, _of_flavor(str(family), str(flavor)), old=True)
+    if found.model is None:
+        found.unread.append(Unread(option="model.flavor", value=f"{family} {flavor}", why="a model without a preset"))
+    for converter in converters if isinstance(converters, list) else []:
+        kind = str(converter).rsplit(".", 1)[-1]
+        if kind in _OLD_CONVERTERS:
+            found.precision = _OLD_CONVERTERS[kind]
+        else:
+            found.unread.append(Unread(option="model.converters", value=show(converter), why="not known"))
+    policy = Options(table).inside("activation_checkpoint")
+    mode, option = policy.value("mode") or "selective", str(policy.value("selective_ac_option") or "2")
+    found.recompute = mode if isinstance(mode, str) else None
+    if mode == "selective" and option != "op":
+        why = "whole layers are recomputed, which is read as recomputation of single operations"
+        found.unread.append(Unread(option="activation_checkpoint.selective_ac_option", value=option, why=why))
+    parallelism = table.get("parallelism")
+    compiling = table.setdefault("compile", {})
+    if isinstance(parallelism, dict) and isinstance(compiling, dict):
+        compiling["enable_async_tensor_parallel"] = parallelism.pop("enable_async_tensor_parallel", False)
+    return found
+
+
+# -- version 0.3 ------------------------------------------------------------------------------------------------------
+
+
+def _of_module(text: str, variables: dict[str, str]) -> Found:
+    """The function named by the variable CONFIG, or the only one that gives a Trainer.Config."""
+    module = Module(text, "the file")
+    wanted = variables.get("CONFIG")
+    giving = [name for name in module.functions if _gives_trainer(module, name)]
+    if wanted is None and len(giving) != 1:
+        listed = ", ".join(giving[:20]) or "none"
+        raise InputError(f"the file has {len(giving)} configs ({listed}): name one with --set CONFIG=NAME")
+    name = wanted or giving[0]
+    if name not in giving:
+        raise InputError(f"no function {name!r} gives a Trainer.Config: known are {', '.join(giving[:20])}")
+    trainer = module.call(name)
+    found = Found({}, None)
+    for key, value in trainer.named.items():
+        if key == "model_spec":
+            _read_model(found, value, name)
+        elif key == "activation_checkpoint":
+            _read_policy(found, value)
+        elif key == "loss" and isinstance(value, Built) and "Chunked" in value.name:
+            found.unread.append(_chunks(value.name))
+        elif isinstance(value, Built):
+            found.options[key] = {name: _plain(one) for name, one in value.named.items()}
+        elif key not in _ASIDE:
+            found.options[key] = _plain(value)
+    return found
+
+
+def _gives_trainer(module: Module, name: str) -> bool:
+    if name.startswith("_"):
+        return False
+    module.depth = 0
+    value = module.call(name)
+    return isinstance(value, Built) and value.name.endswith("Trainer.Config")
+
+
+def _chunks(name: str) -> Unread:
+    return Unread(
+        option="loss", value=name.rsplit(".", 2)[-2], why="logits in pieces: memory is priced for all at once"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else Unknown(_text(value))
+
+
+def _text(value: Any) -> str:
+    return value.text if isinstance(value, Unknown) else value.name if isinstance(value, Built) else str(value)
+
+
+def _read_policy(found: Found, value: Any) -> None:
+    name = ".".join(value.name.rsplit(".", 2)[-2:]) if isinstance(value, Built) else None
+    found.recompute = "none" if value is None else _POLICIES.get(name or "")
+    if found.recompute is None:
+        raise InputError(f"activation_checkpoint {_text(value)}: known are FullAC, SelectiveAC and None")
+
+
+def _read_model(found: Found, spec: Any, function: str) -> None:
+    """The model of `model_registry(flavor, ...)`, or one that replaces it, and its converters."""
+    if not isinstance(spec, Built):
+        return
+    changed = spec.named.get("model")
+    converters = spec.named.get("converters") or []
+    converters = [*(converters if isinstance(converters, list) else []), *spec.converters]
+    if isinstance(changed, Built):
+        converters += changed.converters
+        flavor = spec.named.get("flavor")
+        found.model = model_of(changed, flavor if isinstance(flavor, str) else "model")
+    else:
+        flavor = str(spec.words[0]) if spec.words else str(spec.named.get("flavor"))
+        families = _known()["flavors"]
+        family = next((one for one in families if f".{one}." in f".{spec.name}"), None)
+        family = family or next((one for one in families if one.replace("_", "") in function.replace("_", "")), "")
+        found.model = _of_flavor(family, flavor)
+        if found.model is not None:
+            found.model = replace(found.model, num_mtp_layers=_whole(spec, "num_mtp_layers", 0))
+    for converter in converters:
+        name = converter.name.split(".")[-2] if isinstance(converter, Built) and "." in converter.name else ""
+        precision = next((word for prefix, word in _CONVERTERS.items() if name.startswith(prefix)), None)
+        if precision is not None:
+            found.precision = precision
+        else:
+            found.unread.append(Unread(option="converters", value=name or _text(converter), why="not known"))
+
+
+def _whole(built: Built, key: str, default: int | None = None) -> int:
+    """A size that a call was given."""
+    value = built.named.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{key} of the model cannot be read: pass --model")
+    return value
+
+
+def model_of(config: Built, name: str) -> ModelSpec:
+    """The architecture of a model config whose layers one of torchtitan's builders makes."""
+    layers = config.named.get("layers")
+    if not isinstance(layers, Built):
+        raise InputError("the layers of the model cannot be read: pass --model")
+    builder, values = layers.name.rsplit(".", 1)[-1], layers.named
+    rope = values.get("rope")
+    base = rope.named.get("theta", 10000.0) if isinstance(rope, Built) else 10000.0
+
+    def size(key: str, default: int | None = None) -> int:
+        return _whole(layers if key in values else config, key, default)
+
+    def experts(width: str = "moe_hidden_dim", top: str = "top_k", **others: Any) -> Experts:
+        inside: dict[str, Any] = {
+            "num_experts": size("num_experts"),
+            "experts_per_token": size(top),
+            "expert_ffn_size": size(width),
+        }
+        return Experts(**inside | others)
+
+    shape: dict[str, Any] = {
+        "name": name,
+        "num_layers": size("n_layers"),
+        "hidden_size": size("dim"),
+        "vocab_size": size("vocab_size"),
+        "tied_embeddings": config.named.get("enable_weight_tying", False) is True,
+        "rope_base": float(base) if isinstance(base, int | float) else 10000.0,
+    }
+    if builder == "_build_gptoss_layers":
+        # models/gpt_oss/__init__.py:76 and :183
+        fixed = load_model("gpt-oss-20b")
+        return replace(fixed, **shape, aliases=(), sources=(), moe=experts("hidden_dim", router_bias=True))
+    heads = size("n_heads")
+    kv_heads = heads if values.get("n_kv_heads") is None else size("n_kv_heads")
+    shape |= {"num_heads": heads, "num_kv_heads": kv_heads if kv_heads != heads else None}
+    if builder == "_build_llama3_layers":
+        return ModelSpec(**shape, ffn_size=size("hidden_dim"))
+    if builder in ("_build_qwen3_layers", "_build_qwen3_moe_layers"):
+        width = size("head_dim")
+        shape |= {"qk_norm": "head", "head_dim": width if width * heads != shape["hidden_size"] else None}
+        dense = builder == "_build_qwen3_layers"
+        return ModelSpec(**shape, ffn_size=size("hidden_dim")) if dense else ModelSpec(**shape, moe=experts())
+    if builder == "_build_dsv3_layers":
+        mtp = config.named.get("mtp_layers")
+        shape["num_mtp_layers"] = _whole(mtp, "num_mtp_layers", 0) if isinstance(mtp, Built) else 0
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        latent = LatentAttention(**{one: size(one) for one in names}, q_lora_rank=size("q_lora_rank") or None)
+        shared = size("num_shared_experts") * size("moe_hidden_dim")
+        dense_layers = size("n_dense_layers")
+        moe = experts(top="router_top_k", shared_expert_ffn_size=shared, num_dense_layers=dense_layers)
+        ffn_size = size("dense_hidden_dim") if dense_layers else 0
+        return ModelSpec(**shape | {"num_kv_heads": None}, mla=latent, moe=moe, ffn_size=ffn_size)
+    raise InputError(f"the layers that {builder} builds are not known: pass --model")
+
+
+# -- command lines of 0.3 ---------------------------------------------------------------------------------------------
+
+
+def _of_script(text: str, given: Given) -> Found:
+    script = read_script(text, given.variables)
+    command = next((one for one in script.commands if _start(one) is not None), None)
+    if command is None:
+        raise InputError("no command starts torchtitan.train or run_train.sh")
+    words = list(command.words)
+    at = _start(command)
+    assert at is not None
+    before, after = words[:at], words[at + 1 :]
+    variables = {name: value for name, value in script.variables.items() if isinstance(value, str)}
+    if words[at].endswith(_ENTRIES):  # NGPU=8 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
+        after = [*_named_by(variables), *after]
+    options, policy, unread = _command_line(after)
+    old = str(options.pop(_OLD_FILE, None) or variables.get("CONFIG_FILE", ""))
+    if old:
+        found = _of_toml(_changed(_toml_beside(old, given), options))
+    else:
+        found = _base(options.pop("module", None), options.pop("config", None), given)
+        _changed(found.options, options)
+    if policy is not None:
+        found.recompute = policy
+    found.unread += unread
+    found.num_devices = _devices(before, variables)
+    return found
+
+
+def _changed(table: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The table with the options of a command line, by their dotted names, in place of its own."""
+    for dotted, value in options.items():
+        section, _, key = dotted.rpartition(".")
+        inside = table.setdefault(section, {}) if section else table
+        if isinstance(inside, dict):
+            inside[key] = value
+    return table
+
+
+def _toml_beside(name: str, given: Given) -> dict[str, Any]:
+    """The configuration of 0.2 that a script names, from the file beside it."""
+    path = given.folder / Path(name).name if given.folder else None
+    table = _toml(read_text(path)) if path and is_file(path) else None
+    if table is None:
+        raise InputError(f"the script starts {show(name)} of torchtitan 0.2: read that file")
+    return table
+
+
+def _module_beside(module: str, given: Given) -> str | None:
+    """The text of the module of a --module, from the folder of the script; torchtitan looks for its registry first."""
+    if given.folder is None or not re.fullmatch(r"\w+(\.\w+)*", module):
+        return None
+    place = given.folder.joinpath(*module.split("."))
+    path = next(filter(is_file, (place / "config_registry.py", place.with_suffix(".py"))), None)
+    return None if path is None else read_text(path)
+
+
+def _start(command: Command) -> int | None:
+    """Where among the words of a command the program stands that trains."""
+    ends = (*_TRAINS, *_ENTRIES)
+    return next((at for at, word in enumerate(command.words) if word.endswith(ends)), None)
+
+
+def _named_by(variables: dict[str, str]) -> list[str]:
+    """As run_train.sh reads them."""
+    module, config = variables.get("MODULE", "llama3"), variables.get("CONFIG", "llama3_debugmodel")
+    return ["--module", module, "--config", config]
+
+
+def _command_line(words: list[str]) -> tuple[dict[str, Any], str | None, list[Unread]]:
+    """(options by dotted name, the policy of activation checkpointing, what is not read)."""
+    options: dict[str, Any] = {}
+    policy, unread, at = None, [], 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if word.startswith("activation_checkpoint:") or word.startswith("activation-checkpoint:"):
+            policy = word.partition(":")[2]
+            if policy not in ("full", "selective", "none"):
+                raise InputError(f"{show(word)}: known are full, selective and none")
+        elif word.startswith("--"):
+            name, sign, _ = word[2:].replace("-", "_").partition("=")
+            if sign:
+                options[name] = _parsed(name, word.partition("=")[2])
+            elif at < len(words) and not words[at].startswith("--") and ":" not in words[at]:
+                options[name] = _parsed(name, words[at])
+                at += 1
+            else:  # a switch: --compile.enable, --compile.no-enable
+                section, _, key = name.rpartition(".")
+                is_off = key.startswith("no_")
+                options[f"{section}.{key.removeprefix('no_')}"] = not is_off
+        elif word not in ("", "$@", "${@}"):
+            unread.append(Unread(option="argument", value=show(word), why="not an option"))
+    return options, policy, unread
+
+
+def _parsed(name: str, text: str) -> Any:
+    """The value of an option as the number or flag that it spells; of the folder of a file nothing need be known."""
+    if name == _OLD_FILE:
+        return text
+    if is_open(text):
+        raise InputError(f"{show(text)} is known to a running shell only: give it with --set NAME=VALUE")
+    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
+        return int(text)
+    return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _devices(words: list[str], variables: dict[str, str]) -> int | None:
+    """Processes that torchrun starts, where its options or NGPU tell."""
+    values = {}
+    for at, word in enumerate(words):
+        name, sign, value = word.replace("_", "-").partition("=")
+        if name in ("--nnodes", "--nproc-per-node"):
+            values[name] = value if sign else words[at + 1] if at + 1 < len(words) else ""
+    each = values.get("--nproc-per-node", variables.get("NGPU"))
+    nodes = values.get("--nnodes", "1")
+    return (
+        int(each) * int(nodes) if each and each.isdecimal() and nodes.isdecimal() and len(each + nodes) < 12 else None
+    )
+
+
+def _base(module: Any, config: Any, given: Given) -> Found:
+    """What a named config starts from."""
+    known = _known()
+    if module is None or config is None:
+        raise InputError("the command names no --module and --config of torchtitan 0.3")
+    if own := _module_beside(str(module), given):
+        return _of_module(own, {"CONFIG": str(config)})
+    module = str(module).removeprefix("torchtitan.models.")
+    row = known["configs"].get(module, {}).get(config)
+    if row is None:
+        if given.model is None:
+            raise InputError(
+                f"config {show(config)} of module {show(module)} is not known: read the Python file that has it, "
+                "or pass --model and name batch and sequence on the command line"
+            )
+        why = "read as torchtitan's defaults and what the command line changes"
+        unread = [Unread(option="--config", value=show(config), why=why)]
+        return Found({"training": {"local_batch_size": None, "seq_len": None}}, None, unread=unread)
+    row = known["defaults"] | row
+    found = Found({}, replace(load_model(row["model"]), num_mtp_layers=0), recompute=row["activation_checkpoint"])
+    found.precision = row["precision"]
+    found.options["training"] = {key: row[key] for key in ("local_batch_size", "seq_len")}
+    names = ("data_parallel_shard_degree", "tensor_parallel_degree", "pipeline_parallel_schedule")
+    found.options["parallelism"] = {key: row[key] for key in (*names, "expert_parallel_degree")}
+    found.options["compile"] = {
+        "enable": row["compile"],
+        "enable_async_tensor_parallel": row["async_tensor_parallel"],
+    }
+    found.unread.append(_chunks("ChunkedLossWrapper.Config"))
+    return found
+
+
+# -- model, training and plan -----------------------------------------------------------------------------------------
+
+
+def _launch(found: Found, given: Given) -> Launch:
+    model = given.model or found.model
+    if model is None:
+        raise InputError("the model cannot be read from the file: pass --model")
+    options = Options(_checked(found.options))
+    options.known(*_ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
+    training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
+    unread = [one for one in found.unread if not (given.model and one.option == "model.flavor")]
+    compiled = _compiled(compiling)
+    if not compiled:
+        why = "blocks run eagerly; only their norms are priced so"
+        unread.append(Unread(option="compile.enable", value="false", why=why))
+    degrees = _degrees(parallelism, given.num_devices or found.num_devices)
+    batch = _batch(training, parallelism, degrees, unread)
+    if found.recompute not in ("none", "selective", "full"):
+        raise InputError(
+            f"activation checkpointing {show(found.recompute)} is not priced: known are none, selective, full"
+        )
+    axes: dict[str, Any] = {
+        **batch,
+        **_pipeline(parallelism, degrees["pp"], model.num_layers),
+        **_grid(parallelism, degrees, model, unread),
+        "recompute": found.recompute,
+        "precision": found.precision,
+        "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
+    }
+    unread += _memory(training)
+    seq_len = given.seq_len or _sequence(training)
+    training.known(
+        "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
+    )
+    return Launch(
+        target="torchtitan",
+        framework="torchtitan",
+        model=model,
+        training=TrainingSpec(
+            seq_len=seq_len,
+            precision=found.precision,  # type: ignore[arg-type]
+            fused_norm=None if compiled else False,
+        ),
+        plan=ParallelPlan(**axes),
+        options=tuple(options.read),
+        unread=(*unread, *options.left("not known")),
+    )
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, where every section that decides the plan holds plain values."""
+    for section in ("training", "parallelism", "compile"):
+        for key, value in options.get(section, {}).items() if isinstance(options.get(section), dict) else ():
+            if isinstance(value, Unknown):
+                raise InputError(f"{section}.{key} = {show(value.text)} cannot be read: write its value")
+    return options
+
+
+def _compiled(compiling: Options) -> bool:
+    compiling.known("backend")
+    components = compiling.value("components")
+    return compiling.flag("enable") and (not isinstance(components, list) or "model" in components)
+
+
+def _degrees(parallelism: Options, num_devices: int | None) -> dict[str, int]:
+    """Ranks of every axis; a shard degree of -1 takes what is left of the devices."""
+    axes = {
+        "tp": "tensor",
+        "cp": "context",
+        "pp": "pipeline",
+        "dp_replicate": "data_parallel_replicate",
+        "ep": "expert",
+    }
+    keys = {axis: f"{name}_degree" if "data" in name else f"{name}_parallel_degree" for axis, name in axes.items()}
+    degrees = {axis: parallelism.count(key, 1) for axis, key in keys.items()}
+    others = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp_replicate"]
+    shard = parallelism.count("data_parallel_shard_degree", -1, least=-1)
+    if shard < 1:
+        if num_devices is None:
+            raise InputError("data_parallel_shard_degree takes what is left of the devices: pass --devices")
+        if num_devices % others:
+            raise InputError(f"{num_devices} devices do not divide into tp x cp x pp x dp_replicate = {others}")
+        shard = num_devices // others
+    elif num_devices is not None and shard * others != num_devices:
+        raise InputError(f"the degrees need {shard * others} devices, there are {num_devices}")
+    return degrees | {"dp_shard": shard}
+
+
+def _sequence(training: Options) -> int:
+    key = "max_context_length" if training.has("max_context_length") else "seq_len"
+    return training.count(key, None if training.has("num_tokens_per_train_step") else 2048)
+
+
+def _batch(training: Options, parallelism: Options, degrees: dict[str, int], unread: list[Unread]) -> dict[str, int]:
+    """Sequences of a micro-batch and of a step."""
+    dp, has_pipeline = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"] > 1
+    if training.has("num_tokens_per_microbatch_per_dp_rank"):  # main
+        length = _sequence(training)
+        tokens = training.count("num_tokens_per_microbatch_per_dp_rank")
+        count = parallelism.count("num_pp_microbatches", 1) if has_pipeline else 1
+        whole = training.count("num_tokens_per_train_step", -1, least=-1)
+        whole = whole if whole > 0 else tokens * dp * count
+        if tokens % length or whole % length:
+            raise InputError(f"micro-batches of {tokens} tokens are no whole sequences of {length}: pack no sequences")
+        micro, local, batch = tokens // length, tokens // length * count, whole // length
+    else:
+        local = training.count("local_batch_size", 8)
+        micro = parallelism.count("pipeline_parallel_microbatch_size", 1) if has_pipeline else local
+        batch = training.count("global_batch_size", -1, least=-1)
+        batch = batch if batch > 0 else local * dp
+    parallelism.known("pipeline_parallel_microbatch_size", "num_pp_microbatches")
+    if local % micro or batch % (local * dp):
+        raise InputError(
+            f"a step of {batch} sequences must be a multiple of {local} on {dp} replicas, in parts of {micro}"
+        )
+    if has_pipeline and batch > local * dp:
+        why = "the pipeline empties after so many sequences; read as if it went on to the end of the step"
+        unread.append(Unread(option="training.local_batch_size", value=str(local), why=why))
+    return {"micro_batch": micro, "global_batch": batch}
+
+
+def _grid(parallelism: Options, degrees: dict[str, int], model: ModelSpec, unread: list[Unread]) -> dict[str, Any]:
+    """Degrees and what is sharded over them."""
+    tp, cp, ep = degrees["tp"], degrees["cp"], degrees["ep"]
+    replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
+    policy = parallelism.word(
+        "fsdp_reshard_after_forward", {one: one for one in ("default", "always", "never")}, "default"
+    )
+    is_sharded = shard * cp > 1
+    sharding = "none" if not is_sharded else "zero2" if policy == "never" and degrees["pp"] == 1 else "zero3"
+    if policy == "always" and degrees["pp"] > 1 and is_sharded:
+        why = "weights are gathered for every micro-batch; priced as gathered once a step"
+        unread.append(Unread(option="parallelism.fsdp_reshard_after_forward", value=policy, why=why))
+    sp = parallelism.flag("enable_sequence_parallel", True)
+    if not model.moe and ep > 1:
+        unread.append(Unread(option="expert_parallel_degree", value=str(ep), why="no experts", matters=False))
+        ep = 1
+    etp = parallelism.count("expert_tensor_parallel_degree", 1) if ep > 1 else tp
+    backend = parallelism.value("expert_parallel_comm_backend")
+    if backend not in (None, "standard"):
+        unread.append(Unread(option="expert_parallel_comm_backend", value=show(backend), why="priced as all-to-all"))
+    parallelism.known("spmd_backend", "context_parallel_load_balancer", "context_parallel_rotate_method")
+    parallelism.known("context_parallel_ptrr_mask_key", "pipeline_parallel_expert_parallel_overlap")
+    parallelism.known("expert_tensor_parallel_degree")
+    return {
+        "tp": tp,
+        "sp": sp and tp > 1,
+        "cp": cp,
+        "ep": ep,
+        "etp": etp if model.moe else 1,
+        "dp_replicate": replicate if is_sharded else 1,
+        "dp_shard": shard if is_sharded else shard * replicate,
+        "sharding": sharding,
+    }
+
+
+def _memory(training: Options) -> list[Unread]:
+    usual = {
+        "enable_cpu_offload": (False, "parameters and states on the host are not priced"),
+        "dtype": ("float32", "weights and states are priced in 32 bits"),
+        "mixed_precision_param": ("bfloat16", "products are priced in 16 bits"),
+        "mixed_precision_reduce": ("float32", "reductions are priced in 32 bits"),
+        "disable_cuda_graphs": (True, "no prediction knows CUDA graphs"),
+    }
+    unread = []
+    for key, (value, why) in usual.items():
+        if training.has(key) and (got := training.value(key)) != value:
+            unread.append(Unread(option=f"training.{key}", value=show(got), why=why))
+    return unread
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def _pipeline(parallelism: Options, pp: int, num_layers: int) -> dict[str, Any]:
+    """Schedule, chunks a rank and their layers."""
+    word = str(parallelism.value("pipeline_parallel_schedule") or "1F1B").casefold()
+    parts = parallelism.value("module_fqns_per_model_part")
+    each = parallelism.count("pipeline_parallel_layers_per_stage") if _has_number(parallelism) else None
+    first = parallelism.count("pipeline_parallel_first_stage_less_layers", 1, least=0)
+    last = parallelism.count("pipeline_parallel_last_stage_less_layers", 1, least=0)
+    if parallelism.value("pipeline_parallel_schedule_csv"):
+        raise InputError("a schedule of a CSV file is not priced")
+    if pp == 1:
+        return {}
+    if word not in _SINGLE | _MULTI:
+        raise InputError(f"pipeline schedule {show(word)} is not priced: known are {', '.join(_SINGLE | _MULTI)}")
+    if parts is not None:
+        counts = _counted(parts, num_layers)
+    else:
+        stages = pp * (1 if word in ("1f1b", "gpipe") else 2)
+        if each is not None:
+            stages = -(-(num_layers + first + last) // each)
+        counts = spread(stages, num_layers, first, last)
+    if len(counts) % pp:
+        raise InputError(f"{len(counts)} stages do not divide over {pp} ranks of the pipeline")
+    vp = len(counts) // pp
+    table = _SINGLE if vp == 1 else _MULTI
+    if word not in table:
+        raise InputError(f"pipeline schedule {word!r} with {vp} stages a rank is not priced")
+    schedule: Schedule = table[word]  # type: ignore[assignment]
+    uneven = counts if len(set(counts)) > 1 else None
+    return {"pp": pp, "vp": vp, "schedule": schedule, "layers_per_chunk": uneven}
+
+
+def _has_number(parallelism: Options) -> bool:
+    return parallelism.has("pipeline_parallel_layers_per_stage")
+
+
+def spread(stages: int, num_layers: int, first: int = 1, last: int = 1) -> tuple[int, ...]:
+    """The layers of every stage as torchtitan spreads them: embedding and head count as `first` and `last` layers.
+
+    Source: _generate_llm_fqn_per_model_part in distributed/pipeline_parallel.py of 0.3.0.
+    """
+    each, more = divmod(num_layers + first + last, stages)
+    if each < max(first, last, 1):
+        raise InputError(f"{num_layers} layers do not fill {stages} stages of a pipeline")
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= first
+    counts[-1] -= last
+    return tuple(counts)
+
+
+def _counted(parts: Any, num_layers: int) -> tuple[int, ...]:
+    """The layers of every listed stage, which must come in order."""
+    if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts) or not parts:
+        raise InputError("module_fqns_per_model_part must be a list of lists of names")
+    names = [[name for name in part if str(name).startswith("layers.")] for part in parts]
+    if [name for part in names for name in part] != [f"layers.{layer}" for layer in range(num_layers)]:
+        raise InputError(f"module_fqns_per_model_part must list the {num_layers} layers in order, each once")
+    return tuple(map(len, names))
+
+
+READER = Reader(target="torchtitan", recognises=recognises, read=read)

@@ -1,0 +1,132 @@
+"""Which plans does torchtitan accept?
+
+Places are files and lines of torchtitan b5bcd76 (2026-08), below torchtitan/, and of PyTorch 2.13.0, whose pipeline
+schedules it runs, below torch/.  Unsharded and sharded states are those of FSDP2, so that any schedule may go with
+them.  --parallelism.module_fqns_per_model_part takes any counts of layers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoplan.base.arrays import Bools
+from autoplan.frameworks.common import shared_rules as shared
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
+from autoplan.frameworks.common.widths import gemm_widths
+from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
+from autoplan.spec.plan import CP_KINDS, OFFLOADS, PRECISIONS, SHARDINGS, PlanBatch
+from autoplan.spec.setting import Setting
+
+_DECODER = "models/common/decoder.py"
+_DIMS = "distributed/parallel_dims.py"
+_FSDP = "distributed/fsdp.py"
+
+NONE, ZERO2 = SHARDINGS.index("none"), SHARDINGS.index("zero2")
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def _resharding(setting: Setting, batch: PlanBatch) -> Bools:
+    """The weights of a stage stay gathered through a step by default, which is what zero3 means in its pipelines."""
+    return (batch.pp == 1) | (batch.sharding != ZERO2)
+
+
+# -- tensor and context parallelism -----------------------------------------------------------------------------------
+
+
+def _cp_is_sharded(setting: Setting, batch: PlanBatch) -> Bools:
+    """The ranks of a context group are among those that FSDP shards over."""
+    return (batch.cp == 1) | (batch.sharding != NONE)
+
+
+# -- multi-token prediction, four bits --------------------------------------------------------------------------------
+
+
+def _mtp(setting: Setting, batch: PlanBatch) -> Bools:
+    """Prediction layers read what only the last stage and the whole sequence have."""
+    return (batch.pp == 1) & (batch.cp == 1) if setting.model.num_mtp_layers else all_true(batch)
+
+
+def _nvfp4_widths(setting: Setting, batch: PlanBatch) -> Bools:
+    widths = [width % 128 == 0 for width in gemm_widths(setting.model, batch.tp, batch.etp)]
+    return (batch.precision != PRECISIONS.index("nvfp4")) | np.all(widths, axis=0)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+def _experts_take_ranks(setting: Setting, batch: PlanBatch) -> Bools:
+    """Experts borrow the ranks of one copy of the shard group; without sharding every replica is one."""
+    copies = np.where(batch.sharding == NONE, batch.dp, batch.dp_replicate)
+    ranks = batch.tp * batch.cp * batch.dp // copies
+    return ranks % batch.ep == 0 if setting.model.moe else all_true(batch)
+
+
+def _expert_tensors(setting: Setting, batch: PlanBatch) -> Bools:
+    """Spread experts are whole; without expert parallelism they follow tp like every other matrix."""
+    return batch.etp == np.where(batch.ep > 1, 1, batch.tp) if setting.model.moe else all_true(batch)
+
+
+CHOICES = (
+    # fsdp_reshard_after_forward never and always.
+    Choice(axis="sharding", words=("none", "zero2", "zero3"), source=f"{_FSDP}:112"),
+    Choice(axis="cp_kind", words=(CP_KINDS[0],), source="distributed/context_parallel/api.py:88"),
+    # enable_cpu_offload takes the parameters along, which is not priced.
+    Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_FSDP}:231"),
+    Choice(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
+)
+
+RULES: tuple[Rule, ...] = (
+    *universal.RULES,
+    universal.NO_PARTS,
+    universal.NO_EXPERT_OVERLAP,
+    universal.ALL_OR_NONE,
+    *(choice.rule() for choice in CHOICES),
+    *PIPELINE_RULES,
+    shared.tied_needs_one_stage(f"{_DECODER}:168"),
+    Rule(
+        source=f"{_FSDP}:129",
+        holds=_resharding,
+        says=lambda s, p: f"zero2 with pp {p.pp} is what zero3 is in a pipeline: use zero3",
+    ),
+    shared.whole_kv_heads(f"{_DECODER}:195"),
+    shared.sp_needs_tp("trainer.py:300"),
+    # Version 0.3 asks it of every sequence, b5bcd76 of the tokens of a micro-batch.
+    shared.whole_sequence("trainer.py:302"),
+    Rule(
+        source=f"{_FSDP}:54",
+        holds=_cp_is_sharded,
+        says=lambda s, p: f"cp {p.cp} needs sharded states, sharding is {p.sharding}: use zero3 or cp 1",
+    ),
+    Rule(
+        source=f"{_DIMS}:188",
+        holds=_experts_take_ranks,
+        says=lambda s, p: (
+            f"ep {p.ep} must divide the ranks of one copy of the sharded states: lower ep or dp_replicate"
+        ),
+    ),
+    Rule(
+        source="models/common/MOE_SHARDING.md:23",
+        holds=_expert_tensors,
+        says=lambda s, p: f"etp {p.etp} with ep {p.ep} and tp {p.tp}: set etp to {1 if p.ep > 1 else p.tp}",
+    ),
+    *shared.aligned("components/quantization/utils.py:22"),
+    Rule(
+        source="components/quantization/nvfp4.py:39",
+        holds=_nvfp4_widths,
+        says=lambda s, p: (
+            f"nvfp4 needs the widths of a rank divisible by 128, with tp {p.tp} they are not: lower tp or use mxfp8"
+        ),
+    ),
+    Rule(
+        source="models/deepseek_v3/mtp.py:203",
+        holds=_mtp,
+        says=lambda s, p: (
+            f"multi-token prediction with pp {p.pp} and cp {p.cp}: set num_mtp_layers of the model to 0, or both to 1"
+        ),
+    ),
+)
+
+BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"))

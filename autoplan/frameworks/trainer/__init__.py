@@ -1,0 +1,1 @@
+"""Trainer: its rules, launch files and logs."""

@@ -1,0 +1,29 @@
+"""Which lines does the built-in trainer write?  One a step: its number, seconds, and the loss."""
+
+from __future__ import annotations
+
+import re
+
+from autoplan.frameworks.common.log_seen import Seen, number, quantity
+
+NAME = "the built-in trainer"
+LOOKED_FOR = "trainer step N | T s | loss L"
+
+_LINE = re.compile(r"trainer step (\d{1,12}) \| (\S{1,30}) s \| loss (\S{1,30})")
+
+
+def line(step: int, step_s: float, loss: float) -> str:
+    """What is written after a step."""
+    return f"trainer step {step} | {step_s:.6g} s | loss {loss:.6g}\n"
+
+
+class Reader:
+    """Reads lines of the built-in trainer."""
+
+    def read(self, line: str) -> Seen | None:
+        """What a line says; None where it is not one of the trainer's."""
+        found = _LINE.search(line) if "trainer step" in line else None
+        seconds = quantity(found[2]) if found else None
+        if found is None or seconds is None:
+            return None
+        return Seen(step=int(found[1]), times=(("stated", seconds),), loss=number(found[3]))

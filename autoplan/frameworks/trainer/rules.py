@@ -1,0 +1,96 @@
+"""Which plans does the built-in trainer run?
+
+Those of plain PyTorch, but for what the trainer itself does not do.  ZeRO-1 is `fully_shard` whose gradients are
+reduced once a step, so that DistributedDataParallel, wrong under several of these plans, is never used.  Places are
+functions of this project.
+"""
+
+from __future__ import annotations
+
+from autoplan.base.errors import InputError, refused
+from autoplan.frameworks.common import shared_rules as shared
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
+from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import OFFLOADS, RECOMPUTE_MODULES, SHARDINGS
+
+_PARALLEL = "autoplan/trainer/parallel.py"
+_TRANSFORMER = "autoplan/trainer/transformer.py"
+DECLINES = "the built-in trainer does not run the plan"
+_KNOWN_PARTS = sum(1 << RECOMPUTE_MODULES.index(name) for name in ("core_attn", "mlp", "moe"))
+
+CHOICES = (
+    Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_PARALLEL} share"),
+    Choice(axis="precision", words=("bf16", "fp32"), source=f"{_PARALLEL} DTYPES"),
+)
+
+RULES: tuple[Rule, ...] = (
+    *universal.RULES,
+    *(choice.rule() for choice in CHOICES),
+    *PIPELINE_RULES,
+    shared.tied_needs_one_stage(f"{_TRANSFORMER} Transformer.tie"),
+    shared.whole_kv_heads(f"{_PARALLEL} _cut"),
+    shared.sp_needs_tp(f"{_PARALLEL} _cut"),
+    shared.whole_sequence(f"{_PARALLEL} _cut"),
+    Rule(
+        source=f"{_PARALLEL} _cut",
+        holds=lambda s, b: s.model.vocab_size % b.tp == 0,
+        says=lambda s, p: f"vocab_size {s.model.vocab_size} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=f"{_PARALLEL} _cut",
+        holds=lambda s, b: s.model.ffn_size % b.tp == 0,
+        says=lambda s, p: f"ffn_size {s.model.ffn_size} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        source=f"{_TRANSFORMER} Attention",
+        holds=lambda s, b: b.cp == 1,
+        says=lambda s, p: f"cp {p.cp}: attention sees whole sequences, set cp 1",
+    ),
+    Rule(
+        source=f"{_TRANSFORMER} MoE",
+        holds=lambda s, b: (b.ep == 1) & (b.etp == 1),
+        says=lambda s, p: f"ep {p.ep} and etp {p.etp}: every rank holds all experts, set both to 1",
+    ),
+    Rule(
+        source=f"{_PARALLEL} share",
+        holds=lambda s, b: (b.pp == 1) | (b.sharding != SHARDINGS.index("zero2")),
+        says=lambda s, p: f"zero2 with pp {p.pp} is what zero1 is: a stage reduces once a step; use zero1",
+    ),
+    Rule(
+        source=f"{_PARALLEL} _cut",
+        holds=lambda s, b: ~(b.tp_overlap | b.ep_overlap),
+        says=lambda s, p: "tp_overlap and ep_overlap need kernels of their own: leave them out",
+    ),
+    Rule(
+        source=f"{_PARALLEL} _recompute",
+        holds=lambda s, b: (b.recompute_modules & ~_KNOWN_PARTS) == 0,
+        says=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)}: it repeats core_attn, mlp and moe alone",
+    ),
+)
+
+BOOK = Rulebook(
+    rules=RULES,
+    choices=CHOICES,
+    usual_shardings=("none", "zero1", "zero3"),
+    repeats_parts=True,
+    repeats_some_layers=True,
+)
+
+
+def check_model(model: ModelSpec) -> None:
+    """Refuse what the transformer of the trainer is not."""
+    refusals = (
+        (model.layer_pattern is not None, "a layer_pattern"),
+        (model.mla is not None, "latent attention"),
+        (model.num_mtp_layers > 0, "multi-token prediction"),
+        (model.position_embedding == "alibi", "position_embedding 'alibi'"),
+        (model.attention_sinks, "attention_sinks"),
+        (model.qk_norm == "full", "qk_norm 'full'"),
+        (model.norms_per_block != 1, "norms_per_block 2"),
+        (model.embedding_norm, "embedding_norm"),
+        (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
+    )
+    if what := refused(refusals):
+        raise InputError(f"the built-in trainer does not know {what} of model {model.name!r}: run a --command")

@@ -1,0 +1,1 @@
+"""Start trials here or as jobs of a scheduler, and follow them."""

@@ -1,0 +1,163 @@
+"""How does a program of the user run under watch, and end with all that it started?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from autoplan.base.errors import InputError
+
+GRACE_S = 5.0  # between asking a program to end and ending it
+_MARK = "AUTOPLAN_PROGRAM"  # environment variable by which all that a program starts is known
+_CHUNK = 2**16
+_POLL_S = 0.1
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a program ended: by itself, or stopped here because enough was heard or nothing for too long."""
+
+    kind: Literal["by itself", "enough", "silent"]
+    status: int = 0  # that it exited with; negative: the signal that ended it
+
+
+def run_program(arguments: Sequence[str], hear: Callable[[bytes, float], bool], *, limit_s: float) -> Ending:
+    """Run a program until it ends, has said enough, or says nothing for `limit_s`.
+
+    `hear` takes what it writes, to stdout or stderr, and the moment (monotonic, seconds); it answers whether that is
+    enough.  However this function is left, nothing that the program started is left behind on this machine: its
+    process group is asked to end, and after `GRACE_S` ended, with those of its children that made themselves
+    independent (Linux).
+    """
+    program = start_program(arguments, subprocess.PIPE)
+    assert program.process is not None
+    try:
+        return _follow(program.process, hear, limit_s)
+    finally:
+        end_programs([program])
+        if program.process.stdout:
+            program.process.stdout.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program in a process group of its own, with all that it started, which bears its mark.
+
+    `process` is there for the one who started it; pid and mark are enough to find it again after that one is gone.
+    """
+
+    pid: int
+    mark: str
+    process: subprocess.Popen[bytes] | None = None
+
+    def is_running(self) -> bool:
+        """Whether anything of it is left on this machine."""
+        if (self.process and self.process.poll() is None) or _marked(self.mark):
+            return True
+        if _PROC.is_dir():
+            return False  # what is left of the group has ended, and waits for its parent
+        try:
+            os.killpg(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process group at once, and those that left it."""
+        self.signal(signal.SIGKILL)
+        for pid in _marked(self.mark):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def start_program(arguments: Sequence[str], output: IO[bytes] | int) -> Program:
+    """Start a program; what it writes, to stdout or stderr, goes to `output`."""
+    # Within the mark of the program that runs this one, which finds by it all that is below.
+    mark = "/".join((*filter(None, [os.environ.get(_MARK)]), uuid.uuid4().hex))
+    # Python would keep lines back for a while where nobody seems to look.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", _MARK: mark}
+    try:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{arguments[0]!r} cannot be started: {said}") from None
+    return Program(pid=process.pid, mark=mark, process=process)
+
+
+def end_programs(programs: Sequence[Program], *, grace_s: float | None = None) -> None:
+    """Ask programs to end, and those that have not after `grace_s` (by default `GRACE_S`) are ended."""
+    try:
+        for one in programs:
+            one.signal(signal.SIGTERM)
+        until = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
+        while any(one.is_running() for one in programs) and time.monotonic() < until:
+            time.sleep(_POLL_S / 2)
+    finally:  # impatience is answered too
+        until = time.monotonic() + GRACE_S
+        while (left := [one for one in programs if one.is_running()]) and time.monotonic() < until:
+            for one in left:
+                one.kill()
+            time.sleep(_POLL_S / 10)
+        for one in programs:
+            if one.process:
+                one.process.poll()
+
+
+def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], bool], limit_s: float) -> Ending:
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        heard = time.monotonic()
+        while True:
+            has_ended = process.poll() is not None  # asked first: what it wrote before is then there to read
+            if selector.select(_POLL_S):
+                data = os.read(process.stdout.fileno(), _CHUNK)
+                heard = time.monotonic()
+                if data and hear(data, heard):
+                    return Ending(kind="enough")
+                if not data:  # nobody can write any more
+                    return _wait(process, limit_s)
+            elif has_ended:  # only children of it could still write
+                return Ending(kind="by itself", status=process.returncode)
+            elif time.monotonic() - heard >= limit_s:
+                return Ending(kind="silent")
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending:
+    try:
+        return Ending(kind="by itself", status=process.wait(limit_s))
+    except subprocess.TimeoutExpired:
+        return Ending(kind="silent")
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes whose environment bears the mark; none where the system does not tell."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for folder in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # not ours, or gone
+            if wanted in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found

@@ -1,0 +1,394 @@
+"""Trials on a cluster: how do they reach its scheduler, and what does it say of them?
+
+Every trial has a job of a name unlike all others, which is kept in its folder before it is submitted.  So a job whose
+submission was not answered is found again instead of submitted twice, and the next program goes on where one ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Literal
+
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.files import decode, encode, is_file, read_table, replacing, write_text
+from autoplan.base.units import cleaned
+from autoplan.base.user import user_name
+from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, JobStatus, SilentError
+from autoplan.jobs.template import JobTemplate, Meaning, Row
+from autoplan.launch.start import node_shape
+from autoplan.launch.targets import exported
+from autoplan.spec.result import PlanFile
+
+JOB = "job.json"  # in the folder of a trial: its job, as far as it has come
+ANSWER_S = 60.0  # that a command of the scheduler may take
+CANCEL_S = 60.0  # that a scheduler which does not answer is asked to end jobs
+HISTORY_S = 60.0  # by which an accounting may lag behind its scheduler
+_MOST_PAUSE_S = 120.0
+_OWN = "autoplan"  # the target that is the built-in trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """A job: our name for it, the scheduler's where it has told, its launch file, and how far it has come."""
+
+    job: str
+    id: str = ""
+    script: str = ""
+    began: float | None = None  # when it was first seen to run, in seconds of `time.time`
+    num_lost: int = 0  # times that the scheduler took it and knew nothing of it later
+    stage: Literal["new", "submitted", "cancelled"] = "new"
+
+
+class NoAnswerError(AutoplanError):
+    """The scheduler did not answer, which says nothing about its jobs; `is_silent` where it said nothing at all."""
+
+    def __init__(self, text: str, *, is_silent: bool = False) -> None:
+        super().__init__(text)
+        self.is_silent = is_silent
+
+
+class SchedulerJobs:
+    """Runs trials by the commands of a template.
+
+    Where that has a launcher, each trial is started by the files that `autoplan export --to` writes for it, with
+    `num_steps` where the target can be told.  `options` are those of `autoplan run`, after the plan and its files, for
+    trials of the built-in trainer: all without another `to` whose template takes {options}.  A scheduler that does not
+    answer is asked again after growing pauses, for the template's `patience_s`; until then its jobs stand where they
+    stood.
+    """
+
+    def __init__(
+        self,
+        template: JobTemplate,
+        *,
+        time_limit_s: float,
+        num_steps: int,
+        options: Sequence[str] = (),
+        to: str = _OWN,
+        version: str | None = None,
+        image: str | None = None,
+    ) -> None:
+        self._template, self._time_limit_s, self._num_steps = template, time_limit_s, num_steps
+        self._to, self._version, self._image = to, version, image
+        self.runs_own = to == _OWN and template.takes_options
+        self._output = MESSAGES if self.runs_own else LOG  # that trainer keeps its log itself
+        self._options = tuple(options)
+        if template.launcher and to == _OWN and not self.runs_own:
+            raise InputError(
+                f"submit of {template.name} has no {{options}}, which would tell the built-in trainer where to write "
+                "what it measures: say with --to what trains instead"
+            )
+        if to != _OWN and not template.launcher:
+            raise InputError(f"{template.name} has no launcher, which would start what --to {to} writes: leave it out")
+        for program in dict.fromkeys((template.submit[0], template.poll[0], template.cancel[0])):
+            if not shutil.which(program):
+                raise InputError(f"{template.name}: {program!r} is not installed here: go where jobs are submitted")
+        self._status: dict[str, JobStatus] = {}
+        self._shapes: dict[Path, tuple[int, int]] = {}  # nodes and devices of each, by folder
+        self._answered: set[str] = set()  # programs that have worked
+        self._unknown_since_s: dict[str, float] = {}  # jobs that nobody knew when they were asked for last
+        self._next_s = time.monotonic()  # when poll is asked again
+        self._pause_s = template.poll_every_s
+        self._silent_since_s: float | None = None
+
+    def start(self, folder: Path) -> str:
+        """Submit the trial that was prepared in `folder`, whose path is the name of its job.
+
+        A scheduler that is too busy now gets the job later, by `poll`.  An `InputError` says why it refuses.
+        """
+        folder = folder.resolve()
+        name = str(folder)
+        if is_file(folder / JOB):  # of a study that was given up
+            self._sweep(folder, _read(folder))
+        job = JobFile(job=f"autoplan-{uuid.uuid4().hex[:12]}")
+        if self._template.launcher:
+            job = replace(job, script=self._export(folder, job.job))
+        _keep(folder, job)
+        try:
+            self._status[name] = self._submit(folder, job)
+        except BaseException:
+            (folder / JOB).unlink(missing_ok=True)
+            raise
+        return name
+
+    def find(self, folder: Path) -> str:
+        """The job that was submitted, or was about to be, in `folder`; it need not be in the study yet."""
+        return str(folder.resolve()) if is_file(folder / JOB) else ""
+
+    def poll(self, names: Sequence[str]) -> dict[str, JobStatus]:
+        """Where these jobs stand, as the scheduler has said at most `poll_every_s` ago."""
+        unknown = JobStatus(state="waiting")
+        asked = [name for name in names if self._status.get(name, unknown).state not in ("ended", "lost")]
+        if asked and time.monotonic() >= self._next_s:
+            try:
+                self._ask(asked)
+            except NoAnswerError as error:
+                self._wait(asked, error)
+        return {name: self._status.get(name, unknown) for name in names}
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Ask the scheduler to end these jobs, whatever it knows of them; patiently, for `CANCEL_S`."""
+        until = time.monotonic() + CANCEL_S
+        failed = []
+        for folder in map(Path, reversed(names)):  # those that wait would start where others end
+            job = _read(folder)
+            if not (job.id or self._template.finds_by_name):
+                continue  # it was never submitted
+            with contextlib.suppress(InputError):  # a full disk is no reason to let it run
+                _keep(folder, replace(job, stage="cancelled"))
+            command = self._template.command("cancel", self._values(folder, job))
+            pause_s = 1.0
+            while True:
+                try:
+                    self._run(command)
+                except NoAnswerError as error:
+                    if (left_s := until - time.monotonic()) > 0:
+                        time.sleep(min(pause_s, left_s))
+                        pause_s *= 2
+                        continue
+                    failed.append(f"{shlex.join(command)} ({error})")
+                except InputError as error:
+                    if self._status.get(str(folder), JobStatus(state="waiting")).state in ("waiting", "running"):
+                        failed.append(f"{shlex.join(command)} ({error})")
+                break
+        if failed:
+            raise AutoplanError(f"jobs of {self._template.name} may still run; to end them: {'; '.join(failed)}")
+
+    def _export(self, folder: Path, name: str) -> str:
+        """Write the launch files of the trial; the name of the one to start."""
+        files = exported(
+            _plan_file(folder),
+            self._to,
+            self._template.launcher,
+            self._version,
+            self._image,
+            name=name,
+            num_steps=self._num_steps,
+        )
+        for file in files:
+            write_text(folder / file.name, file.text, executable=file.executable, force=True)
+        return files[0].name
+
+    def _submit(self, folder: Path, job: JobFile) -> JobStatus:
+        words: tuple[str, ...] = ()
+        if self.runs_own:
+            files = ("--out", str(folder / OUTCOME), "--log", str(folder / LOG))
+            words = (*files, "--force", "--quiet", *self._options)
+        try:
+            said = self._run(self._template.submission(self._values(folder, job), words))
+            _keep(folder, replace(job, id=self._template.read_id(said), stage="submitted"))
+        except NoAnswerError as error:
+            if error.is_silent and not self._template.finds_by_name:
+                raise InputError(f"{error}, and rows name no (?P<job>...): look whether the job was taken") from None
+            return JobStatus(state="waiting", reason=f"not submitted yet: {error}")
+        except BaseException:  # refused; or it was taken and nobody may ever know
+            self._sweep(folder, job)
+            raise
+        return JobStatus(state="waiting")
+
+    def _sweep(self, folder: Path, job: JobFile) -> None:
+        """End what may be left of a job: a second one of its name, objects of Kubernetes."""
+        with contextlib.suppress(AutoplanError):
+            self._run(self._template.command("cancel", self._values(folder, job)))
+
+    def _ask(self, names: Sequence[str]) -> None:
+        """Learn where jobs stand; those that the scheduler has not got are submitted."""
+        jobs = {}
+        for name in names:
+            try:
+                jobs[name] = _read(Path(name))
+                self._values(Path(name), jobs[name])
+            except InputError as error:  # its folder is gone, or damaged
+                jobs.pop(name, None)
+                self._status[name] = JobStatus(state="lost", reason=str(error))
+        rows = self._rows(self._answers("poll", jobs), jobs)
+        self._silent_since_s, self._pause_s = None, self._template.poll_every_s
+        missing = {name: job for name, job in jobs.items() if name not in rows and job.stage != "new"}
+        told, told_within_s = self._remembered(missing)
+        rows |= told
+        now_s = time.monotonic()
+        self._unknown_since_s = {name: self._unknown_since_s.get(name, now_s) for name in missing.keys() - rows.keys()}
+        for name, job in jobs.items():
+            if name in rows:
+                self._learn(Path(name), job, rows[name])
+            elif name in self._unknown_since_s and (end := _known_end(Path(name), job)):
+                self._status[name] = end
+            elif now_s - self._unknown_since_s.get(name, -math.inf) < told_within_s:
+                continue  # it stands where it stood
+            elif job.stage == "new" or self._never_ran(Path(name), job):
+                try:
+                    self._status[name] = self._submit(Path(name), replace(job, num_lost=job.num_lost + bool(job.id)))
+                except InputError as error:
+                    self._status[name] = JobStatus(state="ended", reason=f"not submitted: {error}", cause="failed")
+            else:
+                reason = f"{self._template.name} does not know job {job.id or job.job} any more"
+                self._status[name] = JobStatus(state="lost", reason=reason)
+        self._next_s = time.monotonic() + self._pause_s
+
+    def _never_ran(self, folder: Path, job: JobFile) -> bool:
+        """Whether the scheduler lost a job before its start, as slurmctld can when it is killed; believed once."""
+        is_told = not self._template.log  # the first thing of a job that runs is what it writes
+        return is_told and job.stage == "submitted" and not job.num_lost and not (folder / self._output).exists()
+
+    def _remembered(self, jobs: Mapping[str, JobFile]) -> tuple[dict[str, list[Row]], float]:
+        """(what the accounting says of these jobs, by name; for how many seconds it may yet tell of the others)."""
+        if not jobs or not self._template.history:
+            return {}, 0.0
+        try:
+            answers = self._answers("history", jobs)
+        except NoAnswerError:
+            return {}, self._template.patience_s
+        except InputError:  # not every Slurm has one
+            return {}, 0.0
+        return self._rows(answers, jobs), HISTORY_S
+
+    def _answers(self, question: Literal["poll", "history"], jobs: Mapping[str, JobFile]) -> list[tuple[str, str]]:
+        """(program, what it wrote) for every command that asks for these jobs."""
+        values = [self._values(Path(name), job) for name, job in jobs.items()]
+        return [(command[0], self._run(command)) for command in self._template.questions(question, values)]
+
+    def _rows(self, answers: Iterable[tuple[str, str]], jobs: Mapping[str, JobFile]) -> dict[str, list[Row]]:
+        """What the scheduler says of these jobs, by name, of those that it knows."""
+        said = [row for program, text in answers for row in self._template.read_rows(program, text)]
+        by_name = self._template.finds_by_name
+        found = {
+            name: [row for row in said if (row.job == job.job if by_name else row.id == job.id)]
+            for name, job in jobs.items()
+        }
+        return {name: rows for name, rows in found.items() if rows}
+
+    def _learn(self, folder: Path, job: JobFile, rows: Sequence[Row]) -> None:
+        # Had it been submitted twice after all, the first one counts; the second one waits until it is cancelled.
+        first = job.id or min((row.id for row in rows), key=lambda one: (len(one), one))
+        meaning, says = self._template.meaning([row for row in rows if row.id in (first, "")] or rows)
+        began = time.time() if job.began is None and meaning not in ("waiting", "cancelled") else job.began
+        known = replace(job, id=first, began=began, stage="submitted" if job.stage == "new" else job.stage)
+        if known != job:
+            with contextlib.suppress(InputError):  # a full disk: its name is enough to find it again
+                _keep(folder, job := known)
+        status = _status(meaning, says, began)
+        if self._template.log and status.state != "waiting":
+            self._fetch_log(folder, job)
+        if status.state == "ended":
+            self._sweep(folder, job)
+            if is_file(folder / OUTCOME):  # whatever a scheduler that was restarted makes of it
+                status = JobStatus(state="ended", status=0, began=began)
+        self._status[str(folder)] = status
+
+    def _fetch_log(self, folder: Path, job: JobFile) -> None:
+        with contextlib.suppress(NoAnswerError, InputError), replacing(folder / LOG, force=True) as stream:
+            self._run(self._template.command("log", self._values(folder, job)), stream)
+
+    def _wait(self, names: Iterable[str], error: NoAnswerError) -> None:
+        """Ask again later; an error where the scheduler has been silent for too long."""
+        if self._silent_since_s is None:
+            self._silent_since_s = time.monotonic()
+        silent_s = time.monotonic() - self._silent_since_s
+        name = self._template.name
+        if silent_s > self._template.patience_s:
+            raise SilentError(
+                f"{name} has not answered for {silent_s:.0f} s ({error}): its jobs are left as they are, the same "
+                "command goes on with them"
+            ) from None
+        for one in names:
+            held = self._status.get(one, JobStatus(state="waiting"))
+            self._status[one] = replace(held, reason=f"{name} does not answer: {error}")
+        self._pause_s = min(2 * self._pause_s, max(_MOST_PAUSE_S, self._template.poll_every_s))
+        self._next_s = time.monotonic() + self._pause_s
+
+    def _run(self, command: Sequence[str], output: IO[bytes] | int = subprocess.PIPE) -> str:
+        """What a command writes to stdout.
+
+        A `NoAnswerError` where it is to be run again: it says so, says nothing for long, or is a question that was
+        answered before.  An `InputError` is what else it says when it fails.
+        """
+        program = command[0]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.PIPE,
+                timeout=ANSWER_S,
+                start_new_session=True,  # Ctrl-C is this program's affair
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise NoAnswerError(f"{program} has not ended within {ANSWER_S:.0f} s", is_silent=True) from None
+        except (OSError, ValueError) as error:
+            said = error.strerror if isinstance(error, OSError) else str(error)
+            raise InputError(f"{program!r} cannot be started: {said}") from None
+        text = (done.stdout or b"").decode("utf-8", errors="replace")
+        if done.returncode == 0:
+            self._answered.add(program)
+            return text
+        said = done.stderr.decode("utf-8", errors="replace").strip() or text.strip() or "it said nothing"
+        told = f"{program} failed ({done.returncode}): {cleaned(said.splitlines()[-1])}"  # kubectl says all of it twice
+        asks = program in (self._template.poll[0], *self._template.history[:1])
+        if self._template.is_busy(said) or (asks and program in self._answered):
+            raise NoAnswerError(told)
+        raise InputError(told)
+
+    def _values(self, folder: Path, job: JobFile) -> dict[str, str]:
+        """What the placeholders stand for."""
+        if folder not in self._shapes:
+            file = _plan_file(folder)
+            self._shapes[folder] = node_shape(file.cluster, file.best.plan.num_devices)
+        nodes, per_node = self._shapes[folder]
+        limit_s = math.ceil(self._time_limit_s)
+        return {
+            "folder": str(folder),
+            "plan": str(folder / PLAN),
+            "log": str(folder / self._output),
+            "outcome": str(folder / OUTCOME),
+            "script": str(folder / job.script),
+            "nodes": str(nodes),
+            "gpus_per_node": str(per_node),
+            "gpus": str(nodes * per_node),
+            "steps": str(self._num_steps),
+            "time_limit": f"{limit_s // 3600}:{limit_s // 60 % 60:02}:{limit_s % 60:02}",
+            "time_limit_s": str(limit_s),
+            "user": user_name(),
+            "job": job.job,
+            "id": job.id,
+        }
+
+
+def _status(meaning: Meaning, says: str, began: float | None) -> JobStatus:
+    if meaning == "waiting" or meaning == "running":
+        return JobStatus(state=meaning, reason=says, began=began)
+    if meaning == "done":
+        return JobStatus(state="ended", status=0, began=began)
+    return JobStatus(state="ended", reason=f"{meaning} ({says})", cause=meaning, began=began)
+
+
+def _known_end(folder: Path, job: JobFile) -> JobStatus | None:
+    """What its folder tells of the end of a job that the scheduler does not know any more."""
+    if is_file(folder / OUTCOME):
+        return JobStatus(state="ended", status=0, began=job.began)
+    if job.stage == "cancelled":
+        return JobStatus(state="ended", reason="cancelled", cause="cancelled", began=job.began)
+    return None
+
+
+def _plan_file(folder: Path) -> PlanFile:
+    path = folder / PLAN
+    return decode(PlanFile, read_table(path), str(path))
+
+
+def _read(folder: Path) -> JobFile:
+    path = folder / JOB
+    return decode(JobFile, read_table(path), str(path))
+
+
+def _keep(folder: Path, job: JobFile) -> None:
+    write_text(folder / JOB, encode(job), force=True)

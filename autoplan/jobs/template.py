@@ -1,0 +1,234 @@
+"""How is a scheduler talked to?  A template: the commands that submit, follow and end a job, and how to read answers.
+
+The commands are lists of arguments whose {placeholders} are filled item by item: no shell reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from autoplan.base.errors import InputError
+from autoplan.base.files import decode, read_table, schema, shipped
+from autoplan.base.units import check_name, check_positive
+from autoplan.jobs.job import Cause
+from autoplan.launch.names import LAUNCHERS
+
+# What a word of the scheduler means; of several words the first of these counts.
+Meaning = Cause | Literal["running", "waiting", "done"]
+MEANINGS: tuple[Meaning, ...] = (*get_args(Cause), "running", "waiting", "done")
+
+# What a trial fills in, and what each means; then what stands for several words, or for several jobs.
+PLACEHOLDERS = {
+    "folder": "of the trial",
+    "plan": "its plan.json",
+    "log": "the file that belongs to what the job writes",
+    "outcome": "the file that `autoplan run --out` writes",
+    "script": "the launch file, where the template has a launcher",
+    "nodes": "number of them",
+    "gpus_per_node": "devices of each",
+    "gpus": "devices of all",
+    "steps": "that the trial takes, with those that warm up",
+    "time_limit": "hours:minutes:seconds",
+    "time_limit_s": "seconds",
+    "user": "name of the one who submits",
+    "job": "name of the job, unlike all others",
+    "id": "that the answer to submit gave",
+}
+_WORDS, _JOBS, _IDS = "options", "jobs", "ids"  # options: those of `autoplan run`, after its plan
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+_BLANKS = ("None", "<none>")  # of squeue and kubectl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one line of an answer says of a job, which it names by our name, the scheduler's, or both."""
+
+    job: str
+    id: str
+    state: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTemplate:
+    """A scheduler: its commands and what their answers mean.
+
+    Patterns are Python's.  `answer` finds (?P<id>...) in what submit writes; blank where jobs go by their name alone.
+    `rows` is tried on every line that poll and history write: it names (?P<job>...), (?P<id>...) or both,
+    (?P<state>...) and, where told, (?P<why>...), words of which may stand in `states` too.  A command with {jobs} or
+    {ids}, joined by commas, is run once for all jobs, another one once for each.  `history` is asked for jobs that poll
+    does not know, and may fail or lag behind.  `log` writes a job's log to stdout; blank where the job writes the file
+    itself.  `busy` finds in what a command that failed says that it is to be run again.  With a `launcher`, one of
+    those of `autoplan export`, every trial gets its launch files.
+    """
+
+    name: str
+    submit: tuple[str, ...]
+    poll: tuple[str, ...]
+    rows: str
+    states: dict[str, Meaning]
+    cancel: tuple[str, ...]
+    answer: str = ""
+    history: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
+    busy: str = "(?!)"
+    launcher: str = ""
+    poll_every_s: float = 10.0
+    patience_s: float = 3600.0  # without an answer, before the study ends
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        check_positive("poll_every_s", self.poll_every_s)
+        check_positive("patience_s", self.patience_s)
+        _pattern("busy", self.busy, ())
+        if self.answer:
+            _pattern("answer", self.answer, ("id",))
+        rows = _pattern("rows", self.rows, ("state",))
+        if not {"job", "id"} & set(rows.groupindex):
+            raise InputError("rows must name (?P<job>...), (?P<id>...) or both")
+        if not self.states:
+            raise InputError("states must say what the words of the scheduler mean")
+        if self.launcher and self.launcher not in LAUNCHERS:
+            raise InputError(f"no launcher {self.launcher!r}: known are {', '.join(LAUNCHERS)}")
+        for command in ("submit", "poll", "cancel", "history", "log"):
+            self._check(command, getattr(self, command))
+
+    def _check(self, command: str, words: tuple[str, ...]) -> None:
+        if not words and command in ("submit", "poll", "cancel"):
+            raise InputError(f"{command} must be a list of words")
+        if words and (not words[0] or _PLACEHOLDER.search(words[0])):
+            raise InputError(f"{command} must begin with the name of a program, got {words[0]!r}")
+        known = set(PLACEHOLDERS) - (set() if self.launcher else {"script"})
+        if command == "submit":
+            known |= {_WORDS}
+        if command in ("poll", "history"):
+            known |= {_JOBS, _IDS}
+        if command == "submit" or not self.answer:
+            known -= {"id", _IDS}
+        for word in words:
+            for name in _PLACEHOLDER.findall(word):
+                if name not in known:
+                    raise InputError(f"{command}: no placeholder {{{name}}}; known: {', '.join(sorted(known))}")
+            if f"{{{_WORDS}}}" in word and word != f"{{{_WORDS}}}":
+                raise InputError(f"{command}: {{{_WORDS}}} stands for several words: it must be a word of its own")
+
+    @property
+    def takes_options(self) -> bool:
+        """Whether submit hands words on to the program of the trial."""
+        return f"{{{_WORDS}}}" in self.submit
+
+    @property
+    def finds_by_name(self) -> bool:
+        """Whether poll knows a job by the name that it was submitted with, also where the answer to that was lost."""
+        return "job" in re.compile(self.rows).groupindex
+
+    def submission(self, values: Mapping[str, str], options: Sequence[str] = ()) -> list[str]:
+        """The command that submits the trial."""
+        return [
+            word for item in self.submit for word in (options if item == f"{{{_WORDS}}}" else (_filled(item, values),))
+        ]
+
+    def questions(self, command: Literal["poll", "history"], jobs: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
+        """The commands that ask for all of `jobs`; none where there is none."""
+        words: tuple[str, ...] = getattr(self, command)
+        asked = {name for word in words for name in _PLACEHOLDER.findall(word)}
+        if asked & {"job", "id"} or not jobs:
+            yield from ([_filled(word, values) for word in words] for values in jobs)
+            return
+        joined = {_JOBS: ",".join(one["job"] for one in jobs), _IDS: ",".join(one["id"] for one in jobs if one["id"])}
+        yield [_filled(word, {**jobs[0], **joined}) for word in words]
+
+    def command(self, command: Literal["cancel", "log"], values: Mapping[str, str]) -> list[str]:
+        """The command that ends a job, or writes its log."""
+        return [_filled(word, values) for word in getattr(self, command)]
+
+    def read_id(self, text: str) -> str:
+        """The scheduler's name of a job, from what submit wrote; blank without an `answer`."""
+        if not self.answer:
+            return ""
+        found = re.search(self.answer, text, re.MULTILINE)
+        if found is None:
+            raise InputError(f"{self.submit[0]} wrote {_short(text)}, in which answer {self.answer!r} finds no id")
+        return found["id"]
+
+    def read_rows(self, program: str, text: str) -> list[Row]:
+        """What an answer says, line by line; lines that are no rows are passed over where others are."""
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        found = [row for line in lines if (row := re.search(self.rows, line))]
+        if lines and not found:
+            raise InputError(f"{program} wrote {_short(text)}, in which rows {self.rows!r} finds nothing")
+        return [
+            Row(**{name: row.groupdict("").get(name, "") for name in ("job", "id", "state", "why")}) for row in found
+        ]
+
+    def meaning(self, rows: Sequence[Row]) -> tuple[Meaning, str]:
+        """What rows that all speak of one job mean, and the scheduler's own words for it."""
+        found = []
+        for row in rows:
+            if row.state not in self.states:
+                known = ", ".join(self.states)
+                raise InputError(f"{self.name} says {row.state!r}, which states does not explain; it explains {known}")
+            why = [word for word in row.why.split() if word not in _BLANKS]
+            words = [row.state, *(word for part in why for word in part.split(",") if word in self.states)]
+            told = dict.fromkeys([*([] if row.state in _BLANKS else [row.state]), *why])
+            found.append((min((self.states[word] for word in words), key=MEANINGS.index), " ".join(told)))
+        meaning, says = min(found, key=lambda one: MEANINGS.index(one[0]))
+        return meaning, f"{self.name}: {says}" if says else self.name
+
+    def is_busy(self, text: str) -> bool:
+        """Whether a command that failed should be asked again."""
+        return re.search(self.busy, text) is not None
+
+
+def _pattern(key: str, text: str, groups: tuple[str, ...]) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise InputError(f"{key} is no pattern: {error}") from None
+    for group in groups:
+        if group not in pattern.groupindex:
+            raise InputError(f"{key} must name (?P<{group}>...)")
+    return pattern
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], word)
+
+
+def _short(text: str) -> str:
+    """The first line of an answer, fit for a message."""
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    return repr(line[:200]) if line else "nothing"
+
+
+def load_job_template(text: str) -> JobTemplate:
+    """The template that `text` names: a shipped one's id or the path of a TOML file, which may extend a shipped one."""
+    known = shipped("jobs")
+    if text in known:
+        return decode(JobTemplate, read_table(known[text]), f"template {text}")
+    path = Path(text)
+    if path.suffix != ".toml":
+        raise InputError(f"unknown template {text!r}: known: {', '.join(known)}, or give a TOML file")
+    table = dict(read_table(path))
+    if "extends" in table:
+        name = table.pop("extends")
+        if name not in (names := tuple(known)):  # it may be anything
+            raise InputError(f"{path}: extends {name!r}, which must be one of {', '.join(names)}")
+        base = read_table(known[name])
+        states = table.get("states", {})
+        table = {**base, **table, "states": {**base["states"], **states} if isinstance(states, dict) else states}
+    return decode(JobTemplate, table, str(path))
+
+
+def job_template_schema() -> dict[str, Any]:
+    """JSON Schema of a template: it may extend a shipped one, and then leave anything out."""
+    described = schema(JobTemplate, human_units=True)
+    table = described["$defs"]["JobTemplate"]
+    required = table.pop("required")
+    table["properties"]["extends"] = {"enum": list(shipped("jobs"))}
+    table["anyOf"] = [{"required": required}, {"required": ["extends"]}]
+    return described

@@ -1,0 +1,45 @@
+"""Which files start a job under which launcher?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoplan.frameworks.common.job import File, Job
+from autoplan.launch.kubernetes import jobset_files, pytorchjob_files, trainjob_files
+from autoplan.launch.names import Launcher
+from autoplan.launch.node_script import node_files
+from autoplan.launch.schedulers import mpirun_files, slurm_files
+from autoplan.launch.skypilot import skypilot_files
+from autoplan.launch.start import Start
+from autoplan.spec.result import PlanFile
+
+
+def torchrun_files(start: Start) -> tuple[File, ...]:
+    """The script of the nodes, which a person starts on each."""
+    where = ""
+    if start.num_nodes > 1:
+        where = " on every node" if start.hosts else " on every node, each with its NODE_RANK"
+    how = f"bash THIS_FILE [OPTION ...]{where}; options given there come last and win over those below"
+    return node_files(start, how)
+
+
+_FILES: dict[Launcher, Callable[[Start], tuple[File, ...]]] = {
+    "torchrun": torchrun_files,
+    "slurm": slurm_files,
+    "mpirun": mpirun_files,
+    "trainjob": trainjob_files,
+    "jobset": jobset_files,
+    "pytorchjob": pytorchjob_files,
+    "skypilot": skypilot_files,
+}
+
+
+def launch_files(
+    plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None, name: str | None = None
+) -> tuple[File, ...]:
+    """What starts `job`: the file to start with, those that it starts, and those that the job reads.
+
+    Manifests for Kubernetes hold all of them.
+    `image` is that of the containers; `name` is the job's, by default that of its model.
+    """
+    return _FILES[launcher](Start.of(plan_file, job, launcher, image, name))

@@ -1,0 +1,146 @@
+"""What runs on every node of a job?  One readable bash script, the same under all launchers but for who numbers it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from autoplan.frameworks.common.header import comment
+from autoplan.frameworks.common.job import File, Group, Setting, Variable
+from autoplan.launch.names import Launcher
+from autoplan.launch.preflight import preflight
+from autoplan.launch.start import Start, header, script
+
+NODE_SCRIPT = "launch.sh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbering:
+    """How a launcher tells a node which one it is: by shell expansions; None where a person or a manifest does."""
+
+    rank: str | None = None
+    master: str | None = None  # address of rank 0
+    num_nodes: str | None = None  # name of a variable
+    looks_up_hosts: bool = False  # where the plan lists the nodes, a node finds itself in the list
+
+
+# PET_* are set by the operators of Kubeflow for torchrun: trainer 8c0f505 pkg/runtime/framework/plugins/torch/torch.go,
+# training-operator 7858371^ pkg/controller.v1/pytorch/envvar.go; the latter sets MASTER_ADDR and MASTER_PORT too.
+NUMBERING: dict[Launcher, Numbering] = {
+    "torchrun": Numbering(looks_up_hosts=True),
+    "slurm": Numbering(rank="$SLURM_NODEID", num_nodes="SLURM_NNODES", looks_up_hosts=True),
+    "mpirun": Numbering(rank="$OMPI_COMM_WORLD_RANK", num_nodes="OMPI_COMM_WORLD_SIZE", looks_up_hosts=True),
+    "trainjob": Numbering(rank="$PET_NODE_RANK", master="$PET_MASTER_ADDR", num_nodes="PET_NNODES"),
+    "jobset": Numbering(),
+    "pytorchjob": Numbering(rank="$PET_NODE_RANK", num_nodes="PET_NNODES"),
+    "skypilot": Numbering(
+        rank="$SKYPILOT_NODE_RANK", master="${SKYPILOT_NODE_IPS%%$'\\n'*}", num_nodes="SKYPILOT_NUM_NODES"
+    ),
+}
+
+
+def node_files(start: Start, how: str) -> tuple[File, ...]:
+    """The script that starts the job's processes on one node, and the files of the job, which lie beside it.
+
+    Words given to the script end up on the command line; `how` says who starts it.
+    """
+    job, numbering = start.job, NUMBERING[start.launcher]
+    lines = ["#!/bin/bash", *header(start, how), "set -euo pipefail", ""]
+    if job.files:
+        lines += ['HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)  # the files of the job lie beside this one', ""]
+    lines += _variables(start, numbering)
+    if start.environment:
+        lines += [*(_environment(setting) for setting in start.environment), ""]
+    for group in job.groups:
+        lines += [*_array(group), ""]
+    if job.replaceable:
+        lines += [*_replaceable(job.replaceable), ""]
+    lines += preflight(start, numbering.num_nodes)
+    return (script(NODE_SCRIPT, [*lines, *_start(start)]), *job.files)
+
+
+def assignments(variables: list[Variable]) -> list[str]:
+    """Lines that take variables from the environment, with what they are for."""
+    assigned = []
+    for variable in variables:
+        rest = ":?must be set" if variable.default is None else f":-{variable.default}"
+        assigned.append(f"{variable.name}=${{{variable.name}{rest}}}")
+    width = max(map(len, assigned))
+    return [f"{line:<{width}}  # {one.says}" for line, one in zip(assigned, variables, strict=True)]
+
+
+def _variables(start: Start, numbering: Numbering) -> list[str]:
+    """What a person may set; what the launcher knows is taken from it alone, whatever the environment still holds."""
+    alone = start.num_nodes == 1
+    is_listed = bool(start.hosts) and numbering.looks_up_hosts
+    which = f"of this node, 0 to {start.num_nodes - 1}"
+    variables, known = list(start.job.variables), []
+    if is_listed:
+        known = ["", *_host_lines(start.hosts)]
+    elif alone:
+        variables.append(Variable(name="MASTER_ADDR", default="127.0.0.1", says="this node"))
+        variables.append(Variable(name="NODE_RANK", default="0", says="of this node"))
+    else:
+        if numbering.master is None:
+            variables.append(Variable(name="MASTER_ADDR", default=None, says="the node of rank 0"))
+        else:
+            known.append(f"MASTER_ADDR={numbering.master}  # the node of rank 0")
+        if numbering.rank is None:
+            variables.append(Variable(name="NODE_RANK", default=None, says=which))
+        else:
+            known.append(f"NODE_RANK={numbering.rank}  # {which}")
+    variables.append(Variable(name="MASTER_PORT", default="29500", says="a free port on the node of rank 0"))
+    return ["# Set in the environment what should differ.", *assignments(variables), *known, ""]
+
+
+def _host_lines(hosts: tuple[str, ...]) -> list[str]:
+    """The nodes of the plan in the order of their ranks, and which of them this one is."""
+    return [
+        "# In the order of the ranks.",
+        "hosts=(",
+        *(f"    {host}" for host in hosts),
+        ")",
+        "MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}",
+        "if [[ -z ${NODE_RANK:-} ]]; then",
+        "    this=${SLURMD_NODENAME:-$(hostname -s)}",
+        '    for rank in "${!hosts[@]}"; do',
+        '        if [[ ${hosts[rank]%%.*} == "${this%%.*}" ]]; then NODE_RANK=$rank; fi',
+        "    done",
+        "fi",
+        ': "${NODE_RANK:?this node is not in the list of hosts: set NODE_RANK}"',
+    ]
+
+
+def _environment(setting: Setting) -> str:
+    command = (
+        f"unset {setting.name}" if setting.value is None else f"export {setting.name}={shlex.quote(setting.value)}"
+    )
+    return f"{command}  {comment(setting.says)}"
+
+
+def _array(group: Group) -> list[str]:
+    lines = (" ".join(_word(word) for word in line) for line in group.lines)
+    return [f"# {group.says}", f"{group.name}=(", *(f"    {line}" for line in lines), ")"]
+
+
+def _word(text: str) -> str:
+    """`text` quoted for an array, a comma too: people and shellcheck take it for one between two elements."""
+    return f"'{text}'" if shlex.quote(text) == text and "," in text else shlex.quote(text)
+
+
+def _replaceable(group: Group) -> list[str]:
+    variable = f"{group.name}_ARGS"
+    return [*_array(group), f'if [[ -n ${{{variable}:-}} ]]; then read -ra {group.name} <<<"${variable}"; fi']
+
+
+def _start(start: Start) -> list[str]:
+    job = start.job
+    arrays = [group.name for group in (*job.groups, job.replaceable) if group]
+    parts = [
+        f'exec torchrun --nnodes {start.num_nodes} --nproc-per-node {start.num_devices} --node-rank "$NODE_RANK"',
+        '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"',
+        job.program,
+        *([" ".join(f'"${{{name}[@]}}"' for name in arrays)] if arrays else []),
+        " ".join((*job.trailing, '"$@"')),
+    ]
+    return [" \\\n    ".join(parts)]

@@ -1,0 +1,127 @@
+"""Is a node what the plan was made for?  Bash that looks before the job starts, on every node."""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+from autoplan.base.units import MIB
+from autoplan.frameworks.common.header import comment
+from autoplan.launch.start import Start
+
+_RDMA = ("infiniband", "roce", "efa")  # networks whose adapters programs reach through /dev/infiniband
+
+# How the array `free` comes to hold the free MiB of each device, by the tool of the vendor.
+_NVIDIA = (
+    'query=(nvidia-smi --query-gpu=memory.free --format="csv,noheader,nounits")',
+    'if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then query+=(--id="$CUDA_VISIBLE_DEVICES"); fi',
+    'said=$("${query[@]}") || stop "nvidia-smi fails: $said"',
+    'mapfile -t free <<<"$said"',
+)
+_AMD = (
+    "query=(rocm-smi --showmeminfo vram --csv) chosen=() free=()",
+    'if [[ -n ${HIP_VISIBLE_DEVICES:-} ]]; then query+=(-d); IFS=, read -ra chosen <<<"$HIP_VISIBLE_DEVICES"; fi',
+    'said=$("${query[@]}" "${chosen[@]}") || stop "rocm-smi fails: $said"',
+    "while IFS=, read -r card total used; do",
+    "    if [[ $card == card* ]]; then free+=($(((total - used) / 1048576))); fi",
+    'done <<<"$said"',
+)
+
+# What profiler/environment.py calls the machine of a measurement.
+_VERSIONS = {
+    "runtime": 'f"rocm {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"',
+    "torch": 'f"torch {torch.__version__}"',
+    "collectives": '("rccl " if torch.version.hip else "nccl ") + ".".join(map(str, torch.cuda.nccl.version()))',
+}
+
+
+def preflight(start: Start, given_nodes: str | None) -> list[str]:
+    """The lines of the check; `given_nodes` is the variable in which the scheduler says how many nodes there are.
+
+    Too few nodes, devices or bytes stop the job, other libraries than those that were measured and a missing network
+    are warned of.
+    """
+    checks = [
+        *_nodes(start, given_nodes),
+        *_devices(start),
+        *_network(start),
+        *_versions(start),
+    ]
+    if not checks:
+        return []
+    return [
+        "# Is this what the plan was made for?  PREFLIGHT=0 does not ask.",
+        "if [[ ${PREFLIGHT:-1} != 0 ]]; then",
+        '    warn() { printf \'preflight on %s: %s\\n\' "${HOSTNAME:-this node}" "$1" >&2; }',
+        '    stop() { warn "$1: PREFLIGHT=0 starts all the same" && exit 1; }',
+        *checks,
+        "fi",
+        "",
+    ]
+
+
+def _nodes(start: Start, given: str | None) -> list[str]:
+    if given is None:
+        return []
+    count = start.num_nodes
+    return [
+        f"    if [[ ${{{given}:-{count}}} != {count} ]]; then",
+        f'        stop "the plan is for {count} nodes of {start.num_devices} devices, ${given} nodes were given"',
+        "    fi",
+    ]
+
+
+def _devices(start: Start) -> list[str]:
+    vendor = start.plan_file.cluster.device.vendor
+    if vendor == "cpu":
+        return []
+    tool, ask = ("nvidia-smi", _NVIDIA) if vendor == "nvidia" else ("rocm-smi", _AMD)
+    count, need_mib = start.num_devices, math.ceil(start.plan_file.best.memory_bytes / MIB)
+    return [
+        f"    if command -v {tool} >/dev/null; then",
+        *(f"        {line}" for line in ask),
+        f"        if ((${{#free[@]}} < {count})); then",
+        f'            stop "{count} devices are needed, {tool} lists ${{#free[@]}}"',
+        "        fi",
+        f"        for at in {{0..{count - 1}}}; do",
+        f"            if [[ ${{free[at]}} =~ ^[0-9]+$ ]] && ((free[at] < {need_mib})); then",
+        f'                stop "device $at has ${{free[at]}} MiB free, the plan needs {need_mib} MiB"',
+        "            fi",
+        "        done",
+        "    else",
+        f'        warn "there is no {tool}: devices and their free memory are not checked"',
+        "    fi",
+    ]
+
+
+def _network(start: Start) -> list[str]:
+    kind = start.plan_file.cluster.network.kind
+    if start.num_nodes == 1 or kind not in _RDMA:
+        return []
+    return [
+        "    if [[ ! -d /dev/infiniband ]]; then",
+        f'        warn "the plan counts on {kind}, but there is no /dev/infiniband: collectives will be far slower"',
+        "    fi",
+    ]
+
+
+def _versions(start: Start) -> list[str]:
+    """Asked of rank 0 only, as importing torch takes seconds; the cluster says what its timings were measured with."""
+    machine = start.plan_file.cluster.machine
+    if not start.plan_file.timings or machine is None or machine.runtime == "cpu":
+        return []
+    known = {"runtime": machine.runtime, "torch": machine.torch and f"torch {machine.torch}"}
+    known |= {"collectives": machine.collectives}
+    known = {name: comment(text)[2:] for name, text in known.items() if text}
+    if not known:
+        return []
+    parts = ", ".join(_VERSIONS[name] for name in known)
+    return [
+        "    if ((NODE_RANK == 0)); then",
+        f"        measured={shlex.quote(', '.join(known.values()))}",
+        f"        here=$(python3 -c 'import torch; print({parts}, sep=\", \")' 2>/dev/null) || here='no such torch'",
+        '        if [[ $here != "$measured" ]]; then',
+        '            warn "the prediction rests on timings with $measured, python3 has $here: expect other times"',
+        "        fi",
+        "    fi",
+    ]

@@ -1,0 +1,101 @@
+"""What do all launchers start?  A job on the nodes of its plan, in the order of the ranks, and what heads its files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.header import comment
+from autoplan.frameworks.common.header import header as plan_header
+from autoplan.frameworks.common.job import File, Job, Setting
+from autoplan.launch.names import Launcher
+from autoplan.spec.ranks import host_order
+from autoplan.spec.result import PlanFile
+from autoplan.topology.cluster import ClusterSpec
+
+IN_CONTAINERS: tuple[Launcher, ...] = ("trainjob", "jobset", "pytorchjob", "skypilot")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A job on `num_nodes` nodes of `num_devices` devices each; `hosts` in the order of the ranks, where listed."""
+
+    name: str  # by which the scheduler knows it
+    plan_file: PlanFile
+    job: Job
+    launcher: Launcher
+    num_nodes: int
+    num_devices: int
+    hosts: tuple[str, ...]
+    image: str | None  # of the containers that it runs in
+
+    @classmethod
+    def of(
+        cls, plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None, name: str | None = None
+    ) -> Start:
+        """The start of a plan, named after its model by default; an `InputError` where there are no such nodes."""
+        num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
+        hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
+        if image is not None and launcher not in IN_CONTAINERS:
+            raise InputError(
+                f"{launcher} starts no container, so that --image would change nothing: leave it out, or take "
+                f"--launcher {', '.join(IN_CONTAINERS[:-1])} or {IN_CONTAINERS[-1]}"
+            )
+        if image is not None and not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", image, re.ASCII):
+            raise InputError(f"{image!r} is no name of an image: give one such as nvcr.io/nvidia/pytorch:25.06-py3")
+        return cls(
+            name=name or plan_file.model.name,
+            plan_file=plan_file,
+            job=job,
+            launcher=launcher,
+            num_nodes=num_nodes,
+            num_devices=num_devices,
+            hosts=tuple(_host(host) for host in hosts),
+            image=image,
+        )
+
+    @property
+    def environment(self) -> tuple[Setting, ...]:
+        """What the job relies on, and what the plan was priced with that NCCL does not do by itself."""
+        settings = self.job.environment
+        if self.num_nodes > 1 and self.plan_file.cluster.network.sharp:
+            says = "sums in the switches, as priced; needs NCCL's plugin for SHARP"
+            settings += (Setting(name="NCCL_COLLNET_ENABLE", value="1", says=says),)
+        return settings
+
+
+def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
+    """(nodes, devices of each) that hold `num_devices`; part of a node is used only where one node is enough."""
+    per_node = cluster.devices_per_node
+    if num_devices <= per_node:
+        return 1, num_devices
+    nodes, rest = divmod(num_devices, per_node)
+    if rest:
+        raise InputError(f"the plan's {num_devices} devices do not fill nodes of {per_node}: plan for whole nodes")
+    if nodes > cluster.num_nodes:
+        raise InputError(f"the plan needs {nodes} nodes, cluster {cluster.name!r} has {cluster.num_nodes}")
+    return nodes, per_node
+
+
+def header(start: Start, how: str) -> list[str]:
+    """The comment at the top of each file; `how` says what to do with it."""
+    return [*plan_header(start.plan_file, start.job.framework), comment(f"Start: {how}")]
+
+
+def dns_name(text: str) -> str:
+    """`text` cut down to a DNS label (RFC 1035) that leaves room for what controllers append to it."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"plan-{name}")[:40].strip("-")
+
+
+def script(name: str, lines: list[str]) -> File:
+    """An executable file of these lines."""
+    return File(name=name, text="\n".join(lines) + "\n", executable=True)
+
+
+def _host(name: str) -> str:
+    """The name of a node, refused where a shell or Slurm would read more than a name in it."""
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+        raise InputError(f"node {name!r} is no host name: correct [[nodes]] of the cluster")
+    return name

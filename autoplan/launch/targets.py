@@ -1,0 +1,85 @@
+"""Which frameworks are plans written for?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.accelerate import export as accelerate
+from autoplan.frameworks.common.job import File, Job, Target
+from autoplan.frameworks.deepspeed import export as deepspeed
+from autoplan.frameworks.fsdp2 import export as fsdp2
+from autoplan.frameworks.megatron_bridge import export as megatron_bridge
+from autoplan.frameworks.megatron_lm import export as megatron_lm
+from autoplan.frameworks.nanotron import export as nanotron
+from autoplan.frameworks.primus import export as primus
+from autoplan.frameworks.torchtitan import export as torchtitan
+from autoplan.frameworks.trainer import export as trainer
+from autoplan.launch.launcher import launch_files
+from autoplan.launch.names import LAUNCHERS
+from autoplan.spec.result import PlanFile
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        accelerate.TARGET,
+        deepspeed.TARGET,
+        fsdp2.TARGET,
+        megatron_bridge.TARGET,
+        megatron_lm.TARGET,
+        nanotron.TARGET,
+        primus.TARGET,
+        torchtitan.TARGET,
+        trainer.TARGET,
+    )
+}
+
+# The shipped framework to plan with, by the rules of a target, where it is not called as they are.
+PLANNED_AS = {
+    "megatron-lm": "megatron-core",
+    "deepspeed": "deepspeed-zero",
+    "fsdp2": "pytorch-fsdp",
+    "trainer": "torch",
+}
+
+
+def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
+    """The job of a plan for the target `to`; an `InputError` says why there is none."""
+    if to not in TARGETS:
+        raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
+    target = TARGETS[to]
+    if plan_file.framework.rules not in target.rules:
+        framework = PLANNED_AS.get(target.rules[0], target.rules[0])
+        raise InputError(
+            f"the plan was made for {plan_file.framework.name}, which {target.says} is not: "
+            f"search with --framework {framework} for one that it runs"
+        )
+    version = target.versions[0] if version is None else version
+    if version not in target.versions:
+        known = f"known are {', '.join(target.versions)}" if any(target.versions) else "leave the version out"
+        raise InputError(f"no version {version!r} of {target.says}: {known}")
+    return target.job(plan_file, version)
+
+
+def exported(
+    plan_file: PlanFile,
+    to: str,
+    launcher: str,
+    version: str | None = None,
+    image: str | None = None,
+    *,
+    name: str | None = None,
+    num_steps: int | None = None,
+) -> tuple[File, ...]:
+    """The files that start a plan, the launch file first; `image` is that of the containers that it runs in.
+
+    The job is named `name`, by default after its model, and takes `num_steps`, where the target can be told.
+    """
+    known = next((name for name in LAUNCHERS if name == launcher), None)
+    if known is None:
+        raise InputError(f"no launcher {launcher!r}: known are {', '.join(LAUNCHERS)}")
+    job = job_of(plan_file, to, version)
+    if num_steps is not None:
+        variables = (replace(one, default=str(num_steps)) if one.counts_steps else one for one in job.variables)
+        job = replace(job, variables=tuple(variables))
+    return launch_files(plan_file, job, known, image, name)

@@ -1,0 +1,1 @@
+"""Read tables and logs of measured runs."""

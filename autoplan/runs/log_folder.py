@@ -1,0 +1,235 @@
+"""Which past runs does a folder hold?  Logs, each with the launch file that started it.
+
+A log belongs to the launch file in its own folder or, where there is none, in the nearest folder above.  Of several
+there, the one whose name the log's begins with started it (`70b.sh`: `70b.log`, `70b-4711.out`); where no name tells,
+all of them must start the same plan.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.files import is_folder
+from autoplan.base.units import cleaned
+from autoplan.frameworks.common.launch import Launch
+from autoplan.frameworks.launch_files import MOST_BYTES as MOST_LAUNCH_BYTES
+from autoplan.frameworks.launch_files import looks_like_launch
+from autoplan.frameworks.logs import Batch, LoggedRun, LogReader, chunks
+from autoplan.runs.failure import LastWords
+from autoplan.spec.plan import chunk_layers
+
+MOST_FILES = 100_000  # of a folder; a run writes few
+MOST_LOG_BYTES = 2**32  # of a log, unpacked, in which steps are looked for
+_PIECE = 2**12  # bytes of a log between two looks at how far it has come
+_HEAD_BYTES = 2**22  # in which a file without the name of a log must tell a step
+
+_LOG_NAME = re.compile(r"(.*?)\.(log|out|err|stdout|stderr)(\.gz)?", re.DOTALL)
+_RANK_STREAMS = ("stdout.log", "stderr.log")  # that torchrun --log-dir writes into a folder of each rank
+
+# Which frameworks write the log of what a launch file starts, by its target; of others it may be any.
+_WRITTEN_BY = {
+    "megatron-lm": ("Megatron-LM",),
+    "megatron-bridge": ("Megatron-LM",),
+    "primus": ("Megatron-LM", "torchtitan"),
+    "torchtitan": ("torchtitan",),
+    "nanotron": ("nanotron",),
+    "deepspeed": ("DeepSpeed", "HF Trainer", "Megatron-LM"),
+    "accelerate": ("HF Trainer", "DeepSpeed"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastRun:
+    """One run: what was started and what its log says; `logged` is None where it timed no step.
+
+    A run whose last words are that memory ran out did so, however many steps it timed before.
+    """
+
+    log: Path  # the first of its logs
+    launch_file: Path
+    launch: Launch
+    logged: LoggedRun | None
+    is_out_of_memory: bool
+    reason: str  # why it failed; blank where it did not
+    ended_s: float  # when its log was last written, since 1970
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """A file that gave no run, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(slots=True)
+class _Found:
+    """Files of a folder and those below, by what they are."""
+
+    launches: dict[Path, list[Path]] = field(default_factory=lambda: defaultdict(list))  # by folder
+    logs: dict[tuple[Path, str], list[Path]] = field(default_factory=lambda: defaultdict(list))  # by run
+    passed_over: list[PassedOver] = field(default_factory=list)
+
+
+def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun | PassedOver]:
+    """Every run whose log lies in `folder` or below, and every log that gives none; `read` reads a launch file.
+
+    What cannot be read is passed over and never stops the rest.  Links are followed to files, not to folders.
+    """
+    found = _find(folder)
+    yield from found.passed_over
+    readings: dict[Path, Launch | str] = {}
+
+    def reading(path: Path) -> Launch | str:
+        if path not in readings:
+            try:
+                readings[path] = read(path)
+            except (AutoplanError, ValueError) as error:
+                readings[path] = cleaned(str(error))
+        return readings[path]
+
+    for (_, name), logs in sorted(found.logs.items()):
+        try:
+            path, launch = _started_by(logs[0], name, folder, found.launches, reading)
+            yield _read_run(logs, path, launch)
+        except InputError as error:
+            yield PassedOver(path=logs[0], reason=cleaned(str(error)))
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _find(folder: Path) -> _Found:
+    found = _Found()
+    seen: set[tuple[int, int]] = set()
+    if not is_folder(folder):
+        raise InputError(f"{folder} is no folder: name the one that holds logs and launch files")
+
+    def complain(error: OSError) -> None:
+        where = Path(str(error.filename or folder))
+        found.passed_over.append(PassedOver(path=where, reason=f"cannot be read: {error.strerror or error}"))
+
+    paths = (Path(top, name) for top, _, names in os.walk(folder, onerror=complain) for name in names)
+    some = sorted(islice(paths, MOST_FILES + 1))
+    if len(some) > MOST_FILES:
+        found.passed_over.append(PassedOver(path=folder, reason=f"only {MOST_FILES:,} of its files were looked at"))
+    for path in sorted(some[:MOST_FILES], key=Path.is_symlink):  # what a link leads to has a name of its own
+        try:
+            _sort_in(path, found, seen)
+        except (InputError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            found.passed_over.append(PassedOver(path=path, reason=cleaned(reason)))
+    return found
+
+
+def _sort_in(path: Path, found: _Found, seen: set[tuple[int, int]]) -> None:
+    """Tell what a file is; one that is linked to twice counts once."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
+        return
+    seen.add((status.st_dev, status.st_ino))
+    named = _LOG_NAME.fullmatch(path.name)
+    if named is None:
+        head = b"".join(chunks(path, _HEAD_BYTES))
+        if b"\0" in head:
+            return
+        reader = LogReader()
+        reader.feed(head)
+        if not reader.has_times:
+            text = head.decode("utf-8", errors="replace")
+            if status.st_size <= MOST_LAUNCH_BYTES and looks_like_launch(path, text):
+                found.launches[path.parent].append(path)
+            return
+    if path.name in _RANK_STREAMS and path.parent.name.isdigit():
+        found.logs[path.parent.parent, ""].append(path)
+    else:
+        found.logs[path.parent, named[1] if named else path.stem].append(path)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _started_by(
+    log: Path,
+    name: str,
+    folder: Path,
+    launches: dict[Path, list[Path]],
+    reading: Callable[[Path], Launch | str],
+) -> tuple[Path, Launch]:
+    """The launch file of a log that is called `name`."""
+    places: Iterable[Path] = (log.parent, *log.parent.parents)
+    held = next((launches[place] for place in places if place in launches), [])
+    if not held:
+        raise InputError(f"no launch file lies beside it or above it, up to {folder}")
+    if len(held) > 1:
+        held = _named_like(name, held) or held
+    read = [(path, launch) for path in held if isinstance(launch := reading(path), Launch)]
+    if not read:
+        raise InputError(str(reading(held[0])))
+    first, *others = read
+    if any(_what(one) != _what(first[1]) for _, one in others):
+        which = " or ".join(path.name for path, _ in read[:4])
+        raise InputError(f"whether {which} started it is not clear: name the log as the launch file is named")
+    return first
+
+
+def _named_like(name: str, launches: list[Path]) -> list[Path]:
+    """The launch files whose names, the longest, begin that of a log."""
+    alike = [path for path in launches if re.match(re.escape(path.stem) + r"(?![a-zA-Z0-9])", name)]
+    longest = max((len(path.stem) for path in alike), default=0)
+    return [path for path in alike if len(path.stem) == longest]
+
+
+def _what(launch: Launch) -> tuple[object, ...]:
+    """What a launch file starts, whatever the model is called there, and however even layers are written."""
+    model, plan = replace(launch.model, name="any", aliases=(), sources=()), replace(launch.plan, layers_per_chunk=None)
+    return launch.framework, model, launch.training, plan, chunk_layers(launch.plan, model.num_layers)
+
+
+def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:
+    """What the logs of one run say, one after the other."""
+    plan = launch.plan
+    batch = Batch(num_sequences=plan.global_batch, seq_len=launch.training.seq_len, num_devices=plan.num_devices)
+    reader = LogReader(batch)
+    out_of_memory, errors = "", []
+    for log in logs:
+        words, num_steps = LastWords(), 0
+        for data in chunks(log, MOST_LOG_BYTES):
+            for start in range(0, len(data), _PIECE):
+                had_memory = not words.out_of_memory
+                for line in reader.feed(data[start : start + _PIECE]):
+                    words.read(line)
+                if had_memory and words.out_of_memory:
+                    num_steps = reader.num_steps
+        for line in reader.feed(b"\n"):
+            words.read(line)
+        if reader.num_steps == num_steps:  # it timed none after memory had run out
+            out_of_memory = out_of_memory or words.out_of_memory
+        errors.append(words.error)
+    error = next(filter(None, errors), "")
+    logged = reader.finish() if reader.num_steps else None
+    if logged is None and reader.other_batch:  # another plan's run, however it ended
+        raise InputError(reader.lacks)
+    if logged is None and not (out_of_memory or error):
+        raise InputError(f"{reader.lacks}, and names no error")
+    if logged is not None:
+        writers = _WRITTEN_BY.get(launch.target, (logged.framework,))
+        if logged.framework not in writers:
+            raise InputError(f"a log of {logged.framework}, and {launch_file.name} is a file of {launch.target}")
+    return PastRun(
+        log=logs[0],
+        launch_file=launch_file,
+        launch=launch,
+        logged=logged,
+        is_out_of_memory=bool(out_of_memory),
+        reason=out_of_memory or ("" if logged else error),
+        ended_s=max(log.stat().st_mtime for log in logs),
+    )

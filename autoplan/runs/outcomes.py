@@ -1,0 +1,71 @@
+"""What came of a measured run?  The columns of a table of runs that a prediction never reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from autoplan.base.errors import InputError
+from autoplan.runs.table import positive, read_rows
+from autoplan.spec.result import Outcome, Status
+
+# Runs that agree in these were alternatives of one decision; the plans that one chose among differ in the others.
+GROUP_COLUMNS = (
+    "framework",
+    "year",
+    "model",
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "gpu",
+    "num_gpus",
+    "seq_len",
+    "global_batch",
+    "precision",
+    "attention",
+    "fused_norm",
+)
+PLAN_COLUMNS = (
+    "tp",
+    "sp",
+    "cp",
+    "pp",
+    "vp",
+    "ep",
+    "etp",
+    "dp",
+    "sharding",
+    "shard_group",
+    "micro_batch",
+    "recompute",
+)
+
+
+# What a table may say of how a run ended; a figure that was computed is no measurement.
+STATUSES: dict[str, Status] = {
+    **{"ok": "ok", "oom": "oom", "failed": "failed", "invalid": "invalid"},
+    **{"computed": "?", "?": "?", "": "?"},
+}
+
+
+def read_outcomes(path: Path) -> Iterator[Outcome]:
+    """The outcomes of a CSV table in the columns of `measured_runs.csv`, in order."""
+    for row in read_rows(path, "measured runs", ("id", "step_time_s")):
+        step_s = positive(path, row, "step_time_s")
+        # A table of one's own may leave the status out: what has a step time ended well.
+        said = row.get("status", "").strip() or ("ok" if step_s is not None else "?")
+        if said not in STATUSES:
+            raise InputError(
+                f"{path}: status {said[:40]!r} of {row['id'][:40]} must be one of {', '.join(filter(None, STATUSES))}"
+            )
+        source = re.sub(r"-\d+$", "", row["id"])
+        yield Outcome(
+            id=row["id"],
+            source=source,
+            status=STATUSES[said],
+            step_s=step_s,
+            peak_gib=positive(path, row, "peak_memory_gib"),
+            decision=(source, *(row.get(column, "") for column in GROUP_COLUMNS)),
+            plan=tuple(row.get(column, "") for column in PLAN_COLUMNS),
+        )

@@ -1,0 +1,88 @@
+"""What does the model say of runs that were measured?"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.units import GIB
+from autoplan.cost.estimate import estimate
+from autoplan.runs.runs import Run, read_runs
+from autoplan.runs.table import positive, read_rows
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.result import VERDICTS, Prediction, Said
+from autoplan.spec.timing import Calibration
+
+
+def predict(run: Run) -> Prediction:
+    """What the model says of one run."""
+    filled = f"filled: {', '.join(run.filled)}" if run.filled else ""
+    note = "; ".join(part for part in (run.refusal, filled) if part)
+    if run.problem is None or run.plan is None:
+        return Prediction(id=run.id, verdict="invalid" if run.is_invalid else "unpriced", note=note)
+    try:
+        batch = PlanBatch.of([run.plan], run.problem.model.num_layers)
+    except AutoplanError as error:
+        return Prediction(id=run.id, verdict="unpriced", note="; ".join(part for part in (str(error), filled) if part))
+    cost = estimate(run.problem, batch)
+    verdict = VERDICTS[int(cost.verdict[0])]
+    is_told = not any(one.startswith("recompute=") for one in run.filled)
+    if verdict == "oom" and _fits_recomputed(run.problem, run.plan, is_told=is_told):
+        verdict = "risky"
+        note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)
+    return Prediction(
+        id=run.id,
+        step_time_s=float(cost.step_s[0]),
+        step_time_low_s=float(cost.low_s[0]),
+        step_time_high_s=float(cost.high_s[0]),
+        peak_memory_gib=float(cost.logged_memory_bytes[0]) / GIB,
+        verdict=verdict,
+        note=note,
+    )
+
+
+def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:
+    """What the model says of every run of a table, with a calibration in place of the shipped ones if it is given."""
+    return [predict(run.calibrated(calibration) if calibration else run) for run in read_runs(path)]
+
+
+def _fits_recomputed(problem: Problem, plan: ParallelPlan, *, is_told: bool) -> bool:
+    """Whether a plan of which it is not told what it recomputes fits with all layers recomputed.
+
+    Selective recomputation of an attention that keeps no scores is that of other modules, which no column names
+    (Megatron-LM, --recompute-modules).
+    """
+    if is_told and not (plan.recompute == "selective" and problem.fuses_attention):
+        return False
+    batch = PlanBatch.of([replace(plan, recompute="full")], problem.model.num_layers)
+    return VERDICTS[int(estimate(problem, batch).verdict[0])] != "oom"
+
+
+COLUMNS = ("id", "step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_gib", "verdict", "note")
+
+
+def prediction_table(predictions: Iterable[Prediction]) -> str:
+    """The predictions as CSV text in `COLUMNS`; blank where there is no figure."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for prediction in predictions:
+        values = (getattr(prediction, column) for column in COLUMNS)
+        writer.writerow(f"{value:.6g}" if isinstance(value, float) else value or "" for value in values)
+    return text.getvalue()
+
+
+def read_predictions(path: Path) -> Iterator[Prediction]:
+    """The predictions of a table that `prediction_table` wrote, or another program in its columns."""
+    for row in read_rows(path, "predictions", ("id", "step_time_s", "verdict")):
+        if row["verdict"] not in get_args(Said):
+            known = ", ".join(get_args(Said))
+            raise InputError(f"{path}: verdict {row['verdict'][:40]!r} of {row['id'][:40]} must be one of {known}")
+        numbers = {name: positive(path, row, name) for name in COLUMNS[1:5]}
+        yield Prediction(id=row["id"], verdict=row["verdict"], note=row.get("note", ""), **numbers)  # type: ignore[arg-type]

@@ -1,0 +1,457 @@
+"""What was run?  A table of measured runs, row by row, as problems and plans.
+
+Only the columns that describe a configuration are read: an id is copied, and a source, a status or a measured value
+is never looked at; of a note only the switches that it lists.  Blank columns take stated defaults, which every run
+lists.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import get_args
+
+from autoplan.base.errors import AutoplanError, UnpricedError
+from autoplan.base.units import GIB
+from autoplan.frameworks.common import universal_rules as universal
+from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.presets import framework_called, load_framework
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
+from autoplan.read.cluster import load_cluster, preset_clusters
+from autoplan.read.model import load_model, preset_models
+from autoplan.runs.table import BLANKS, read_rows
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan, Recompute, RecomputeModule, Sharding
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Calibration
+from autoplan.spec.training import Attention, Precision, TrainingSpec
+from autoplan.topology.cluster import ClusterSpec
+
+DEFAULT_FRAMEWORK = "megatron-core"
+GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, where a table leaves the vocabulary out
+# Of a model, where it has no gate and is no GPT.
+NOT_IN_COLUMNS = (
+    "squared_relu",
+    "norm",
+    "norm_bias",
+    "qkv_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "position_embedding",
+)
+MOST_DEGREE = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One row: what was run, or why it cannot be priced, and which blanks were filled."""
+
+    id: str
+    problem: Problem | None
+    plan: ParallelPlan | None
+    refusal: str
+    is_invalid: bool  # the framework itself would refuse it
+    filled: tuple[str, ...]
+
+    def calibrated(self, calibration: Calibration) -> Run:
+        """The same run under another calibration."""
+        return replace(self, problem=self.problem and replace(self.problem, calibration=calibration))
+
+
+class _Row:
+    """Typed access to the cells of one row; remembers which defaults were taken."""
+
+    def __init__(self, cells: dict[str, str]) -> None:
+        self._cells = cells
+        self.filled: list[str] = []
+
+    def text(self, column: str, default: str | None = None) -> str:
+        value = self._cells.get(column, "").strip()
+        if value not in BLANKS:
+            return value
+        if default is None:
+            raise UnpricedError(f"{column} is blank")
+        self.filled.append(f"{column}={default}")
+        return default
+
+    def has(self, column: str) -> bool:
+        return self._cells.get(column, "").strip() not in BLANKS
+
+    def integer(self, column: str, default: int | None = None, *, least: int = 0, most: int = 10**9) -> int:
+        text = self.text(column, None if default is None else str(default))
+        try:
+            number = float(text)
+        except ValueError:
+            raise UnpricedError(f"{column} is not a number: {text[:40]!r}") from None
+        if not math.isfinite(number) or number != int(number) or number < 0:
+            raise UnpricedError(f"{column} is not a count: {text[:40]}")
+        if not least <= number <= most:
+            raise UnpricedError(f"{column} must be between {least} and {most}, got {text[:40]}")
+        return int(number)
+
+    def degree(self, column: str, default: int | None = None) -> int:
+        return self.integer(column, default, least=1, most=MOST_DEGREE)
+
+    def flag(self, column: str, default: bool) -> bool:
+        return self.integer(column, int(default), most=1) == 1
+
+    def number(self, column: str) -> float:
+        try:
+            value = float(self.text(column))
+        except ValueError:
+            raise UnpricedError(f"{column} is not a number: {self.text(column)[:40]!r}") from None
+        if not (math.isfinite(value) and value > 0):
+            raise UnpricedError(f"{column} is not a positive number: {self.text(column)[:40]}")
+        return value
+
+    def word(self, column: str, known: tuple[str, ...], default: str) -> str:
+        text = self.text(column, default)
+        if text not in known:
+            raise UnpricedError(f"{column} {text[:40]!r} is not one of {', '.join(known)}")
+        return text
+
+
+def read_runs(path: Path) -> Iterator[Run]:
+    """The runs of a CSV table in the columns of `measured_runs.csv`, in order; a bad row is a refusal, not an error."""
+    return map(_run, read_rows(path, "runs", ("id", "framework", "gpu", "num_gpus", "model")))
+
+
+def _run(cells: dict[str, str]) -> Run:
+    row = _Row(cells)
+    problem, plan, refusal, invalid = None, None, "", False
+    try:
+        problem = _problem(row)
+        plan = _plan(row, problem)
+        refusal = _refused_by_framework(problem, plan)
+        invalid = bool(refusal)
+    except AutoplanError as error:
+        refusal = str(error)
+    return Run(
+        id=cells["id"],
+        problem=problem,
+        plan=plan if not refusal else None,
+        refusal=refusal,
+        is_invalid=invalid,
+        filled=tuple(row.filled),
+    )
+
+
+def _problem(row: _Row) -> Problem:
+    framework = framework_called(row.text("framework", "?"), row.text("year", "?"), _sized_gpu(row))
+    is_known = framework is not None
+    if framework is None:
+        framework = load_framework(DEFAULT_FRAMEWORK)
+        row.filled.append(f"framework treated as {DEFAULT_FRAMEWORK}")
+    attention = row.word("attention", get_args(Attention), "flash")
+    precision = row.word("precision", get_args(Precision), "bf16")
+    training = TrainingSpec(
+        seq_len=row.integer("seq_len"),
+        precision=precision,  # type: ignore[arg-type]
+        attention=attention,  # type: ignore[arg-type]
+        fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
+    )
+    model = _model(row, framework)
+    if (drops := _drops_tokens(row.text("model"), framework)) != framework.drops_tokens:
+        framework = replace(framework, drops_tokens=drops)
+    if model.position_embedding == "learned":  # the table does not say how long the position table was
+        model = replace(model, max_positions=max(model.max_positions, training.seq_len))
+    cluster = _cluster(row)
+    return Problem(
+        model=model,
+        training=training,
+        cluster=cluster,
+        framework=framework,
+        calibration=built_in_calibration(framework, cluster.device.generation) if is_known else UNKNOWN_FRAMEWORK,
+    )
+
+
+def _plain(name: str) -> str:
+    """A model's name without case, separators and remarks in brackets: "DeepSeekV3 (w/o MTP)" is "deepseekv3"."""
+    return re.sub(r"[^a-z0-9.]", "", re.sub(r"\(.*?\)", "", name).casefold())
+
+
+@lru_cache(maxsize=1)
+def _presets_by_name() -> dict[str, ModelSpec]:
+    models = [load_model(name) for name in preset_models()]
+    return {_plain(name): model for model in models for name in (*model.aliases, model.name)}
+
+
+def find_preset(name: str) -> ModelSpec | None:
+    """The shipped model that a table of runs calls `name`, if there is one."""
+    return _presets_by_name().get(_plain(name))
+
+
+def _drops_tokens(model: str, framework: Framework) -> bool:
+    """Whether experts take a fixed number of tokens, which tables say behind the name of a model."""
+    return "(tokendrop)" in model or (framework.drops_tokens and "(dropless)" not in model)
+
+
+def _trains_mtp(model: str, framework: Framework) -> bool:
+    """Whether prediction layers are trained, which tables say behind the name of a model."""
+    return "(w/ MTP)" in model or (framework.trains_mtp and "(w/o MTP)" not in model)
+
+
+def _model(row: _Row, framework: Framework) -> ModelSpec:
+    needed = ("num_layers", "hidden_size", "num_heads", "ffn_size")
+    if not all(row.has(column) for column in needed):
+        preset = find_preset(row.text("model"))
+        if preset is None:
+            missing = ", ".join(column for column in needed if not row.has(column))
+            raise UnpricedError(f"architecture of {row.text('model')!r} is not known ({missing} blank)")
+        row.filled.append(f"architecture of preset {preset.name}")
+        return preset
+    gated = row.flag("gated_mlp", True)
+    num_heads = row.integer("num_heads")
+    # Published GPT runs have biases, LayerNorm and learned positions; gated models the Llama block.
+    shape = {
+        "name": row.text("model"),
+        "num_layers": row.integer("num_layers"),
+        "hidden_size": row.integer("hidden_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": row.integer("num_kv_heads", num_heads),
+        "ffn_size": row.integer("ffn_size"),
+        "vocab_size": row.integer("vocab_size", GPT_VOCAB_SIZE),
+        "gated_mlp": gated,
+        "norm": "rmsnorm" if gated else "layernorm",
+        "qkv_bias": not gated,
+        "attention_output_bias": not gated,
+        "mlp_bias": not gated,
+        "position_embedding": "rope" if gated else "learned",
+        "max_positions": 0 if gated else row.integer("seq_len"),
+        "tied_embeddings": row.flag("tied_embeddings", not gated),
+    }
+    preset = find_preset(row.text("model"))
+    if preset and not gated and not preset.gated_mlp and preset.position_embedding != "learned":
+        shape |= {name: getattr(preset, name) for name in NOT_IN_COLUMNS}
+        shape["tied_embeddings"] = row.flag("tied_embeddings", preset.tied_embeddings)
+        shape["max_positions"] = 0
+    is_latent = row.flag("mla", False)
+    if is_latent:
+        if preset is None or preset.mla is None:
+            raise UnpricedError(f"the ranks of the latent attention of {row.text('model')!r} are not known")
+        shape["mla"] = preset.mla
+    elif preset and preset.head_dim and preset.hidden_size == shape["hidden_size"]:
+        shape["head_dim"] = preset.head_dim
+    if row.has("num_experts") and row.integer("num_experts") > 1:
+        shape["moe"] = _experts(row, preset)
+    if is_latent:
+        shape["num_kv_heads"] = num_heads
+    if preset and _trains_mtp(row.text("model"), framework):
+        shape |= {"num_mtp_layers": preset.num_mtp_layers, "shares_mtp_layer": preset.shares_mtp_layer}
+    return ModelSpec(**shape)  # type: ignore[arg-type]
+
+
+def _experts(row: _Row, preset: ModelSpec | None) -> Experts:
+    """The MoE table of a row; what the columns do not say comes from the preset of that name."""
+    known = preset.moe if preset else None
+    width = row.integer("expert_ffn_size")
+    num_layers = row.integer("num_layers")
+    dense = known.num_dense_layers if known else 0
+    if preset and known and num_layers < preset.num_layers:
+        dense = min(dense, 1)  # published cut-down models keep one dense layer
+        row.filled.append(f"{dense} dense layers")
+    return Experts(
+        num_experts=row.integer("num_experts"),
+        experts_per_token=row.integer("experts_per_token"),
+        expert_ffn_size=width,
+        shared_expert_ffn_size=row.integer("num_shared_experts", 0) * width or _always_on(known, width),
+        num_dense_layers=dense,
+        interval=known.interval if known else 1,
+    )
+
+
+def _always_on(known: Experts | None, width: int) -> int:
+    """Width of the shared expert where no column counts one, as configs of Llama 4 do not."""
+    return known.shared_expert_ffn_size if known and known.expert_ffn_size == width else 0
+
+
+@lru_cache(maxsize=1)
+def _cluster_of_device() -> dict[str, str]:
+    """The shipped cluster to take for a device: the one of the same name, else the first that has it."""
+    chosen: dict[str, str] = {}
+    for name in preset_clusters():
+        device = load_cluster(name).device.name
+        if device not in chosen or name == device:
+            chosen[device] = name
+    return chosen
+
+
+def _sized_gpu(row: _Row) -> str:
+    """The device as it is called with its memory: "a100-sxm-40"."""
+    gpu = row.text("gpu")
+    return f"{gpu}-{row.number('gpu_memory_gib'):g}" if row.has("gpu_memory_gib") else gpu
+
+
+def _cluster(row: _Row) -> ClusterSpec:
+    gpu = row.text("gpu")
+    memory_gib = row.number("gpu_memory_gib") if row.has("gpu_memory_gib") else None
+    name = _cluster_of_device().get(_sized_gpu(row)) or _cluster_of_device().get(gpu)
+    if name is None:
+        raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device")
+    known_gib = load_cluster(name).device.memory_bytes / GIB
+    if memory_gib is not None and abs(memory_gib - known_gib) > 0.5:
+        row.filled.append(f"gpu_memory_gib={known_gib:g} as shipped")
+    num_gpus = row.degree("num_gpus")
+    per_node = row.degree("gpus_per_node", load_cluster(name).devices_per_node)
+    per_node = min(per_node, num_gpus)
+    return _with_links(row, _sized_cluster(name, math.ceil(num_gpus / per_node), per_node))
+
+
+@lru_cache(maxsize=512)
+def _sized_cluster(name: str, nodes: int, devices: int) -> ClusterSpec:
+    return load_cluster(f"{name}:{nodes}x{devices}")
+
+
+def _with_links(row: _Row, cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with the link rates that the row states, per device and direction."""
+    if row.has("intra_node_gbytes_per_s"):
+        outer = replace(cluster.levels[-1], bandwidth_bytes_per_s=row.number("intra_node_gbytes_per_s") * 1e9)
+        cluster = replace(cluster, levels=(*cluster.levels[:-1], outer))
+    if row.has("inter_node_gbytes_per_s"):
+        rate = row.number("inter_node_gbytes_per_s") * 1e9
+        network = replace(cluster.network, nic_bytes_per_s=rate, nics_per_device=1.0)
+        cluster = replace(cluster, network=network)
+    return cluster
+
+
+def _plan(row: _Row, problem: Problem) -> ParallelPlan:
+    tp, cp, pp = row.degree("tp", 1), row.degree("cp", 1), row.degree("pp", 1)
+    num_gpus = row.degree("num_gpus")
+    dp = row.degree("dp", max(num_gpus // (tp * cp * pp), 1))
+    if tp * cp * pp * dp != num_gpus:
+        raise UnpricedError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not num_gpus {num_gpus}")
+    ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
+    etp = row.integer("etp", 1, most=MOST_DEGREE) or 1  # 0: not used
+    sp = row.flag("sp", tp > 1 and problem.framework.sequence_parallel) and tp > 1
+    sharding = row.text("sharding", "zero1")
+    offload = sharding.endswith("+offload")
+    sharding = sharding.removesuffix("+offload")
+    if sharding not in get_args(Sharding):
+        raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(get_args(Sharding))}")
+    shard = 1 if sharding == "none" else row.integer("shard_group", dp, most=MOST_DEGREE) or dp
+    if dp % shard:
+        raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
+    micro_batch = row.integer("micro_batch", _usual_micro_batch(row, problem.framework, pp, dp))
+    global_batch = row.integer("global_batch", micro_batch * dp)
+    vp = row.integer("vp", _usual_vp(problem, pp, global_batch // (micro_batch * dp)), most=MOST_DEGREE) or 1
+    if vp > 1 and pp == 1:
+        row.filled.append("vp=1 without a pipeline")
+    recompute = row.word("recompute", get_args(Recompute), _usual_recompute(problem))
+    return ParallelPlan(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        tp=tp,
+        sp=sp,
+        cp=cp,
+        pp=pp,
+        vp=vp if pp > 1 else 1,
+        layers_per_chunk=_layers_per_chunk(problem, pp, vp if pp > 1 else 1),
+        schedule="interleaved" if vp > 1 and pp > 1 else "1f1b",
+        ep=ep,
+        etp=etp,
+        dp_replicate=dp // shard,
+        dp_shard=shard,
+        sharding=sharding,  # type: ignore[arg-type]
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_modules=_recompute_modules(problem, recompute),
+        precision=problem.training.precision,
+        offload="optimizer" if offload else "none",
+        tp_overlap=problem.framework.tp_overlap_share > 0,
+        ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp, ep),
+    )
+
+
+def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | None:
+    """Layers of every chunk, where they are not as even as they can be.
+
+    Megatron-LM takes layers that do not divide where embedding and loss count as one layer each, which is even, or with
+    a layout; those of NVIDIA's recipes fill every chunk but the last, which has the loss, and where they are too few
+    for that, the loss is alone in it and the first chunk has fewer as well (Megatron-LM
+    core/transformer/transformer_config.py, account_for_loss_in_pipeline_split; Megatron-Bridge 067f987,
+    recipes/deepseek/h100/deepseek_v3.py, perf_recipes/deepseek/h100/deepseek_v3.py and recipes/kimi/h100/kimi_k2.py).
+    """
+    if split := book_of(problem.framework).split:
+        return split(problem.model, pp)
+    if problem.framework.counts_ends_as_layers and vp == 1:
+        return _with_ends(problem.model.num_layers, pp)
+    chunks, num_layers = pp * vp, problem.model.num_layers
+    most = math.ceil(num_layers / chunks)
+    last = num_layers - most * (chunks - 1)
+    is_even = problem.framework.rules != "megatron-lm" or (num_layers + 2) % chunks == 0
+    if is_even or last in (0, most) or last <= -most:
+        return None
+    return (min(most, most + last), *[most] * (chunks - 2), max(last, 0))
+
+
+def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
+    """Layers of every stage where embedding and head count as one each; the first stages get what does not divide."""
+    base, rest = divmod(num_layers + 2, pp)
+    if pp == 1 or base < 2:
+        return None
+    first, *middle, last = (base + (stage < rest) for stage in range(pp))
+    return (first - 1, *middle, last - 1)
+
+
+def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
+    """Where a row does not say: 1, or if the experts of a stage do not fit on a device so, all ranks that may share."""
+    moe = problem.model.moe
+    if moe is None:
+        return 1
+    held = problem.framework.bytes_per_weight + problem.framework.bytes_per_grad
+    experts = 3 * problem.model.hidden_size * moe.expert_ffn_size * moe.num_experts * problem.model.num_layers
+    fits = held * experts / moe.interval / pp < problem.capacity_bytes
+    return 1 if fits else math.gcd(moe.num_experts, num_gpus // pp)
+
+
+def _usual_vp(problem: Problem, pp: int, num_microbatches: int) -> int:
+    """Where a row does not say: 1, or as many chunks as a stage has layers."""
+    model = problem.model
+    can = pp > 1 and model.moe is None and model.num_layers % pp == 0 and num_microbatches % pp == 0
+    return model.num_layers // pp if can and problem.framework.interleaves_layers else 1
+
+
+def _usual_recompute(problem: Problem) -> Recompute:
+    """Where a row does not say: nothing, or the core of an attention that would keep its scores."""
+    return "none" if problem.training.attention != "flash" or problem.fuses_attention else "selective"
+
+
+def _recompute_modules(problem: Problem, recompute: str) -> tuple[RecomputeModule, ...]:
+    """Tables do not name parts: the core of the attention, or of a latent one what recipes name, if it is fused."""
+    latent = problem.model.mla is not None and problem.fuses_attention and problem.framework.repeats_up_projections
+    return ("mla_up_proj",) if recompute == "selective" and latent else DEFAULT_RECOMPUTE_MODULES
+
+
+def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int:
+    """Where a row does not say: a sequence, or what makes as many micro-batches as the pipeline has ranks."""
+    if framework.microbatch_per_rank and pp > 1 and row.has("global_batch"):
+        return max(row.integer("global_batch") // (dp * pp), 1)
+    return 1
+
+
+def _overlaps_experts(problem: Problem, pp: int, vp: int, ep: int) -> bool:
+    """Whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
+
+    Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving
+    (core/transformer/transformer_config.py, overlap_moe_expert_parallel_comm).
+    """
+    framework = problem.framework
+    can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))
+    is_far = ep > problem.cluster.levels[-1].num_devices and pp > 1
+    by_choice = is_far and framework.overlaps_far_experts and not framework.drops_tokens
+    return can and (by_choice or problem.training.precision in framework.overlaps_experts)
+
+
+def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
+    """The first rule that the plan breaks, or nothing.
+
+    The rules of Megatron-LM are those of today, and most of its runs in tables are older: they answer to none.
+    """
+    framework = problem.framework
+    rules = universal.RULES if framework.rules == "megatron-lm" else book_of(framework).rules
+    return next(iter(broken(rules, problem.setting, plan)), "")

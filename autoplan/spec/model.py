@@ -1,0 +1,242 @@
+"""What is trained?  The shape of a transformer (dense or mixture of experts) or of a Mamba hybrid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Literal
+
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_count, check_name, check_positive
+
+MAX_SIZE = 10**7  # of a width; the widest model published has 25,600
+MAX_LAYERS = 10**4
+
+
+class Block(StrEnum):
+    """The kinds of block that layers are made of; a transformer layer is an attention block and an MLP or MoE block."""
+
+    ATTENTION = "attention"
+    WINDOW_ATTENTION = "window_attention"
+    MAMBA = "mamba"
+    MLP = "mlp"
+    MOE = "moe"
+
+
+# Symbols of `layer_pattern`, those of Megatron-Core's hybrid models.
+PATTERN_SYMBOLS = {"*": Block.ATTENTION, "M": Block.MAMBA, "-": Block.MLP, "E": Block.MOE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank queries and keys/values."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None  # None: the query projection has full rank
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            check_count(f"mla.{name}", getattr(self, name), most=MAX_SIZE)
+        if self.q_lora_rank is not None:
+            check_count("mla.q_lora_rank", self.q_lora_rank, most=MAX_SIZE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The MoE block: a router, routed experts of which each token visits a few, and shared experts that all visit."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_ffn_size: int  # width of one routed expert
+    shared_expert_ffn_size: int = 0  # summed width of all shared experts
+    shared_expert_gate: bool = False
+    router_bias: bool = False
+    num_dense_layers: int = 0  # the first layers keep a dense MLP
+    interval: int = 1  # layer i is MoE where (i + 1) % interval == 0
+    latent_size: int | None = None  # routed experts work in a narrower latent space
+
+    def __post_init__(self) -> None:
+        check_count("moe.num_experts", self.num_experts, least=2, most=10**5)
+        check_count("moe.experts_per_token", self.experts_per_token, most=self.num_experts)
+        check_count("moe.expert_ffn_size", self.expert_ffn_size, most=MAX_SIZE)
+        check_count("moe.shared_expert_ffn_size", self.shared_expert_ffn_size, least=0, most=MAX_SIZE)
+        check_count("moe.num_dense_layers", self.num_dense_layers, least=0, most=MAX_LAYERS)
+        check_count("moe.interval", self.interval, most=MAX_LAYERS)
+        if self.latent_size is not None:
+            check_count("moe.latent_size", self.latent_size, most=MAX_SIZE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """The Mamba-2 block (arXiv:2405.21060)."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_kernel: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim", "state_size", "num_groups", "conv_kernel"):
+            check_count(f"mamba.{name}", getattr(self, name), most=MAX_SIZE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The architecture of a causal language model.  Sizes count elements; `ffn_size` is the width of one matrix."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int  # as published; frameworks pad it
+    num_heads: int
+    num_kv_heads: int | None = None  # None: one per head (MHA)
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    ffn_size: int = 0  # dense MLP; 0 only where every layer is MoE
+    gated_mlp: bool = True
+    squared_relu: bool = False  # between two matrices of an MLP without a gate
+    mlp_bias: bool = False
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    attention_sinks: bool = False
+    qk_norm: Literal["none", "head", "full"] = "none"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_bias: bool = True  # of a layernorm; an rmsnorm has none
+    norms_per_block: int = 1  # 2 where the output of each block is normalised too (Gemma)
+    embedding_norm: bool = False
+    position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
+    rope_base: float = 10000.0
+    max_positions: int = 0  # rows of a learned position table
+    tied_embeddings: bool = False
+    window: int | None = None  # tokens that a windowed layer sees; None: every layer sees all
+    full_attention_interval: int = 0  # with a window, layer i sees all where (i + 1) % interval == 0; 0: never
+    layer_pattern: str | None = None  # one symbol of PATTERN_SYMBOLS a layer, for hybrids
+    num_mtp_layers: int = 0  # multi-token prediction
+    shares_mtp_layer: bool = False  # all predictions run one layer, again and again
+    mla: LatentAttention | None = None
+    moe: Experts | None = None
+    mamba: Mamba | None = None
+    aliases: tuple[str, ...] = ()  # other names under which published tables list it
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        check_count("num_layers", self.num_layers, most=MAX_LAYERS)
+        check_count("hidden_size", self.hidden_size, most=MAX_SIZE)
+        check_count("vocab_size", self.vocab_size, least=2, most=10**8)
+        check_count("num_heads", self.num_heads, most=MAX_SIZE)
+        check_count("ffn_size", self.ffn_size, least=0, most=MAX_SIZE)
+        check_count("norms_per_block", self.norms_per_block, most=2)
+        check_count("max_positions", self.max_positions, least=0)
+        check_count("full_attention_interval", self.full_attention_interval, least=0, most=MAX_LAYERS)
+        check_count("num_mtp_layers", self.num_mtp_layers, least=0, most=64)
+        check_positive("rope_base", self.rope_base)
+        if self.num_kv_heads is not None:
+            check_count("num_kv_heads", self.num_kv_heads, most=self.num_heads)
+            if self.num_heads % self.num_kv_heads:
+                raise InputError(
+                    f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})"
+                )
+        if self.head_dim is not None:
+            check_count("head_dim", self.head_dim, most=MAX_SIZE)
+        elif self.mla is None and self.hidden_size % self.num_heads:
+            raise InputError(
+                f"hidden_size ({self.hidden_size}) must be divisible by num_heads ({self.num_heads}), or give head_dim"
+            )
+        if self.window is not None:
+            check_count("window", self.window)
+        if self.position_embedding == "learned" and not self.max_positions:
+            raise InputError("position_embedding = 'learned' needs max_positions")
+        self._check_pattern()
+        blocks = {block for layer in self.layers for block in layer}
+        if Block.MLP in blocks and not self.ffn_size:
+            raise InputError("ffn_size must be given: some layers have a dense MLP")
+
+    def _check_pattern(self) -> None:
+        if self.layer_pattern is None:
+            if self.mamba is not None:
+                raise InputError("a mamba table needs layer_pattern, one symbol a layer")
+            return
+        if len(self.layer_pattern) != self.num_layers:
+            raise InputError(f"layer_pattern has {len(self.layer_pattern)} symbols, num_layers is {self.num_layers}")
+        if unknown := set(self.layer_pattern) - set(PATTERN_SYMBOLS):
+            raise InputError(f"layer_pattern knows only {' '.join(PATTERN_SYMBOLS)}, got {sorted(unknown)}")
+        if "M" in self.layer_pattern and self.mamba is None:
+            raise InputError("layer_pattern has Mamba layers: give the mamba table")
+        if "E" in self.layer_pattern and self.moe is None:
+            raise InputError("layer_pattern has MoE layers: give the moe table")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads: as many as heads unless grouped."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key head."""
+        if self.mla:
+            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of a value head."""
+        return self.mla.v_head_dim if self.mla else self.qk_head_dim
+
+    @property
+    def layers(self) -> tuple[tuple[Block, ...], ...]:
+        """The blocks of each layer, in order."""
+        return _layers(self)
+
+    @property
+    def num_held_mtp_layers(self) -> int:
+        """Prediction layers that have parameters of their own."""
+        return min(self.num_mtp_layers, 1) if self.shares_mtp_layer else self.num_mtp_layers
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[Block, ...], ...]:
+        """The layers that differ, in the order in which they first appear."""
+        return _layer_kinds(self)
+
+    @property
+    def mtp_layer(self) -> tuple[Block, ...]:
+        """The blocks of one multi-token prediction layer: those of the last layer.
+
+        The layers of a hybrid have one block each; its prediction layer has two (`mtp_hybrid_override_pattern = "*E"`
+        in the configs of Nemotron 3).
+        """
+        if self.layer_pattern is None:
+            return self.layers[-1]
+        return (Block.ATTENTION, Block.MOE if "E" in self.layer_pattern else Block.MLP)
+
+
+@lru_cache(maxsize=256)
+def _layers(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
+    if model.layer_pattern is not None:
+        return tuple((PATTERN_SYMBOLS[symbol],) for symbol in model.layer_pattern)
+    return tuple((_attention_of(model, at), _ffn_of(model, at)) for at in range(model.num_layers))
+
+
+@lru_cache(maxsize=256)
+def _layer_kinds(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
+    return tuple(dict.fromkeys(model.layers))
+
+
+def _attention_of(model: ModelSpec, layer: int) -> Block:
+    if model.window is None:
+        return Block.ATTENTION
+    every = model.full_attention_interval
+    return Block.ATTENTION if every and (layer + 1) % every == 0 else Block.WINDOW_ATTENTION
+
+
+def _ffn_of(model: ModelSpec, layer: int) -> Block:
+    moe = model.moe
+    if moe is None or layer < moe.num_dense_layers or (layer + 1) % moe.interval:
+        return Block.MLP
+    return Block.MOE

@@ -1,0 +1,396 @@
+"""What varies?  One parallel configuration, and many of them as a struct of arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Ints
+from autoplan.base.errors import InputError, UnpricedError
+from autoplan.base.units import check_count
+from autoplan.spec.framework import RANK_ORDERS, RankOrder
+from autoplan.spec.training import Precision
+
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+Sharding = Literal["none", "zero1", "zero2", "zero3"]
+Recompute = Literal["none", "selective", "full"]
+# Parts of a layer that selective recomputation may repeat, by Megatron-Core's names (transformer_config.py).
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+ContextParallelKind = Literal["ring", "all_to_all"]
+Offload = Literal["none", "optimizer", "activations"]
+
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+# Indices of the schedules that put off the weight gradients; they have no closed form.
+SPLIT_SCHEDULES = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe-v"))
+SHARDINGS: tuple[str, ...] = get_args(Sharding)
+RECOMPUTES: tuple[str, ...] = get_args(Recompute)
+RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
+CP_KINDS: tuple[str, ...] = get_args(ContextParallelKind)
+OFFLOADS: tuple[str, ...] = get_args(Offload)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order in which a plan is told
+SELECTIVE, FULL = RECOMPUTES.index("selective"), RECOMPUTES.index("full")
+DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = ("core_attn",)
+DEFAULT_MODULE_BITS = 1 << RECOMPUTE_MODULES.index("core_attn")
+ALL_LAYERS = 10**6  # more than any chunk has
+PP_BEFORE_DP = RANK_ORDERS.index("tp-cp-ep-pp-dp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """One configuration.  Degrees are counts of ranks; `micro_batch` and `global_batch` are counts of sequences.
+
+    The ranks are tp x cp x pp x dp_replicate x dp_shard; expert parallelism re-uses those of one pipeline stage.
+    States are sharded over `dp_shard` (times cp) according to `sharding`.  `layers_per_chunk` gives the layers of
+    each of the pp x vp chunks in model order (chunk i sits on rank i mod pp); None spreads them evenly.
+    """
+
+    global_batch: int
+    micro_batch: int = 1
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    cp_kind: ContextParallelKind = "ring"
+    pp: int = 1
+    vp: int = 1
+    schedule: Schedule = "1f1b"
+    layers_per_chunk: tuple[int, ...] | None = None
+    ep: int = 1
+    etp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp_grid: tuple[int, int, int] | None = None  # columns, rows, depth of tensor parallelism in several dimensions
+    sharding: Sharding = "zero1"
+    recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] = DEFAULT_RECOMPUTE_MODULES  # what selective recomputation repeats
+    # Of every chunk, how many of its first layers full recomputation repeats; None: all.
+    recompute_num_layers: int | None = None
+    precision: Precision = "bf16"
+    offload: Offload = "none"
+    tp_overlap: bool = False
+    grad_reduce_overlap: bool = True
+    param_gather_overlap: bool = True
+    ep_overlap: bool = False
+    rank_order: RankOrder = "tp-cp-ep-dp-pp"
+    placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard"):
+            check_count(name, getattr(self, name), most=10**6)
+        for name in ("micro_batch", "global_batch"):
+            check_count(name, getattr(self, name))
+        if self.tp_grid is not None and math.prod(self.tp_grid) != self.tp:
+            raise InputError(f"tp_grid {list(self.tp_grid)} has {math.prod(self.tp_grid)} ranks, tp is {self.tp}")
+        if self.layers_per_chunk is not None:
+            if len(self.layers_per_chunk) != self.pp * self.vp:
+                raise InputError(
+                    f"layers_per_chunk has {len(self.layers_per_chunk)} entries, pp x vp is {self.pp * self.vp}"
+                )
+            for layers in self.layers_per_chunk:
+                check_count("layers_per_chunk", layers, least=0)
+        if self.recompute_num_layers is not None:
+            check_count("recompute_num_layers", self.recompute_num_layers, most=ALL_LAYERS - 1)
+            if self.recompute != "full":
+                raise InputError(f"recompute_num_layers needs recompute = 'full', got {self.recompute!r}")
+        if len(set(self.recompute_modules)) != len(self.recompute_modules) or not self.recompute_modules:
+            raise InputError("recompute_modules must name at least one part of a layer, each once")
+        # One order, so that equal plans are equal.
+        object.__setattr__(
+            self, "recompute_modules", tuple(sorted(self.recompute_modules, key=RECOMPUTE_MODULES.index))
+        )
+        if self.recompute != "selective" and self.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
+            raise InputError(f"recompute_modules need recompute = 'selective', got {self.recompute!r}")
+        if self.vp > 1 and self.schedule == "1f1b":
+            raise InputError(f"vp = {self.vp} needs schedule = 'interleaved'")
+        if self.schedule in ("zb-v", "dualpipe-v") and self.vp != 2:
+            raise InputError(
+                f"schedule {self.schedule!r} needs vp 2, vp is {self.vp}: its chunks form a V on the ranks"
+            )
+        if self.schedule == "dualpipe-v" and self.num_microbatches < 2 * self.pp:
+            raise InputError(
+                f"schedule 'dualpipe-v' needs 2 pp = {2 * self.pp} micro-batches, there are {self.num_microbatches}: "
+                "use zb-v or a smaller pp"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks that the plan needs."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one data-parallel replica in a step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    @property
+    def waits_for_gathers(self) -> bool:
+        """Whether parameters are gathered with nothing beside it; where nothing is sharded, none are."""
+        return self.sharding != "none" and not self.param_gather_overlap
+
+    def describe(self) -> str:
+        """The plan in a few words: 'tp 4 pp 2 dp 16, micro-batch 1, interleave 5, zero1'."""
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
+        words = [" ".join(degrees) or "one device", f"micro-batch {self.micro_batch}"]
+        if self.cp > 1:
+            words.append({"ring": "ring attention", "all_to_all": "all-to-all attention"}[self.cp_kind])
+        if self.tp > 1 and not self.sp:
+            words.append("no sequence parallelism")
+        if self.tp_overlap:
+            words.append("overlapped tensor-parallel traffic")
+        if self.ep_overlap:
+            words.append("overlapped expert traffic")
+        if self.rank_order != RANK_ORDERS[0]:
+            words.append(f"ranks {self.rank_order}")
+        if self.schedule not in ("1f1b", "interleaved"):
+            words.append(self.schedule)
+        elif self.vp > 1:
+            words.append(f"interleave {self.vp}")
+        if self.layers_per_chunk and len(set(self.layers_per_chunk)) > 1:
+            ranks = {sum(self.layers_per_chunk[rank :: self.pp]) for rank in range(self.pp)}
+            words.append("uneven stages" if len(ranks) > 1 else "uneven chunks")
+        if self.dp * self.cp > 1:
+            over = f" over {self.dp_shard * self.cp}" if self.dp_replicate > 1 and self.sharding != "none" else ""
+            words.append(f"{self.sharding.replace('none', 'unsharded')}{over}")
+        if self.recompute != "none":
+            words.append(self._recompute_words())
+        if self.offload != "none":
+            words.append(f"{self.offload} on the host")
+        return ", ".join(words)
+
+    def _recompute_words(self) -> str:
+        if self.recompute_num_layers is not None:
+            return f"full recompute of {self.recompute_num_layers} layer{'s' * (self.recompute_num_layers > 1)} a chunk"
+        if self.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
+            return f"recompute of {' and '.join(self.recompute_modules)}"
+        return f"{self.recompute} recompute"
+
+
+def check_priced(plan: ParallelPlan) -> None:
+    """Refuse a value that the cost model does not cover yet; nothing is accepted and ignored."""
+    if plan.schedule == "gpipe" and plan.vp > 1:
+        raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
+    if plan.offload == "activations":
+        raise UnpricedError("offload 'activations' is not priced yet: use none or optimizer")
+    if plan.tp_grid is not None:
+        raise UnpricedError(
+            f"tp_grid {list(plan.tp_grid)}: launcher does not support more than 1-D tensor parallelism: leave it out"
+        )
+
+
+# How each field of a plan is held in a batch: a count, a flag, or the index of a word.
+_WORDS: dict[str, tuple[str, ...]] = {
+    "cp_kind": CP_KINDS,
+    "schedule": SCHEDULES,
+    "sharding": SHARDINGS,
+    "recompute": RECOMPUTES,
+    "precision": PRECISIONS,
+    "offload": OFFLOADS,
+    "rank_order": RANK_ORDERS,
+}
+_FLAGS = ("sp", "tp_overlap", "grad_reduce_overlap", "param_gather_overlap", "ep_overlap")
+_COUNTS = ("global_batch", "micro_batch", "tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanBatch:
+    """Many priced plans: one array element a plan.  Words are held as indices into the tuples above.
+
+    `layout` indexes `layouts`: the layers of every chunk in model order, always spelled out.  All share a `placement`.
+    """
+
+    global_batch: Ints
+    micro_batch: Ints
+    tp: Ints
+    cp: Ints
+    pp: Ints
+    vp: Ints
+    ep: Ints
+    etp: Ints
+    dp_replicate: Ints
+    dp_shard: Ints
+    sp: Bools
+    tp_overlap: Bools
+    grad_reduce_overlap: Bools
+    param_gather_overlap: Bools
+    ep_overlap: Bools
+    cp_kind: Ints
+    schedule: Ints
+    sharding: Ints
+    recompute: Ints
+    recompute_modules: Ints  # bit i stands for RECOMPUTE_MODULES[i]; 0 unless recompute is selective
+    recompute_num_layers: Ints  # of a chunk; 0 unless recompute is full, ALL_LAYERS where a plan names no number
+    precision: Ints
+    offload: Ints
+    rank_order: Ints
+    layout: Ints
+    layouts: tuple[tuple[int, ...], ...]
+    placement: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def dp(self) -> Ints:
+        """Data-parallel degree of every plan."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_devices(self) -> Ints:
+        """Ranks that every plan needs."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def num_microbatches(self) -> Ints:
+        """Micro-batches of one replica in a step; rules make the division exact."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    def repeats(self, module: RecomputeModule) -> Bools:
+        """Which plans recompute this part of a layer by name."""
+        return (self.recompute_modules >> RECOMPUTE_MODULES.index(module)) & 1 == 1
+
+    @classmethod
+    def of(cls, plans: Sequence[ParallelPlan], num_layers: int) -> PlanBatch:
+        """The batch of `plans` for a model of `num_layers`; unpriced values are refused."""
+        layouts: dict[tuple[int, ...], int] = {}
+        index = []
+        placements = {plan.placement for plan in plans} or {None}
+        if len(placements) > 1:
+            raise InputError("plans of one batch must have the same placement")
+        for plan in plans:
+            check_priced(plan)
+            index.append(layouts.setdefault(chunk_layers(plan, num_layers), len(layouts)))
+        arrays: dict[str, Ints | Bools] = {
+            name: np.array([getattr(plan, name) for plan in plans], dtype=np.int64) for name in _COUNTS
+        }
+        arrays |= {name: np.array([getattr(plan, name) for plan in plans], dtype=np.bool_) for name in _FLAGS}
+        arrays |= {
+            name: np.array([words.index(getattr(plan, name)) for plan in plans], dtype=np.int64)
+            for name, words in _WORDS.items()
+        }
+        arrays["recompute_modules"] = np.array([module_bits(plan) for plan in plans], dtype=np.int64)
+        arrays["recompute_num_layers"] = np.array([repeated_layers(plan) for plan in plans], dtype=np.int64)
+        layout = np.array(index, dtype=np.int64)
+        return cls(**arrays, layout=layout, layouts=tuple(layouts), placement=placements.pop())  # type: ignore[arg-type]
+
+    def take(self, which: Ints | Bools | slice) -> PlanBatch:
+        """The plans at the given indices, or where the mask is true."""
+        arrays = {name: getattr(self, name)[which] for name in _arrays()}
+        return replace(self, **arrays)
+
+    def distinct(self, *names: str) -> tuple[Ints, Ints]:
+        """(indices of plans that differ in these axes, for every plan which of them is like it)."""
+        return distinct_rows(*(getattr(self, name) for name in names))
+
+    def plan(self, at: int) -> ParallelPlan:
+        """The plan at an index, as one object."""
+        values: dict[str, object] = {name: int(getattr(self, name)[at]) for name in _COUNTS}
+        values |= {name: bool(getattr(self, name)[at]) for name in _FLAGS}
+        values |= {name: words[getattr(self, name)[at]] for name, words in _WORDS.items()}
+        if bits := int(self.recompute_modules[at]):
+            values["recompute_modules"] = tuple(name for i, name in enumerate(RECOMPUTE_MODULES) if bits >> i & 1)
+        if 0 < (repeated := int(self.recompute_num_layers[at])) < ALL_LAYERS:
+            values["recompute_num_layers"] = repeated
+        layers = self.layouts[self.layout[at]]
+        uneven = len(set(layers)) > 1
+        values["layers_per_chunk"] = layers if uneven else None
+        return ParallelPlan(**values, placement=self.placement)  # type: ignore[arg-type]
+
+    def unquantised(self) -> PlanBatch:
+        """The same plans in 16 bits, or in fp32 where they are: what narrow ones compute all but matrices in."""
+        fp32, bf16 = PRECISIONS.index("fp32"), PRECISIONS.index("bf16")
+        return replace(self, precision=np.where(self.precision == fp32, fp32, bf16))
+
+    @staticmethod
+    def concatenate(batches: Iterable[PlanBatch]) -> PlanBatch:
+        """One batch of all the plans, in order."""
+        parts = list(batches)
+        layouts: dict[tuple[int, ...], int] = {}
+        moved = []
+        for part in parts:
+            table = np.array([layouts.setdefault(layout, len(layouts)) for layout in part.layouts], dtype=np.int64)
+            moved.append(table[part.layout])
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _arrays()}
+        arrays["layout"] = np.concatenate(moved)
+        placements = {part.placement for part in parts if len(part)} or {None}
+        if len(placements) > 1:
+            raise InputError("plans of one batch must have the same placement")
+        return PlanBatch(**arrays, layouts=tuple(layouts), placement=placements.pop())
+
+
+@cache
+def _arrays() -> tuple[str, ...]:
+    """The fields of a batch that have one element a plan."""
+    return tuple(field.name for field in fields(PlanBatch) if field.name not in ("layouts", "placement"))
+
+
+def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:
+    """(indices of rows that differ, for every row which of them is like it), of columns without negative numbers."""
+    code, num_codes = columns[0].astype(np.int64), int(columns[0].max(initial=0)) + 1
+    for column in columns[1:]:
+        span = int(column.max(initial=0)) + 1
+        if num_codes * span >= 2**63:  # number anew what there is
+            code, num_codes = np.unique(code, return_inverse=True)[1], len(code)
+        code, num_codes = code * span + column, num_codes * span
+    _, first, like = np.unique(code, return_index=True, return_inverse=True)
+    return first, like
+
+
+def parse_recompute(text: str) -> dict[str, object]:
+    """The fields of a plan that say what 'none', 'selective', 'full', 'full:4' or 'moe_act+layernorm' recomputes."""
+    kind, sign, count = text.partition(":")
+    if kind == "full" and sign and count.isascii() and count.isdigit() and 0 < int(count[:7]) < ALL_LAYERS:
+        return {"recompute": "full", "recompute_num_layers": int(count)}
+    if text in RECOMPUTES:
+        return {"recompute": text}
+    modules = tuple(text.split("+"))
+    if len(set(modules)) < len(modules) or not set(modules) <= set(RECOMPUTE_MODULES):
+        raise InputError(
+            f"recompute {text[:60]!r}: write none, selective, full, full:N (the first N layers of a chunk), or "
+            f"parts of a layer joined by + ({', '.join(RECOMPUTE_MODULES)})"
+        )
+    return {"recompute": "selective", "recompute_modules": modules}
+
+
+def module_bits(plan: ParallelPlan) -> int:
+    """The parts of a layer that `plan` recomputes by name, as a batch holds them."""
+    if plan.recompute != "selective":
+        return 0
+    return sum(1 << RECOMPUTE_MODULES.index(module) for module in plan.recompute_modules)
+
+
+def repeated_layers(plan: ParallelPlan) -> int:
+    """How many layers of a chunk `plan` recomputes as a whole, as a batch holds it."""
+    if plan.recompute != "full":
+        return 0
+    return ALL_LAYERS if plan.recompute_num_layers is None else plan.recompute_num_layers
+
+
+def even_chunks(num_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk when they are spread as evenly as possible, the remainder on the middle chunks.
+
+    The first and last chunk also hold embedding and head, so that they are the last to get one layer more, the last
+    chunk after the first.
+    """
+    base, rest = divmod(num_layers, num_chunks)
+    first = (num_chunks - rest) // 2
+    return tuple(base + (first <= chunk < first + rest) for chunk in range(num_chunks))
+
+
+def chunk_layers(plan: ParallelPlan, num_layers: int) -> tuple[int, ...]:
+    """Layers of every chunk of `plan`, in model order; refused where they do not add up to the model's."""
+    if plan.layers_per_chunk is None:
+        return even_chunks(num_layers, plan.pp * plan.vp)
+    if sum(plan.layers_per_chunk) != num_layers:
+        raise InputError(f"layers_per_chunk add up to {sum(plan.layers_per_chunk)}, the model has {num_layers} layers")
+    return plan.layers_per_chunk

@@ -1,0 +1,123 @@
+"""What is constant while plans vary: model, training, cluster, framework, calibration and timings, checked together."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import get_args
+
+import numpy as np
+
+from autoplan.base.arrays import Floats
+from autoplan.base.errors import InputError
+from autoplan.base.units import format_bytes
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.setting import Setting
+from autoplan.spec.timing import NO_TIMINGS, Calibration, TimingTable
+from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.topology.cluster import ClusterSpec, DeviceSpec
+from autoplan.topology.levels import Topology, compile_topology
+
+MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
+
+
+def precisions_of(device: DeviceSpec) -> tuple[Precision, ...]:
+    """The precisions in which `device` multiplies matrices: those with a rate, MXFP8 where fp8 has scales of blocks."""
+    rates: set[str] = set(device.peak_flops_per_s)
+    if "fp8" in rates and device.generation in MICROSCALING:
+        rates.add("mxfp8")
+    words: tuple[Precision, ...] = get_args(Precision)
+    return tuple(precision for precision in words if precision in rates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The constant half of an estimate."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    framework: Framework
+    calibration: Calibration = field(default_factory=Calibration)
+    timings: TimingTable = NO_TIMINGS  # of the device and its links
+    reserve_bytes: float = 0.0  # device memory that the user keeps free
+    topology: Topology = field(init=False)
+    device_share: float = field(init=False)  # of the device's rates, what the slowest one has
+    device: DeviceSpec = field(init=False)  # the slowest one, which every step waits for
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", compile_topology(self.cluster))
+        object.__setattr__(self, "device_share", self.cluster.slowest_share("device"))
+        object.__setattr__(self, "device", self.cluster.device.slowed(self.device_share))
+        model, seq_len = self.model, self.training.seq_len
+        if model.position_embedding == "learned" and seq_len > model.max_positions:
+            raise InputError(
+                f"seq_len {seq_len} exceeds the {model.max_positions} learned positions of {model.name}: shorten it"
+            )
+        device, precision = self.cluster.device, self.training.precision
+        if precision not in (usable := precisions_of(device)):
+            raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
+        if precision == "fp32" and not self.framework.eager_layers:
+            raise InputError(f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: use bf16")
+        if not 0 <= self.reserve_bytes < device.visible_memory_bytes:
+            raise InputError(
+                f"reserved memory must be at least 0 and less than the {format_bytes(device.visible_memory_bytes)} of "
+                f"{device.name}, got {format_bytes(self.reserve_bytes)}: reserve less"
+            )
+
+    @property
+    def time_spreads(self) -> Floats:
+        """Standard deviation of the logarithm of the step of every kind of plans, as in `timing.TIME_SPREADS`.
+
+        That the device stands for unlike ones counts until one of them was measured: its kernels, or whole runs.
+        """
+        is_measured = bool(self.calibration.sources) or self.timings.has_kernels
+        device = 0.0 if is_measured else self.cluster.device.rate_spread
+        return np.hypot(self.calibration.time_spreads, math.hypot(self.timings.spread, device))
+
+    def placed(self, placement: tuple[str, ...] | None) -> Problem:
+        """The problem with ranks on the nodes in that order; None: as the cluster lists them."""
+        return self if placement is None else self.on(compile_topology(self.cluster, placement))
+
+    def on(self, topology: Topology) -> Problem:
+        """The problem with other levels."""
+        other = copy.copy(self)
+        object.__setattr__(other, "topology", topology)
+        return other
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether a kernel computes attention without storing its scores."""
+        width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
+        return self.training.attention.startswith("flash") and width <= self.framework.widest_blackwell_head
+
+    @property
+    def bytes_per_reduced_grad(self) -> float:
+        """Per gradient element on the wire: accumulators of fp32 are reduced as they are.
+
+        Sources: Megatron-LM megatron/arguments.py, bf16 implies accumulate_allreduce_grads_in_fp32; DeepSpeed
+        runtime/bf16_optimizer.py get_grads_for_reduction and runtime/engine.py communication_data_type.
+        """
+        return max(self.framework.bytes_per_reduced_grad, self._bytes_per_accumulator)
+
+    @property
+    def bytes_moved_per_accumulated_grad(self) -> float:
+        """Per parameter and micro-batch: an fp32 accumulator is read and written instead of 16 bits."""
+        moved = self.framework.bytes_moved_per_accumulated_grad
+        return moved and moved + self._bytes_per_accumulator
+
+    @property
+    def _bytes_per_accumulator(self) -> float:
+        return 0.0 if self.training.precision == "fp16" else self.framework.bytes_per_bf16_grad_accumulator
+
+    @property
+    def setting(self) -> Setting:
+        """What rules look at, of plans on the whole cluster."""
+        return Setting(model=self.model, training=self.training, num_devices=self.cluster.num_devices)
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of a device that a plan may use."""
+        return self.cluster.device.visible_memory_bytes - self.reserve_bytes

@@ -1,0 +1,485 @@
+"""What was measured: how long operations take by shape, and how far the model's rates are from whole runs?"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Literal, get_args
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.errors import InputError
+from autoplan.base.interpolation import Scattered
+from autoplan.base.units import check_positive
+from autoplan.topology.cluster import DeviceSpec
+
+Operation = Literal[
+    "gemm",
+    "dgrad",
+    "wgrad",
+    "attention",
+    "attention_backward",
+    "latent_attention",
+    "latent_attention_backward",
+    "experts",
+    "experts_backward",
+    "norm",
+    "norm_backward",
+    "rope",
+    "swiglu",
+    "swiglu_backward",
+    "cross_entropy",
+    "optimizer",
+    "layer",
+    "layer_backward",
+    "layer_backward_selective",
+    "layer_backward_full",
+    "layer_input_gradient",
+    "layer_weight_gradient",
+    "replicated_layer",
+    "sharded_layer",
+    "resharded_layer",
+    "pipeline_actions",
+    "embedding",
+    "head",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send_recv",
+]
+
+_PRODUCT = ("m", "n", "k")
+_ATTENTION = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window")
+_LATENT = ("batch", "seq_len", "num_heads", "qk_head_dim", "v_head_dim")
+_EXPERTS = ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep")
+_LAYER = ("batch", "seq_len", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "tp")
+_SHARED_LAYER = (*_LAYER, "num_devices", "devices_per_domain")
+_ENDS = ("tokens", "hidden_size", "vocab_size", "tp")
+_PIPELINE = ("num_micro_batches", "num_devices", "devices_per_domain")
+_GROUP = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
+
+NARROW_TYPES = ("fp8", "mxfp8", "nvfp4")
+
+# What the numbers of a shape are, by operation.  A matrix of k inputs and n outputs meets m tokens: `gemm` forward,
+# `dgrad` and `wgrad` backward, the latter added to an fp32 buffer.  `attention` is causal, over `batch` sequences,
+# over the last `window` tokens, itself among them, or over all where it is 0; `latent_attention` is causal too, with
+# values narrower than keys and as many heads of both.  `experts` are all routed experts of one rank, both products and
+# the activation between, for the `tokens` of all ranks that share them.  `rope` (of queries and keys) and
+# `cross_entropy` are both ways together, `optimizer` is one Adam step.  A group of a collective has
+# `devices_per_domain` members in each scale-up domain that it touches, and `num_groups` such groups work at once in
+# these domains; its buffer is the whole one: what an all-gather ends with, a reduce-scatter begins with.
+#
+# The others are units of the built-in trainer, with all that its host does for them.  `layer` is the forward pass of a
+# whole gated transformer layer over tp ranks, collectives included, its weights there, its gradients not reduced.  Its
+# backward pass finds all that it needs kept, or first runs the core of the attention (`_selective`) or the layer
+# (`_full`) again; `layer_input_gradient` and `layer_weight_gradient` are its halves where a schedule splits it.  A
+# layer whose states `num_devices` replicas share is both passes of a micro-batch that begins and ends a step: it
+# gathers the weights, or casts them, and reduces the gradients, one among others that compute meanwhile.
+# `replicated_layer` shards nothing, also on one device, `sharded_layer` keeps what it gathered for the backward pass,
+# `resharded_layer` gathers it again.  `embedding` and `head` (the last norm and the loss with it) are both ways.
+# `pipeline_actions` is what the 2 x num_micro_batches passes of one stage take of the host beyond computation and
+# messages.
+SHAPES: dict[Operation, tuple[str, ...]] = {
+    "gemm": _PRODUCT,
+    "dgrad": _PRODUCT,
+    "wgrad": _PRODUCT,
+    "attention": _ATTENTION,
+    "attention_backward": _ATTENTION,
+    "latent_attention": _LATENT,
+    "latent_attention_backward": _LATENT,
+    "experts": _EXPERTS,
+    "experts_backward": _EXPERTS,
+    "norm": ("tokens", "hidden_size"),
+    "norm_backward": ("tokens", "hidden_size"),
+    "rope": ("tokens", "num_heads", "head_dim"),
+    "swiglu": ("tokens", "ffn_size"),
+    "swiglu_backward": ("tokens", "ffn_size"),
+    "cross_entropy": ("tokens", "vocab_size"),
+    "optimizer": ("num_parameters",),
+    "layer": _LAYER,
+    "layer_backward": _LAYER,
+    "layer_backward_selective": _LAYER,
+    "layer_backward_full": _LAYER,
+    "layer_input_gradient": _LAYER,
+    "layer_weight_gradient": _LAYER,
+    "replicated_layer": _SHARED_LAYER,
+    "sharded_layer": _SHARED_LAYER,
+    "resharded_layer": _SHARED_LAYER,
+    "pipeline_actions": _PIPELINE,
+    "embedding": _ENDS,
+    "head": _ENDS,
+    "all_reduce": _GROUP,
+    "all_gather": _GROUP,
+    "reduce_scatter": _GROUP,
+    "all_to_all": _GROUP,
+    "broadcast": _GROUP,
+    "send_recv": _GROUP,
+}
+
+
+# What the built-in trainer does and no sum of the others stands for.
+TRAINER_UNITS: frozenset[Operation] = frozenset(
+    name for name, sizes in SHAPES.items() if sizes in (_LAYER, _SHARED_LAYER, _ENDS, _PIPELINE)
+)
+
+
+def check_shape(operation: str, shape: tuple[int, ...]) -> None:
+    """Refuse an operation or a shape that `SHAPES` does not know."""
+    names = SHAPES.get(operation)  # type: ignore[call-overload]
+    if names is None:
+        raise InputError(f"operation {operation!r} is unknown: known are {', '.join(SHAPES)}")
+    # A window of 0 is none.
+    if len(shape) != len(names) or not all(
+        (name != "window") <= size < 2**63 for name, size in zip(names, shape, strict=True)
+    ):
+        raise InputError(f"{operation} needs {', '.join(names)}, all positive, got {shape}")
+
+
+class Match(IntEnum):
+    """How near the machine of a measurement is to the one that is planned for, nearest first."""
+
+    EXACT = 0  # device, torch, library of collectives and links
+    RUNTIME = 1  # device and major version of CUDA or ROCm
+    DEVICE = 2
+
+    @property
+    def spread(self) -> float:
+        """What it adds, in quadrature, to the standard deviation of the logarithm of a step."""
+        return _MATCH_SPREADS[self]
+
+
+# The same configuration published again with another release differs by 2 % (dgxc) to 6 % (nvbridge).
+_MATCH_SPREADS = (0.0, 0.02, 0.06)
+
+# Of a step that rests on times which were measured beside other load, by the share of such times in a table.
+DISTURBED_SPREAD = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """How long one operation of one shape took on one device: the numbers of `shape` are those that `SHAPES` names."""
+
+    operation: Operation
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    seconds: float
+    kernel: str = ""
+    source: str = ""
+    match: Match = Match.EXACT  # of its machine; the interval is wider where it is not exact
+    is_burst: bool = False  # measured too shortly to reach the clocks of training
+    is_disturbed: bool = False  # measured beside other load, or not settled: it stands in for a clean one
+
+    def __post_init__(self) -> None:
+        check_shape(self.operation, self.shape)
+        check_positive("seconds", self.seconds, most=1e6)
+
+
+# Where a time comes from, best first: this very shape, this shape beside other load, between measured shapes, a curve
+# fitted to published measurements, the peak rates of a datasheet.
+Provenance = Literal["measured", "disturbed", "interpolated", "reference", "datasheet"]
+PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
+
+# The sizes between which times are interpolated, first the one that grows with the batch; where none are listed, all.
+# The other numbers of a shape must match: kernels and algorithms change with them.
+_BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
+    _PRODUCT: _PRODUCT,
+    _ATTENTION: ("seq_len", "batch", "num_heads"),
+    _LATENT: ("seq_len", "batch", "num_heads"),
+    _EXPERTS: ("tokens", "hidden_size", "ffn_size"),
+    _LAYER: ("batch", "seq_len"),
+    _SHARED_LAYER: ("batch", "seq_len"),
+    _ENDS: ("tokens", "hidden_size", "vocab_size"),
+    _PIPELINE: ("num_micro_batches",),
+    _GROUP: ("buffer_bytes",),
+    ("tokens", "num_heads", "head_dim"): ("tokens", "num_heads"),
+}
+_SQUARED = ("seq_len",)  # the work of attention grows with its square, but within a window
+
+
+# What measured, interpolated and disturbed times are multiplied by: how much a step grows with them says what rests on
+# them.
+Nudge = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lookup:
+    """Times of some shapes in seconds, NaN where the table refuses, and whether each itself was measured, and how."""
+
+    seconds: Floats
+    is_exact: Bools
+    is_disturbed: Bools  # of those that were measured
+    nudge: Nudge = (1.0, 1.0, 1.0)
+
+    @classmethod
+    def refused(cls, size: int | tuple[int, ...]) -> Lookup:
+        """That of a table which holds none of so many shapes."""
+        none = np.zeros(size, dtype=np.bool_)
+        return cls(seconds=np.full(size, np.nan), is_exact=none, is_disturbed=none.copy())
+
+    def take(self, which: Ints) -> Lookup:
+        """Those of the shapes at the given indices."""
+        return replace(
+            self,
+            seconds=self.seconds[which],
+            is_exact=self.is_exact[which],
+            is_disturbed=self.is_disturbed[which],
+        )
+
+    def scaled(self, factor: Floats | float) -> Lookup:
+        """Times of kin that take `factor` times as long; none of them was measured itself, unless they take as long."""
+        return replace(self, seconds=self.seconds * factor, is_exact=self.is_exact & (factor == 1.0))
+
+    def before(self, other: Lookup) -> Lookup:
+        """These times, and those of `other` where the table refused these."""
+        known = ~np.isnan(self.seconds)
+        return replace(
+            other,
+            seconds=np.where(known, self.seconds, other.seconds),
+            is_exact=np.where(known, self.is_exact, other.is_exact),
+            is_disturbed=np.where(known, self.is_disturbed, other.is_disturbed),
+        )
+
+    def otherwise(self, seconds: Floats) -> Floats:
+        """The times, and `seconds` where the table refused."""
+        measured, interpolated, disturbed = self.nudge
+        own = self.seconds * np.select([self.is_disturbed, self.is_exact], [disturbed, measured], interpolated)
+        return np.where(np.isnan(own), seconds, own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Times:
+    """What was measured of one operation in one type."""
+
+    exact: Mapping[tuple[int, ...], float]  # seconds of each shape
+    disturbed: frozenset[tuple[int, ...]]  # of them, those that stand in for clean ones
+    between: Mapping[tuple[int, ...], Scattered]  # by the numbers that must match
+    # Of shapes that were asked for before: a search asks for the same ones again and again.
+    known: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False)
+
+    def at(self, operation: Operation, shapes: Floats) -> Lookup:
+        """The time of each shape."""
+        keys = [tuple(shape) for shape in shapes.tolist()]
+        if new := [at for at, key in enumerate(keys) if key not in self.known]:
+            seconds = self._looked_up(operation, shapes[new])
+            self.known.update(zip([keys[at] for at in new], seconds.tolist(), strict=True))
+        return Lookup(
+            seconds=np.array([self.known[key] for key in keys], dtype=np.float64),
+            is_exact=np.array([key in self.exact for key in keys], dtype=np.bool_),
+            is_disturbed=np.array([key in self.disturbed for key in keys], dtype=np.bool_),
+        )
+
+    def _looked_up(self, operation: Operation, shapes: Floats) -> Floats:
+        seconds = np.array([self.exact.get(tuple(shape), np.nan) for shape in shapes.tolist()])
+        is_between = np.isnan(seconds)
+        between, matched = _columns(operation)
+        kinds, kind_of = np.unique(shapes[:, matched], axis=0, return_inverse=True)
+        for at, kind in enumerate(kinds.tolist()):
+            if tuple(kind) in self.between:
+                own = is_between & (kind_of.ravel() == at)
+                seconds[own] = self.between[tuple(kind)].at(shapes[own][:, between])
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TimingTable:
+    """Measured times of one device or link, looked up by shape; immutable, and the same answer in any batch.
+
+    A shape that was measured gives its time.  Near measured shapes, and beyond the greatest size that grows with the
+    batch (m, batch, seq_len, tokens, buffer_bytes), it is interpolated (`autoplan.base.interpolation`); any other shape
+    is refused, and the caller takes its reference.
+    """
+
+    times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
+    nudge: Nudge = (1.0, 1.0, 1.0)
+    slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
+    match: Match = Match.EXACT  # the farthest among the machines of the measurements
+    is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured."""
+        return not self.times
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether anything that a device computes was measured."""
+        return any(SHAPES[operation] not in (_GROUP, _PIPELINE) for operation, _ in self.times)
+
+    @property
+    def spread(self) -> float:
+        """What its measurements add, in quadrature, to the standard deviation of the logarithm of a step."""
+        kinds = self.times.values()
+        disturbed = sum(len(one.disturbed) for one in kinds) / max(sum(len(one.exact) for one in kinds), 1)
+        return math.hypot(self.match.spread, DISTURBED_SPREAD * disturbed)
+
+    def holds(self, operation: Operation, *dtypes: str) -> bool:
+        """Whether the operation was measured in one of these types at all."""
+        return any((operation, dtype) in self.times for dtype in dtypes)
+
+    def slowed(self, operations: Iterable[Operation], growth: float) -> TimingTable:
+        """The table with times of some operations so many times as long."""
+        if self.is_empty:
+            return self
+        return replace(self, slower={**self.slower, **dict.fromkeys(operations, growth)})
+
+    @classmethod
+    def of(
+        cls,
+        measurements: Iterable[Measurement],
+        *,
+        slower: Mapping[Operation | tuple[Operation, str], float] | None = None,
+        is_own: bool = False,
+    ) -> TimingTable:
+        """The table of `measurements`, which are of one device; of repeats of a shape the median counts.
+
+        Choose the kernels beforehand: those of one shape are repeats here.  `slower` multiplies the bursts of an
+        operation, or of one in a type, so that they reach what training sustains (`burst_factors`).
+        """
+        samples: dict[tuple[Operation, str], dict[tuple[int, ...], list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        devices, match = set(), Match.EXACT
+        disturbed: dict[tuple[Operation, str], set[tuple[int, ...]]] = defaultdict(set)
+        for one in measurements:
+            devices.add(one.device)
+            match = max(match, one.match)
+            factor = 1.0
+            if one.is_burst and slower:
+                factor = slower.get((one.operation, one.dtype), slower.get(one.operation, 1.0))
+            samples[one.operation, one.dtype][one.shape].append(one.seconds * factor)
+            if one.is_disturbed:
+                disturbed[one.operation, one.dtype].add(one.shape)
+        if len(devices) > 1:
+            raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
+        times = {kind: _times(kind[0], repeats, disturbed[kind]) for kind, repeats in samples.items()}
+        return cls(times=times, match=match, is_own=is_own)
+
+    def lookup(self, operation: Operation, dtype: str, shapes: Floats | Ints) -> Lookup:
+        """Times of `shapes`, one row each with the numbers that `SHAPES` names."""
+        shapes = np.asarray(shapes, dtype=np.float64)
+        if shapes.ndim != 2 or shapes.shape[1] != len(SHAPES[operation]):
+            raise InputError(f"{operation} needs rows of {', '.join(SHAPES[operation])}, got shape {shapes.shape}")
+        times = self.times.get((operation, dtype))
+        if times is None:
+            return Lookup.refused(len(shapes))
+        rows, inverse = np.unique(shapes, axis=0, return_inverse=True)
+        found = times.at(operation, rows)
+        seconds = found.seconds * self.slower.get(operation, 1.0)
+        return replace(found, seconds=seconds, nudge=self.nudge).take(inverse.ravel())
+
+
+NO_TIMINGS = TimingTable()  # one for all, so that problems without measured times are alike
+
+
+def burst_factors(
+    device: DeviceSpec, calibration: Calibration | None = None
+) -> dict[Operation | tuple[Operation, str], float]:
+    """How much longer operations take in training than in short benchmarks at burst clocks (`modelling` C2, C9).
+
+    Bursts tell the shape, not the level: that stays the one of the reference, whose `calibration` thus holds for them.
+    Products in 8 or 4 bits stand apart where the device sustains those at a rate of its own.
+    """
+    calibration = calibration or Calibration()
+    gemm = device.gemm.burst_efficiency / device.gemm_efficiency * calibration.gemm
+    attention = device.attention.burst_efficiency / device.attention.efficiency * calibration.attention
+    products: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad", "experts", "experts_backward")
+    attentions: tuple[Operation, ...] = (
+        "attention",
+        "attention_backward",
+        "latent_attention",
+        "latent_attention_backward",
+    )
+    collectives: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    factors: dict[Operation | tuple[Operation, str], float] = {
+        **dict.fromkeys(products, gemm),
+        **dict.fromkeys(attentions, attention),
+        **dict.fromkeys(collectives, calibration.scale_up),
+    }
+    if device.narrow_gemm_efficiency is not None:
+        narrow = device.gemm.burst_efficiency / device.narrow_gemm_efficiency * calibration.gemm
+        factors |= {(product, dtype): narrow for product in products for dtype in NARROW_TYPES}
+    return factors
+
+
+def line_of(operation: Operation) -> int:
+    """Which number of an operation's shapes grows with the batch."""
+    return _columns(operation)[0][0]
+
+
+def _columns(operation: Operation) -> tuple[list[int], list[int]]:
+    """(interpolated, matched) columns of the shapes of an operation."""
+    names = SHAPES[operation]
+    between = [names.index(name) for name in _BETWEEN.get(names, names)]
+    return between, [at for at in range(len(names)) if at not in between]
+
+
+def _times(
+    operation: Operation, repeats: Mapping[tuple[int, ...], list[float]], disturbed: Iterable[tuple[int, ...]]
+) -> _Times:
+    # In order of shape: the same table in whatever order its measurements come.
+    exact = {shape: float(np.median(repeats[shape])) for shape in sorted(repeats)}
+    between, matched = _columns(operation)
+    names = SHAPES[operation]
+    alike: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
+    for shape, seconds in exact.items():
+        alike[tuple(shape[at] for at in matched)].append((*(shape[at] for at in between), seconds))
+    scattered = {}
+    for kind, points in alike.items():
+        is_windowed = any(names[at] == "window" and size for at, size in zip(matched, kind, strict=True))
+        powers = [1 + (names[at] in _SQUARED and not is_windowed) for at in between]
+        table = np.array(points, dtype=np.float64)
+        scattered[kind] = Scattered.of(table[:, :-1], table[:, -1], powers)
+    return _Times(exact=exact, disturbed=frozenset(disturbed), between=scattered)
+
+
+# What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.
+FACTORS = ("overall", "memory_bound", "host", "scale_out", "scale_up", "attention", "gemm")
+
+# The spreads of step times, one for every kind of plans: those below have the first unless they have their own.
+TIME_SPREADS = ("time_spread", "tensor_time_spread", "pipeline_time_spread", "spine_time_spread")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Multiplicative factors on the time of each component, and the residual spread that remains.
+
+    A factor of 1 is the reference model.  The spreads are standard deviations of log(measured / predicted); the 90 %
+    interval of a step time is exp(+-1.645 spread) around the prediction, with the spread of the plan's kind, and the
+    probability of running out of memory follows from `memory_spread`.
+    """
+
+    name: str = "reference"
+    overall: float = 1.0  # on the whole step
+    gemm: float = 1.0
+    attention: float = 1.0
+    memory_bound: float = 1.0
+    host: float = 1.0
+    scale_up: float = 1.0  # collectives inside the scale-up domain
+    scale_out: float = 1.0  # collectives over the network
+    # Without calibration: covers nine tenths of the runs of a published source, in the mean over sources
+    # (benchmarks/results); and between the .02 of a known framework and the .08 of an unknown one (`modelling` G3).
+    time_spread: float = 0.25
+    tensor_time_spread: float | None = None  # of plans whose tensor or context parallelism leaves the scale-up domain
+    pipeline_time_spread: float | None = None  # of plans with several stages
+    spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
+    memory_spread: float = 0.06
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in FACTORS:
+            check_positive(name, getattr(self, name), most=100.0)
+        for name in (*TIME_SPREADS, "memory_spread"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name), most=5.0)
+
+    @property
+    def time_spreads(self) -> Floats:
+        """The spread of every kind in `TIME_SPREADS`."""
+        return np.array([getattr(self, name) or self.time_spread for name in TIME_SPREADS])

@@ -1,0 +1,90 @@
+"""What is a mixed cluster?  Several clusters, each of equal nodes, and what joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_count, check_name, check_positive
+from autoplan.topology.cluster import ClusterSpec
+
+MAX_PARTS = 4  # a search looks at every way to group them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenSpec:
+    """What joins any two parts, one direction; what is left out is that of the slower of their two networks.
+
+    `device_bytes_per_s` is what one device sends at most, sustained; `bandwidth_bytes_per_s` a link out of each part
+    that all its devices share, over at most `num_flows` connections with `window_bytes` in a round trip.
+    """
+
+    device_bytes_per_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float | None = None  # one way
+    num_flows: int = 64
+    window_bytes: float = 16 * 2**20
+    cross_vendor_collectives: bool = True  # whether one collective may span devices of two vendors
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes_per_s", "bandwidth_bytes_per_s", "latency_s"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        check_count("num_flows", self.num_flows, most=10**6)
+        check_positive("window_bytes", self.window_bytes)
+
+    def shared_bytes_per_s(self, latency_s: float) -> float | None:
+        """What leaves a part over a shared link: its rate, or flows that wait for a round trip after every window."""
+        if self.bandwidth_bytes_per_s is None:
+            return None
+        return min(self.bandwidth_bytes_per_s, self.num_flows * self.window_bytes / (2 * latency_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCluster:
+    """Several homogeneous clusters that train together."""
+
+    name: str
+    parts: tuple[ClusterSpec, ...]
+    between: BetweenSpec = BetweenSpec()
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        check_count("parts", len(self.parts), most=MAX_PARTS)
+        for part in self.parts:
+            if part.wan is not None:
+                raise InputError(f"part {part.name!r} spans sites of its own: make every site a part")
+            if part.nodes:
+                raise InputError(f"part {part.name!r} names its nodes, which is not priced in mixed clusters yet")
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of all parts."""
+        return sum(part.num_devices for part in self.parts)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Of the parts; those that share a name are numbered."""
+        names = [part.name for part in self.parts]
+        return tuple(f"{name}#{at}" if names.count(name) > 1 else name for at, name in enumerate(names))
+
+    @property
+    def vendors(self) -> tuple[str, ...]:
+        """The vendor of every part."""
+        return tuple(part.device.vendor for part in self.parts)
+
+
+def joined(parts: Iterable[ClusterSpec], between: BetweenSpec, name: str) -> ClusterSpec | MixedCluster:
+    """The cluster of these parts; equal ones on one network are one part, and a single part is a plain cluster."""
+    counts: list[tuple[ClusterSpec, int]] = []
+    is_one_network = between == BetweenSpec(cross_vendor_collectives=between.cross_vendor_collectives)
+    for part in parts:
+        alike = (at for at, (other, _) in enumerate(counts) if replace(other, num_nodes=part.num_nodes) == part)
+        at = next(alike, None) if is_one_network else None
+        if at is None:
+            counts.append((part, part.num_nodes))
+        else:
+            counts[at] = (counts[at][0], counts[at][1] + part.num_nodes)
+    merged = tuple(replace(part, num_nodes=nodes) for part, nodes in counts)
+    return merged[0] if len(merged) == 1 else MixedCluster(name=name, parts=merged, between=between)
