@@ -50,6 +50,7 @@ from autoplan.profiler.store.store import Store
 from autoplan.profiler.sweep import Progress, run
 from autoplan.profiler.wishes import HALVES, LAYERS, SHARED, Wish, plan
 from autoplan.read.cluster import load_cluster
+from autoplan.spec.enums import Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -145,7 +146,7 @@ def problem_of(name: str, folder: Path | None = None) -> Problem:
     model, seq_len = MODELS[name]
     problem = Problem(
         model=model,
-        training=TrainingSpec(seq_len=seq_len, precision=PRECISION),
+        training=TrainingSpec(seq_len=seq_len, precision=Precision(PRECISION)),
         cluster=load_cluster(f"{device_here()}:1x{RANKS}"),
         framework=load_framework("torch"),
     )

@@ -39,6 +39,7 @@ from autoplan.launch.targets import TARGETS, exported
 from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model
 from autoplan.search.ranking import ranked
+from autoplan.spec.enums import ContextParallelKind, Recompute, Schedule, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
@@ -49,12 +50,12 @@ MOST_CHARACTERS = 2**16  # of one file
 
 PLANS = (
     ParallelPlan(global_batch=64, dp_shard=8),
-    ParallelPlan(global_batch=64, dp_shard=8, sharding="zero3"),
+    ParallelPlan(global_batch=64, dp_shard=8, sharding=Sharding.ZERO3),
     ParallelPlan(global_batch=64, dp_shard=4, tp=2, sp=True),
-    ParallelPlan(global_batch=64, dp_shard=4, tp=2, sharding="zero2"),
-    ParallelPlan(global_batch=64, dp_shard=2, pp=4, recompute="full"),
-    ParallelPlan(global_batch=64, pp=4, vp=2, schedule="interleaved", dp_shard=2),
-    ParallelPlan(global_batch=64, cp=2, cp_kind="all_to_all", dp_shard=4, sharding="zero3"),
+    ParallelPlan(global_batch=64, dp_shard=4, tp=2, sharding=Sharding.ZERO2),
+    ParallelPlan(global_batch=64, dp_shard=2, pp=4, recompute=Recompute.FULL),
+    ParallelPlan(global_batch=64, pp=4, vp=2, schedule=Schedule.INTERLEAVED, dp_shard=2),
+    ParallelPlan(global_batch=64, cp=2, cp_kind=ContextParallelKind.ALL_TO_ALL, dp_shard=4, sharding=Sharding.ZERO3),
     ParallelPlan(global_batch=64, ep=4, dp_shard=8),
 )
 NASTY = (

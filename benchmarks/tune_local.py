@@ -37,9 +37,9 @@ from autoplan.search.choice import distinct
 from autoplan.search.storage import opened
 from autoplan.search.study import search
 from autoplan.search.tune import MARGIN, TunedTrial, Tuning, look
+from autoplan.spec.enums import Precision
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import RankedPlan
-from autoplan.spec.training import Precision
 
 MODEL = """\
 name = "small"
@@ -51,7 +51,9 @@ ffn_size = 704
 """
 SEQ_LEN, GLOBAL_BATCH = 128, "8"
 VISITS = 3  # of what the profile measures: the middle counts
-PRECISION: Precision = "fp32" if emulates_bf16() else "bf16"  # a step in bf16 would take many times as long
+PRECISION: Precision = (
+    Precision.FP32 if emulates_bf16() else Precision.BF16
+)  # a step in bf16 would take many times as long
 STEPS, WARMUP = 6, 2
 OPTIONS = ("--steps", str(STEPS), "--warmup", str(WARMUP))
 NEAR = 0.02

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from autoplan.base.errors import InputError
 from autoplan.cost.arithmetic import count_parameters
 from autoplan.profiler.maker import Chain, Maker, Run, Staged, in_turns, num_sets
+from autoplan.spec.enums import Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.timing import SHAPES, Operation
@@ -262,7 +263,9 @@ def _pipeline_actions(operation: Operation, shape: tuple[int, ...], maker: Maker
     """The passes of stages that multiply one number: what is left is what the runtime does for every one."""
     num_micro_batches, num_devices, devices_per_domain = shape
     grids.check(num_devices, devices_per_domain)
-    plan = ParallelPlan(global_batch=num_micro_batches, pp=num_devices, sharding="none", param_gather_overlap=False)
+    plan = ParallelPlan(
+        global_batch=num_micro_batches, pp=num_devices, sharding=Sharding.NONE, param_gather_overlap=False
+    )
     grid = grids.of(plan)
     part = _Scale(maker)
     share(part, plan, grid, maker.dtype)

@@ -39,12 +39,13 @@ from autoplan.cost.recompute import activation_parts, kept_bytes
 from autoplan.cost.schedule import send_exposed_s
 from autoplan.cost.tail import optimizer_s, reduction_s
 from autoplan.search.space import Inside, Space
+from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import SCHEDULES, SHARDINGS, PlanBatch, distinct_rows
+from autoplan.spec.plan import PlanBatch, distinct_rows
 from autoplan.spec.problem import Problem
 
-ONE_FORWARD_ONE_BACKWARD = tuple(SCHEDULES.index(name) for name in ("1f1b", "interleaved"))
-FOLDED = tuple(SCHEDULES.index(name) for name in V_SHAPED)
+ONE_FORWARD_ONE_BACKWARD = tuple(Schedule(name).code for name in ("1f1b", "interleaved"))
+FOLDED = tuple(Schedule(name).code for name in V_SHAPED)
 PARTS = 8  # of the plans of a kind, by what they recompute
 # Bounded in one go, so that the arrays stay in the cache.
 BLOCK_GROUPS, MOST_BOUNDS = 2048, 1 << 16
@@ -368,7 +369,7 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
     """The optimizer's step of a rank with the mean of the parameters of all stages, which one of them exceeds."""
     if problem.timings.holds("optimizer", "bf16", "fp16", "fp32"):
         return np.zeros(len(batch))
-    places, sharded = groups(batch), batch.sharding >= SHARDINGS.index("zero1")
+    places, sharded = groups(batch), batch.sharding >= Sharding.ZERO1.code
     own = dense / np.where(sharded, places.shard[1], 1) + expert / np.where(sharded, places.expert_shard[1], 1)
     return optimizer_s(problem, batch, own, dense + expert)
 

@@ -19,7 +19,8 @@ from autoplan.search.choice import compared
 from autoplan.search.nearest import neighbours
 from autoplan.search.ranking import TIE, ranked, seconds_per_sequence
 from autoplan.search.walk import Way, changes, prices
-from autoplan.spec.plan import OFFLOADS, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.enums import CodedEnum, ContextParallelKind, Offload, Schedule, Sharding
+from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import AxisChange, Explanation, Neighbour, PlanFile, RankedPlan, StageCost, Versus
 
@@ -29,7 +30,7 @@ MOST_RULES = 3
 MOST_BATCH = 1.5  # of the batch asked for: a larger one is faster for its size alone
 LEAST_GAIN = 0.005  # less is no reason to change anything
 COUNTS = ("tp", "cp", "pp", "ep", "etp", "micro_batch", "global_batch")
-WORDS = {"offload": OFFLOADS, "cp_kind": ("ring", "all_to_all")}
+WORDS: dict[str, tuple[CodedEnum, ...]] = {"offload": tuple(Offload), "cp_kind": tuple(ContextParallelKind)}
 
 
 def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> Explanation:
@@ -180,11 +181,11 @@ def changed(problem: Problem, plan: ParallelPlan, wishes: str) -> ParallelPlan:
                 if "schedule" not in wanted and schedule in ("1f1b", "interleaved"):
                     schedule = "interleaved" if vp > 1 else "1f1b"
             case "schedule":
-                schedule = _word(axis, value.replace("_", "-"), SCHEDULES)
+                schedule = _word(axis, value.replace("_", "-"), tuple(Schedule))
                 if "vp" not in wanted:
                     vp = 2 if schedule in ("zb-v", "dualpipe-v") else vp if schedule == "interleaved" else 1
             case "sharding":
-                axes["sharding"] = (_word(axis, value, SHARDINGS), None)
+                axes["sharding"] = (_word(axis, value, tuple(Sharding)), None)
             case "dp_shard":
                 axes["sharding"] = (axes.get("sharding", (plan.sharding, None))[0], _number(axis, value))
             case "recompute":

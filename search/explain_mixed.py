@@ -6,14 +6,13 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import get_args
 
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.mixed import estimate_mixed
 from autoplan.cost.mixed_stages import mixed_stages
 from autoplan.search.ranking import TIE
+from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
-from autoplan.spec.plan import Recompute, Sharding
 from autoplan.spec.result import MixedExplanation, MixedNeighbour, MixedPlanFile
 
 MOST_ALTERNATIVES = 3
@@ -63,9 +62,9 @@ def _priced(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedPlan,
 
 def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
     """(change, fields of the plan that it sets)."""
-    for recompute in get_args(Recompute):
+    for recompute in Recompute:
         yield ("recomputation", plan.recompute, recompute), {"recompute": recompute}
-    for sharding in get_args(Sharding):
+    for sharding in Sharding:
         unshared = tuple(replace(kind, state_share=None) for kind in plan.kinds)
         kinds = unshared if sharding == "none" else plan.kinds
         yield ("sharding", plan.sharding, sharding), {"sharding": sharding, "kinds": kinds}

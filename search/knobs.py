@@ -10,15 +10,8 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common.rules import Rule, broken
 from autoplan.frameworks.rulebooks import book_of
 from autoplan.search.ranking import ranked
-from autoplan.spec.plan import (
-    RECOMPUTE_MODULES,
-    SHARDINGS,
-    ParallelPlan,
-    PlanBatch,
-    check_priced,
-    chunk_layers,
-    parse_recompute,
-)
+from autoplan.spec.enums import RecomputeModule, Sharding
+from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, chunk_layers, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import MemoryKnob
 
@@ -59,7 +52,7 @@ def _changes(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
         less = max(size for size in range(1, plan.micro_batch) if plan.micro_batch % size == 0)
         yield f"micro-batch {plan.micro_batch} -> {less}", {"micro_batch": less}
     yield from _degrees(problem, plan)
-    for sharding in SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :]:
+    for sharding in tuple(Sharding)[Sharding(plan.sharding).code + 1 :]:
         yield sharding, {"sharding": sharding, "param_gather_overlap": True}
     if plan.dp_replicate > 1 and plan.sharding != "none":
         whole = {"dp_replicate": 1, "dp_shard": plan.dp}
@@ -93,7 +86,7 @@ def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict
 
 def _named(problem: Problem) -> tuple[str, ...]:
     """What selective recomputation may be asked for: parts of a layer by name, or what the framework makes of it."""
-    return RECOMPUTE_MODULES if book_of(problem.framework).repeats_parts else ("selective",)
+    return tuple(RecomputeModule) if book_of(problem.framework).repeats_parts else ("selective",)
 
 
 def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:

@@ -13,11 +13,19 @@ from autoplan.cost.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.rulebooks import book_of
-from autoplan.spec.framework import RANK_ORDERS, RankOrder
+from autoplan.spec.enums import (
+    CodedEnum,
+    ContextParallelKind,
+    Offload,
+    Precision,
+    RankOrder,
+    RecomputeModule,
+    Schedule,
+    Sharding,
+)
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import CP_KINDS, OFFLOADS, RECOMPUTE_MODULES, SCHEDULES, SHARDINGS, parse_recompute
+from autoplan.spec.plan import parse_recompute
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import Precision
 
 # Context parallelism splits a sequence; below this many tokens a rank its GEMMs shrink and the ring no longer hides
 # behind attention, while tp and pp divide the same memory more cheaply.  Meta trained Llama 3 405B at 8,192 tokens
@@ -28,12 +36,12 @@ MAX_BATCHES = 24
 MOST_FEWER_AT_ENDS = 4  # more than that, no head of a published model is worth in layers
 
 COUNTS = ("tp", "cp", "pp", "vp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "micro_batch")
-WORDS = {
-    "sharding": SHARDINGS,
-    "schedule": SCHEDULES,
-    "cp_kind": CP_KINDS,
-    "offload": OFFLOADS,
-    "rank_order": RANK_ORDERS,
+WORDS: dict[str, tuple[CodedEnum, ...]] = {
+    "sharding": tuple(Sharding),
+    "schedule": tuple(Schedule),
+    "cp_kind": tuple(ContextParallelKind),
+    "offload": tuple(Offload),
+    "rank_order": tuple(RankOrder),
 }
 FLAGS = ("sp", "tp_overlap")
 USUAL_SCHEDULES = ("1f1b", "interleaved")
@@ -46,7 +54,7 @@ ALLOWED = (
     "uneven_stages",
     "partial_sharding",
     "tp_overlap",
-    *(f"schedule={name}" for name in SCHEDULES if name not in USUAL_SCHEDULES),
+    *(f"schedule={name}" for name in Schedule if name not in USUAL_SCHEDULES),
 )
 ELSEWHERE = {  # what a person may try to fix, and where it is said
     "precision": "use --precision",
@@ -66,7 +74,7 @@ class Limits:
     """
 
     global_batches: tuple[int, ...]
-    precision: Precision = "bf16"
+    precision: Precision = Precision.BF16
     fixed: tuple[tuple[str, int], ...] = ()
     most: tuple[tuple[str, int], ...] = ()
     shard_domains: tuple[int, ...] = ()
@@ -75,12 +83,12 @@ class Limits:
     schedules: tuple[str, ...] = USUAL_SCHEDULES
     recomputes: tuple[str, ...] = ("none", "full")  # as `parse_recompute` reads them
     partial_recomputes: tuple[str, ...] = ()  # what a user may add to them
-    cp_kinds: tuple[str, ...] = CP_KINDS
+    cp_kinds: tuple[str, ...] = tuple(ContextParallelKind)
     offloads: tuple[str, ...] = ("none",)
     tp_overlaps: tuple[bool, ...] = (False,)
     fewer_at_ends: int = 1  # layers that the first and the last chunk may have less than others
     shards_any_part: bool = False  # whether states may be sharded over any part of the replicas
-    rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]
+    rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)
     # The one way in which the framework cuts the model into so many stages; None: several are tried.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
     split_schedules_overlap: bool = True  # whether states are reduced beside a backward pass in two parts
@@ -109,11 +117,11 @@ class Limits:
             parts.append("tp_overlap " + "|".join("on" if value else "off" for value in self.tp_overlaps))
         if self.schedules != USUAL_SCHEDULES:
             parts.append("schedule " + "|".join(self.schedules))
-        if self.cp_kinds != CP_KINDS:
+        if self.cp_kinds != tuple(ContextParallelKind):
             parts.append("cp_kind " + "|".join(self.cp_kinds))
         if self.offloads != ("none",):
             parts.append("offload " + "|".join(self.offloads))
-        if self.rank_orders != RANK_ORDERS[:1]:
+        if self.rank_orders != (RankOrder.DP_BEFORE_PP,):
             parts.append("rank_order " + "|".join(self.rank_orders))
         return tuple(parts)
 
@@ -175,7 +183,7 @@ def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:
 def _parts(model: ModelSpec) -> tuple[str, ...]:
     """Parts of a layer that the model has, alone and the cheap ones together."""
     missing = missing_modules(model) | {"core_attn"}
-    parts = [module for module in RECOMPUTE_MODULES if module not in missing]
+    parts = [module for module in RecomputeModule if module not in missing]
     cheap = [module for module in ("layernorm", "mla_up_proj", "moe_act") if module in parts]
     together = ["+".join(cheap[:count]) for count in range(2, len(cheap) + 1)]
     return (*parts, *together)

@@ -14,8 +14,8 @@ from autoplan.search.settle import Settled, Settler, ordered
 from autoplan.search.space import Space
 from autoplan.search.structures import LEAST_USED, MAX_STAGES, Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as search_alone
+from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.mixed_problem import MixedProblem
-from autoplan.spec.plan import Recompute, Sharding
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import RISKY_Z, MixedCertificate, MixedResult, RankedPlan
 
@@ -42,14 +42,16 @@ def _settle_plainly(
 ) -> list[Settled]:
     """Structures with one sequence a micro-batch and sharded states; those that do not fit with recomputation too."""
     plain = [
-        Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding=sharding, recompute="none")
+        Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding=sharding, recompute=Recompute.NONE)
         for kinds in ways
         for sharding in _possible(kinds, shardings)
         if sharding != "none"
     ]
     found = settler.settle(plain)
     fitting = {one for one, cost in found if cost.oom_z <= RISKY_Z}
-    return ordered(found + settler.settle(replace(one, recompute="full") for one in plain if one not in fitting))
+    return ordered(
+        found + settler.settle(replace(one, recompute=Recompute.FULL) for one in plain if one not in fitting)
+    )
 
 
 def _possible(kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding]) -> list[Sharding]:
@@ -86,7 +88,7 @@ def alone(problem: MixedProblem, part: int, global_batch: int) -> RankedPlan | N
 
 
 def search_mixed(
-    problem: MixedProblem, global_batch: int, shardings: Sequence[Sharding] = ("none", "zero1")
+    problem: MixedProblem, global_batch: int, shardings: Sequence[Sharding] = (Sharding.NONE, Sharding.ZERO1)
 ) -> MixedResult:
     """The best plans found, and how far they stay behind the sum of what the parts reach alone."""
     settler = Settler(problem, global_batch)
@@ -113,7 +115,9 @@ def search_mixed(
     # that one part more takes nothing away.
     shortlist = list(dict.fromkeys(one.kinds for one in _best_by_parts(settled, KEPT_STRUCTURES)))
     scores = stores_scores(problem.as_if(0, frozenset((0,))))
-    recomputes: list[Recompute] = ["none", "selective", "full"] if scores else ["none", "full"]
+    recomputes: list[Recompute] = (
+        [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL] if scores else [Recompute.NONE, Recompute.FULL]
+    )
     settled += settler.settle(one for kinds in shortlist for one in _others(kinds, shardings, recomputes))
     settled += settler.settle(other for one in _best_by_parts(settled, KEPT_CHOICES) for other in _unlike(one))
     return _result(problem, global_batch, settled, len(structures), settler.num_priced)

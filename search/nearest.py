@@ -17,7 +17,8 @@ from autoplan.search.axes import FLAGS, WITH_TP, axes_of, differing, plan_of, wo
 from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.space import chunk_counts
-from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, OFFLOADS, ParallelPlan, PlanBatch
+from autoplan.spec.enums import Offload
+from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import VERDICTS, RankedPlan
 
@@ -98,7 +99,7 @@ def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
     if "sharding" in axes:
         values["sharding"] = [(kind, None) for kind in book.words("sharding")]
     values["recompute"] = [(kind, DEFAULT_RECOMPUTE_MODULES, None) for kind in book.words("recompute")]
-    values["offload"] = [one for one in OFFLOADS if one != "activations"]
+    values["offload"] = [one for one in Offload if one != "activations"]
     values |= {axis: [not axes[axis]] for axis in FLAGS if axis in axes}
     values["cp_kind"] = [*book.words("cp_kind")] if plan.cp > 1 else []
     values["rank_order"] = [*problem.framework.rank_orders] if "rank_order" in axes else []

@@ -14,6 +14,7 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.mixed import estimate_mixed, pipeline_s
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 from autoplan.search.structures import Place, Structure
+from autoplan.spec.enums import Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
 from autoplan.spec.plan import even_chunks
 from autoplan.spec.result import RISKY_Z, MixedCost, MixedKindCost, MixedStageCost
@@ -119,7 +120,7 @@ class Settler:
                     )
         plan = MixedPlan(
             kinds=tuple(kinds),
-            sharding=structure.sharding if sum(kind.count for kind in kinds) > 1 else "none",
+            sharding=structure.sharding if sum(kind.count for kind in kinds) > 1 else Sharding.NONE,
             recompute=structure.recompute,
             precision=self.problem.training.precision,
         )

@@ -13,16 +13,10 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints
 from autoplan.frameworks.common.rules import Rule, legal, legal_so_far
 from autoplan.search.limits import Limits, divisors
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import ContextParallelKind, Offload, Precision, RankOrder, Recompute, Schedule, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import (
     ALL_LAYERS,
-    CP_KINDS,
-    OFFLOADS,
-    PRECISIONS,
-    RECOMPUTES,
-    SCHEDULES,
-    SHARDINGS,
     SPLIT_SCHEDULES,
     ParallelPlan,
     PlanBatch,
@@ -216,13 +210,13 @@ class Space:
             param_gather_overlap=off,
             ep_overlap=off,
             cp_kind=column["cp_kind"],
-            schedule=zeros + SCHEDULES.index("1f1b"),
-            sharding=zeros + SHARDINGS.index("none"),
-            recompute=zeros + RECOMPUTES.index("none"),
+            schedule=zeros + Schedule.ONE_F_ONE_B.code,
+            sharding=zeros + Sharding.NONE.code,
+            recompute=zeros + Recompute.NONE.code,
             recompute_modules=zeros,
             recompute_num_layers=zeros,
-            precision=zeros + PRECISIONS.index(self.limits.precision),
-            offload=zeros + OFFLOADS.index("none"),
+            precision=zeros + Precision(self.limits.precision).code,
+            offload=zeros + Offload.NONE.code,
             rank_order=column["rank_order"],
             layout=zeros,
             layouts=((self.setting.model.num_layers,),),
@@ -235,7 +229,7 @@ class Space:
         like, values = _expanded(at, [self._kind_rows(cells[cell]) for cell in present], len(_KIND))
         column = dict(zip(_KIND, values.T, strict=True))
         # Only sharded optimizers gather parameters.
-        gathers = column["sharding"] > SHARDINGS.index("none")
+        gathers = column["sharding"] > Sharding.NONE.code
         return replace(groups.take(like), **column, param_gather_overlap=gathers), like
 
     def extremes(self, groups: PlanBatch) -> tuple[PlanBatch, PlanBatch, Ints]:
@@ -255,7 +249,7 @@ class Space:
         some = groups.take(first)
         sharding, offload = np.zeros_like(first), np.zeros_like(first)
         for kind, place in product(self.limits.shardings, self.limits.offloads):
-            states = np.full_like(first, SHARDINGS.index(kind)), np.full_like(first, OFFLOADS.index(place))
+            states = np.full_like(first, Sharding(kind).code), np.full_like(first, Offload(place).code)
             one = replace(some, sharding=states[0], offload=states[1], param_gather_overlap=states[0] > 0)
             lawful = legal_so_far(self.rules, self.setting, one, _KNOWN_OF_STATES)
             sharding, offload = np.maximum(sharding, states[0] * lawful), np.maximum(offload, states[1] * lawful)
@@ -351,7 +345,7 @@ class Space:
         # Without copies of a parameter sharding changes nothing, but that the host takes sharded optimizers only;
         # without sharding the split of dp changes nothing.
         rows = [
-            (SHARDINGS.index(sharding), OFFLOADS.index(place))
+            (Sharding(sharding).code, Offload(place).code)
             for sharding in limits.shardings
             for place in limits.offloads
             if copies or sharding == limits.shardings[0] or (sharding == "zero1" and place == "optimizer")
@@ -455,7 +449,7 @@ def _group_rows(
     limits: Limits, dp: int, cp_kinds: tuple[str, ...], tp_overlaps: tuple[bool, ...], rank_orders: tuple[str, ...]
 ) -> Ints:
     rows = [
-        (batch, micro, CP_KINDS.index(kind), overlap, RANK_ORDERS.index(order))
+        (batch, micro, ContextParallelKind(kind).code, overlap, RankOrder(order).code)
         for batch in limits.global_batches
         if batch % dp == 0
         for micro in divisors(batch // dp)
@@ -470,7 +464,7 @@ def _group_rows(
 @lru_cache(maxsize=4096)
 def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     return tuple(
-        (vp, SCHEDULES.index(schedule), layout)
+        (vp, Schedule(schedule).code, layout)
         for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp, is_uneven=limits.fewer_at_ends > 1))
         if limits.admits("vp", vp)
         for layout in (
@@ -496,4 +490,4 @@ def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
 def _recompute(text: str) -> tuple[int, int, int]:
     """The three columns that hold a choice of recomputation."""
     plan = ParallelPlan(global_batch=1, **parse_recompute(text))  # type: ignore[arg-type]
-    return RECOMPUTES.index(plan.recompute), module_bits(plan), repeated_layers(plan)
+    return Recompute(plan.recompute).code, module_bits(plan), repeated_layers(plan)

@@ -10,8 +10,9 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm import rules as megatron_lm
 from autoplan.search.limits import divisors
+from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.mixed_problem import MixedProblem
-from autoplan.spec.plan import ParallelPlan, Recompute, Sharding
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.setting import Setting
 
 MAX_STAGES = 32  # without interleaving deeper pipelines are mostly bubble

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.primus.rules import RULES as PRIMUS_RULES
-from autoplan.spec.framework import RANK_ORDERS, Framework
+from autoplan.spec.enums import RankOrder, RecomputeModule
+from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
-from autoplan.spec.plan import RECOMPUTE_MODULES, ParallelPlan, even_chunks
+from autoplan.spec.plan import ParallelPlan, even_chunks
 from autoplan.spec.result import PlanFile
 from autoplan.spec.setting import Setting
 from test_export_megatron_lm import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
@@ -76,7 +77,9 @@ MATRIX: dict[str, PlanFile] = {
     "dense, ring": plan_file_of(LLAMA_8B, seq_len=32768, cp=4, tp=2, sp=True, dp_shard=2),
     "dense, all to all": plan_file_of(LLAMA_8B, seq_len=32768, cp=4, cp_kind="all_to_all", tp=2, sp=True, dp_shard=4),
     "dense, shards replicated": plan_file_of(LLAMA_8B, tp=2, sp=True, dp_replicate=4, dp_shard=8),
-    "dense, pipelines first": plan_file_of(LLAMA_8B, tp=4, sp=True, pp=2, dp_shard=4, rank_order=RANK_ORDERS[1]),
+    "dense, pipelines first": plan_file_of(
+        LLAMA_8B, tp=4, sp=True, pp=2, dp_shard=4, rank_order=RankOrder.PP_BEFORE_DP
+    ),
     "dense, zero2": plan_file_of(LLAMA_8B, tp=2, sp=True, dp_shard=8, sharding="zero2"),
     "dense, zero3": plan_file_of(LLAMA_8B, dp_shard=16, sharding="zero3"),
     "dense, replicated zero3": plan_file_of(LLAMA_8B, dp_replicate=4, dp_shard=8, sharding="zero3"),
@@ -143,7 +146,7 @@ DEFECTS: dict[str, tuple[PlanFile, bool]] = {
     "number of experts": (plan_file_of(MIXTRAL, ep=3, dp_shard=3, global_batch=240), True),
     "expert grid": (plan_file_of(MIXTRAL, ep=8, etp=2, dp_shard=8), True),
     "copies of experts": (plan_file_of(MIXTRAL, ep=8, dp_replicate=2, dp_shard=4), True),
-    "order of experts": (plan_file_of(MIXTRAL, pp=2, ep=4, dp_shard=4, rank_order=RANK_ORDERS[1]), True),
+    "order of experts": (plan_file_of(MIXTRAL, pp=2, ep=4, dp_shard=4, rank_order=RankOrder.PP_BEFORE_DP), True),
     "gather without reduce": (plan_file_of(LLAMA_8B, dp_shard=8, grad_reduce_overlap=False), True),
     "overlap without sp": (plan_file_of(LLAMA_8B, tp=4, dp_shard=2, tp_overlap=True), True),
     "expert overlap alone": (plan_file_of(MIXTRAL, dp_shard=8, ep_overlap=True), True),
@@ -259,7 +262,7 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
                 {"recompute": "full", "recompute_num_layers": 1},
                 {"recompute": "selective"},
                 {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")},
-                {"recompute": "selective", "recompute_modules": RECOMPUTE_MODULES},
+                {"recompute": "selective", "recompute_modules": RecomputeModule},
             ]
         )
     )
@@ -285,7 +288,7 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
         grad_reduce_overlap=overlaps,
         param_gather_overlap=overlaps and sharding != "none",
         ep_overlap=moe and draw(st.booleans()),
-        rank_order=draw(st.sampled_from(RANK_ORDERS)) if pp > 1 else RANK_ORDERS[0],
+        rank_order=draw(st.sampled_from(RankOrder)) if pp > 1 else RankOrder.DP_BEFORE_PP,
         **recompute,
     )
     attention = draw(st.sampled_from(["flash", "unfused"]))

@@ -7,11 +7,12 @@ from dataclasses import replace
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
+from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_problem import MixedProblem, MixedStage, ReplicaKind
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from autoplan.spec.plan import Schedule
+from autoplan.spec.enums import Schedule
 
 # An operation is (kind, micro-batch, chunk in model order); kind is "F", "B", or "I" and "W" for a split backward.
 # A rank runs a list of actions, each of them one operation or, joined, several.

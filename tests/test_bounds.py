@@ -17,8 +17,9 @@ from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind
 from autoplan.search.limits import default_limits, with_wishes
 from autoplan.search.space import Inside, Space
 from autoplan.search.study import search
+from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
-from autoplan.spec.plan import SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Measurement, Operation, TimingTable
 from autoplan.spec.training import TrainingSpec
@@ -157,7 +158,7 @@ def test_a_group_with_fixed_replicas_may_hold_whole_states_with_fewer_communicat
     groups, kinds, of_group = some_kinds(space, 10_000, 0)
     _, least_bytes = group_bounds(problem, space, groups)
     plans, kind = space.plans_in(kinds)
-    assert {"none", "zero1"} <= {SHARDINGS[at] for at in plans.sharding}
+    assert {"none", "zero1"} <= {tuple(Sharding)[at] for at in plans.sharding}
     assert (least_bytes[of_group[kind]] <= estimate(problem, plans).memory_bytes * (1 + 1e-9)).all()
 
 
@@ -186,7 +187,7 @@ def test_the_certified_plan_is_that_of_full_enumeration(made: tuple[Problem, Spa
 
 
 def one_plan(pp: int, layout: tuple[int, ...], schedule: str, number: int) -> Inside:
-    columns = (len(layout) // pp, SCHEDULES.index(schedule), 0, number)
+    columns = (len(layout) // pp, Schedule(schedule).code, 0, number)
     vp, word, index, numbers = (np.array([value]) for value in columns)
     return Inside(layouts=(layout,), pp=pp, vp=vp, schedule=word, layout=index, recompute_num_layers=numbers)
 

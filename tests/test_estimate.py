@@ -21,9 +21,10 @@ from autoplan.cost.memory import MEMORY_TERMS
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster
+from autoplan.spec.enums import ContextParallelKind, Recompute, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
-from autoplan.spec.plan import CP_KINDS, RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
 from autoplan.spec.timing import Calibration
@@ -126,7 +127,7 @@ def plans(draw: st.DrawFn, *, model: str = "dense", fills_pipeline: bool = False
         tp=tp,
         sp=tp > 1 and (is_moe or draw(st.booleans())),
         cp=cp,
-        cp_kind=draw(st.sampled_from(CP_KINDS)),  # type: ignore[arg-type]
+        cp_kind=draw(st.sampled_from(ContextParallelKind)),  # type: ignore[arg-type]
         pp=pp,
         vp=vp,
         schedule="interleaved" if vp > 1 else draw(st.sampled_from(["1f1b", "gpipe"])),  # type: ignore[arg-type]
@@ -135,8 +136,8 @@ def plans(draw: st.DrawFn, *, model: str = "dense", fills_pipeline: bool = False
         etp=etp,
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
-        sharding=draw(st.sampled_from(SHARDINGS)),  # type: ignore[arg-type]
-        recompute=draw(st.sampled_from(RECOMPUTES)),  # type: ignore[arg-type]
+        sharding=draw(st.sampled_from(Sharding)),  # type: ignore[arg-type]
+        recompute=draw(st.sampled_from(Recompute)),  # type: ignore[arg-type]
         precision=draw(st.sampled_from(["bf16", "fp8"])),  # type: ignore[arg-type]
         offload=draw(st.sampled_from(["none", "none", "optimizer"])),  # type: ignore[arg-type]
         tp_overlap=draw(st.booleans()),
@@ -590,7 +591,7 @@ def test_lower_efficiency_of_every_component_never_speeds_a_step_up(
 # -- size of the batch ------------------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from(SHARDINGS), st.integers(1, 6))
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from(Sharding), st.integers(1, 6))
 def test_doubling_the_global_batch_doubles_the_work_of_one_stage(tp: int, dp: int, sharding: Any, m: int) -> None:
     once = ParallelPlan(global_batch=m * dp, tp=tp, sp=tp > 1, dp_shard=dp, sharding=sharding)
     one, two = (terms_of(problem_of(), plan) for plan in (once, dataclasses.replace(once, global_batch=2 * m * dp)))

@@ -503,7 +503,7 @@ def test_the_schema_of_a_cluster_refuses_what_the_decoder_refuses(change: dict[s
 @pytest.mark.parametrize("kind", [ClusterSpec, Framework])
 def test_defaults_in_a_schema_stand_in_the_unit_of_their_key(kind: type) -> None:
     for definition in definitions(kind).values():
-        properties = definition["properties"]
+        properties = definition.get("properties", {})  # an enumeration has none
         for human, inside, factor in FILE_UNITS:
             for key in properties:
                 si = properties.get(key.removesuffix(human) + inside) if key.endswith(human) else None

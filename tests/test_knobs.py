@@ -16,7 +16,8 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model
 from autoplan.search.knobs import memory_knobs
-from autoplan.spec.plan import DEGREES, RECOMPUTE_MODULES, ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.enums import RecomputeModule
+from autoplan.spec.plan import DEGREES, ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 
@@ -100,4 +101,4 @@ def test_a_framework_without_named_parts_is_offered_what_it_calls_selective() ->
     plan = ParallelPlan(global_batch=256, micro_batch=4, dp_shard=32, sharding="zero3")
     changes = {knob.change for knob in memory_knobs(problem, plan, universal.RULES_ALONE)}
     assert "recompute selectively" in changes
-    assert not any(module in change for change in changes for module in RECOMPUTE_MODULES)
+    assert not any(module in change for change in changes for module in RecomputeModule)

@@ -22,7 +22,8 @@ from autoplan.frameworks.launch_files import MOST_BYTES, READERS, read_launch
 from autoplan.frameworks.presets import load_framework
 from autoplan.launch.targets import TARGETS, exported
 from autoplan.read.model import load_model
-from autoplan.spec.plan import ParallelPlan, Sharding
+from autoplan.spec.enums import Sharding
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.result import PlanFile
 from commands import run
 

@@ -29,7 +29,7 @@ from autoplan.frameworks.primus import export as primus
 from autoplan.frameworks.primus import read as primus_in
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import chunk_layers
 from autoplan.spec.result import PlanFile
@@ -144,7 +144,7 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
             "untie_embeddings_and_output_weights": not model.tied_embeddings,
             "vocab_size": model.vocab_size,
             "num_distributed_optimizer_instances": 1 if plan.sharding == "none" else plan.dp_replicate,
-            "use_tp_pp_dp_mapping": plan.rank_order == RANK_ORDERS[1],
+            "use_tp_pp_dp_mapping": plan.rank_order == RankOrder.PP_BEFORE_DP,
             "multi_latent_attention": model.mla is not None,
             "use_megatron_fsdp": plan.sharding in ("zero2", "zero3"),
             "optimizer_cpu_offload": plan.offload == "optimizer",

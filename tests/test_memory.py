@@ -18,9 +18,10 @@ from autoplan.cost.memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_m
 from autoplan.cost.order import rank_orders
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
+from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
-from autoplan.spec.plan import RECOMPUTES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import VERDICTS, CostEstimate, StageCost
 from autoplan.spec.training import TrainingSpec
@@ -675,8 +676,8 @@ def plans(draw: st.DrawFn) -> tuple[Problem, ParallelPlan]:
         ep=draw(st.sampled_from(experts)),
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
-        sharding=draw(st.sampled_from(SHARDINGS)),  # type: ignore[arg-type]
-        recompute=draw(st.sampled_from(RECOMPUTES)),  # type: ignore[arg-type]
+        sharding=draw(st.sampled_from(Sharding)),  # type: ignore[arg-type]
+        recompute=draw(st.sampled_from(Recompute)),  # type: ignore[arg-type]
     )
 
 
@@ -695,7 +696,7 @@ def test_more_sharding_never_takes_more_state(case: tuple[Problem, ParallelPlan]
     problem, plan = case
     held = [
         [states(stage) for stage in stage_costs(problem, dataclasses.replace(plan, sharding=sharding))]  # type: ignore[arg-type]
-        for sharding in SHARDINGS
+        for sharding in Sharding
     ]
     for less, more in itertools.pairwise(held):
         assert np.all(np.array(more) <= np.array(less) * (1 + 1e-12))
@@ -710,7 +711,7 @@ def test_sharding_of_optimizer_and_gradients_never_takes_more_memory(case: tuple
 
 @pytest.mark.parametrize("model", sorted(PROBLEMS))
 def test_sharding_over_one_rank_gathers_nothing(model: str) -> None:
-    plans = [ParallelPlan(global_batch=8, sharding=sharding) for sharding in SHARDINGS]  # type: ignore[arg-type]
+    plans = [ParallelPlan(global_batch=8, sharding=sharding) for sharding in Sharding]  # type: ignore[arg-type]
     memory = price(PROBLEMS[model], *plans).memory_bytes
     assert memory.tolist() == pytest.approx([memory[0]] * 4)
 
@@ -723,7 +724,7 @@ def test_more_recomputation_never_keeps_more_activations(case: tuple[Problem, Pa
             stage.memory_terms_bytes["activations"]
             for stage in stage_costs(problem, dataclasses.replace(plan, recompute=recompute))  # type: ignore[arg-type]
         ]
-        for recompute in RECOMPUTES
+        for recompute in Recompute
     ]
     for less, more in itertools.pairwise(kept):
         assert np.all(np.array(more) <= np.array(less) * (1 + 1e-12))
@@ -732,7 +733,7 @@ def test_more_recomputation_never_keeps_more_activations(case: tuple[Problem, Pa
 @given(plans())
 def test_more_recomputation_never_takes_more_memory(case: tuple[Problem, ParallelPlan]) -> None:
     problem, plan = case
-    cost = price(problem, *(dataclasses.replace(plan, recompute=recompute) for recompute in RECOMPUTES))  # type: ignore[arg-type]
+    cost = price(problem, *(dataclasses.replace(plan, recompute=recompute) for recompute in Recompute))  # type: ignore[arg-type]
     # A stage of one layer and one micro-batch in flight has nothing to save: then no more than a layer's input.
     stored = 2 * plan.micro_batch * 1024 / plan.cp * 512
     assert np.all(np.diff(cost.memory_bytes) <= stored * problem.framework.reserved_factor * (1 + 1e-9))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.cost.order import Operation, chunks_of_ranks, live_chunks, microbatch_group, rank_orders
 from autoplan.cost.schedule import in_flight_chunks
-from autoplan.spec.plan import SCHEDULES, Schedule
+from autoplan.spec.enums import Schedule
 from pipeline_oracle import (
     TORCH,
     Action,
@@ -189,7 +189,7 @@ def test_chunks_between_their_two_gradients_count_with_those_alive(schedule: Sch
         assert float((live[rank] @ sizes).max()) == pytest.approx(peak)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", Schedule)
 def test_live_chunks_do_not_dominate_one_another_and_cannot_be_changed(schedule: Schedule) -> None:
     v = 1 if schedule in ("gpipe", "1f1b") else 2
     live = live_chunks(schedule, 6, v, 24)

@@ -15,7 +15,7 @@ from autoplan.base.errors import InputError, UnpricedError
 from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
 from autoplan.read.cluster import load_cluster
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.ranks import coordinates, hosts
 from autoplan.topology.cluster import NodeGroup, SwitchTier, WanSpec
@@ -222,7 +222,7 @@ def test_the_listed_order_is_the_placement_of_that_order() -> None:
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.permutations(NODES), st.sampled_from(RANK_ORDERS), st.floats(1, 4), st.floats(1, 3))
+@given(st.permutations(NODES), st.sampled_from(RankOrder), st.floats(1, 4), st.floats(1, 3))
 def test_more_bandwidth_never_hurts(order: list[str], rank_order: str, taper: float, faster: float) -> None:
     plan = replace(PLAN, placement=tuple(order), rank_order=rank_order)  # type: ignore[arg-type]
     times = []
@@ -244,7 +244,7 @@ def test_a_network_without_oversubscription_does_not_see_the_order() -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank_order", RANK_ORDERS)
+@pytest.mark.parametrize("rank_order", RankOrder)
 @pytest.mark.parametrize("degrees", [(2, 1, 4, 1, 4), (2, 2, 2, 2, 2), (1, 4, 2, 1, 2), (4, 1, 2, 2, 2)])
 def test_communicators_join_the_ranks_that_differ_along_their_axes(
     rank_order: str, degrees: tuple[int, int, int, int, int]

@@ -11,14 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError, UnpricedError
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import ContextParallelKind, Offload, Precision, RankOrder, Recompute, Schedule, Sharding
 from autoplan.spec.plan import (
-    CP_KINDS,
-    OFFLOADS,
-    PRECISIONS,
-    RECOMPUTES,
-    SCHEDULES,
-    SHARDINGS,
     ParallelPlan,
     PlanBatch,
     check_priced,
@@ -27,7 +21,6 @@ from autoplan.spec.plan import (
     even_chunks,
     parse_recompute,
 )
-from autoplan.spec.training import Precision
 
 LAYERS = 24
 degree = st.sampled_from([1, 2, 3, 4, 6, 8, 35])
@@ -42,7 +35,7 @@ def layouts(draw: st.DrawFn, chunks: int) -> tuple[int, ...] | None:
     return tuple(np.diff([0, *cuts, LAYERS]).tolist())
 
 
-recomputations = st.sampled_from(RECOMPUTES) | st.sampled_from(["full:1", "full:5", "moe_act", "core_attn+layernorm"])
+recomputations = st.sampled_from(Recompute) | st.sampled_from(["full:1", "full:5", "moe_act", "core_attn+layernorm"])
 
 
 @st.composite
@@ -57,7 +50,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         tp=draw(degree),
         sp=draw(st.booleans()),
         cp=draw(degree),
-        cp_kind=draw(st.sampled_from(CP_KINDS)),  # type: ignore[arg-type]
+        cp_kind=draw(st.sampled_from(ContextParallelKind)),  # type: ignore[arg-type]
         pp=pp,
         vp=vp,
         schedule=schedule,  # type: ignore[arg-type]
@@ -66,14 +59,14 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         etp=draw(degree),
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
-        sharding=draw(st.sampled_from(SHARDINGS)),  # type: ignore[arg-type]
+        sharding=draw(st.sampled_from(Sharding)),  # type: ignore[arg-type]
         **parse_recompute(draw(recomputations)),  # type: ignore[arg-type]
-        precision=draw(st.sampled_from(PRECISIONS)),  # type: ignore[arg-type]
+        precision=draw(st.sampled_from(Precision)),  # type: ignore[arg-type]
         offload=draw(st.sampled_from(["none", "optimizer"])),  # type: ignore[arg-type]
         tp_overlap=draw(st.booleans()),
         grad_reduce_overlap=draw(st.booleans()),
         param_gather_overlap=draw(st.booleans()),
-        rank_order=draw(st.sampled_from(RANK_ORDERS)),
+        rank_order=draw(st.sampled_from(RankOrder)),
     )
 
 
@@ -231,9 +224,9 @@ def test_microbatches_are_the_sequences_of_one_replica_in_micro_batches() -> Non
 
 
 def test_words_of_a_plan_are_ordered_so_that_later_shardings_shard_more() -> None:
-    assert SHARDINGS == ("none", "zero1", "zero2", "zero3")
-    assert SCHEDULES[:3] == ("1f1b", "gpipe", "interleaved")
-    assert OFFLOADS[0] == RECOMPUTES[0] == "none"
+    assert tuple(Sharding) == ("none", "zero1", "zero2", "zero3")
+    assert tuple(Schedule)[:3] == ("1f1b", "gpipe", "interleaved")
+    assert Offload.NONE == next(iter(Recompute)) == "none"
 
 
 @given(plans())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -10,8 +10,9 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model
+from autoplan.spec.enums import Precision
 from autoplan.spec.problem import Problem, precisions_of
-from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.spec.training import TrainingSpec
 
 RUNS: dict[str, str] = {
     "v100": "fp16 fp32",
@@ -40,7 +41,7 @@ def problem(cluster: str, precision: Any, framework: str = "torch") -> Problem:
 def test_a_device_runs_the_precisions_that_it_has_units_for(cluster: str) -> None:
     usable = RUNS[cluster].split()
     assert list(precisions_of(load_cluster(cluster).device)) == usable
-    for precision in get_args(Precision):
+    for precision in Precision:
         if precision in usable:
             assert problem(cluster, precision).training.precision == precision
         else:

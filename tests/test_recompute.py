@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm import rules as megatron_lm
 from autoplan.read.cluster import load_cluster
+from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, Experts, LatentAttention, ModelSpec
-from autoplan.spec.plan import RECOMPUTE_MODULES, ParallelPlan, PlanBatch, RecomputeModule, parse_recompute
+from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.setting import Setting
 from autoplan.spec.training import TrainingSpec
@@ -98,7 +99,7 @@ def test_parts_add_up_and_the_whole_moe_layer_holds_its_parts_once() -> None:
 
 
 def test_every_part_says_what_gives_it_back() -> None:
-    assert set(GIVEN_BACK_BY) == set(RECOMPUTE_MODULES) == set(get_args(RecomputeModule))
+    assert set(GIVEN_BACK_BY) == set(RecomputeModule)
     assert all(module in GIVEN_BACK_BY[module] for module in GIVEN_BACK_BY)
 
 
@@ -176,7 +177,7 @@ def test_a_number_of_layers_costs_its_share_of_all_of_them() -> None:
 def test_repeating_a_part_costs_less_than_repeating_the_layer() -> None:
     problem = problem_of(LATENT)
     whole = recompute_s(problem, "full")
-    for module in RECOMPUTE_MODULES:
+    for module in RecomputeModule:
         spent = recompute_s(problem, module)
         assert (spent > 0) is (module != "core_attn")
         assert spent < whole
@@ -188,7 +189,7 @@ def test_repeating_the_attention_core_costs_its_forward_pass_where_it_stores_sco
     assert recompute_s(problem, "core_attn") == pytest.approx(attention / 3)  # the backward pass is twice the forward
 
 
-@given(st.sets(st.sampled_from(RECOMPUTE_MODULES), min_size=1), st.sampled_from(RECOMPUTE_MODULES))
+@given(st.sets(st.sampled_from(RecomputeModule), min_size=1), st.sampled_from(RecomputeModule))
 def test_another_part_gives_back_more_and_costs_more(some: set[str], another: str) -> None:
     problem = problem_of(LATENT)
     less, more = ("+".join(sorted(modules)) for modules in (some, some | {another}))
@@ -246,7 +247,7 @@ def test_fields_that_contradict_one_another_are_refused(fields: dict[str, Any], 
 )
 def test_parts_that_a_model_lacks_are_refused(model: ModelSpec, missing: set[str]) -> None:
     setting = Setting(model=model, training=TrainingSpec(seq_len=TOKENS), num_devices=8)
-    for module in RECOMPUTE_MODULES:
+    for module in RecomputeModule:
         faults = broken(megatron_lm.RULES, setting, plan_of(module, dp_shard=8))
         assert bool(faults) is (module in missing)
         assert all(f"has no {module} to recompute" in fault for fault in faults)

@@ -16,7 +16,7 @@ from autoplan.cost import recurrence
 from autoplan.cost.order import microbatch_group
 from autoplan.cost.recurrence import PipelineTimes, is_recurrent, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
-from autoplan.spec.plan import SCHEDULES, Schedule
+from autoplan.spec.enums import Schedule
 from pipeline_oracle import (
     TORCH,
     cases,
@@ -29,7 +29,7 @@ from pipeline_oracle import (
     torch_actions,
 )
 
-EVERY_SCHEDULE = {schedule: (1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2) for schedule in SCHEDULES}
+EVERY_SCHEDULE = {schedule: (1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2) for schedule in Schedule}
 
 
 def run(schedule: Schedule, p: int, v: int, m: int, times: Floats, send_s: Floats, **switch: Any) -> PipelineTimes:
@@ -196,7 +196,7 @@ def test_the_closed_form_of_interleaved_chunks_that_differ_by_a_layer_is_off(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "blocking"), [*((one, False) for one in SCHEDULES), ("1f1b", True), ("interleaved", True)]
+    ("schedule", "blocking"), [*((one, False) for one in Schedule), ("1f1b", True), ("interleaved", True)]
 )
 def test_many_plans_are_as_many_single_ones(schedule: Schedule, blocking: bool) -> None:
     p, v, m = 3, EVERY_SCHEDULE[schedule], 9
@@ -240,7 +240,7 @@ def test_what_takes_longer_never_ends_sooner(schedule: Schedule, p: int, v: int,
     assert run(schedule, p, v, m, 3 * times, 3 * send).end_s == pytest.approx(3 * before.end_s)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", Schedule)
 def test_another_microbatch_costs_its_work(schedule: Schedule) -> None:
     """Exactly its work where the chunks are equal; where they are not, at least that of the least busy rank: until the
     busiest one decides, it may work in what were gaps before.
@@ -256,7 +256,7 @@ def test_another_microbatch_costs_its_work(schedule: Schedule) -> None:
         assert (after.makespan_s - before.makespan_s >= least * (1 - 1e-9)).all()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", Schedule)
 def test_one_stage_has_no_bubble_and_sends_nothing(schedule: Schedule) -> None:
     v = EVERY_SCHEDULE[schedule]
     times, _ = unequal(1, v, 7, plans=5)

@@ -16,8 +16,9 @@ from autoplan.frameworks.nanotron import rules as nanotron
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.rulebooks import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
+from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Experts, ModelSpec
-from autoplan.spec.plan import SCHEDULES, ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.setting import Setting
 from autoplan.spec.training import TrainingSpec
 
@@ -247,7 +248,7 @@ def test_an_ordinary_plan_is_legal(name: str) -> None:
 def test_a_batch_holds_no_dualpipe_that_its_micro_batches_do_not_fill() -> None:
     plan = plan_of(pp=4, vp=2, schedule="zb-v", global_batch=7)
     batch = PlanBatch.of([plan], DENSE.num_layers)
-    short = replace(batch, schedule=batch.schedule * 0 + SCHEDULES.index("dualpipe-v"))
+    short = replace(batch, schedule=batch.schedule * 0 + Schedule.DUALPIPE_V.code)
     assert legal(universal.RULES, setting_of(DENSE, plan), batch).all()
     assert not legal(universal.RULES, setting_of(DENSE, plan), short).any()
 

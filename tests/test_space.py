@@ -22,7 +22,7 @@ from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.read.cluster import load_cluster
 from autoplan.search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_wishes
 from autoplan.search.space import Cell, Space, chunk_counts, layouts
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
@@ -388,9 +388,9 @@ def test_both_rank_orders_are_looked_at_where_links_beyond_a_node_differ(
     cluster = replace(cluster, network=replace(cluster.network, tiers=tiers))
     problem = Problem(model=MOE, training=TRAINING, cluster=cluster, framework=load_framework(framework))
     limits = default_limits(problem, (8,))
-    assert limits.rank_orders == RANK_ORDERS[:orders]
+    assert limits.rank_orders == tuple(RankOrder)[:orders]
     found = {plan.rank_order for plan in enumerated(space_of(MOE, 8, limits))}
-    assert found == set(RANK_ORDERS[:orders])
+    assert found == set(tuple(RankOrder)[:orders])
     fixed = with_wishes(limits, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], allow=[])
-    assert fixed.rank_orders == RANK_ORDERS[1:]
+    assert fixed.rank_orders == tuple(RankOrder)[1:]
     assert all(plan.pp == 1 or plan.ep * plan.etp == plan.tp * plan.cp for plan in enumerated(space_of(MOE, 8, fixed)))

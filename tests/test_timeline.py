@@ -14,7 +14,8 @@ from autoplan.cost.estimate import STEP_TERMS, estimate, stage_costs
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.timeline import END_TERMS, STREAMS, Event, RankTimeline, Timeline, timeline
 from autoplan.frameworks.presets import load_framework
-from autoplan.spec.plan import SCHEDULES, ParallelPlan, PlanBatch, Schedule
+from autoplan.spec.enums import Schedule
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Calibration
 from test_estimate import cases, problem_of, problems
@@ -27,7 +28,7 @@ EXACT = 1e-9
 def any_schedule(draw: st.DrawFn) -> tuple[Problem, ParallelPlan]:
     """A pipeline under each of the schedules."""
     problem = draw(problems)
-    schedule = draw(st.sampled_from(SCHEDULES))
+    schedule = draw(st.sampled_from(Schedule))
     pp = draw(st.sampled_from([1, 2, 3, 4]))
     vp = 2 if schedule in ("interleaved", "zb-v", "dualpipe-v") else 1
     m = draw(st.integers(2 * pp if schedule == "dualpipe-v" else 1, 3 * pp + 2))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 import typer
 
 from autoplan.base.errors import InputError, UnpricedError
+from autoplan.spec.enums import Precision
 
 if TYPE_CHECKING:  # heavy modules load when a command runs, not when its help is shown
     from autoplan.profiler.store import Store
@@ -214,10 +215,10 @@ def _read_common(flags: TrainingFlags) -> _Common:
     from autoplan.base.files import decode
     from autoplan.frameworks.presets import load_framework
     from autoplan.read.model import load_model
-    from autoplan.spec.training import Attention, Precision, TrainingSpec
+    from autoplan.spec.training import Attention, TrainingSpec
 
     for option, value, known in (
-        ("--precision", flags.precision, get_args(Precision)),
+        ("--precision", flags.precision, tuple(Precision)),
         ("--attention", flags.attention, get_args(Attention)),
     ):
         if value not in known:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import typer
 
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.inputs import OutputFlags, parse_batches
+from autoplan.spec.enums import Sharding
 
 if TYPE_CHECKING:
     from autoplan.cli.estimate import EstimateFlags
     from autoplan.spec.mixed_problem import MixedProblem
-    from autoplan.spec.plan import Sharding
     from autoplan.spec.result import MixedPlanFile, MixedResult, SpaceFlags
 
 SHARDINGS = ("zero2", "zero3")  # that may be allowed
@@ -32,7 +32,7 @@ def search_parts(problem: MixedProblem, asked: SpaceFlags, output: OutputFlags) 
     low, high = parse_batches(asked.global_batch)
     if low != high:
         raise InputError(f"--global-batch {asked.global_batch}: a mixed cluster takes one number, not a range")
-    result = search_mixed(problem, low, ("none", "zero1", *_allowed(asked.allow)))
+    result = search_mixed(problem, low, (Sharding.NONE, Sharding.ZERO1, *_allowed(asked.allow)))
     _check(problem, result)
     file = make_mixed_file(problem, result.ranked, result.certificate)
     text = encode(file)
@@ -59,12 +59,11 @@ def search_parts(problem: MixedProblem, asked: SpaceFlags, output: OutputFlags) 
 
 
 def _allowed(allow: tuple[str, ...]) -> tuple[Sharding, ...]:
-    from autoplan.spec.plan import Sharding
 
     for wish in allow:
         if wish not in SHARDINGS:
             raise InputError(f"--allow {wish}: on a mixed cluster only {' and '.join(SHARDINGS)} may be allowed")
-    return tuple(sharding for sharding in get_args(Sharding) if sharding in allow)
+    return tuple(sharding for sharding in Sharding if sharding in allow)
 
 
 def _check(problem: MixedProblem, result: MixedResult) -> None:

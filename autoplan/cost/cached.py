@@ -18,8 +18,9 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.compute import add_up, padded_vocab, rank_tokens
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.schedule import in_flight_chunks
+from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 Kept = list[tuple[Floats, Floats]]  # size of a kept tensor, and how many of them are alive: (plans, stages) both
@@ -51,7 +52,7 @@ def _layers(model: ModelSpec, blocks: StageBlocks) -> Floats:
 
 
 def _in_flight(batch: PlanBatch, stages: int) -> Floats:
-    gpipe = batch.schedule == SCHEDULES.index("gpipe")
+    gpipe = batch.schedule == Schedule.GPIPE.code
     return in_flight_chunks(stages, batch.vp, batch.num_microbatches, gpipe=gpipe) / batch.vp[:, None]
 
 
@@ -138,6 +139,6 @@ def _unfit_gather(
     slice_bytes = MOMENT_BYTES / 2.0 / ranks
     fitting = parameters - np.where(slice_bytes * table > _largest(kept), ends * table, 0.0)
     fitting = fitting - np.where(slice_bytes * fc1 > _largest(kept), _layers(problem.model, blocks) * fc1, 0.0)
-    gathers = (batch.sharding == SHARDINGS.index("zero1"))[:, None] & (ranks > 1)
+    gathers = (batch.sharding == Sharding.ZERO1.code)[:, None] & (ranks > 1)
     twice = problem.framework.whole_gather_copies > 1
     return np.where(gathers & twice, np.maximum(missing - MOMENT_BYTES / ranks * fitting, 0.0), 0.0)

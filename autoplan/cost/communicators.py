@@ -13,8 +13,9 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.arithmetic import BlockShape
 from autoplan.cost.compute import expert_tokens, norm_tokens, padded_vocab, rank_tokens
+from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.model import Block
-from autoplan.spec.plan import PP_BEFORE_DP, PRECISIONS, SHARDINGS, PlanBatch
+from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -54,7 +55,7 @@ def groups(batch: PlanBatch) -> Groups:
     """
     ones = np.ones(len(batch), dtype=np.int64)
     stage = batch.tp * batch.cp * batch.dp
-    replicas = np.where(batch.sharding == SHARDINGS.index("none"), 1, batch.dp_replicate)
+    replicas = np.where(batch.sharding == Sharding.NONE.code, 1, batch.dp_replicate)
     shard = batch.cp * batch.dp // replicas
     expert = batch.ep * batch.etp
     expert_shard = np.maximum(stage // expert // replicas, 1)
@@ -85,7 +86,7 @@ def tp_buffer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def tp_gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """The same where it, or its gradient, enters a block's matrices: as quantised, if the framework gathers it so."""
-    is_narrow = problem.framework.narrow_tp_gathers & (batch.precision == PRECISIONS.index("fp8"))
+    is_narrow = problem.framework.narrow_tp_gathers & (batch.precision == Precision.FP8.code)
     return np.where(is_narrow, 0.5, 1.0) * tp_buffer_bytes(problem, batch)
 
 

@@ -16,8 +16,9 @@ from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.arithmetic import BlockShape, Linear, attention_context, block_shapes, mamba_scan_flops_per_token
 from autoplan.cost.measured import find_kernels, passes_s
 from autoplan.cost.whole import head_factor
+from autoplan.spec.enums import ContextParallelKind, Precision
 from autoplan.spec.model import Block
-from autoplan.spec.plan import CP_KINDS, PRECISIONS, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Operation
 
@@ -185,7 +186,7 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
     wide = peak.get("bf16", peak.get("fp16", 0.0))
     narrow = device.narrow_gemm_efficiency or device.gemm_efficiency * NARROW_GEMM_SHARE.get(device.generation, 0.88)
     by_precision = []
-    for precision in PRECISIONS:
+    for precision in Precision:
         name = NARROW_PEAK.get(precision, precision)
         # Volta has no bf16 and Hopper no fp4: such a plan runs at the nearest precision that the device has.
         rate = peak.get(name, peak.get("fp8", wide) if name == "nvfp4" else wide)  # type: ignore[call-overload]
@@ -332,7 +333,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     peak = wide_peak(problem)
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     widths = model.qk_head_dim + model.v_head_dim
-    elsewhere = np.where(batch.cp_kind == CP_KINDS.index("ring"), (batch.cp - 1) / batch.cp, 0.0)
+    elsewhere = np.where(batch.cp_kind == ContextParallelKind.RING.code, (batch.cp - 1) / batch.cp, 0.0)
     factor = problem.calibration.attention * (1.0 + (problem.framework.ring_attention_factor - 1.0) * elsewhere)
     if not problem.fuses_attention:
         scores = tokens * heads * training.seq_len  # the whole square: an unfused softmax masks, it does not skip
@@ -369,7 +370,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
 def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
     """Which plans run the core of the attention in 8 bits."""
     precisions = problem.framework.narrow_attention if problem.model.moe else ()
-    return np.isin(batch.precision, [PRECISIONS.index(precision) for precision in precisions])
+    return np.isin(batch.precision, [Precision(precision).code for precision in precisions])
 
 
 def _measured_attention_s(
@@ -380,7 +381,7 @@ def _measured_attention_s(
     All-to-all context parallelism divides the heads, a ring the queries of a whole sequence.
     """
     model, seq_len = problem.model, problem.training.seq_len
-    is_ring = batch.cp_kind == CP_KINDS.index("ring")
+    is_ring = batch.cp_kind == ContextParallelKind.RING.code
     split = batch.tp * np.where(is_ring, 1, batch.cp)
     is_windowed = block is Block.WINDOW_ATTENTION and model.window and model.window < seq_len
     window = model.window if is_windowed else 0
@@ -531,8 +532,8 @@ def _measured_experts(problem: Problem, batch: PlanBatch, references: tuple[Floa
 
 def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     """(forward, backward) bytes moved to quantise the inputs of narrow GEMMs; zero for 16-bit plans."""
-    framework, is_fp8 = problem.framework, batch.precision == PRECISIONS.index("fp8")
-    moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in PRECISIONS])[batch.precision]
+    framework, is_fp8 = problem.framework, batch.precision == Precision.FP8.code
+    moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
     moved = moved + LARGEST_BYTES * (is_fp8 & framework.scales_by_own_largest)
     # Blackwell's products take matrices of 8 bits as they lie.
     copies = is_fp8 & (problem.device.generation != "blackwell")

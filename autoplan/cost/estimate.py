@@ -39,8 +39,9 @@ from autoplan.cost.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
 from autoplan.cost.tail import FirstStage, optimizer_s, reduction_s, shown_gather_s, shown_reduce_s
 from autoplan.cost.whole import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
+from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Block
-from autoplan.spec.plan import SCHEDULES, SPLIT_SCHEDULES, ParallelPlan, PlanBatch
+from autoplan.spec.plan import SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import CostEstimate, StageCost, probability_above
 from autoplan.spec.timing import TIME_SPREADS
@@ -292,7 +293,7 @@ def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
     whole, critical = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp, by_stage)
     sends = np.broadcast_to(by_stage, laid.forward_s.shape)[np.arange(len(batch)), critical]
     makespan = whole - sends
-    is_gpipe = batch.schedule == SCHEDULES.index("gpipe")
+    is_gpipe = batch.schedule == Schedule.GPIPE.code
     if is_gpipe.any():
         flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
         makespan = np.where(is_gpipe, flow, makespan)
@@ -316,7 +317,7 @@ def _run_in_order(problem: Problem, laid: Stages, message: Floats) -> Iterator[t
         yield (
             rows,
             pipeline_times(
-                SCHEDULES[schedule],
+                tuple(Schedule)[schedule],
                 stages,
                 len(batch.layouts[layout]) // blocks.num_stages,
                 microbatches,

@@ -34,9 +34,10 @@ from autoplan.cost.compute import (
 )
 from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
 from autoplan.cost.whole import LAYER, SharedStates, layer_times, measures_end, repeats_core_only, shared_states
+from autoplan.spec.enums import ContextParallelKind, Precision, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import CP_KINDS, FULL, PRECISIONS, SHARDINGS, PlanBatch
+from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -325,7 +326,7 @@ def shared_scales_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
     Source: Transformer Engine pytorch/quantization.py, reduce_and_update_fp8_tensors; Megatron-LM
     core/parallel_state.py, get_amax_reduction_group.
     """
-    agrees = (batch.precision == PRECISIONS.index("fp8")) & (not problem.framework.scales_by_own_largest)
+    agrees = (batch.precision == Precision.FP8.code) & (not problem.framework.scales_by_own_largest)
     if not agrees.any():
         return np.zeros(len(batch))
     return np.where(agrees, links.short_all_reduce_s(np.ones_like(batch.tp), batch.tp * batch.cp * batch.dp), 0.0)
@@ -453,7 +454,7 @@ def _cp_s(
     ring_forward = np.maximum(ring - hidden_forward, ring / steps)
     ring_backward = np.maximum(2 * ring - hidden_backward, 2 * ring / steps)
     exchange = links.all_to_all_s(*places.cp, heads) + links.all_to_all_s(*places.cp, kv)
-    is_ring = batch.cp_kind == CP_KINDS.index("ring")
+    is_ring = batch.cp_kind == ContextParallelKind.RING.code
     forward = np.where(is_ring, ring_forward, exchange)
     backward = np.where(is_ring, ring_backward, exchange)
     return np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward, 0.0)
@@ -529,8 +530,8 @@ def fsdp_s(
     in every micro-batch.
     """
     framework = problem.framework
-    is_zero3 = batch.sharding == SHARDINGS.index("zero3")
-    is_zero2 = (batch.sharding == SHARDINGS.index("zero2")) & framework.zero2_reduces_every_microbatch
+    is_zero3 = batch.sharding == Sharding.ZERO3.code
+    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.zero2_reduces_every_microbatch
     forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
     rows = np.flatnonzero(is_zero3 | is_zero2)
     if not len(rows):
@@ -556,8 +557,8 @@ def copied_s(problem: Problem, batch: PlanBatch, parameters: Floats) -> tuple[Fl
     The passes wait for both.  Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
     """
     framework = problem.framework
-    is_zero3 = batch.sharding == SHARDINGS.index("zero3")
-    is_zero2 = (batch.sharding == SHARDINGS.index("zero2")) & framework.zero2_reduces_every_microbatch
+    is_zero3 = batch.sharding == Sharding.ZERO3.code
+    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.zero2_reduces_every_microbatch
     stays = is_zero3 & (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
     copied = np.where(stays, parameters / batch.num_microbatches, parameters)
     weights = framework.bytes_copied_per_gathered * copied * is_zero3

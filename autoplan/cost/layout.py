@@ -14,10 +14,11 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.order import V_SHAPED, chunks_of_ranks
+from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import ALL_LAYERS, SCHEDULES, PlanBatch, distinct_rows
+from autoplan.spec.plan import ALL_LAYERS, PlanBatch, distinct_rows
 
-V_SCHEDULES = [SCHEDULES.index(name) for name in V_SHAPED]
+V_SCHEDULES = [Schedule(name).code for name in V_SHAPED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def stage_blocks(model: ModelSpec, batch: PlanBatch, stages: int) -> StageBlocks
         for has_v in set(is_v[plans].tolist()):
             some = plans[is_v[plans] == has_v]
             rows = like[some]
-            held = chunks_of_ranks("zb-v" if has_v else "interleaved", stages, vp)
+            held = chunks_of_ranks(Schedule.ZB_V if has_v else Schedule.INTERLEAVED, stages, vp)
             layers, num_repeated = chunk_layers_of(batch, some), batch.recompute_num_layers[some]
             whole[:, rows] = ((layers <= num_repeated[:, None]) & (layers > 0)).T[held].any(axis=1)
             for kind, tables in chunk_blocks(model, layers, num_repeated).items():

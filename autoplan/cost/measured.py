@@ -18,7 +18,8 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.spec.plan import PRECISIONS, PlanBatch
+from autoplan.spec.enums import Precision
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Lookup, Operation, TimingTable
 
@@ -46,7 +47,7 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
     columns = np.stack(np.broadcast_arrays(np.zeros(len(batch)), *sizes)[1:], axis=-1)
     found = Lookup.refused(columns.shape[:-1])
     for at in np.unique(batch.precision):
-        name = PRECISIONS[at]
+        name = tuple(Precision)[at]
         rows = np.flatnonzero(batch.precision == at)
         some = columns[..., rows, :]
         own = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), some.reshape(-1, some.shape[-1]))

@@ -28,8 +28,9 @@ from autoplan.cost.recompute import (
     whole_bytes,
 )
 from autoplan.cost.schedule import in_flight_chunks
+from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
 from autoplan.spec.model import Block
-from autoplan.spec.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, SPLIT_SCHEDULES, PlanBatch, distinct_rows
+from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch, distinct_rows
 from autoplan.spec.problem import Problem
 
 # The terms of a stage in the order in which they are shown.  What the framework's tensors take comes first; then what
@@ -84,7 +85,7 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
 
 def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
     """Parameters that a rank of every stage updates: shape (plans, stages)."""
-    places, is_sharded = groups(batch), batch.sharding >= SHARDINGS.index("zero1")
+    places, is_sharded = groups(batch), batch.sharding >= Sharding.ZERO1.code
     own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]
     return own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
 
@@ -150,10 +151,10 @@ def _gathered_bytes(
     root = (parameters.ends.T * dense_spread).T * (element + framework.bytes_per_reduced_grad)
     stage = spread(parameters.dense.T, parameters.expert.T).T * (element + framework.bytes_per_reduced_grad)
     whole = (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
-    zero3 = batch.sharding == SHARDINGS.index("zero3")
+    zero3 = batch.sharding == Sharding.ZERO3.code
     copies = framework.whole_gather_copies + framework.whole_gather_copies / np.maximum(places.shard[1], 1) / 2
     at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
-    zero1 = (batch.sharding == SHARDINGS.index("zero1")) & (framework.whole_gather_copies > 0)
+    zero1 = (batch.sharding == Sharding.ZERO1.code) & (framework.whole_gather_copies > 0)
     gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
     return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
 
@@ -188,7 +189,7 @@ def _activations(
         one += (count - repeated) * kept[block][:, None] + repeated * stored[:, None]
     depths = _prediction_bytes(problem, batch, kept)
     one += blocks.at_last(depths)
-    microbatches, is_gpipe = batch.num_microbatches, batch.schedule == SCHEDULES.index("gpipe")
+    microbatches, is_gpipe = batch.num_microbatches, batch.schedule == Schedule.GPIPE.code
     live = in_flight_chunks(blocks.num_stages, batch.vp, microbatches, gpipe=is_gpipe)
     result = (one / batch.vp[:, None] + boundary[:, None]) * live
     # More micro-batches than fill the pipeline three times keep no more alive, but where all of them are.
@@ -263,7 +264,7 @@ def _most_alive(
     vp = chunk_bytes.shape[1] // stages
     first, like = distinct_rows(schedules, microbatches)
     for at, one in enumerate(first):
-        rows, schedule = np.flatnonzero(like == at), SCHEDULES[schedules[one]]
+        rows, schedule = np.flatnonzero(like == at), tuple(Schedule)[schedules[one]]
         waits = waiting_bytes is not None and schedules[one] in SPLIT_SCHEDULES
         # Whole numbers as floats, as those they are multiplied with are.
         alive = live_chunks(schedule, stages, vp, int(microbatches[one]), waiting=waits).astype(np.float64)
@@ -320,21 +321,21 @@ def states(
     """(weights, gradients, optimizer) bytes under every sharding, experts over their own group (`modelling` B1)."""
     framework = problem.framework
     sharding = batch.sharding
-    zero1 = sharding >= SHARDINGS.index("zero1")
+    zero1 = sharding >= Sharding.ZERO1.code
     # A buffer that gathers the gradients of several micro-batches before they are reduced holds all of them.
     reduces = framework.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
-    zero2 = (sharding > SHARDINGS.index("zero2")) | ((sharding == SHARDINGS.index("zero2")) & reduces)
-    zero3 = sharding >= SHARDINGS.index("zero3")
+    zero2 = (sharding > Sharding.ZERO2.code) | ((sharding == Sharding.ZERO2.code) & reduces)
+    zero3 = sharding >= Sharding.ZERO3.code
     spread = partial(_spread_bytes, parameters, places)
-    fp16 = batch.precision == PRECISIONS.index("fp16")
+    fp16 = batch.precision == Precision.FP16.code
     weights = spread(framework.bytes_per_weight, zero1 if framework.fsdp2_states else zero3) + _narrow_weight_bytes(
         problem, batch, parameters
     )
     gradients = spread(framework.bytes_per_grad, zero2)
     gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
-    buckets = (sharding == SHARDINGS.index("none")) & (batch.dp > 1)
+    buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
     gradients += spread(framework.bytes_per_bucket_grad, zero1) * buckets[:, None]
-    on_device = batch.offload != OFFLOADS.index("optimizer")
+    on_device = batch.offload != Offload.OPTIMIZER.code
     if framework.offloads_grads:
         gradients *= (on_device | ~zero3)[:, None]
     optimizer = spread(framework.bytes_per_optimizer_state, zero1) * on_device[:, None]
@@ -356,23 +357,23 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
     copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
     for name in problem.framework.narrow_weights:
         copies[name] -= problem.framework.bytes_per_weight
-    per_weight = np.array([copies.get(precision, 0.0) for precision in PRECISIONS])[batch.precision]
-    per_weight = np.where(batch.sharding >= SHARDINGS.index("zero3"), 0.0, per_weight)
+    per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
+    per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
     return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
 
 
 def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups) -> Floats:
     """What lives only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
     framework = problem.framework
-    zero1 = batch.sharding >= SHARDINGS.index("zero1")
-    on_device = batch.offload != OFFLOADS.index("optimizer")
+    zero1 = batch.sharding >= Sharding.ZERO1.code
+    on_device = batch.offload != Offload.OPTIMIZER.code
     copies = _spread_bytes(parameters, places, framework.bytes_per_update_copy, zero1) * on_device[:, None]
     # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
     # do without buckets, all at once.
-    whole = (batch.precision != PRECISIONS.index("fp16")) & (framework.bytes_per_bf16_gathered_weight > 0)
+    whole = (batch.precision != Precision.FP16.code) & (framework.bytes_per_bf16_gathered_weight > 0)
     gathered = framework.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
     buckets = np.where(whole[:, None], gathered, framework.bucket_bytes)
-    return copies + buckets * (batch.sharding == SHARDINGS.index("zero1"))[:, None]
+    return copies + buckets * (batch.sharding == Sharding.ZERO1.code)[:, None]
 
 
 def _dealt(places: Groups, num_experts: int) -> Groups:
@@ -396,8 +397,8 @@ def _held(
     """What the moments of an FSDP2 step are made of."""
     model, framework = problem.model, problem.framework
     shapes = block_shapes(model)
-    every = (batch.sharding >= SHARDINGS.index("zero2")) & (batch.pp == 1)
-    sharded = batch.sharding >= SHARDINGS.index("zero1")
+    every = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
+    sharded = batch.sharding >= Sharding.ZERO1.code
     has_before = batch.num_microbatches > 1
     unit, stored = np.zeros(len(batch)), stored_bytes(problem, batch)
     for blocks_of in set(model.layers):
@@ -434,7 +435,7 @@ def _held(
         accumulated=(_spread_bytes(parameters, places, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
         * has_before[:, None],
         reduces_every=(every & has_before & (places.shard[1] > 1))[:, None] & (whole > 0),
-        frees_weights=((batch.sharding == SHARDINGS.index("zero3")) & (batch.pp == 1))[:, None] & (whole > 0),
+        frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (whole > 0),
         live=live,
         left=np.maximum(live - one / batch.vp[:, None], 0.0),
         logits=blocks.at_last(per_logit * _num_logits(problem, batch) + _last_norm_bytes(problem, batch)),
@@ -454,7 +455,7 @@ def _held_by_stage(
     inputs[:, 0] -= 1
     outputs = batch.vp[:, None] - blocks.is_last
     in_flight = in_flight_chunks(
-        blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=batch.schedule == SCHEDULES.index("gpipe")
+        blocks.num_stages, batch.vp, batch.num_microbatches, gpipe=batch.schedule == Schedule.GPIPE.code
     )
     least = np.min([add_up(kept[block] for block in layer) for layer in set(model.layers)], axis=0)
     stored = stored_bytes(problem, batch) * len(model.layers[0])
@@ -479,7 +480,7 @@ def _refills(batch: PlanBatch, in_flight: Ints) -> Bools:
 
     Rank r of ZB-H1 keeps r of these back: all ranks begin with as many forward passes as there are ranks, a chunk.
     """
-    waits = batch.schedule == SCHEDULES.index("zb-h1")
+    waits = batch.schedule == Schedule.ZB_H1.code
     begins: Floats = np.where(waits, batch.pp, in_flight.T / batch.vp)
     return np.asarray(batch.num_microbatches[:, None] > begins.T)
 
@@ -580,7 +581,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     freed = terms["activations"] + logits + terms["transients"]
     terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
     # Gradients that are reduced during backward passes have their bucket beside the activations.
-    terms["gathered"] += (framework.bucket_bytes * (batch.sharding >= SHARDINGS.index("zero2")))[:, None]
+    terms["gathered"] += (framework.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     moments: Moments = {}
     if framework.fsdp2_states:
         held = _held(problem, batch, blocks, parameters, places, kept, repeat)
@@ -658,7 +659,7 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/filesystem_async.py).
     """
     framework, places = problem.framework, groups(batch)
-    on_host = (batch.offload == OFFLOADS.index("optimizer"))[:, None]
+    on_host = (batch.offload == Offload.OPTIMIZER.code)[:, None]
     offloaded = own_parameters(batch, parameters) * on_host
     offloaded = offloaded * (framework.bytes_per_optimizer_state + framework.bytes_per_grad)
     saved = parameters.dense / places.dense_copies[1][:, None] + parameters.expert / places.expert_copies[1][:, None]

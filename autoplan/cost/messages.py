@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.cost.order import Operation, chunks_of_ranks, microbatch_group, rank_orders, warmup_forwards
-from autoplan.spec.plan import Schedule
+from autoplan.spec.enums import Schedule
 
 # Rows of the table of times, each of them for all chunks: forward, backward, its halves, and a joined forward and
 # backward (named by the chunk of the forward).  After them comes one row, the time of a message.
@@ -195,8 +195,8 @@ def overlapped_steps(schedule: Schedule, stages: int, chunks: int, num_microbatc
 
 def blocking_steps(stages: int, chunks: int, num_microbatches: int) -> Steps:
     """Steps of 1F1B, interleaved or not, where both ranks stay in the call that passes a message on."""
-    messages = _Messages("interleaved", stages, chunks, num_microbatches)
-    orders = rank_orders("interleaved", stages, chunks, num_microbatches)
+    messages = _Messages(Schedule.INTERLEAVED, stages, chunks, num_microbatches)
+    orders = rank_orders(Schedule.INTERLEAVED, stages, chunks, num_microbatches)
     group = microbatch_group(stages, num_microbatches)
     ranks: list[list[Step]] = []
     early: list[int] = []

@@ -22,8 +22,9 @@ from autoplan.cost.compute import (
     rank_tokens,
 )
 from autoplan.cost.moments import WIDE_BYTES
+from autoplan.spec.enums import Precision, RecomputeModule
 from autoplan.spec.model import Block
-from autoplan.spec.plan import PRECISIONS, SELECTIVE, PlanBatch, RecomputeModule
+from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 
 # What eager code keeps of each attention score: softmax output (2 bytes), the scores and a masked copy; a fused kernel
@@ -38,18 +39,18 @@ ATTENTION_BLOCKS = (Block.ATTENTION, Block.WINDOW_ATTENTION)
 
 # Recomputing the whole MoE layer gives back what its parts would.
 GIVEN_BACK_BY: Mapping[RecomputeModule, tuple[RecomputeModule, ...]] = {
-    "core_attn": ("core_attn",),
-    "layernorm": ("layernorm",),
-    "mla_up_proj": ("mla_up_proj",),
-    "mlp": ("mlp",),
-    "moe": ("moe",),
-    "moe_act": ("moe_act", "moe"),
-    "shared_experts": ("shared_experts", "moe"),
+    RecomputeModule.CORE_ATTN: (RecomputeModule.CORE_ATTN,),
+    RecomputeModule.LAYERNORM: (RecomputeModule.LAYERNORM,),
+    RecomputeModule.MLA_UP_PROJ: (RecomputeModule.MLA_UP_PROJ,),
+    RecomputeModule.MLP: (RecomputeModule.MLP,),
+    RecomputeModule.MOE: (RecomputeModule.MOE,),
+    RecomputeModule.MOE_ACT: (RecomputeModule.MOE_ACT, RecomputeModule.MOE),
+    RecomputeModule.SHARED_EXPERTS: (RecomputeModule.SHARED_EXPERTS, RecomputeModule.MOE),
 }
 # The matrices of each part, by the names of `arithmetic`.
 LINEARS_OF: Mapping[RecomputeModule, tuple[str, ...]] = {
-    "mla_up_proj": ("q_up", "kv_up"),
-    "shared_experts": ("shared_fc1", "shared_fc2"),
+    RecomputeModule.MLA_UP_PROJ: ("q_up", "kv_up"),
+    RecomputeModule.SHARED_EXPERTS: ("shared_fc1", "shared_fc2"),
 }
 
 Parts = dict[RecomputeModule | None, Floats]
@@ -68,7 +69,7 @@ def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     element = problem.training.element_bytes
     if not problem.framework.keeps_narrow_copies:
         return np.full(len(batch), element)
-    return np.array([NARROW_BYTES.get(precision, element) for precision in PRECISIONS])[batch.precision]
+    return np.array([NARROW_BYTES.get(precision, element) for precision in Precision])[batch.precision]
 
 
 def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
@@ -89,11 +90,16 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     elif block is Block.MOE:
         parts = _moe_parts(problem, batch)
     else:
-        parts = {"mlp": _bytes_per_width(problem, batch) * rank_tokens(problem, batch) * model.ffn_size / batch.tp}
+        parts = {
+            RecomputeModule.MLP: _bytes_per_width(problem, batch)
+            * rank_tokens(problem, batch)
+            * model.ffn_size
+            / batch.tp
+        }
     # The norm's output is the input of the first GEMM.
     output, rest = input_bytes(problem, batch) * sliced, (norm - element) * sliced
     if _has_norm_module(problem, block):
-        parts["layernorm"] = output
+        parts[RecomputeModule.LAYERNORM] = output
     else:
         rest = rest + output
     if not framework.regathers_norm_output:
@@ -101,7 +107,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         if not framework.fsdp2_states:
             rest = rest + gathered
         elif block is Block.MLP:  # gathered inside of what is repeated, which begins with the norm's output
-            parts["mlp"] = parts["mlp"] + gathered
+            parts[RecomputeModule.MLP] = parts[RecomputeModule.MLP] + gathered
         elif block is not Block.MOE:  # whose ranks take their own tokens
             rest = rest + gathered
     parts[None] = parts.get(None, 0.0) + rest
@@ -148,7 +154,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
     if mla := model.mla:
         latents = element * (2.0 * (mla.q_lora_rank or 0) + 2.0 * mla.kv_lora_rank + mla.qk_rope_head_dim)
         expanded = element * (2.0 * model.qk_head_dim + mla.qk_nope_head_dim + mla.v_head_dim)
-        parts["mla_up_proj"] = tokens * expanded * heads
+        parts[RecomputeModule.MLA_UP_PROJ] = tokens * expanded * heads
         kept = tokens * (latents + _output_bytes(problem, batch) * mla.v_head_dim * heads)
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
@@ -161,7 +167,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
         is_fused = framework.fuses_softmax or training.attention == "megatron-fused"
         score = framework.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES
         score += SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0
-        parts["core_attn"] = score * tokens * heads * training.seq_len
+        parts[RecomputeModule.CORE_ATTN] = score * tokens * heads * training.seq_len
     else:
         kept = kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
     parts[None] = kept
@@ -191,9 +197,11 @@ def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
     if problem.framework.fsdp2_states:  # outputs for the gradients of the scores, and once more weighted by them
         inputs = 3.0 * inputs
     return {
-        "moe": 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + (width - narrow) * per_width,
-        "moe_act": narrow * per_width,
-        "shared_experts": width * rank_tokens(problem, batch) * moe.shared_expert_ffn_size / batch.tp,
+        RecomputeModule.MOE: 12.0 * norm_tokens(problem, batch) * moe.num_experts
+        + inputs
+        + (width - narrow) * per_width,
+        RecomputeModule.MOE_ACT: narrow * per_width,
+        RecomputeModule.SHARED_EXPERTS: width * rank_tokens(problem, batch) * moe.shared_expert_ffn_size / batch.tp,
     }
 
 
@@ -245,13 +253,13 @@ def selective_s(
 
 
 def _parts_of(problem: Problem, block: Block) -> tuple[RecomputeModule, ...]:
-    norm: tuple[RecomputeModule, ...] = ("layernorm",) if _has_norm_module(problem, block) else ()
+    norm: tuple[RecomputeModule, ...] = (RecomputeModule.LAYERNORM,) if _has_norm_module(problem, block) else ()
     if block in ATTENTION_BLOCKS:
-        core: tuple[RecomputeModule, ...] = ("core_attn",) if stores_scores(problem) else ()
-        return (*norm, *core, "mla_up_proj") if problem.model.mla else (*norm, *core)
+        core: tuple[RecomputeModule, ...] = (RecomputeModule.CORE_ATTN,) if stores_scores(problem) else ()
+        return (*norm, *core, RecomputeModule.MLA_UP_PROJ) if problem.model.mla else (*norm, *core)
     if block is Block.MOE:
-        return (*norm, "moe", "moe_act", "shared_experts")
-    return ("mlp",) if block is Block.MLP else ()
+        return (*norm, RecomputeModule.MOE, RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS)
+    return (RecomputeModule.MLP,) if block is Block.MLP else ()
 
 
 def _module_s(

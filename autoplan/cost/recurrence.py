@@ -18,7 +18,7 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
 from autoplan.cost.messages import Step, blocking_steps, overlapped_steps
 from autoplan.cost.order import check_schedule, chunks_of_ranks
-from autoplan.spec.plan import Schedule
+from autoplan.spec.enums import Schedule
 
 MAX_OPERATIONS = 2**19  # a larger order would compile for seconds
 BLOCK_VALUES = 2**18  # ends of operations that are held at once, 2 MiB: more leaves the caches, fewer run short rows

@@ -19,8 +19,9 @@ from autoplan.cost.compute import add_up, memory_bound_s
 from autoplan.cost.layout import StageBlocks
 from autoplan.cost.measured import find
 from autoplan.cost.memory import StageParameters
+from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
-from autoplan.spec.plan import OFFLOADS, PRECISIONS, SCHEDULES, SHARDINGS, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.topology.levels import Gaps
 
@@ -119,7 +120,7 @@ def _sharded_s(
     gather = gather + links.all_gather_s(*expert_shard, narrow * expert)
 
     kind = batch.sharding[:, None]
-    zero1, zero2 = SHARDINGS.index("zero1"), SHARDINGS.index("zero2")
+    zero1, zero2 = Sharding.ZERO1.code, Sharding.ZERO2.code
     once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
     reduce = np.where(once, dearer * first + wait + across, across)
     pieces = _weight_tensors(problem, blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
@@ -133,7 +134,7 @@ def gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     Those with scales of blocks are gathered in 16 bits and quantised then: either copy is needed.
     Source: Megatron-LM core/distributed/param_and_grad_buffer.py, and reuse_grad_buf_for_mxfp8_param_ag.
     """
-    is_narrow = (batch.precision == PRECISIONS.index("fp8")) & ("fp8" in problem.framework.narrow_weights)
+    is_narrow = (batch.precision == Precision.FP8.code) & ("fp8" in problem.framework.narrow_weights)
     return np.where(is_narrow, 1.0, problem.training.element_bytes)
 
 
@@ -179,7 +180,7 @@ def shown_gather_s(
 
 def _chunks(batch: PlanBatch) -> Ints:
     """Of every rank, that follow one another in groups of passes."""
-    return np.where(batch.schedule == SCHEDULES.index("interleaved"), batch.vp, 1)
+    return np.where(batch.schedule == Schedule.INTERLEAVED.code, batch.vp, 1)
 
 
 def _between_chunks_s(batch: PlanBatch, pass_s: Floats) -> Floats:
@@ -233,4 +234,4 @@ def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
     moved = framework.bytes_moved_per_update + framework.bytes_per_grad + problem.training.element_bytes
     on_host = own * moved / link
-    return np.where(batch.offload == OFFLOADS.index("optimizer"), on_host, update_s(problem, own, held))
+    return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, update_s(problem, own, held))

@@ -31,7 +31,8 @@ from autoplan.cost.order import Operation, chunks_of_ranks, rank_orders
 from autoplan.cost.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.tail import reduction_s
 from autoplan.cost.whole import FORWARD_SHARE
-from autoplan.spec.plan import ParallelPlan, PlanBatch, Schedule
+from autoplan.spec.enums import Schedule
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.ranks import coordinates
 from autoplan.spec.result import Place

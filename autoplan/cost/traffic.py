@@ -33,6 +33,7 @@ from autoplan.cost.memory import StageParameters, stage_parameters
 from autoplan.cost.order import chunks_of_ranks
 from autoplan.cost.recompute import ATTENTION_BLOCKS
 from autoplan.cost.tail import gathered_bytes, reduce_buckets
+from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SELECTIVE, ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -171,7 +172,9 @@ def _passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block: Bloc
     share = problem.framework.selective_recompute_share
     if batch.recompute[0] == SELECTIVE and share:
         repeated = share * count
-    elif (block is Block.MLP and batch.repeats("mlp")[0]) or (block is Block.MOE and batch.repeats("moe")[0]):
+    elif (block is Block.MLP and batch.repeats(RecomputeModule.MLP)[0]) or (
+        block is Block.MOE and batch.repeats(RecomputeModule.MOE)[0]
+    ):
         repeated = count
     microbatches = float(batch.num_microbatches[0])
     return microbatches * count, microbatches * (count + repeated)

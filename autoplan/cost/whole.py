@@ -16,8 +16,9 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.measured import Sizes, find_kernels
+from autoplan.spec.enums import Sharding
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.plan import DEFAULT_MODULE_BITS, SELECTIVE, SHARDINGS, PlanBatch
+from autoplan.spec.plan import DEFAULT_MODULE_BITS, SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Lookup, Operation
 
@@ -113,7 +114,7 @@ def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
     is_one = batch.dp == 1
     kind = np.where(is_one, 0, batch.sharding)
     # A pipeline keeps its weights for the step and reduces once.
-    kind = np.where((batch.pp > 1) & (kind > 0), SHARDINGS.index("zero1"), kind)
+    kind = np.where((batch.pp > 1) & (kind > 0), Sharding.ZERO1.code, kind)
     zeros = np.zeros(len(batch))
     every = np.choose(kind, [zeros, zeros, np.maximum(kept - gather, 0.0), again])
     once = np.choose(kind, [none, kept, np.minimum(gather, kept), zeros])

@@ -14,6 +14,7 @@ from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
 from autoplan.runs.runs import Run, read_runs
 from autoplan.runs.table import positive, read_rows
+from autoplan.spec.enums import Recompute
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import VERDICTS, Prediction, Said
@@ -60,7 +61,7 @@ def _fits_recomputed(problem: Problem, plan: ParallelPlan, *, is_told: bool) -> 
     """
     if is_told and not (plan.recompute == "selective" and problem.fuses_attention):
         return False
-    batch = PlanBatch.of([replace(plan, recompute="full")], problem.model.num_layers)
+    batch = PlanBatch.of([replace(plan, recompute=Recompute.FULL)], problem.model.num_layers)
     return VERDICTS[int(estimate(problem, batch).verdict[0])] != "oom"
 
 

@@ -25,12 +25,13 @@ from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
 from autoplan.runs.table import BLANKS, read_rows
+from autoplan.spec.enums import Offload, Precision, Recompute, RecomputeModule, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, ModelSpec
-from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan, Recompute, RecomputeModule, Sharding
+from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Calibration
-from autoplan.spec.training import Attention, Precision, TrainingSpec
+from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
 DEFAULT_FRAMEWORK = "megatron-core"
@@ -149,7 +150,7 @@ def _problem(row: _Row) -> Problem:
         framework = load_framework(DEFAULT_FRAMEWORK)
         row.filled.append(f"framework treated as {DEFAULT_FRAMEWORK}")
     attention = row.word("attention", get_args(Attention), "flash")
-    precision = row.word("precision", get_args(Precision), "bf16")
+    precision = row.word("precision", tuple(Precision), "bf16")
     training = TrainingSpec(
         seq_len=row.integer("seq_len"),
         precision=precision,  # type: ignore[arg-type]
@@ -332,8 +333,8 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     sharding = row.text("sharding", "zero1")
     offload = sharding.endswith("+offload")
     sharding = sharding.removesuffix("+offload")
-    if sharding not in get_args(Sharding):
-        raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(get_args(Sharding))}")
+    if sharding not in tuple(Sharding):
+        raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(tuple(Sharding))}")
     shard = 1 if sharding == "none" else row.integer("shard_group", dp, most=MOST_DEGREE) or dp
     if dp % shard:
         raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
@@ -342,7 +343,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     vp = row.integer("vp", _usual_vp(problem, pp, global_batch // (micro_batch * dp)), most=MOST_DEGREE) or 1
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
-    recompute = row.word("recompute", get_args(Recompute), _usual_recompute(problem))
+    recompute = row.word("recompute", tuple(Recompute), _usual_recompute(problem))
     return ParallelPlan(
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -352,7 +353,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         pp=pp,
         vp=vp if pp > 1 else 1,
         layers_per_chunk=_layers_per_chunk(problem, pp, vp if pp > 1 else 1),
-        schedule="interleaved" if vp > 1 and pp > 1 else "1f1b",
+        schedule=Schedule.INTERLEAVED if vp > 1 and pp > 1 else Schedule.ONE_F_ONE_B,
         ep=ep,
         etp=etp,
         dp_replicate=dp // shard,
@@ -361,7 +362,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         recompute=recompute,  # type: ignore[arg-type]
         recompute_modules=_recompute_modules(problem, recompute),
         precision=problem.training.precision,
-        offload="optimizer" if offload else "none",
+        offload=Offload.OPTIMIZER if offload else Offload.NONE,
         tp_overlap=problem.framework.tp_overlap_share > 0,
         ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp, ep),
     )
@@ -418,13 +419,13 @@ def _usual_vp(problem: Problem, pp: int, num_microbatches: int) -> int:
 
 def _usual_recompute(problem: Problem) -> Recompute:
     """Where a row does not say: nothing, or the core of an attention that would keep its scores."""
-    return "none" if problem.training.attention != "flash" or problem.fuses_attention else "selective"
+    return Recompute.NONE if problem.training.attention != "flash" or problem.fuses_attention else Recompute.SELECTIVE
 
 
 def _recompute_modules(problem: Problem, recompute: str) -> tuple[RecomputeModule, ...]:
     """Tables do not name parts: the core of the attention, or of a latent one what recipes name, if it is fused."""
     latent = problem.model.mla is not None and problem.fuses_attention and problem.framework.repeats_up_projections
-    return ("mla_up_proj",) if recompute == "selective" and latent else DEFAULT_RECOMPUTE_MODULES
+    return (RecomputeModule.MLA_UP_PROJ,) if recompute == "selective" and latent else DEFAULT_RECOMPUTE_MODULES
 
 
 def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int:

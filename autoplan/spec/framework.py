@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_not_negative, check_positive
-
-# Which ranks are neighbours: the axis whose groups are closest comes first.
-RankOrder = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
-RANK_ORDERS: tuple[RankOrder, ...] = get_args(RankOrder)
+from autoplan.spec.enums import RankOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +182,7 @@ class Framework:
     rules: Literal["megatron-lm", "primus", "torchtitan", "nanotron", "deepspeed", "fsdp2", "trainer", "unknown"] = (
         "megatron-lm"
     )
-    rank_orders: tuple[RankOrder, ...] = RANK_ORDERS[:1]  # that it can number its ranks in, its default first
+    rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)  # that it can number its ranks in, its default first
     # -- where the run tables name it ---------------------------------------------------------------------------
     # Its recipes for dense models interleave chunks of one layer, which a table may leave out.
     interleaves_layers: bool = False

@@ -7,12 +7,13 @@ from string import ascii_uppercase
 
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
+from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan, Recompute, Schedule, Sharding
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Calibration
-from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
 from autoplan.topology.levels import Level
 from autoplan.topology.mixed_cluster import MixedCluster
@@ -73,10 +74,10 @@ class MixedPlan:
     """One configuration of a mixed cluster.  Kinds that are equal become one, and all stand in one order."""
 
     kinds: tuple[ReplicaKind, ...]
-    sharding: Sharding = "zero1"
-    recompute: Recompute = "none"
-    precision: Precision = "bf16"
-    schedule: Schedule = "1f1b"
+    sharding: Sharding = Sharding.ZERO1
+    recompute: Recompute = Recompute.NONE
+    precision: Precision = Precision.BF16
+    schedule: Schedule = Schedule.ONE_F_ONE_B
 
     def __post_init__(self) -> None:
         if not self.kinds:

@@ -6,40 +6,45 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Literal, get_args
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Ints
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
-from autoplan.spec.framework import RANK_ORDERS, RankOrder
-from autoplan.spec.training import Precision
+from autoplan.spec.enums import (
+    CodedEnum,
+    ContextParallelKind,
+    Offload,
+    Precision,
+    RankOrder,
+    Recompute,
+    RecomputeModule,
+    Schedule,
+    Sharding,
+    enum_value,
+)
 
-Schedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
-Sharding = Literal["none", "zero1", "zero2", "zero3"]
-Recompute = Literal["none", "selective", "full"]
-# Parts of a layer that selective recomputation may repeat, by Megatron-Core's names (transformer_config.py).
-RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
-ContextParallelKind = Literal["ring", "all_to_all"]
-Offload = Literal["none", "optimizer", "activations"]
-
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
-# Indices of the schedules that put off the weight gradients; they have no closed form.
-SPLIT_SCHEDULES = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe-v"))
-SHARDINGS: tuple[str, ...] = get_args(Sharding)
-RECOMPUTES: tuple[str, ...] = get_args(Recompute)
-RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
-CP_KINDS: tuple[str, ...] = get_args(ContextParallelKind)
-OFFLOADS: tuple[str, ...] = get_args(Offload)
-PRECISIONS: tuple[str, ...] = get_args(Precision)
+# Schedules that put off the weight gradients; they have no closed form.
+SPLIT_SCHEDULES = tuple(name.code for name in (Schedule.ZB_H1, Schedule.ZB_V, Schedule.DUALPIPE_V))
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order in which a plan is told
-SELECTIVE, FULL = RECOMPUTES.index("selective"), RECOMPUTES.index("full")
-DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = ("core_attn",)
-DEFAULT_MODULE_BITS = 1 << RECOMPUTE_MODULES.index("core_attn")
+SELECTIVE, FULL = Recompute.SELECTIVE.code, Recompute.FULL.code
+DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = (RecomputeModule.CORE_ATTN,)
+DEFAULT_MODULE_BITS = 1 << RecomputeModule.CORE_ATTN.code
 ALL_LAYERS = 10**6  # more than any chunk has
-PP_BEFORE_DP = RANK_ORDERS.index("tp-cp-ep-pp-dp")
+PP_BEFORE_DP = RankOrder.PP_BEFORE_DP.code
+
+
+ENUMS: dict[str, type[CodedEnum]] = {
+    "cp_kind": ContextParallelKind,
+    "schedule": Schedule,
+    "sharding": Sharding,
+    "recompute": Recompute,
+    "precision": Precision,
+    "offload": Offload,
+    "rank_order": RankOrder,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,31 +61,33 @@ class ParallelPlan:
     tp: int = 1
     sp: bool = False
     cp: int = 1
-    cp_kind: ContextParallelKind = "ring"
+    cp_kind: ContextParallelKind = ContextParallelKind.RING
     pp: int = 1
     vp: int = 1
-    schedule: Schedule = "1f1b"
+    schedule: Schedule = Schedule.ONE_F_ONE_B
     layers_per_chunk: tuple[int, ...] | None = None
     ep: int = 1
     etp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     tp_grid: tuple[int, int, int] | None = None  # columns, rows, depth of tensor parallelism in several dimensions
-    sharding: Sharding = "zero1"
-    recompute: Recompute = "none"
+    sharding: Sharding = Sharding.ZERO1
+    recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[RecomputeModule, ...] = DEFAULT_RECOMPUTE_MODULES  # what selective recomputation repeats
     # Of every chunk, how many of its first layers full recomputation repeats; None: all.
     recompute_num_layers: int | None = None
-    precision: Precision = "bf16"
-    offload: Offload = "none"
+    precision: Precision = Precision.BF16
+    offload: Offload = Offload.NONE
     tp_overlap: bool = False
     grad_reduce_overlap: bool = True
     param_gather_overlap: bool = True
     ep_overlap: bool = False
-    rank_order: RankOrder = "tp-cp-ep-dp-pp"
+    rank_order: RankOrder = RankOrder.DP_BEFORE_PP
     placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
 
     def __post_init__(self) -> None:
+        for name, enum in ENUMS.items():
+            object.__setattr__(self, name, enum_value(name, enum, getattr(self, name)))
         for name in ("tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard"):
             check_count(name, getattr(self, name), most=10**6)
         for name in ("micro_batch", "global_batch"):
@@ -101,9 +108,8 @@ class ParallelPlan:
         if len(set(self.recompute_modules)) != len(self.recompute_modules) or not self.recompute_modules:
             raise InputError("recompute_modules must name at least one part of a layer, each once")
         # One order, so that equal plans are equal.
-        object.__setattr__(
-            self, "recompute_modules", tuple(sorted(self.recompute_modules, key=RECOMPUTE_MODULES.index))
-        )
+        modules = (enum_value("recompute_modules", RecomputeModule, module) for module in self.recompute_modules)
+        object.__setattr__(self, "recompute_modules", tuple(sorted(modules, key=lambda module: module.code)))
         if self.recompute != "selective" and self.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
             raise InputError(f"recompute_modules need recompute = 'selective', got {self.recompute!r}")
         if self.vp > 1 and self.schedule == "1f1b":
@@ -150,7 +156,7 @@ class ParallelPlan:
             words.append("overlapped tensor-parallel traffic")
         if self.ep_overlap:
             words.append("overlapped expert traffic")
-        if self.rank_order != RANK_ORDERS[0]:
+        if self.rank_order != RankOrder.DP_BEFORE_PP:
             words.append(f"ranks {self.rank_order}")
         if self.schedule not in ("1f1b", "interleaved"):
             words.append(self.schedule)
@@ -188,16 +194,7 @@ def check_priced(plan: ParallelPlan) -> None:
         )
 
 
-# How each field of a plan is held in a batch: a count, a flag, or the index of a word.
-_WORDS: dict[str, tuple[str, ...]] = {
-    "cp_kind": CP_KINDS,
-    "schedule": SCHEDULES,
-    "sharding": SHARDINGS,
-    "recompute": RECOMPUTES,
-    "precision": PRECISIONS,
-    "offload": OFFLOADS,
-    "rank_order": RANK_ORDERS,
-}
+# How each field of a plan is held in a batch: a count, a flag, or the code of an enumeration.
 _FLAGS = ("sp", "tp_overlap", "grad_reduce_overlap", "param_gather_overlap", "ep_overlap")
 _COUNTS = ("global_batch", "micro_batch", "tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard")
 
@@ -228,7 +225,7 @@ class PlanBatch:
     schedule: Ints
     sharding: Ints
     recompute: Ints
-    recompute_modules: Ints  # bit i stands for RECOMPUTE_MODULES[i]; 0 unless recompute is selective
+    recompute_modules: Ints  # bit i stands for tuple(RecomputeModule)[i]; 0 unless recompute is selective
     recompute_num_layers: Ints  # of a chunk; 0 unless recompute is full, ALL_LAYERS where a plan names no number
     precision: Ints
     offload: Ints
@@ -257,7 +254,7 @@ class PlanBatch:
 
     def repeats(self, module: RecomputeModule) -> Bools:
         """Which plans recompute this part of a layer by name."""
-        return (self.recompute_modules >> RECOMPUTE_MODULES.index(module)) & 1 == 1
+        return (self.recompute_modules >> RecomputeModule(module).code) & 1 == 1
 
     @classmethod
     def of(cls, plans: Sequence[ParallelPlan], num_layers: int) -> PlanBatch:
@@ -274,10 +271,7 @@ class PlanBatch:
             name: np.array([getattr(plan, name) for plan in plans], dtype=np.int64) for name in _COUNTS
         }
         arrays |= {name: np.array([getattr(plan, name) for plan in plans], dtype=np.bool_) for name in _FLAGS}
-        arrays |= {
-            name: np.array([words.index(getattr(plan, name)) for plan in plans], dtype=np.int64)
-            for name, words in _WORDS.items()
-        }
+        arrays |= {name: np.array([getattr(plan, name).code for plan in plans], dtype=np.int64) for name in ENUMS}
         arrays["recompute_modules"] = np.array([module_bits(plan) for plan in plans], dtype=np.int64)
         arrays["recompute_num_layers"] = np.array([repeated_layers(plan) for plan in plans], dtype=np.int64)
         layout = np.array(index, dtype=np.int64)
@@ -296,9 +290,9 @@ class PlanBatch:
         """The plan at an index, as one object."""
         values: dict[str, object] = {name: int(getattr(self, name)[at]) for name in _COUNTS}
         values |= {name: bool(getattr(self, name)[at]) for name in _FLAGS}
-        values |= {name: words[getattr(self, name)[at]] for name, words in _WORDS.items()}
+        values |= {name: tuple(enum)[getattr(self, name)[at]] for name, enum in ENUMS.items()}
         if bits := int(self.recompute_modules[at]):
-            values["recompute_modules"] = tuple(name for i, name in enumerate(RECOMPUTE_MODULES) if bits >> i & 1)
+            values["recompute_modules"] = tuple(name for i, name in enumerate(RecomputeModule) if bits >> i & 1)
         if 0 < (repeated := int(self.recompute_num_layers[at])) < ALL_LAYERS:
             values["recompute_num_layers"] = repeated
         layers = self.layouts[self.layout[at]]
@@ -308,7 +302,7 @@ class PlanBatch:
 
     def unquantised(self) -> PlanBatch:
         """The same plans in 16 bits, or in fp32 where they are: what narrow ones compute all but matrices in."""
-        fp32, bf16 = PRECISIONS.index("fp32"), PRECISIONS.index("bf16")
+        fp32, bf16 = Precision.FP32.code, Precision.BF16.code
         return replace(self, precision=np.where(self.precision == fp32, fp32, bf16))
 
     @staticmethod
@@ -351,13 +345,13 @@ def parse_recompute(text: str) -> dict[str, object]:
     kind, sign, count = text.partition(":")
     if kind == "full" and sign and count.isascii() and count.isdigit() and 0 < int(count[:7]) < ALL_LAYERS:
         return {"recompute": "full", "recompute_num_layers": int(count)}
-    if text in RECOMPUTES:
+    if text in tuple(Recompute):
         return {"recompute": text}
     modules = tuple(text.split("+"))
-    if len(set(modules)) < len(modules) or not set(modules) <= set(RECOMPUTE_MODULES):
+    if len(set(modules)) < len(modules) or not set(modules) <= set(RecomputeModule):
         raise InputError(
             f"recompute {text[:60]!r}: write none, selective, full, full:N (the first N layers of a chunk), or "
-            f"parts of a layer joined by + ({', '.join(RECOMPUTE_MODULES)})"
+            f"parts of a layer joined by + ({', '.join(RecomputeModule)})"
         )
     return {"recompute": "selective", "recompute_modules": modules}
 
@@ -366,7 +360,7 @@ def module_bits(plan: ParallelPlan) -> int:
     """The parts of a layer that `plan` recomputes by name, as a batch holds them."""
     if plan.recompute != "selective":
         return 0
-    return sum(1 << RECOMPUTE_MODULES.index(module) for module in plan.recompute_modules)
+    return sum(1 << RecomputeModule(module).code for module in plan.recompute_modules)
 
 
 def repeated_layers(plan: ParallelPlan) -> int:

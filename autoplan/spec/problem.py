@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field
-from typing import get_args
 
 import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
+from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.setting import Setting
 from autoplan.spec.timing import NO_TIMINGS, Calibration, TimingTable
-from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 from autoplan.topology.levels import Topology, compile_topology
 
@@ -28,7 +28,7 @@ def precisions_of(device: DeviceSpec) -> tuple[Precision, ...]:
     rates: set[str] = set(device.peak_flops_per_s)
     if "fp8" in rates and device.generation in MICROSCALING:
         rates.add("mxfp8")
-    words: tuple[Precision, ...] = get_args(Precision)
+    words: tuple[Precision, ...] = tuple(Precision)
     return tuple(precision for precision in words if precision in rates)
 
 

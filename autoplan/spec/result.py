@@ -12,13 +12,14 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_not_negative, check_positive
+from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_problem import MixedPlan
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.timing import Calibration, Provenance
-from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 

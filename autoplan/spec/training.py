@@ -7,8 +7,8 @@ from typing import Literal
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
+from autoplan.spec.enums import Precision, enum_value
 
-Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"]
 Attention = Literal["flash", "flash1", "flash2", "megatron-fused", "unfused"]
 
 
@@ -17,7 +17,7 @@ class TrainingSpec:
     """The training run around the plan.  `precision` is that of the matrix products; lengths are in tokens."""
 
     seq_len: int
-    precision: Precision = "bf16"
+    precision: Precision = Precision.BF16
     attention: Attention = "flash"
     fused_norm: bool | None = None  # None: what the framework does
     optimizer: Literal["adam"] = "adam"
@@ -26,6 +26,7 @@ class TrainingSpec:
     expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", enum_value("precision", Precision, self.precision))
         check_count("seq_len", self.seq_len, most=10**8)
         if not 1.0 <= self.expert_imbalance <= 1000.0:
             raise InputError(f"expert_imbalance must lie between 1 (balanced) and 1000, got {self.expert_imbalance:g}")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autoplan.base.errors import AutoplanError
 from autoplan.base.processes import GRACE_S, START_S, Fault, Place
+from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.device import describe, is_out_of_memory, meet, take_device
 from autoplan.trainer.memory import StorageTracker
@@ -172,7 +173,7 @@ def alone(task: Task) -> Task:
     """The same for one process."""
     plan = task.plan
     return replace(
-        task, plan=ParallelPlan(global_batch=plan.global_batch, micro_batch=plan.micro_batch, sharding="none")
+        task, plan=ParallelPlan(global_batch=plan.global_batch, micro_batch=plan.micro_batch, sharding=Sharding.NONE)
     )
 
 

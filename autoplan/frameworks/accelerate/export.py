@@ -91,7 +91,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
     table: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind,
-        "mixed_precision": plan.precision,
+        "mixed_precision": str(plan.precision),
         "num_machines": nodes,
         "num_processes": plan.num_devices,
         "machine_rank": 0,

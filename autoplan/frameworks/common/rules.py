@@ -10,22 +10,13 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
-from autoplan.spec.framework import RANK_ORDERS
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import CP_KINDS, OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch
+from autoplan.spec.plan import ENUMS, ParallelPlan, PlanBatch
 from autoplan.spec.setting import Setting
 from autoplan.spec.training import TrainingSpec
 
 # The axes of a plan whose values are words, with all of them.
-WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
-    "sharding": SHARDINGS,
-    "cp_kind": CP_KINDS,
-    "recompute": RECOMPUTES,
-    "offload": OFFLOADS,
-    "rank_order": RANK_ORDERS,
-    "precision": PRECISIONS,
-}
+WORDS: dict[str, tuple[str, ...]] = {axis: tuple(enum) for axis, enum in ENUMS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

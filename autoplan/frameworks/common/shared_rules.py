@@ -7,7 +7,8 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, all_true
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
-from autoplan.spec.plan import PRECISIONS, PlanBatch
+from autoplan.spec.enums import Precision
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.setting import Setting
 
 
@@ -72,7 +73,7 @@ def whole_experts(source: str) -> Rule:
     )
 
 
-_BLOCK = np.array([{"mxfp8": 32, "fp8": 16, "nvfp4": 16}.get(precision, 1) for precision in PRECISIONS], dtype=np.int64)
+_BLOCK = np.array([{"mxfp8": 32, "fp8": 16, "nvfp4": 16}.get(precision, 1) for precision in Precision], dtype=np.int64)
 
 
 def _aligned_widths(setting: Setting, batch: PlanBatch) -> Bools:
@@ -92,7 +93,7 @@ def aligned(source: str) -> tuple[Rule, ...]:
             source=source,
             holds=_aligned_widths,
             says=lambda s, p: (
-                f"{p.precision} needs the widths of a rank divisible by {_BLOCK[PRECISIONS.index(p.precision)]}, "
+                f"{p.precision} needs the widths of a rank divisible by {_BLOCK[Precision(p.precision).code]}, "
                 f"with tp {p.tp} and etp {p.etp} they are not: lower tp or etp, or use bf16"
             ),
         ),
@@ -101,7 +102,7 @@ def aligned(source: str) -> tuple[Rule, ...]:
             holds=_aligned_tokens,
             says=lambda s, p: (
                 f"{p.precision} needs the {p.micro_batch * (s.training.seq_len // p.cp)} tokens of a micro-batch "
-                f"divisible by {_BLOCK[PRECISIONS.index(p.precision)]}: lower cp or use bf16"
+                f"divisible by {_BLOCK[Precision(p.precision).code]}: lower cp or use bf16"
             ),
         ),
     )

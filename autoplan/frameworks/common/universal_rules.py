@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
-from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PRECISIONS, SCHEDULES, PlanBatch
+from autoplan.spec.enums import Precision, Schedule
+from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PlanBatch
 from autoplan.spec.setting import Setting
 
 SOURCE = "any framework"
@@ -33,7 +34,7 @@ def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _dualpipe_filled(setting: Setting, batch: PlanBatch) -> Bools:
     """Single plans of fewer micro-batches cannot be made at all."""
-    return (batch.schedule != SCHEDULES.index("dualpipe-v")) | (batch.num_microbatches >= 2 * batch.pp)
+    return (batch.schedule != Schedule.DUALPIPE_V.code) | (batch.num_microbatches >= 2 * batch.pp)
 
 
 def _folded(setting: Setting, batch: PlanBatch) -> Bools:
@@ -128,7 +129,7 @@ NO_EXPERT_OVERLAP = Rule(
 # Where a framework could do without mixed precision, and is not priced so.
 NO_FP32 = Rule(
     source=SOURCE,
-    holds=lambda s, b: b.precision != PRECISIONS.index("fp32"),
+    holds=lambda s, b: b.precision != Precision.FP32.code,
     says=lambda s, p: f"precision {p.precision!r} is known of the built-in trainer only: use bf16",
 )
 

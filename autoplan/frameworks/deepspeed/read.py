@@ -12,10 +12,11 @@ from dataclasses import replace
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.options import Options, parse_json
-from autoplan.spec.plan import Offload, ParallelPlan, Sharding
-from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Recompute, Sharding
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
 
-_SHARDINGS: tuple[Sharding, ...] = ("none", "zero1", "zero2", "zero3")
+_SHARDINGS: tuple[Sharding, ...] = (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 _AUTO = "auto"  # of values that the Trainer fills in from its own arguments
 
 # By the argument of the Trainer, as a variable, whose value stands where the file says "auto".
@@ -104,7 +105,7 @@ def read(text: str, given: Given) -> Launch:
         sharding=sharding,
         precision=precision,
         offload=_offload(zero, unread),
-        recompute="full" if _recomputes(options, trainer, unread) else "none",
+        recompute=Recompute.FULL if _recomputes(options, trainer, unread) else Recompute.NONE,
         grad_reduce_overlap=overlaps,
         param_gather_overlap=gathers or sharding in ("zero1", "zero2"),
     )
@@ -121,7 +122,7 @@ def read(text: str, given: Given) -> Launch:
 
 
 def _precision(options: Options, trainer: dict[str, str]) -> Precision:
-    words: tuple[Precision, Precision] = ("bf16", "fp16")
+    words: tuple[Precision, Precision] = (Precision.BF16, Precision.FP16)
     sections = {"bf16": options.inside("bf16" if options.has("bf16") else "bfloat16"), "fp16": options.inside("fp16")}
     sections["bf16"].known("immediate_grad_update", "check_grad_overflow")
     sections["fp16"].known(
@@ -183,7 +184,7 @@ def _batch(options: Options, trainer: dict[str, str], num_devices: int | None, u
         micro_batch=micro,
         tp=tp,
         cp=cp,
-        cp_kind="all_to_all" if cp > 1 else "ring",
+        cp_kind=ContextParallelKind.ALL_TO_ALL if cp > 1 else ContextParallelKind.RING,
         ep=ep,
         etp=etp,
         dp_shard=dp,
@@ -231,7 +232,7 @@ def _offload(zero: Options, unread: list[Unread]) -> Offload:
     weights.known("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
     if weights.value("device") not in (None, "none"):
         unread.append(_told(weights, "device", "weights are priced on the device"))
-    return "optimizer" if is_old or device != "none" else "none"
+    return Offload.OPTIMIZER if is_old or device != Offload.NONE else Offload.NONE
 
 
 def _recomputes(options: Options, trainer: dict[str, str], unread: list[Unread]) -> bool:

@@ -11,7 +11,8 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
 from autoplan.frameworks.common.widths import kv_groups
-from autoplan.spec.plan import CP_KINDS, OFFLOADS, SHARDINGS, PlanBatch
+from autoplan.spec.enums import ContextParallelKind, Offload, Sharding
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.setting import Setting
 
 _ENGINE = "runtime/engine.py"
@@ -19,7 +20,7 @@ _PIPE = "runtime/pipe"
 _ULYSSES = "runtime/sequence_parallel/ulysses_sp.py"
 _FOLDING = "module_inject/auto_ep_folding.py"
 
-NONE, ZERO2, ZERO3 = (SHARDINGS.index(word) for word in ("none", "zero2", "zero3"))
+NONE, ZERO2, ZERO3 = (Sharding(word).code for word in ("none", "zero2", "zero3"))
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def _shard_group(setting: Setting, batch: PlanBatch) -> Bools:
 
 CHOICES = (
     Choice(axis="schedule", words=("1f1b",), source=f"{_PIPE}/schedule.py:189"),
-    Choice(axis="cp_kind", words=(CP_KINDS[1],), source=f"{_ULYSSES}:145"),
+    Choice(axis="cp_kind", words=(ContextParallelKind.ALL_TO_ALL,), source=f"{_ULYSSES}:145"),
     Choice(axis="recompute", words=("none", "full"), source="runtime/activation_checkpointing/checkpointing.py"),
     Choice(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
 )
@@ -108,7 +109,7 @@ RULES: tuple[Rule, ...] = (
     shared.whole_experts(f"{_FOLDING}:214"),
     Rule(
         source=f"{_FOLDING}:206",
-        holds=lambda s, b: (b.ep == 1) | (b.tp == 1) | ((b.pp == 1) & (b.offload == OFFLOADS.index("none"))),
+        holds=lambda s, b: (b.ep == 1) | (b.tp == 1) | ((b.pp == 1) & (b.offload == Offload.NONE.code)),
         says=lambda s, p: (
             f"ep {p.ep} with tp {p.tp} needs pp 1 and nothing on the host, pp is {p.pp} and offload {p.offload}: "
             "set tp 1"
@@ -129,7 +130,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_ENGINE}:1986",
-        holds=lambda s, b: (b.offload == OFFLOADS.index("none")) | (b.sharding != NONE),
+        holds=lambda s, b: (b.offload == Offload.NONE.code) | (b.sharding != NONE),
         says=lambda s, p: "offload 'optimizer' needs ZeRO, sharding is none: use zero1, zero2 or zero3",
     ),
 )

@@ -15,7 +15,7 @@ from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, Target, Variable
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.fsdp2.rules import RULES
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.result import PlanFile
 
@@ -61,7 +61,7 @@ def _check(plan_file: PlanFile) -> None:
             "selective recomputation: which operations is your program's, use full or none",
         ),
         (
-            plan.rank_order != RANK_ORDERS[0] and plan.pp > 1 and plan.dp > 1,
+            plan.rank_order != RankOrder.DP_BEFORE_PP and plan.pp > 1 and plan.dp > 1,
             f"rank_order {plan.rank_order}: its mesh numbers stages last, leave it out",
         ),
         (plan.tp_overlap or plan.ep_overlap, "overlapped tensor or expert traffic: leave it out"),

@@ -13,14 +13,14 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
-from autoplan.spec.plan import CP_KINDS, OFFLOADS, SCHEDULES, PlanBatch
+from autoplan.spec.enums import ContextParallelKind, Offload, Schedule
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.setting import Setting
 
 _SCHEDULES = "torch/distributed/pipelining/schedules.py"
 _ATTENTION = "torch/distributed/tensor/experimental/_context_parallel/_attention.py"
 
-_NAME = {word: SCHEDULES.index(word) for word in SCHEDULES}
-_V_SHAPED = (_NAME["zb-v"], _NAME["dualpipe-v"])
+_V_SHAPED = (Schedule.ZB_V.code, Schedule.DUALPIPE_V.code)
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -28,18 +28,18 @@ _V_SHAPED = (_NAME["zb-v"], _NAME["dualpipe-v"])
 
 def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
     """1F1B and GPipe take one stage a rank; interleaving is what more of them are called here."""
-    several = np.isin(batch.schedule, (_NAME["interleaved"], *_V_SHAPED))
+    several = np.isin(batch.schedule, (Schedule.INTERLEAVED.code, *_V_SHAPED))
     return several == (batch.vp > 1)
 
 
 def _interleaved_rounds(setting: Setting, batch: PlanBatch) -> Bools:
     """Rounds of more than pp micro-batches, which it has where pp does not divide them, are not priced."""
-    return (batch.schedule != _NAME["interleaved"]) | (batch.num_microbatches % batch.pp == 0)
+    return (batch.schedule != Schedule.INTERLEAVED.code) | (batch.num_microbatches % batch.pp == 0)
 
 
 def _zero_bubble_rounds(setting: Setting, batch: PlanBatch) -> Bools:
     count = batch.num_microbatches
-    return (batch.schedule != _NAME["zb-h1"]) | (count % np.maximum(count // batch.pp, 1) == 0)
+    return (batch.schedule != Schedule.ZB_H1.code) | (count % np.maximum(count // batch.pp, 1) == 0)
 
 
 PIPELINE_RULES: tuple[Rule, ...] = (
@@ -53,12 +53,12 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_SCHEDULES}:686",
-        holds=lambda s, b: (b.schedule == _NAME["1f1b"]) | (b.pp > 1),
+        holds=lambda s, b: (b.schedule == Schedule.ONE_F_ONE_B.code) | (b.pp > 1),
         says=lambda s, p: f"schedule {p.schedule!r} needs pp > 1, pp is {p.pp}: use 1f1b with vp 1",
     ),
     Rule(
         source=f"{_SCHEDULES}:1021",
-        holds=lambda s, b: (b.schedule != _NAME["1f1b"]) | (b.num_microbatches >= b.pp),
+        holds=lambda s, b: (b.schedule != Schedule.ONE_F_ONE_B.code) | (b.num_microbatches >= b.pp),
         says=lambda s, p: (
             f"1f1b needs at least pp {p.pp} micro-batches, there are {p.num_microbatches}: lower pp or micro_batch, or "
             "use gpipe"
@@ -93,9 +93,9 @@ CHOICES = (
         words=("none", "zero2", "zero3"),
         source="torch/distributed/fsdp/_fully_shard/_fully_shard.py:102",
     ),
-    Choice(axis="cp_kind", words=(CP_KINDS[0],), source=f"{_ATTENTION}:53"),
+    Choice(axis="cp_kind", words=(ContextParallelKind.RING,), source=f"{_ATTENTION}:53"),
     # CPUOffloadPolicy takes the parameters along, which is not priced.
-    Choice(axis="offload", words=(OFFLOADS[0],), source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183"),
+    Choice(axis="offload", words=(Offload.NONE,), source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183"),
     Choice(
         axis="precision",
         words=("bf16", "fp16", "fp8", "mxfp8"),

@@ -295,7 +295,7 @@ def _overlap(plan: ParallelPlan) -> list[Line]:
 def _memory(plan: ParallelPlan) -> list[Line]:
     lines: list[Line] = []
     if plan.recompute == "selective":
-        lines.append(["--recompute-granularity", "selective", "--recompute-modules", *plan.recompute_modules])
+        lines.append(["--recompute-granularity", "selective", "--recompute-modules", *map(str, plan.recompute_modules)])
     elif plan.recompute == "full":
         # Uniform units of one layer, or the first layers of every chunk.
         method = "uniform" if plan.recompute_num_layers is None else "block"

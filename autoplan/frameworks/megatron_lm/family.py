@@ -19,10 +19,10 @@ from autoplan.frameworks.common.launch import Given, Launch, Unread
 from autoplan.frameworks.common.shell import is_open
 from autoplan.frameworks.megatron_lm.arguments import is_number, typed
 from autoplan.read.model import load_model, preset_models
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import Precision, RankOrder, RecomputeModule, Schedule, Sharding
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
-from autoplan.spec.plan import RECOMPUTE_MODULES, ParallelPlan, Schedule, Sharding, even_chunks
-from autoplan.spec.training import Attention, Precision, TrainingSpec
+from autoplan.spec.plan import ParallelPlan, even_chunks
+from autoplan.spec.training import Attention, TrainingSpec
 
 MOST_LAYERS = 10**4
 
@@ -464,16 +464,16 @@ def _precision(settings: Settings) -> Precision:
     recipe = settings.word("fp8_recipe", "delayed")
     settings.taken |= {"fp4_recipe"}
     if fp4 and fp4 != "None":
-        return "nvfp4"
+        return Precision.NVFP4
     if fp8 and fp8 != "None":
         if recipe == "mxfp8":
-            return "mxfp8"
+            return Precision.MXFP8
         if recipe not in ("tensorwise", "delayed"):
             settings.note("fp8_recipe", "priced with one scale a tensor")
-        return "fp8"
+        return Precision.FP8
     if not bf16 and not fp16:
         raise InputError("neither bf16 nor fp16 is on: training in 32 bits is not priced")
-    return "fp16" if fp16 else "bf16"
+    return Precision.FP16 if fp16 else Precision.BF16
 
 
 def _attention(settings: Settings) -> Attention:
@@ -521,7 +521,7 @@ def _plan(
         cp_kind=_cp_kind(settings, cp),  # type: ignore[arg-type]
         pp=pp,
         vp=vp,
-        schedule=schedule or ("interleaved" if vp > 1 else "1f1b"),
+        schedule=schedule or (Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B),
         layers_per_chunk=layers,
         ep=ep if model.moe else 1,
         etp=etp if model.moe else 1,
@@ -534,7 +534,9 @@ def _plan(
         grad_reduce_overlap=settings.flag("overlap_grad_reduce"),
         param_gather_overlap=settings.flag("overlap_param_gather") and sharding != "none",
         ep_overlap=settings.flag("overlap_moe_expert_parallel_comm") and model.moe is not None,
-        rank_order=RANK_ORDERS[1] if settings.flag("use_tp_pp_dp_mapping") and pp > 1 else RANK_ORDERS[0],
+        rank_order=RankOrder.PP_BEFORE_DP
+        if settings.flag("use_tp_pp_dp_mapping") and pp > 1
+        else RankOrder.DP_BEFORE_PP,
         **_recompute(settings),
     )
 
@@ -630,19 +632,19 @@ def _sharding(settings: Settings) -> Sharding:
     strategy = settings.word("data_parallel_sharding_strategy", "no_shard")
     if torch_fsdp:
         settings.note("use_torch_fsdp2", "priced as Megatron-FSDP")
-        return "zero3"
+        return Sharding.ZERO3
     if fsdp:
         kinds: dict[str, Sharding] = {
-            "no_shard": "none",
-            "optim": "zero1",
-            "optim_grads": "zero2",
-            "optim_grads_params": "zero3",
+            "no_shard": Sharding.NONE,
+            "optim": Sharding.ZERO1,
+            "optim_grads": Sharding.ZERO2,
+            "optim_grads_params": Sharding.ZERO3,
         }
         if strategy not in kinds:
             name = settings.name_of("data_parallel_sharding_strategy")
             raise InputError(f"{name} {str(strategy)[:30]!r} is not one of {', '.join(kinds)}")
         return kinds[strategy]
-    return "zero1" if distributed else "none"
+    return Sharding.ZERO1 if distributed else Sharding.NONE
 
 
 def _recompute(settings: Settings) -> dict[str, Any]:
@@ -658,7 +660,7 @@ def _recompute(settings: Settings) -> dict[str, Any]:
             settings.note("recompute_num_layers", "units of several layers keep less than is priced")
         return {"recompute": "full"}
     if kind == "selective":
-        known = tuple(module for module in RECOMPUTE_MODULES if module in modules)
+        known = tuple(module for module in RecomputeModule if module in modules)
         if set(modules) - set(known):
             settings.note("recompute_modules", f"without {', '.join(sorted(set(modules) - set(known)))[:60]}")
         if known:

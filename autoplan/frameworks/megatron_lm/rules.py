@@ -17,19 +17,9 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
 from autoplan.frameworks.common.widths import has_dense_mlp, kv_groups
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import ContextParallelKind, Offload, RankOrder, RecomputeModule, Schedule, Sharding
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import (
-    CP_KINDS,
-    FULL,
-    OFFLOADS,
-    PP_BEFORE_DP,
-    RECOMPUTE_MODULES,
-    SCHEDULES,
-    SHARDINGS,
-    ParallelPlan,
-    PlanBatch,
-)
+from autoplan.spec.plan import FULL, PP_BEFORE_DP, ParallelPlan, PlanBatch
 from autoplan.spec.setting import Setting
 
 _ARGUMENTS = "training/arguments.py"
@@ -38,11 +28,11 @@ _STATE = "core/parallel_state.py"
 _FSDP = "core/distributed/fsdp/mcore_fsdp_adapter.py"
 _ATTENTION = "TransformerEngine attention/dot_product_attention/context_parallel.py"
 
-INTERLEAVED = SCHEDULES.index("interleaved")
-ZERO1 = SHARDINGS.index("zero1")
-ZERO2 = SHARDINGS.index("zero2")
-ZERO3 = SHARDINGS.index("zero3")
-ALL_TO_ALL = CP_KINDS.index("all_to_all")
+INTERLEAVED = Schedule.INTERLEAVED.code
+ZERO1 = Sharding.ZERO1.code
+ZERO2 = Sharding.ZERO2.code
+ZERO3 = Sharding.ZERO3.code
+ALL_TO_ALL = ContextParallelKind.ALL_TO_ALL.code
 
 
 def _sharded_experts(setting: Setting, batch: PlanBatch) -> Ints:
@@ -113,7 +103,7 @@ def _cp_window(setting: Setting, batch: PlanBatch) -> Bools:
 
 
 def _ep_overlap(setting: Setting, batch: PlanBatch) -> Bools:
-    repeats = (batch.recompute == FULL) | batch.repeats("moe")
+    repeats = (batch.recompute == FULL) | batch.repeats(RecomputeModule.MOE)
     layers = (setting.model.num_mtp_layers <= 1) & (setting.model.mamba is None)
     return ~batch.ep_overlap | (layers & (batch.ep > 1) & ((batch.pp == 1) | (batch.vp > 1)) & ~repeats)
 
@@ -168,7 +158,7 @@ def missing_modules(model: ModelSpec) -> frozenset[str]:
 
 
 def _modules_exist(setting: Setting, batch: PlanBatch) -> Bools:
-    missing = sum(1 << RECOMPUTE_MODULES.index(module) for module in missing_modules(setting.model))
+    missing = sum(1 << RecomputeModule(module).code for module in missing_modules(setting.model))
     return batch.recompute_modules & missing == 0
 
 
@@ -201,7 +191,7 @@ COMMON: tuple[Rule, ...] = (
         says=lambda s, p: (
             f"rank_order {p.rank_order} needs "
             + (f"etp {p.etp} x ep {p.ep} to be tp {p.tp} x cp {p.cp}" if s.model.moe else f"cp 1, cp is {p.cp}")
-            + f": use {RANK_ORDERS[0]}"
+            + f": use {RankOrder.DP_BEFORE_PP}"
         ),
     ),
     Rule(
@@ -311,7 +301,7 @@ COMMON: tuple[Rule, ...] = (
     ),
     Rule(
         source="core/optimizer/__init__.py:1057",
-        holds=lambda s, b: (b.offload != OFFLOADS.index("optimizer")) | (b.sharding == ZERO1),
+        holds=lambda s, b: (b.offload != Offload.OPTIMIZER.code) | (b.sharding == ZERO1),
         says=lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
     ),
     Rule(

@@ -12,13 +12,14 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.options import Options, parse_yaml
 from autoplan.frameworks.nanotron.rules import layers_per_stage
+from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
 from autoplan.spec.model import Experts, ModelSpec
-from autoplan.spec.plan import ParallelPlan, Schedule, Sharding
-from autoplan.spec.training import Precision, TrainingSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
 
-_PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
-_SCHEDULES: dict[str, Schedule] = {"1f1b": "1f1b", "afab": "gpipe"}
-_SHARDINGS: dict[int, Sharding] = {0: "none", 1: "zero1"}
+_PRECISIONS: dict[str, Precision] = {"bfloat16": Precision.BF16, "float16": Precision.FP16}
+_SCHEDULES: dict[str, Schedule] = {Schedule.ONE_F_ONE_B: Schedule.ONE_F_ONE_B, "afab": Schedule.GPIPE}
+_SHARDINGS: dict[int, Sharding] = {0: Sharding.NONE, 1: Sharding.ZERO1}
 _TP_MODES = {"REDUCE_SCATTER": True, "reduce_scatter": True, "ALL_REDUCE": False, "all_reduce": False}
 # Exact kernels, whether or not the positions are spread over ranks.
 _FLASH = ("flash_attention_2", "sdpa", "ring", "ring_flash_triton", "llama3_ring_attention")
@@ -152,12 +153,12 @@ def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: Mode
         sp=has_sp and tp > 1,
         cp=parallelism.count("context_parallel_size", 1),
         pp=pp,
-        schedule=schedule if pp > 1 else "1f1b",
+        schedule=schedule if pp > 1 else Schedule.ONE_F_ONE_B,
         layers_per_chunk=layers if len(set(layers)) > 1 else None,
         ep=parallelism.count("expert_parallel_size", 1),
         dp_shard=dp,
         sharding=_SHARDINGS[zero_stage],
-        recompute="full" if parallelism.flag("recompute_layer") else "none",
+        recompute=Recompute.FULL if parallelism.flag("recompute_layer") else Recompute.NONE,
         tp_overlap=is_async and tp > 1,
         param_gather_overlap=zero_stage > 0,
     )

@@ -15,16 +15,17 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
 from autoplan.frameworks.common.widths import has_dense_mlp
+from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import SCHEDULES, SHARDINGS, ParallelPlan, PlanBatch, chunk_layers
+from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers
 from autoplan.spec.setting import Setting
 
 _LLAMA = "models/llama.py"
 _LINEAR = "parallel/tensor_parallel/nn.py"
 _ENGINE = "parallel/pipeline_parallel/engine.py"
 
-ONE_FORWARD_ONE_BACKWARD = SCHEDULES.index("1f1b")
-NONE = SHARDINGS.index("none")
+ONE_FORWARD_ONE_BACKWARD = Schedule.ONE_F_ONE_B.code
+NONE = Sharding.NONE.code
 
 
 @lru_cache(maxsize=4096)

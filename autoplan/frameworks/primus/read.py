@@ -13,8 +13,8 @@ from autoplan.frameworks.common.literals import MOST_BITS
 from autoplan.frameworks.megatron_lm.arguments import typed
 from autoplan.frameworks.megatron_lm.family import Said, Settings, launch_of, preset_of
 from autoplan.frameworks.primus.rules import ALGORITHMS
+from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import Schedule
 
 MOST_CHARACTERS = 2**20
 MOST_DEPTH = 20
@@ -41,11 +41,11 @@ _VARIABLE = re.compile(r"\$\{([^:{}]+)(?::([^}]*))?\}")
 _ALGORITHMS: dict[str, Schedule | None] = {
     "1f1b": None,
     "1f1b-interleaved": None,
-    "zero-bubble-heuristic": "zb-h1",
-    "v-half": "zb-v",
-    "v-min": "zb-v",
-    "zero-bubble": "zb-h1",
-    "zbv-formatted": "zb-v",
+    "zero-bubble-heuristic": Schedule.ZB_H1,
+    "v-half": Schedule.ZB_V,
+    "v-min": Schedule.ZB_V,
+    "zero-bubble": Schedule.ZB_H1,
+    "zbv-formatted": Schedule.ZB_V,
 }
 # Keys of Primus that change nothing here where they are off.
 _IDLE = re.compile(r"(use_turbo|enable_primus_turbo|turbo_|patch_|zero_bubble|offload|dump_|pp_warmup|use_rocm)")
@@ -155,14 +155,14 @@ def _schedule(settings: Settings) -> Schedule | None:
         return None
     if settings.flag("enable_1f1b_v"):
         settings.note("enable_1f1b_v", "priced as zb-v")
-        return "zb-v"
+        return Schedule.ZB_V
     if settings.flag("zero_bubble_v_schedule"):
         if settings.word("zero_bubble_v_schedule_mem_setup", "half") != "zb":
             settings.note("zero_bubble_v_schedule_mem_setup", "priced as zb", default="half")
-        return "zb-v"
+        return Schedule.ZB_V
     if "zero_bubble_max_pending_backward" in settings.said:
         settings.note("zero_bubble_max_pending_backward", "priced as ZB-H1, with as many in flight as 1F1B")
-    return "zb-h1"
+    return Schedule.ZB_H1
 
 
 READER = Reader(target="primus", recognises=recognises, read=read)

@@ -12,12 +12,13 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
 from autoplan.frameworks.megatron_lm.rules import COMMON, INTERLEAVED, INTERLEAVED_MICROBATCHES
-from autoplan.spec.plan import RECOMPUTES, SCHEDULES, SPLIT_SCHEDULES, PlanBatch
+from autoplan.spec.enums import Recompute, Schedule
+from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.setting import Setting
 
 _LAUNCHER = "backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py"
 
-ZB_V = SCHEDULES.index("zb-v")
+ZB_V = Schedule.ZB_V.code
 
 # The algorithms of `pp_algorithm` by the names of schedules.
 ALGORITHMS = {"zb-h1": "zero-bubble", "zb-v": "zbv-formatted"}
@@ -48,7 +49,7 @@ def _split_overlap(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _split_recompute(setting: Setting, batch: PlanBatch) -> Bools:
     """What waits for the gradients of the weights holds the inputs that recomputation would free."""
-    return ~is_split(batch) | (batch.recompute == RECOMPUTES.index("none"))
+    return ~is_split(batch) | (batch.recompute == Recompute.NONE.code)
 
 
 CHOICES = (

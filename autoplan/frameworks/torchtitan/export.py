@@ -19,7 +19,7 @@ from autoplan.frameworks.common.job import File, Group, Job, Setting, Target, Va
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.fsdp2.export import SCHEDULES
 from autoplan.frameworks.torchtitan.rules import RULES
-from autoplan.spec.framework import RANK_ORDERS
+from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.result import PlanFile
@@ -80,7 +80,7 @@ def _check(plan_file: PlanFile, version: str) -> None:
     generation, old = plan_file.cluster.device.generation, version == "0.2"
     refusals = (
         (
-            plan.rank_order != RANK_ORDERS[0] and plan.pp > 1 and plan.dp > 1,
+            plan.rank_order != RankOrder.DP_BEFORE_PP and plan.pp > 1 and plan.dp > 1,
             f"rank_order {plan.rank_order}: it numbers stages last, leave it out",
         ),
         (plan.ep_overlap, "ep_overlap: it overlaps expert traffic in no schedule that is priced here"),

@@ -20,8 +20,9 @@ from autoplan.frameworks.common.literals import Built, Module, Unknown
 from autoplan.frameworks.common.options import Options, show
 from autoplan.frameworks.common.shell import Command, is_open, read_script
 from autoplan.read.model import load_model
+from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
-from autoplan.spec.plan import ParallelPlan, Schedule
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
 _TRAINS = ("torchtitan.train", "torchtitan/train.py", "plan_cfg.py")

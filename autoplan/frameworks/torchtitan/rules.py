@@ -15,14 +15,15 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
 from autoplan.frameworks.common.widths import gemm_widths
 from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
-from autoplan.spec.plan import CP_KINDS, OFFLOADS, PRECISIONS, SHARDINGS, PlanBatch
+from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Sharding
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.setting import Setting
 
 _DECODER = "models/common/decoder.py"
 _DIMS = "distributed/parallel_dims.py"
 _FSDP = "distributed/fsdp.py"
 
-NONE, ZERO2 = SHARDINGS.index("none"), SHARDINGS.index("zero2")
+NONE, ZERO2 = Sharding.NONE.code, Sharding.ZERO2.code
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def _mtp(setting: Setting, batch: PlanBatch) -> Bools:
 
 def _nvfp4_widths(setting: Setting, batch: PlanBatch) -> Bools:
     widths = [width % 128 == 0 for width in gemm_widths(setting.model, batch.tp, batch.etp)]
-    return (batch.precision != PRECISIONS.index("nvfp4")) | np.all(widths, axis=0)
+    return (batch.precision != Precision.NVFP4.code) | np.all(widths, axis=0)
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -72,9 +73,9 @@ def _expert_tensors(setting: Setting, batch: PlanBatch) -> Bools:
 CHOICES = (
     # fsdp_reshard_after_forward never and always.
     Choice(axis="sharding", words=("none", "zero2", "zero3"), source=f"{_FSDP}:112"),
-    Choice(axis="cp_kind", words=(CP_KINDS[0],), source="distributed/context_parallel/api.py:88"),
+    Choice(axis="cp_kind", words=(ContextParallelKind.RING,), source="distributed/context_parallel/api.py:88"),
     # enable_cpu_offload takes the parameters along, which is not priced.
-    Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_FSDP}:231"),
+    Choice(axis="offload", words=(Offload.NONE,), source=f"{_FSDP}:231"),
     Choice(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
 

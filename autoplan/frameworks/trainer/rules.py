@@ -12,16 +12,16 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
 from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
+from autoplan.spec.enums import Offload, RecomputeModule, Sharding
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import OFFLOADS, RECOMPUTE_MODULES, SHARDINGS
 
 _PARALLEL = "autoplan/trainer/parallel.py"
 _TRANSFORMER = "autoplan/trainer/transformer.py"
 DECLINES = "the built-in trainer does not run the plan"
-_KNOWN_PARTS = sum(1 << RECOMPUTE_MODULES.index(name) for name in ("core_attn", "mlp", "moe"))
+_KNOWN_PARTS = sum(1 << RecomputeModule(name).code for name in ("core_attn", "mlp", "moe"))
 
 CHOICES = (
-    Choice(axis="offload", words=(OFFLOADS[0],), source=f"{_PARALLEL} share"),
+    Choice(axis="offload", words=(Offload.NONE,), source=f"{_PARALLEL} share"),
     Choice(axis="precision", words=("bf16", "fp32"), source=f"{_PARALLEL} DTYPES"),
 )
 
@@ -55,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         source=f"{_PARALLEL} share",
-        holds=lambda s, b: (b.pp == 1) | (b.sharding != SHARDINGS.index("zero2")),
+        holds=lambda s, b: (b.pp == 1) | (b.sharding != Sharding.ZERO2.code),
         says=lambda s, p: f"zero2 with pp {p.pp} is what zero1 is: a stage reduces once a step; use zero1",
     ),
     Rule(

@@ -1,0 +1,107 @@
+"""Options of a plan that are words: a text in files and messages, a code in arrays of plans."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+from autoplan.base.errors import InputError
+
+Member = TypeVar("Member", bound="CodedEnum")
+
+
+class CodedEnum(StrEnum):
+    """Texts with codes: a member equals its text, and `code` is its place among them, which arrays of plans hold."""
+
+    code: int
+
+    def __new__(cls, text: str) -> CodedEnum:
+        """Return a member numbered in the order of the definitions."""
+        member = str.__new__(cls, text)
+        member._value_ = text
+        member.code = len(cls.__members__)
+        return member
+
+    def __repr__(self) -> str:
+        return repr(self.value)  # as it stands in messages
+
+
+def enum_value(name: str, enum: type[Member], text: str) -> Member:
+    """Return the member of `enum` that `text` names; an `InputError` lists the members where there is none."""
+    try:
+        return enum(text)
+    except ValueError:
+        raise InputError(f"{name} must be one of {', '.join(enum)}, got {str(text)[:60]!r}") from None
+
+
+class Schedule(CodedEnum):
+    """Order of the passes of a pipeline."""
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb-h1"
+    ZB_V = "zb-v"
+    DUALPIPE_V = "dualpipe-v"
+
+
+class Sharding(CodedEnum):
+    """States that data-parallel ranks share: nothing, the optimizer's, gradients too, weights too."""
+
+    NONE = "none"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+
+
+class Recompute(CodedEnum):
+    """Activations that the backward pass computes again."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class RecomputeModule(CodedEnum):
+    """Parts of a layer that selective recomputation may repeat, by Megatron-Core's names (transformer_config.py)."""
+
+    CORE_ATTN = "core_attn"
+    LAYERNORM = "layernorm"
+    MLA_UP_PROJ = "mla_up_proj"
+    MLP = "mlp"
+    MOE = "moe"
+    MOE_ACT = "moe_act"
+    SHARED_EXPERTS = "shared_experts"
+
+
+class ContextParallelKind(CodedEnum):
+    """How context-parallel ranks exchange what attention needs of other parts of the sequence."""
+
+    RING = "ring"
+    ALL_TO_ALL = "all_to_all"
+
+
+class Offload(CodedEnum):
+    """What is kept in the host's memory."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+
+
+class Precision(CodedEnum):
+    """Number format of the matrix products."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+    FP32 = "fp32"
+
+
+class RankOrder(CodedEnum):
+    """Which ranks are neighbours: the axis whose groups are closest comes first."""
+
+    DP_BEFORE_PP = "tp-cp-ep-dp-pp"
+    PP_BEFORE_DP = "tp-cp-ep-pp-dp"
