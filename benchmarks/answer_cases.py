@@ -32,7 +32,10 @@ class Case:
 PREDICT = Case(
     group="predict",
     name="runs",
-    commands=[["predict", "--runs", RUNS, "--out", "predictions.csv", "--json"]],
+    commands=[
+        ["predict", "--runs", RUNS, "--out", "predictions.csv", "--json"],
+        ["score", "--runs", RUNS, "--predictions", "predictions.csv"],
+    ],
     needs_runs=True,
 )
 
@@ -89,7 +92,7 @@ gpt3-175b a100-sxm:64x8 megatron-lm-2021 1024 2048 | --tp 8 --pp 8 --vp 6 --reco
 gpt3-175b a100-sxm:64x8 megatron-core 1024 2048 | --tp 8 --pp 8 --recompute selective | --to megatron-lm
 llama3.1-405b h100-sxm:64x8 megatron-core 512 8192 | --tp 8 --pp 16 --recompute full | --to megatron-lm --launcher pytorchjob --image lab/train:1
 deepseek-v3 h100-sxm:64x8 megatron-core-te 2048 4096 | --pp 16 --ep 32 --precision fp8 --recompute full | --to megatron-lm
-deepseek-v3 h200-sxm:32x8 megatron-core-te 1024 4096 | --tp 2 --pp 8 --ep 16 --recompute mla_up_proj+moe_act+layernorm+mlp | --to megatron-lm
+deepseek-v3 h200-sxm:32x8 megatron-core-te 1024 4096 | --tp 2 --pp 8 --ep 16 --recompute mla_up_proj+moe_act+layernorm+mlp+shared_experts | --to megatron-lm
 deepseek-v3 b200:32x8 nemo-25.09 1024 4096 | --pp 8 --ep 32 --recompute mla_up_proj+moe --precision mxfp8 | --to megatron-bridge
 deepseek-v2-lite h100-sxm:2x8 megatron-core 256 4096 | --ep 8 --sharding zero1 | --to megatron-lm
 mixtral-8x7b h100-sxm:8x8 megatron-core 256 4096 | --tp 2 --ep 4 --etp 2 --pp 4 | --to megatron-lm --launcher jobset --image lab/train:1
@@ -191,7 +194,7 @@ HUGE = (
     "gpt3-175b", "bloom-176b", "nemotron4-340b", "llama3.1-405b", "deepseek-v2", "deepseek-v3", "kimi-k2",
     "qwen3-235b-a22b", "llama4-maverick",
 )  # fmt: skip
-SIZES = {SMALL: (1, 2), MEDIUM: (1, 2, 4, 8), LARGE: (8, 16, 32), HUGE: (64, 128)}
+SIZES = {SMALL: (1, 2), MEDIUM: (1, 2, 4, 8), LARGE: (8, 16, 32, 64), HUGE: (64, 128, 256)}
 LEARNED_POSITIONS = ("gpt3-175b", "bloom-176b", "mpt-7b")  # of 2,048 tokens
 
 AMPERE = ("a100-sxm", "a100-sxm", "a800-sxm", "aws-p4d", "a100-sxm-40")
@@ -219,16 +222,21 @@ MEGATRON = (
 OLD_MEGATRON = ("megatron-lm-2021", "megatron-lm-2022")
 TORCHTITAN = ("torchtitan", "torchtitan", "torchtitan-0.1")
 NANOTRON = ("nanotron", "nanotron-bench2")
+PRIMUS, TORCH = ("primus",), ("torch",)
 SHARDED = ("deepspeed-zero", "pytorch-fsdp", "llm-foundry")  # with neither pipelines nor, most of them, wide experts
-FAMILIES = (MEGATRON, MEGATRON, MEGATRON, TORCHTITAN, TORCHTITAN, NANOTRON, SHARDED, SHARDED, ("primus",), ("torch",))
+FAMILIES = (
+    MEGATRON, MEGATRON, MEGATRON, MEGATRON, OLD_MEGATRON, TORCHTITAN, TORCHTITAN, NANOTRON, SHARDED, SHARDED, PRIMUS,
+    TORCH,
+)  # fmt: skip
 
 ALLOWED = {
     MEGATRON: ("zero2", "zero3", "offload", "partial-recompute", "uneven-stages", "partial-sharding"),
-    TORCHTITAN: ("uneven-stages", "partial-sharding", "schedule=zb-v", "schedule=gpipe", "partial-recompute"),
+    OLD_MEGATRON: ("uneven-stages", "partial-recompute"),
+    TORCHTITAN: ("uneven-stages", "partial-sharding", "schedule=zb-v", "schedule=gpipe"),
     NANOTRON: ("uneven-stages", "schedule=gpipe"),
     SHARDED: ("partial-sharding",),
-    ("primus",): ("schedule=zb-v", "schedule=zb-h1", "uneven-stages", "partial-recompute"),
-    ("torch",): ("zero2", "zero3", "uneven-stages"),
+    PRIMUS: ("schedule=zb-v", "schedule=zb-h1", "uneven-stages", "partial-recompute"),
+    TORCH: ("zero2", "zero3", "uneven-stages"),
 }
 FIXED = ("micro_batch=1", "micro_batch=2", "recompute=full", "recompute=none")
 FIXED_DEGREES = ("tp=2", "tp=4", "pp=2", "cp=1", "pp=1")
@@ -252,11 +260,13 @@ BESIDE = (
 
 
 def _precisions(family: tuple[str, ...], clusters: tuple[str, ...], cluster: str) -> tuple[str, ...]:
-    """The precisions that framework and device have, the usual ones first and twice."""
+    """The precisions that framework and device have, usual ones several times."""
     if cluster == "v100":
         return ("fp16",)
-    if family in (NANOTRON, ("torch",), SHARDED, OLD_MEGATRON) or clusters == AMPERE or cluster in (*FEW, "frontier"):
-        return ("bf16",)
+    if family == TORCH:
+        return ("bf16", "bf16", "fp32")
+    if family in (NANOTRON, SHARDED, OLD_MEGATRON) or clusters == AMPERE or cluster in (*FEW, "frontier"):
+        return ("bf16",) if family == TORCHTITAN else ("bf16", "bf16", "bf16", "fp16")
     if clusters == BLACKWELL:
         return ("bf16", "fp8", "mxfp8", "mxfp8") if family == TORCHTITAN else ("bf16", "mxfp8", "nvfp4", "fp8")
     return ("bf16", "bf16", "bf16", "fp8")
@@ -267,17 +277,17 @@ def _random_search(rng: random.Random) -> list[str]:
     models = rng.choices((SMALL, MEDIUM, LARGE, HUGE), (20, 45, 25, 10))[0]
     model = rng.choice(models)
     family = MEGATRON if models is HUGE else rng.choice(FAMILIES)
-    if models is LARGE and family in (NANOTRON, ("torch",)):
+    if models is LARGE and family in (NANOTRON, TORCH):
         family = MEGATRON
     clusters = rng.choices((HOPPER, AMPERE, BLACKWELL, AMD, FEW), (10, 4, 4, 3, 3 if models is SMALL else 0))[0]
-    if family == ("primus",):
+    if family == PRIMUS:
         clusters = AMD
     cluster = rng.choice(clusters)
     per_node = DEVICES_PER_NODE.get(cluster, 8)
     num_devices = rng.choice(SIZES[models]) * 8
     num_nodes = max(num_devices // per_node, 1)
     batch = num_nodes * per_node * rng.choice((2, 4, 4, 8))
-    seq_len = 2048 if model in LEARNED_POSITIONS else rng.choice((2048, 4096, 4096, 8192, 8192, 16384))
+    seq_len = 2048 if model in LEARNED_POSITIONS else rng.choice((2048, 4096, 4096, 8192, 8192, 16384, 32768))
     command = ["search", model, "--cluster", f"{cluster}:{num_nodes}x{per_node}", "--framework", rng.choice(family)]
     command += ["--global-batch", str(batch), "--seq-len", str(seq_len)]
     command += ["--precision", rng.choice(_precisions(family, clusters, cluster))]
@@ -314,8 +324,8 @@ mixed-three
   search llama2-7b --cluster a100-sxm:1x8+h100-sxm:1x8+h200-sxm:1x8 --global-batch 192 --seq-len 4096 --json -q
 mixed-nemo
   search qwen2.5-14b --cluster h100-sxm:2x8+a100-sxm:4x8 --framework nemo --global-batch 256 --seq-len 4096 --json -q
-mixed-fixed
-  search llama3-8b --cluster h200-sxm:1x8+h100-sxm:2x8 --global-batch 128 --seq-len 8192 --max-tp 2 --json -q
+mixed-like
+  search llama3-8b --cluster h200-sxm:1x8+h100-sxm:2x8 --global-batch 128 --seq-len 8192 --json -q
 mixed-old
   search llama-7b --cluster v100:1x16+a100-sxm-40:1x8 --global-batch 128 --seq-len 2048 --precision fp16 --json -q
 mixed-amd
@@ -328,8 +338,8 @@ from-script-tables
   search --from train.sh --cluster h100-sxm:2x8 -q
 from-script-larger
   search --from train.sh --cluster h200-sxm:4x8 --global-batch 256 --set SLURM_NNODES=4 --json -q
-from-script-objectives
-  search --from train.sh --cluster h100-sxm:2x8 --objective step-time --objective memory-headroom --json -q
+from-script-bounded
+  search --from train.sh --cluster h100-sxm:2x8 --max tp=4 --json -q
 from-script-allowed
   search --from train.sh --cluster h100-sxm:2x8 --allow uneven-stages --allow partial-recompute --why --json -q
 from-script-priced
@@ -354,7 +364,7 @@ from-exported-bridge
   search --from launch/recipe.py --cluster h100-sxm:2x8 --json -q
 from-plan-file
   search llama3-8b --cluster h100-sxm:1x8 --global-batch 128 --seq-len 4096 --out old.json -q
-  search --from old.json --cluster h100-sxm:2x8 --json -q
+  search --from old.json --cluster h100-sxm:1x8 --global-batch 128 --json -q
 explain-dense
   search llama3-8b --cluster h100-sxm:2x8 --global-batch 128 --seq-len 8192 --why --json -q
   explain plan.json --json -q
@@ -409,7 +419,7 @@ nodes-tried
 nodes-bounded
   search llama3-8b --cluster h100-sxm:8x8 --max-nodes 8 --objective devices --objective step-time --global-batch 256 --seq-len 4096 --json -q
 nodes-hours
-  search llama3-8b --cluster h100-sxm:8x8 --max-nodes 8 --objective tokens --gpu-hours 100000 --deadline 60d --global-batch 256 --seq-len 4096 --json -q
+  search llama3-8b --cluster h100-sxm:8x8 --max-nodes 8 --objective tokens --gpu-hours 50000 --deadline 60d --global-batch 256 --seq-len 4096 --json -q
 batches
   search llama3-8b --cluster h100-sxm:2x8 --global-batch 64:256 --seq-len 8192 --json -q
 batches-objectives
@@ -424,9 +434,10 @@ stored
   search llama3-8b --cluster h100-sxm:2x8 --global-batch 128 --seq-len 8192 --storage study.db --study kept --json -q
   search llama3-8b --cluster h100-sxm:2x8 --global-batch 128 --seq-len 8192 --storage study.db --study kept --json -q --force
 nearest
-  search llama3-8b --cluster h100-sxm:2x8 --global-batch 128 --seq-len 8192 --json -q
-  export plan.json --to torchtitan --nearest --out launch
-  export plan.json --to megatron-bridge --nearest --out launch-bridge
+  estimate llama3-8b --cluster h100-sxm:2x8 --framework nemo --global-batch 128 --seq-len 8192 --tp 2 --no-sp --rank-order tp-cp-ep-pp-dp --pp 2 --out plan.json -q
+  export plan.json --to megatron-bridge --nearest --out launch
+  estimate llama3-8b --cluster h100-sxm:2x8 --framework deepspeed-zero --global-batch 128 --seq-len 8192 --pp 2 --sharding zero1 --recompute full --out stages.json -q
+  export stages.json --to deepspeed --nearest --out launch-stages
 """  # noqa: E501
 
 WRITTEN_FILES = {

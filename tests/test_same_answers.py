@@ -50,6 +50,8 @@ def test_what_export_wrote_is_compared_byte_for_byte() -> None:
     old, new = record_of('{"a": 1, "b": 2}\n', title), record_of('{"b": 2, "a": 1}\n', title)
     assert differences(old, new, NOTHING)
     assert differences(record_of("a\n", title), record_of("a", title), NOTHING)
+    plan = "2 export wrote launch/plan.json"
+    assert not differences(record_of('{"a": 1, "b": 2}\n', plan), record_of('{"b": 2, "a": 1}\n', plan), NOTHING)
     assert not differences(record_of("# autoplan 0.1.0 a\n", title), record_of("# autoplan 0.2.0 a\n", title), NOTHING)
 
 
