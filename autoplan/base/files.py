@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -130,6 +131,8 @@ def _words_at(kind: type, place: str) -> tuple[str, ...]:
         inner, _ = _dataclass_inside(annotation)
         annotation = typing.get_type_hints(inner).get(name) if inner else None
     while annotation is not None and typing.get_origin(annotation) is not typing.Literal:
+        if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+            return tuple(annotation)
         parts = [part for part in typing.get_args(annotation) if part not in (type(None), ...)]
         annotation = parts[0] if len(parts) == 1 else None
     return typing.get_args(annotation)
