@@ -31,9 +31,9 @@ from autoplan.base.errors import AutoplanError, NoPlanError
 from autoplan.base.files import write_text
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.objectives import resized
-from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.energy import step_energy_j
 from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster, preset_clusters

@@ -38,8 +38,8 @@ from autoplan.base.files import write_text
 from autoplan.base.processes import Children, CrewError, Place
 from autoplan.base.units import format_volume
 from autoplan.cli.inputs import make_space, parse_duration, with_timings
-from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.provenance import shares
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.hardware import SYS, amd_gpus, device_id, emulates_bf16, nvidia_gpus

@@ -31,8 +31,8 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import AutoplanError
 from autoplan.base.files import write_text
-from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s
-from autoplan.cost.compute import GROUPED_HALF_M, GROUPED_SHARE
+from autoplan.cost.kernels.times import GROUPED_HALF_M, GROUPED_SHARE
+from autoplan.cost.network.links import all_gather_s, all_reduce_s, all_to_all_s
 from autoplan.profiler import fit
 from autoplan.profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from autoplan.profiler.imports.aiconfigurator import read_measurements

@@ -25,7 +25,7 @@ from reports import existing
 from autoplan.base.arrays import Floats
 from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
-from autoplan.cost.memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
+from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from autoplan.base.units import format_bytes, format_rate, format_tokens
 from autoplan.cli import COMMANDS, make_app
 from autoplan.cli.schema import KINDS, schema
-from autoplan.cost.arithmetic import count_parameters
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.huggingface import model_types

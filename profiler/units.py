@@ -23,7 +23,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.tensor.parallel import loss_parallel
 
 from autoplan.base.errors import InputError
-from autoplan.cost.arithmetic import count_parameters
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.profiler.maker import Chain, Maker, Run, Staged, in_turns, num_sets
 from autoplan.spec.enums import Sharding
 from autoplan.spec.model import ModelSpec

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from autoplan.base.errors import InputError
-from autoplan.cost.arithmetic import block_shapes, count_parameters
-from autoplan.cost.compute import local_sizes
+from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters
+from autoplan.cost.kernels.times import local_sizes
 from autoplan.profiler.layouts import layouts
 from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Task, rules_for
 from autoplan.profiler.record import Mode

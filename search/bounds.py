@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.arithmetic import block_shapes
-from autoplan.cost.communication import CONTENTION_SHARE, Links
-from autoplan.cost.communicators import groups
-from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
+from autoplan.cost.blocks import BlockCost, ahead_s, block_costs, local_parameters
+from autoplan.cost.collectives.end_of_step import optimizer_s, reduction_s
 from autoplan.cost.estimate import message_s, straggler_share
-from autoplan.cost.layer import BlockCost, ahead_s, block_costs, local_parameters
-from autoplan.cost.layout import StageBlocks, repeats_mtp
-from autoplan.cost.memory import (
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.times import KERNEL_AXES, add_up, head_s
+from autoplan.cost.memory.recompute import activation_parts, kept_bytes
+from autoplan.cost.memory.stage_memory import (
     StageParameters,
     boundary_bytes,
     communicator_bytes,
@@ -34,10 +33,11 @@ from autoplan.cost.memory import (
     stored_bytes,
     wgrad_buffer_bytes,
 )
-from autoplan.cost.order import V_SHAPED
-from autoplan.cost.recompute import activation_parts, kept_bytes
-from autoplan.cost.schedule import send_exposed_s
-from autoplan.cost.tail import optimizer_s, reduction_s
+from autoplan.cost.network.links import CONTENTION_SHARE, Links
+from autoplan.cost.network.rank_groups import groups
+from autoplan.cost.pipeline.closed_forms import send_exposed_s
+from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp
+from autoplan.cost.pipeline.order import V_SHAPED
 from autoplan.search.space import Inside, Space
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import Block, ModelSpec
@@ -377,7 +377,7 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
 def _reductions_s(
     problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats, first: tuple[Ints, Ints]
 ) -> Floats:
-    """What shows at least of reducing gradients and gathering parameters on the first rank (`cost.tail`).
+    """What shows at least of reducing gradients and gathering parameters on the first rank (`end_of_step`).
 
     `dense` and `expert` are the parameters of its leanest layer.  However much of the reduction the last backward pass
     hides, its last bucket shows, and the contention with what it hides under.

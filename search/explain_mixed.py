@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autoplan.base.errors import AutoplanError
-from autoplan.cost.mixed import estimate_mixed
-from autoplan.cost.mixed_stages import mixed_stages
+from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.cost.mixed.stages import mixed_stages
 from autoplan.search.ranking import TIE
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed

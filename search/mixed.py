@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from autoplan.cost.recompute import stores_scores
+from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.rulebooks import book_of
 from autoplan.search.limits import default_limits
 from autoplan.search.settle import Settled, Settler, ordered

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
+from autoplan.cost.network.rank_groups import groups
 from autoplan.search.limits import divisors
 from autoplan.search.ranking import TIE, ranked
 from autoplan.spec.plan import ParallelPlan, PlanBatch

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.arithmetic import model_flops_per_token
+from autoplan.cost.kernels.arithmetic import model_flops_per_token
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import VERDICTS, CostEstimate, RankedPlan, datasheet_peak

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.mixed import estimate_mixed, pipeline_s
+from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 from autoplan.search.structures import Place, Structure
 from autoplan.spec.enums import Sharding

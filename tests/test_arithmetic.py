@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost.arithmetic import (
+from autoplan.cost.estimate import stage_costs
+from autoplan.cost.kernels.arithmetic import (
     attention_context,
     block_shapes,
     count_parameters,
@@ -18,7 +19,6 @@ from autoplan.cost.arithmetic import (
     mamba_scan_flops_per_token,
     model_flops_per_token,
 )
-from autoplan.cost.estimate import stage_costs
 from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model
 from autoplan.spec.framework import Framework

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.communication import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from autoplan.cost.network.links import all_gather_s, all_reduce_s, all_to_all_s, send_s
 from autoplan.read.cluster import load_cluster
 from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.topology.levels import Level, Topology, compile_topology

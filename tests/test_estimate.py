@@ -13,12 +13,12 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.communication import CONTENTION_SHARE, Links, all_gather_s
-from autoplan.cost.compute import DROPOUT_ATTENTION_TIME, gemm_rate, gemm_s
+from autoplan.cost.blocks import TERMS, BlockCost, block_costs
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
-from autoplan.cost.layer import TERMS, BlockCost, block_costs
-from autoplan.cost.memory import MEMORY_TERMS
-from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
+from autoplan.cost.kernels.times import DROPOUT_ATTENTION_TIME, gemm_rate, gemm_s
+from autoplan.cost.memory.stage_memory import MEMORY_TERMS
+from autoplan.cost.network.links import CONTENTION_SHARE, Links, all_gather_s
+from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.enums import ContextParallelKind, Recompute, Sharding

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from autoplan.base.curves import GemmCurve
-from autoplan.cost.arithmetic import block_shapes
-from autoplan.cost.communicators import dispatched_copies
-from autoplan.cost.compute import NARROW_ATTENTION_TIME, gemm_pace, gemm_rate, kernel_times, memory_bound_s
-from autoplan.cost.layer import _experts_wait_s, _overlapped_ep_s, _unpaired_share, block_costs
+from autoplan.cost.blocks import _experts_wait_s, _overlapped_ep_s, _unpaired_share, block_costs
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.times import NARROW_ATTENTION_TIME, gemm_pace, gemm_rate, kernel_times, memory_bound_s
+from autoplan.cost.network.rank_groups import dispatched_copies
 from autoplan.frameworks.presets import framework_called, load_framework
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster

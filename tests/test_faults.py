@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.communication import Links
+from autoplan.cost.network.links import Links
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.timing import Measurement, TimingTable

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.cost.collectives.traffic import step_traffic
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.traffic import step_traffic
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.hardware import emulates_bf16
 from autoplan.read.cluster import load_cluster

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.arithmetic import count_parameters
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.read.huggingface import model_types, read_huggingface
 from autoplan.read.model import load_model
 from autoplan.spec.model import Block, ModelSpec

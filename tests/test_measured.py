@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost.arithmetic import block_shapes
-from autoplan.cost.communication import Links, all_gather_s, all_reduce_s, all_to_all_s, send_s
-from autoplan.cost.compute import (
+from autoplan.cost.estimate import STEP_TERMS
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.times import (
     KERNEL_START_S,
     KERNELS_BACKWARD,
     KERNELS_FORWARD,
@@ -22,7 +22,7 @@ from autoplan.cost.compute import (
     kernel_times,
     memory_bound_s,
 )
-from autoplan.cost.estimate import STEP_TERMS
+from autoplan.cost.network.links import Links, all_gather_s, all_reduce_s, all_to_all_s, send_s
 from autoplan.cost.provenance import shares
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost.arithmetic import count_parameters
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.layout import stage_blocks
-from autoplan.cost.memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory, stage_parameters
-from autoplan.cost.order import rank_orders
+from autoplan.cost.kernels.arithmetic import count_parameters
+from autoplan.cost.memory.stage_memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory, stage_parameters
+from autoplan.cost.pipeline.layout import stage_blocks
+from autoplan.cost.pipeline.order import rank_orders
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.enums import Recompute, Sharding

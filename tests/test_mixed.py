@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError, UnpricedError
-from autoplan.cost.communication import Links
 from autoplan.cost.estimate import estimate
-from autoplan.cost.islands import Islands, links_between
-from autoplan.cost.mixed import estimate_mixed, pipeline_s
-from autoplan.cost.schedule import hop_sends_exposed_s, send_exposed_s
+from autoplan.cost.mixed.collectives import Islands, links_between
+from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
+from autoplan.cost.network.links import Links
+from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
 from autoplan.read.mixed import load_parts

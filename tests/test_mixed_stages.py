@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.cli.planfile import make_mixed_file
 from autoplan.cost.estimate import STEP_TERMS, stage_costs
-from autoplan.cost.messages import ROWS
-from autoplan.cost.mixed import estimate_mixed
-from autoplan.cost.mixed_stages import mixed_stages, mixed_timeline
-from autoplan.cost.recurrence import rank_steps
+from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
+from autoplan.cost.pipeline.recurrence import rank_steps
+from autoplan.cost.pipeline.waits import ROWS
 from autoplan.cost.timeline import END_TERMS, RankTimeline, Timeline, timeline
 from autoplan.read.cluster import load_cluster
 from autoplan.report.trace import trace_json

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.cost.arithmetic import block_shapes, count_parameters, model_flops_per_token
+from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters, model_flops_per_token
 from autoplan.read.model import load_model, preset_models
 from autoplan.spec.model import Block, Experts, Mamba, ModelSpec
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.order import Operation, chunks_of_ranks, live_chunks, microbatch_group, rank_orders
-from autoplan.cost.schedule import in_flight_chunks
+from autoplan.cost.pipeline.closed_forms import in_flight_chunks
+from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, live_chunks, microbatch_group, rank_orders
 from autoplan.spec.enums import Schedule
 from pipeline_oracle import (
     TORCH,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError, UnpricedError
-from autoplan.cost.communicators import groups
 from autoplan.cost.estimate import estimate
+from autoplan.cost.network.rank_groups import groups
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan, PlanBatch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoplan.cost.estimate import estimate
-from autoplan.cost.schedule import one_forward_one_backward_s
+from autoplan.cost.pipeline.closed_forms import one_forward_one_backward_s
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.framework import Framework

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.layout import chunk_blocks
-from autoplan.cost.recompute import GIVEN_BACK_BY
+from autoplan.cost.memory.recompute import GIVEN_BACK_BY
+from autoplan.cost.pipeline.layout import chunk_blocks
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm import rules as megatron_lm

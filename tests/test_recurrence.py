@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
-from autoplan.cost import recurrence
-from autoplan.cost.order import microbatch_group
-from autoplan.cost.recurrence import PipelineTimes, is_recurrent, pipeline_times
-from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s
+from autoplan.cost.pipeline import recurrence
+from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
+from autoplan.cost.pipeline.order import microbatch_group
+from autoplan.cost.pipeline.recurrence import PipelineTimes, is_recurrent, pipeline_times
 from autoplan.spec.enums import Schedule
 from pipeline_oracle import (
     TORCH,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost.schedule import gpipe_s, in_flight_chunks, one_forward_one_backward_s, send_exposed_s
+from autoplan.cost.pipeline.closed_forms import gpipe_s, in_flight_chunks, one_forward_one_backward_s, send_exposed_s
 from pipeline_oracle import (
     Action,
     gpipe,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.cost.mixed import estimate_mixed
+from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.rulebooks import book_of

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autoplan.cost.communication import Links
+from autoplan.cost.network.links import Links
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoplan.cost.communication import Links
+from autoplan.cost.collectives.traffic import StepTraffic, TrafficRow, step_traffic, transfers
 from autoplan.cost.estimate import message_s
-from autoplan.cost.traffic import StepTraffic, TrafficRow, step_traffic, transfers
+from autoplan.cost.network.links import Links
 from autoplan.read.cluster import load_cluster
 from autoplan.report.drawing import draw
 from autoplan.spec.plan import ParallelPlan, PlanBatch

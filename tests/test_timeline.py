@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import STEP_TERMS, estimate, stage_costs
-from autoplan.cost.order import chunks_of_ranks
+from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.cost.timeline import END_TERMS, STREAMS, Event, RankTimeline, Timeline, timeline
 from autoplan.frameworks.presets import load_framework
 from autoplan.spec.enums import Schedule

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.arithmetic import count_parameters
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.frameworks.common.job import Job
 from autoplan.frameworks.common.launch import Given, Launch
 from autoplan.frameworks.common.rules import broken

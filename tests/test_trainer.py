@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 from autoplan.base.errors import InputError
 from autoplan.base.processes import Children, CrewError
-from autoplan.cost.arithmetic import count_parameters
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.run import check_task, run_task

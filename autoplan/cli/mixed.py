@@ -100,7 +100,7 @@ def estimate_saved(file: MixedPlanFile, output: EstimateFlags) -> None:
     """Price the plan of a file again, and print it."""
     from autoplan.base.files import encode, write_text
     from autoplan.cli.planfile import make_mixed_file, mixed_problem_of
-    from autoplan.cost.mixed import estimate_mixed
+    from autoplan.cost.mixed.estimate import estimate_mixed
 
     problem = mixed_problem_of(file)
     again = make_mixed_file(problem, estimate_mixed(problem, [file.best.plan]), None)
@@ -110,7 +110,7 @@ def estimate_saved(file: MixedPlanFile, output: EstimateFlags) -> None:
     if output.trace is not None:
         _trace(problem, again, output.trace, force=output.force, quiet=output.quiet)
     if output.memory and not output.json:
-        from autoplan.cost.mixed_stages import mixed_stages
+        from autoplan.cost.mixed.stages import mixed_stages
         from autoplan.report.mixed import print_mixed_answer
         from autoplan.report.terminal import make_console, print_waterfall
 
@@ -140,7 +140,7 @@ def explain_saved(file: MixedPlanFile, trace: Path | None, *, force: bool, json:
 
 def _trace(problem: MixedProblem, file: MixedPlanFile, path: Path, *, force: bool, quiet: bool) -> None:
     from autoplan.cli.planfile import write_trace
-    from autoplan.cost.mixed_stages import mixed_timeline
+    from autoplan.cost.mixed.stages import mixed_timeline
     from autoplan.report.mixed import describe
 
     plan = file.best.plan

@@ -69,7 +69,7 @@ def _mixed_content(file: MixedPlanFile, path: Path) -> MixedContent:
     """What the page of a plan of a mixed cluster shows."""
     from autoplan.cli.planfile import mixed_problem_of
     from autoplan.cli.starting import NOT_STARTED
-    from autoplan.cost.mixed_stages import mixed_stages, mixed_timeline
+    from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
     from autoplan.report.page.content import MixedContent
 
     problem, missing = mixed_problem_of(file), {"start": NOT_STARTED}
@@ -89,9 +89,9 @@ def _mixed_content(file: MixedPlanFile, path: Path) -> MixedContent:
 def _content(file: PlanFile, path: Path, problem: Problem, *, quiet: bool) -> PlanContent:
     """Everything that the page shows; what cannot be had is said instead."""
     from autoplan.cli.progress import progress_bar
+    from autoplan.cost.collectives.traffic import step_traffic
     from autoplan.cost.provenance import term_shares
     from autoplan.cost.timeline import timeline
-    from autoplan.cost.traffic import step_traffic
     from autoplan.report.page.content import PlanContent
     from autoplan.spec.plan import PlanBatch
     from autoplan.spec.result import placed

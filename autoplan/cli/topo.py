@@ -13,7 +13,7 @@ from autoplan.cli.complete import clusters
 from autoplan.cli.options import ForceOption
 
 if TYPE_CHECKING:
-    from autoplan.cost.traffic import StepTraffic
+    from autoplan.cost.collectives.traffic import StepTraffic
     from autoplan.topology.cluster import ClusterSpec
 
 
@@ -66,7 +66,7 @@ def topo(
 def _step_traffic(path: Path, cluster: ClusterSpec) -> StepTraffic:
     """What the plan of a file moves on `cluster`, which need not be the one that it was made for."""
     from autoplan.cli.planfile import load_plan_file, problem_of
-    from autoplan.cost.traffic import step_traffic
+    from autoplan.cost.collectives.traffic import step_traffic
 
     file = replace(load_plan_file(path), timings="")  # bytes rest on none
     problem, plan = problem_of(file), file.best.plan

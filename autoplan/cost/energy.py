@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
-from autoplan.cost.compute import add_up
+from autoplan.cost.kernels.times import add_up
 from autoplan.topology.cluster import ClusterSpec
 
 # Shares of what lies between idle and the TDP, the middle of the ranges in `modelling` F: .75-.95 while a device

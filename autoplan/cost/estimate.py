@@ -10,10 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.communication import Links
-from autoplan.cost.communicators import groups, message_bytes, tied_table_bytes
-from autoplan.cost.compute import KERNEL_AXES, add_up, head_s
-from autoplan.cost.layer import (
+from autoplan.cost.blocks import (
     TERMS,
     BlockCost,
     ahead_s,
@@ -24,8 +21,10 @@ from autoplan.cost.layer import (
     layer_parameters,
     shared_scales_s,
 )
-from autoplan.cost.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
-from autoplan.cost.memory import (
+from autoplan.cost.collectives.end_of_step import FirstStage, optimizer_s, reduction_s, shown_gather_s, shown_reduce_s
+from autoplan.cost.kernels.measured_units import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
+from autoplan.cost.kernels.times import KERNEL_AXES, add_up, head_s
+from autoplan.cost.memory.stage_memory import (
     MEMORY_TERMS,
     StageMemory,
     StageParameters,
@@ -34,11 +33,12 @@ from autoplan.cost.memory import (
     stage_memory,
     stage_parameters,
 )
-from autoplan.cost.order import chunks_of_ranks
-from autoplan.cost.recurrence import PipelineTimes, pipeline_times
-from autoplan.cost.schedule import gpipe_s, one_forward_one_backward_s, send_exposed_s
-from autoplan.cost.tail import FirstStage, optimizer_s, reduction_s, shown_gather_s, shown_reduce_s
-from autoplan.cost.whole import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
+from autoplan.cost.network.links import Links
+from autoplan.cost.network.rank_groups import groups, message_bytes, tied_table_bytes
+from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s, send_exposed_s
+from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
+from autoplan.cost.pipeline.order import chunks_of_ranks
+from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, ParallelPlan, PlanBatch

@@ -4,7 +4,7 @@ It is made of what the estimate is made of: the times of the passes, the order o
 step.  The ranks of one pipeline stage do the same, so that one of them stands for all.
 
 Where the recurrence prices a plan the timeline is what it ran.  Where a closed form does, the makespan of the order run
-pass by pass may differ from it: by nothing where the stages are equal, else by some percent (`autoplan.cost.schedule`).
+pass by pass may differ from it: by nothing where the stages are equal, else by some percent (`pipeline.closed_forms`).
 The estimate holds: every wait of a rank is then longer or shorter by the same factor, so that the work, its order and
 the length of the step are the estimate's, and messages alone may seem to come that much too late or early
 (`Timeline.order_error`).
@@ -21,16 +21,16 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
-from autoplan.cost.compute import add_up
+from autoplan.cost.blocks import TERMS
+from autoplan.cost.collectives.end_of_step import reduction_s
 from autoplan.cost.estimate import STEP_TERMS, Stages, estimate, lay_out
-from autoplan.cost.layer import TERMS
-from autoplan.cost.layout import chunk_blocks
-from autoplan.cost.memory import ALLOCATED_TERMS, StageMemory, chunk_activation_bytes
-from autoplan.cost.messages import ROWS
-from autoplan.cost.order import Operation, chunks_of_ranks, rank_orders
-from autoplan.cost.recurrence import RankSteps, is_recurrent, rank_steps
-from autoplan.cost.tail import reduction_s
-from autoplan.cost.whole import FORWARD_SHARE
+from autoplan.cost.kernels.measured_units import FORWARD_SHARE
+from autoplan.cost.kernels.times import add_up
+from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, StageMemory, chunk_activation_bytes
+from autoplan.cost.pipeline.layout import chunk_blocks
+from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, rank_orders
+from autoplan.cost.pipeline.recurrence import RankSteps, is_recurrent, rank_steps
+from autoplan.cost.pipeline.waits import ROWS
 from autoplan.spec.enums import Schedule
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

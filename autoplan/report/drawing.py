@@ -27,7 +27,7 @@ from autoplan.topology.graph import ClusterGraph, Group, links_up
 from autoplan.topology.parts import Graph, Link, Part, PartKind, fabric_link, nic_link, node_graph, wide_levels
 
 if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
-    from autoplan.cost.traffic import StepTraffic
+    from autoplan.cost.collectives.traffic import StepTraffic
 
 MOST_DRAWN = 16  # devices of the opened node; of a larger one each class of parts is drawn once
 WIDTH, MARGIN = 1080, 24

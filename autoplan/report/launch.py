@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
-from autoplan.cost.arithmetic import count_parameters
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table, slower
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan

@@ -11,7 +11,7 @@ from autoplan.base.units import format_percent, format_volume
 from autoplan.report.terminal import print_table
 
 if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
-    from autoplan.cost.traffic import StepTraffic
+    from autoplan.cost.collectives.traffic import StepTraffic
 
 OPERATION_NAMES = {
     "all_reduce": "all-reduce",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoplan.base.arrays import Floats
+from autoplan.cost.collectives.traffic import StepTraffic
 from autoplan.cost.timeline import Timeline
-from autoplan.cost.traffic import StepTraffic
 from autoplan.spec.result import MixedPlanFile, PlacedStage, PlanFile, RankedPlan, Sensitivity, SizeOutcome
 from autoplan.spec.timing import Provenance
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.base.units import format_percent, format_seconds, format_volume
-from autoplan.cost.traffic import StepTraffic
+from autoplan.cost.collectives.traffic import StepTraffic
 from autoplan.report.drawing import draw
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.html import Markup, tag

@@ -10,19 +10,16 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.arithmetic import BlockShape, block_shapes
-from autoplan.cost.communication import CONTENTION_SHARE, Links
-from autoplan.cost.communicators import (
-    Groups,
-    cp_buffer_bytes,
-    dispatched_copies,
-    ep_buffer_bytes,
-    groups,
-    has_tp_traffic,
-    tp_buffer_bytes,
-    tp_gathered_bytes,
+from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
+from autoplan.cost.kernels.measured_units import (
+    LAYER,
+    SharedStates,
+    layer_times,
+    measures_end,
+    repeats_core_only,
+    shared_states,
 )
-from autoplan.cost.compute import (
+from autoplan.cost.kernels.times import (
     KERNEL_AXES,
     KernelTimes,
     add_up,
@@ -32,8 +29,18 @@ from autoplan.cost.compute import (
     padded_vocab,
     rank_tokens,
 )
-from autoplan.cost.recompute import ATTENTION_BLOCKS, selective_s
-from autoplan.cost.whole import LAYER, SharedStates, layer_times, measures_end, repeats_core_only, shared_states
+from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
+from autoplan.cost.network.links import CONTENTION_SHARE, Links
+from autoplan.cost.network.rank_groups import (
+    Groups,
+    cp_buffer_bytes,
+    dispatched_copies,
+    ep_buffer_bytes,
+    groups,
+    has_tp_traffic,
+    tp_buffer_bytes,
+    tp_gathered_bytes,
+)
 from autoplan.spec.enums import ContextParallelKind, Precision, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.measured import find
+from autoplan.cost.kernels.measured import find
 from autoplan.spec.plan import distinct_rows
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import NO_TIMINGS, Operation, TimingTable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.communication import CONTENTION_SHARE
+from autoplan.cost.network.links import CONTENTION_SHARE
 
 
 def _whole(times: Floats) -> Floats:

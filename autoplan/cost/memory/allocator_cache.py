@@ -15,9 +15,9 @@ from functools import reduce
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.compute import add_up, padded_vocab, rank_tokens
-from autoplan.cost.layout import StageBlocks
-from autoplan.cost.schedule import in_flight_chunks
+from autoplan.cost.kernels.times import add_up, padded_vocab, rank_tokens
+from autoplan.cost.pipeline.closed_forms import in_flight_chunks
+from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch

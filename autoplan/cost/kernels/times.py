@@ -13,9 +13,15 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.arithmetic import BlockShape, Linear, attention_context, block_shapes, mamba_scan_flops_per_token
-from autoplan.cost.measured import find_kernels, passes_s
-from autoplan.cost.whole import head_factor
+from autoplan.cost.kernels.arithmetic import (
+    BlockShape,
+    Linear,
+    attention_context,
+    block_shapes,
+    mamba_scan_flops_per_token,
+)
+from autoplan.cost.kernels.measured import find_kernels, passes_s
+from autoplan.cost.kernels.measured_units import head_factor
 from autoplan.spec.enums import ContextParallelKind, Precision
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.order import V_SHAPED, chunks_of_ranks
+from autoplan.cost.pipeline.order import V_SHAPED, chunks_of_ranks
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch, distinct_rows

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.communication import Links
-from autoplan.cost.communicators import groups, tied_table_bytes
+from autoplan.cost.collectives.end_of_step import reduction_s, update_s
 from autoplan.cost.estimate import Stages, lay_out, message_s
-from autoplan.cost.islands import Islands, links_between
-from autoplan.cost.memory import own_parameters
-from autoplan.cost.tail import reduction_s, update_s
+from autoplan.cost.memory.stage_memory import own_parameters
+from autoplan.cost.mixed.collectives import Islands, links_between
+from autoplan.cost.network.links import Links
+from autoplan.cost.network.rank_groups import groups, tied_table_bytes
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

@@ -12,9 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.arithmetic import block_shapes
-from autoplan.cost.communication import Links, link_bytes
-from autoplan.cost.communicators import (
+from autoplan.cost.blocks import BYTES_PER_REDUCED_TOKEN, LOSS_REDUCTIONS, local_parameters
+from autoplan.cost.collectives.end_of_step import gathered_bytes, reduce_buckets
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.times import padded_vocab, rank_tokens
+from autoplan.cost.memory.recompute import ATTENTION_BLOCKS
+from autoplan.cost.memory.stage_memory import StageParameters, stage_parameters
+from autoplan.cost.network.links import Links, link_bytes
+from autoplan.cost.network.rank_groups import (
     Groups,
     cp_buffer_bytes,
     dispatched_copies,
@@ -26,13 +31,8 @@ from autoplan.cost.communicators import (
     tp_buffer_bytes,
     tp_gathered_bytes,
 )
-from autoplan.cost.compute import padded_vocab, rank_tokens
-from autoplan.cost.layer import BYTES_PER_REDUCED_TOKEN, LOSS_REDUCTIONS, local_parameters
-from autoplan.cost.layout import StageBlocks, repeats_mtp, stage_blocks
-from autoplan.cost.memory import StageParameters, stage_parameters
-from autoplan.cost.order import chunks_of_ranks
-from autoplan.cost.recompute import ATTENTION_BLOCKS
-from autoplan.cost.tail import gathered_bytes, reduce_buckets
+from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp, stage_blocks
+from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SELECTIVE, ParallelPlan, PlanBatch

@@ -11,15 +11,12 @@ from functools import partial
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
-from autoplan.cost.cached import cached_bytes
-from autoplan.cost.communicators import Groups, groups
-from autoplan.cost.compute import add_up, expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
-from autoplan.cost.layer import local_parameters
-from autoplan.cost.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_mtp, stage_blocks
-from autoplan.cost.moments import WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
-from autoplan.cost.order import chunks_of_ranks, live_chunks
-from autoplan.cost.recompute import (
+from autoplan.cost.blocks import local_parameters
+from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
+from autoplan.cost.kernels.times import add_up, expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.memory.allocator_cache import cached_bytes
+from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
+from autoplan.cost.memory.recompute import (
     NARROW_BYTES,
     activation_parts,
     casts_norms,
@@ -27,7 +24,17 @@ from autoplan.cost.recompute import (
     kept_bytes,
     whole_bytes,
 )
-from autoplan.cost.schedule import in_flight_chunks
+from autoplan.cost.network.rank_groups import Groups, groups
+from autoplan.cost.pipeline.closed_forms import in_flight_chunks
+from autoplan.cost.pipeline.layout import (
+    StageBlocks,
+    by_chunks,
+    chunk_blocks,
+    chunk_layers_of,
+    repeats_mtp,
+    stage_blocks,
+)
+from autoplan.cost.pipeline.order import chunks_of_ranks, live_chunks
 from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch, distinct_rows

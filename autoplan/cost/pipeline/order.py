@@ -1,7 +1,7 @@
 """In which order does every rank run its passes, and what does it keep alive meanwhile?
 
 A model of p v chunks runs on p ranks, each in an order that is fixed before the step begins.  How many activations are
-alive follows from that order alone; how long it takes is told by `autoplan.cost.recurrence`.
+alive follows from that order alone; how long it takes is told by `autoplan.cost.pipeline.recurrence`.
 """
 
 from __future__ import annotations

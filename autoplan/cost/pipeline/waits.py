@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.cost.order import Operation, chunks_of_ranks, microbatch_group, rank_orders, warmup_forwards
+from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, microbatch_group, rank_orders, warmup_forwards
 from autoplan.spec.enums import Schedule
 
 # Rows of the table of times, each of them for all chunks: forward, backward, its halves, and a joined forward and

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.measured import Sizes, find_kernels
+from autoplan.cost.kernels.measured import Sizes, find_kernels
 from autoplan.spec.enums import Sharding
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import DEFAULT_MODULE_BITS, SELECTIVE, PlanBatch

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.compute import add_up
+from autoplan.cost.collectives.end_of_step import FirstStage, shown_gather_s, shown_reduce_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, straggler_share, work_terms
-from autoplan.cost.memory import StageParameters, host_bytes
-from autoplan.cost.schedule import hop_sends_exposed_s, one_forward_one_backward_s
-from autoplan.cost.sheets import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
-from autoplan.cost.tail import FirstStage, shown_gather_s, shown_reduce_s
+from autoplan.cost.kernels.times import add_up
+from autoplan.cost.memory.stage_memory import StageParameters, host_bytes
+from autoplan.cost.mixed.part_layouts import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
+from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
 from autoplan.spec.problem import Problem
 from autoplan.spec.result import MixedCost, MixedKindCost, MixedStageCost

@@ -1,6 +1,6 @@
-"""How long does a pipeline take whose chunks have any times?  Its order, run operation by operation for many plans.
+"""Time of a pipeline whose chunks have any times: its order, run operation by operation for many plans.
 
-An order of `autoplan.cost.order` is compiled once: its operations are sorted into levels, each of which needs only the
+An order of `pipeline.order` is compiled once: its operations are sorted into levels, each of which needs only the
 levels before it, so that numpy runs a level of all plans at a time (`modelling` E4).
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
-from autoplan.cost.messages import Step, blocking_steps, overlapped_steps
-from autoplan.cost.order import check_schedule, chunks_of_ranks
+from autoplan.cost.pipeline.order import check_schedule, chunks_of_ranks
+from autoplan.cost.pipeline.waits import Step, blocking_steps, overlapped_steps
 from autoplan.spec.enums import Schedule
 
 MAX_OPERATIONS = 2**19  # a larger order would compile for seconds
@@ -225,7 +225,7 @@ def pipeline_times(
     schedules do not block where they are implemented (torch, DualPipe) and are refused.
 
     Raises InputError where the schedule has no such order or the plan more than `MAX_OPERATIONS` (`is_recurrent`).
-    Source: `modelling` E4; the orders have theirs in `autoplan.cost.order`.
+    Source: `modelling` E4; the orders have theirs in `autoplan.cost.pipeline.order`.
     """
     program = _compiled(schedule, stages, chunks, num_microbatches, blocking=blocking)
     held = chunks_of_ranks(schedule, stages, chunks)

@@ -1,6 +1,6 @@
 """What do the stages of a mixed plan do and hold, term by term and moment by moment?
 
-As of a plan whose stages are alike, by the same functions, every stage laid out on its own part (`sheets`).
+As of a plan whose stages are alike, by the same functions, every stage laid out on its own part (`part_layouts`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import stage_cost
-from autoplan.cost.memory import chunk_activation_bytes
-from autoplan.cost.mixed import estimate_mixed, pipeline_s
-from autoplan.cost.sheets import Member, Sheet, lay_out_kinds, memory_terms, stage_cells
+from autoplan.cost.memory.stage_memory import chunk_activation_bytes
+from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
+from autoplan.cost.mixed.part_layouts import Member, Sheet, lay_out_kinds, memory_terms, stage_cells
 from autoplan.cost.timeline import HIDING, Pipeline, Timeline, check_length, memory_levels, pass_terms, step_timeline
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.result import MixedCost, MixedKindCost, Place, PlacedStage, StageCost, probability_above
@@ -27,7 +27,7 @@ class _Row:
     sheet: Sheet
     at: int  # in the sheet
     stages: tuple[int, ...]
-    cells: dict[str, Floats]  # of `sheets.CELLS`, by stage
+    cells: dict[str, Floats]  # of `part_layouts.CELLS`, by stage
     memory: dict[str, Floats]  # terms, by stage
 
     def cost(self, stage: int) -> StageCost:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.communication import Links
+from autoplan.cost.network.links import Links
 from autoplan.spec.timing import NO_TIMINGS, Calibration
 from autoplan.topology.levels import Gaps, Level, Topology
 

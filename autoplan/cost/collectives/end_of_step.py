@@ -11,14 +11,14 @@ from typing import Protocol
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.arithmetic import block_shapes
-from autoplan.cost.cached import GRAD_BYTES
-from autoplan.cost.communication import CONTENTION_SHARE
-from autoplan.cost.communicators import Groups, groups
-from autoplan.cost.compute import add_up, memory_bound_s
-from autoplan.cost.layout import StageBlocks
-from autoplan.cost.measured import find
-from autoplan.cost.memory import StageParameters
+from autoplan.cost.kernels.arithmetic import block_shapes
+from autoplan.cost.kernels.measured import find
+from autoplan.cost.kernels.times import add_up, memory_bound_s
+from autoplan.cost.memory.allocator_cache import GRAD_BYTES
+from autoplan.cost.memory.stage_memory import StageParameters
+from autoplan.cost.network.links import CONTENTION_SHARE
+from autoplan.cost.network.rank_groups import Groups, groups
+from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.arithmetic import BlockShape
-from autoplan.cost.compute import (
+from autoplan.cost.kernels.arithmetic import BlockShape
+from autoplan.cost.kernels.times import (
     KernelTimes,
     add_up,
     expert_tokens,
@@ -21,7 +21,7 @@ from autoplan.cost.compute import (
     norm_tokens,
     rank_tokens,
 )
-from autoplan.cost.moments import WIDE_BYTES
+from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES
 from autoplan.spec.enums import Precision, RecomputeModule
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch

@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.arithmetic import BlockShape
-from autoplan.cost.compute import expert_tokens, norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.kernels.arithmetic import BlockShape
+from autoplan.cost.kernels.times import expert_tokens, norm_tokens, padded_vocab, rank_tokens
 from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch

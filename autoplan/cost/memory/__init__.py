@@ -1,0 +1,1 @@
+"""Memory of every pipeline rank, and what recomputation saves of it."""

@@ -1,0 +1,1 @@
+"""Price plans whose replicas and stages sit on unlike devices."""
