@@ -202,7 +202,7 @@ def draw_plans(space: Space, cells: Sequence[Cell], rng: Rng, count: int) -> Pla
         for inside, kind in space.alike(kinds):
             if len(inside):
                 plans = space.plans_of(kinds, inside, kind, rng.integers(len(inside), size=len(kind)))
-                parts.append(plans.take(legal(space.rules, space.setting, plans)))
+                parts.append(plans.take(legal(space.rules, space.workload, plans)))
         if sum(map(len, parts)) >= count:
             break
     if not parts:

@@ -56,7 +56,7 @@ def problem_of(model: str, cluster: str, batch: int, seq_len: int) -> tuple[Prob
         framework=framework,
         calibration=built_in_calibration(framework, machine.device.generation),
     )
-    return problem, Space(setting=problem.setting, limits=default_limits(problem, (batch,)), rules=RULES)
+    return problem, Space(workload=problem.workload, limits=default_limits(problem, (batch,)), rules=RULES)
 
 
 def cell_values(problem: Problem, space: Space) -> Floats:

@@ -251,7 +251,7 @@ def rates(name: str) -> tuple[float, float, float]:
     kinds, _ = space.kinds(cells, groups.take(some), owner[some])
     first = first_layers(problem, space, kinds)
     plans, _ = space.plans_in(kinds.take(np.random.default_rng(1).permutation(len(kinds))[: MOST_PLANS // 64]))
-    plans = plans.take(legal(space.rules, space.setting, plans))
+    plans = plans.take(legal(space.rules, space.workload, plans))
     plans = plans.take(np.random.default_rng(2).permutation(len(plans))[:MOST_PLANS])
 
     def bound_plans() -> int:

@@ -46,9 +46,9 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
 
 def why_empty(space: Space) -> str:
     """Why `space` holds no legal plan."""
-    limits, setting = space.limits, space.setting
+    limits, workload = space.limits, space.workload
     cells = space.cells()
-    anything = replace(space, limits=replace(limits, global_batches=(setting.num_devices,)))
+    anything = replace(space, limits=replace(limits, global_batches=(workload.num_devices,)))
     possible = anything.cells()
     if not possible:
         return _why_no_cell(space)
@@ -60,11 +60,11 @@ def why_empty(space: Space) -> str:
     if not len(batch):
         batches = " or ".join(str(batch) for batch in limits.global_batches[:NEAREST_BATCHES])
         return f"no plan with global batch {batches} obeys {'; '.join(limits.describe())}: relax one of them"
-    holds = np.array([rule.holds(setting, batch) for rule in space.rules])
+    holds = np.array([rule.holds(workload, batch) for rule in space.rules])
     admitted = holds.sum(axis=1)
     nearest = int(holds.sum(axis=0).argmax())  # the plan that breaks the fewest
     faults = sorted(np.flatnonzero(~holds[:, nearest]).tolist(), key=lambda at: int(admitted[at]))
-    says = "; ".join(space.rules[at].says(setting, batch.plan(nearest)) for at in faults)
+    says = "; ".join(space.rules[at].says(workload, batch.plan(nearest)) for at in faults)
     return f"no legal plan: {says}" + ("" if admitted[faults[0]] == 0 else " (and others break other rules)")
 
 
@@ -85,7 +85,7 @@ def _is_lawful(space: Space) -> bool:
 
 
 def _why_no_cell(space: Space) -> str:
-    limits, model, devices = space.limits, space.setting.model, space.setting.num_devices
+    limits, model, devices = space.limits, space.workload.model, space.workload.num_devices
     fixed = dict(limits.fixed)
     for axis in ("ep", "etp"):
         if fixed.get(axis, 1) > 1 and model.moe is None:
@@ -200,8 +200,8 @@ def _leanest(limits: Limits) -> Limits:
 
 def fits_somewhere(problem: Problem, limits: Limits, space: Space) -> bool:
     """Whether a plan within `limits` fits on the cluster of `problem`, looking only at those that need least memory."""
-    setting = replace(space.setting, num_devices=problem.cluster.num_devices)
-    lean = replace(space, setting=setting, limits=_leanest(limits))
+    workload = replace(space.workload, num_devices=problem.cluster.num_devices)
+    lean = replace(space, workload=workload, limits=_leanest(limits))
     for block in lean.blocks(lean.cells(), BLOCK_PLANS):
         batch, _ = lean.plans(block)
         if len(batch) and bool((estimate(problem, batch).oom_z <= RISKY_Z).any()):

@@ -63,14 +63,14 @@ def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
     candidates = [one for one in asked if one.global_batch <= most]
     if not candidates:
         return []
-    setting = problem.setting
+    workload = problem.workload
     batch = PlanBatch.of(candidates, problem.model.num_layers)
     batch = replace(batch, placement=plan.placement)
-    lawful = np.flatnonzero(legal(universal.RULES, setting, batch))
+    lawful = np.flatnonzero(legal(universal.RULES, workload, batch))
     costs = estimate(problem, batch.take(lawful))
     order = np.argsort(seconds_per_sequence(costs), kind="stable")
     pace = best.step_s / plan.global_batch
-    admitted = legal(book_of(problem.framework).rules, setting, batch)[lawful]
+    admitted = legal(book_of(problem.framework).rules, workload, batch)[lawful]
     mine = axes_of(problem.model, plan)
     result = []
     for at, near in zip(order.tolist(), ranked(problem, costs, order), strict=True):
@@ -79,7 +79,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int) -> list[Neighbour]:
         told = tuple((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(mine, axes))
         rules = book_of(problem.framework).rules
         is_whole = wanted.global_batch == near.plan.global_batch
-        says = () if admitted[at] and is_whole else broken(rules, setting, near.plan if is_whole else wanted)
+        says = () if admitted[at] and is_whole else broken(rules, workload, near.plan if is_whole else wanted)
         result.append(
             Neighbour(
                 changes=told,
@@ -152,19 +152,19 @@ def _binding(
 def versus(problem: Problem, best: ParallelPlan, name: str, other: ParallelPlan, theirs: Problem) -> Versus:
     """`other`, a plan of the problem `theirs`, beside the `best` of `problem`."""
     (first,) = prices(problem, [best])
-    if faults := broken(universal.RULES, theirs.setting, other):
+    if faults := broken(universal.RULES, theirs.workload, other):
         raise InputError(f"{name}: {faults[0]}")
     (second,) = prices(theirs, [other])
     rules = book_of(theirs.framework).rules
     found: tuple[AxisChange, ...] = ()
-    if problem.setting == theirs.setting and problem.cluster == theirs.cluster:
+    if problem.workload == theirs.workload and problem.cluster == theirs.cluster:
         found = changes(Way(problem=problem, rules=rules, before=best, after=other))
     return Versus(
         name=name,
         plan=second,
         stages=stage_costs(theirs, other),
         gap=compared(second, first),
-        broken=broken(rules, theirs.setting, other),
+        broken=broken(rules, theirs.workload, other),
         changes=found,
     )
 

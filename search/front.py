@@ -303,7 +303,7 @@ class _Look:
             seconds = found.step_s[kind, plan] / plans.global_batch
             bounds = _bounds(problem, field.measures, seconds, found.memory_bytes[kind, plan])
             left = np.flatnonzero(~self.front.rules_out(bounds))
-            left = left[legal(space.rules, space.setting, plans.take(left))]
+            left = left[legal(space.rules, space.workload, plans.take(left))]
             for part in _growing(left[_taking_turns(bounds[left])], MOST_PRICED):
                 some = part[~self.front.rules_out(bounds[part])]
                 if len(some):

@@ -23,7 +23,9 @@ def memory_knobs(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) 
 
     Most freed first.  A larger degree takes its ranks from data parallelism.
     """
-    changes = [(says, other) for says, other in _neighbours(problem, plan) if not broken(rules, problem.setting, other)]
+    changes = [
+        (says, other) for says, other in _neighbours(problem, plan) if not broken(rules, problem.workload, other)
+    ]
     batch = PlanBatch.of([plan, *(other for _, other in changes)], problem.model.num_layers)
     costs = estimate(problem, batch)
     freed = costs.memory_bytes[0] - costs.memory_bytes

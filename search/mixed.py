@@ -82,7 +82,7 @@ def alone(problem: MixedProblem, part: int, global_batch: int) -> RankedPlan | N
     """The best plan of one part, of all schedules and degrees that a search on it looks at; None where none fits."""
     own: Problem = problem.as_if(part, frozenset((part,)))
     rules = book_of(own.framework).rules
-    space = Space(setting=own.setting, limits=default_limits(own, (global_batch,)), rules=rules)
+    space = Space(workload=own.workload, limits=default_limits(own, (global_batch,)), rules=rules)
     ranked = search_alone(own, space).ranked if space.cells() else ()
     return ranked[0] if ranked else None
 

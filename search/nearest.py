@@ -55,7 +55,7 @@ def nearest(
     if not candidates:
         return None
     batch = PlanBatch.of(candidates, problem.model.num_layers)
-    lawful = np.flatnonzero(legal(book_of(problem.framework).rules, problem.setting, batch))
+    lawful = np.flatnonzero(legal(book_of(problem.framework).rules, problem.workload, batch))
     costs = estimate(problem, batch.take(lawful))
     fitting = np.flatnonzero(costs.verdict == VERDICTS.index("fits"))
     changed = np.array([found[candidates[at]] for at in lawful], dtype=np.int64)[fitting]

@@ -160,7 +160,7 @@ def _promising(problem: Problem, space: Space, frontier: Frontier, groups: Ints,
         best = np.argsort(time, axis=1, kind="stable")[:, :DIVED_PLANS]
         kind, rank = np.nonzero(np.isfinite(np.take_along_axis(time, best, axis=1)))
         plans = space.plans_of(costs.batch, found.inside, found.kinds[kind], best[kind, rank])
-        lawful = np.flatnonzero(legal(space.rules, space.setting, plans))
+        lawful = np.flatnonzero(legal(space.rules, space.workload, plans))
         lawful = lawful[_first_of(kind[lawful], rank[lawful])]
         parts.append(plans.take(lawful))
         bounds.append(time[kind[lawful], best[kind[lawful], rank[lawful]]] / parts[-1].global_batch)
@@ -237,7 +237,7 @@ def _price_kinds(
             bounds.append(bound[kind, plan])
             owners.append(owner[found.kinds[kind]])
     plans, bound, of_cell = PlanBatch.concatenate(parts), np.concatenate(bounds), np.concatenate(owners)
-    some = np.flatnonzero(legal(space.rules, space.setting, plans))
+    some = np.flatnonzero(legal(space.rules, space.workload, plans))
     some = some[np.argsort(bound[some], kind="stable")]
     done, size = 0, FIRST_PRICED
     while done < len(some) and bound[some[done]] < seen.bar:
@@ -288,7 +288,7 @@ def closest(problem: Problem, space: Space, frontier: Frontier) -> RankedPlan | 
                     break
                 kind, plan = np.divmod(part, len(bounds.inside))
                 plans = space.plans_of(kinds, bounds.inside, bounds.kinds[kind], plan)
-                plans = plans.take(legal(space.rules, space.setting, plans))
+                plans = plans.take(legal(space.rules, space.workload, plans))
                 if not len(plans):
                     continue
                 costs = estimate(problem, plans)

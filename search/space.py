@@ -25,7 +25,7 @@ from autoplan.spec.plan import (
     parse_recompute,
     repeated_layers,
 )
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 # What varies inside a cell, level by level; words are indices into the tuples of `autoplan.spec.plan`.
 _GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap", "rank_order")
@@ -82,13 +82,13 @@ class Inside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The plans of one setting that obey the limits and the rules; every plan uses all devices.
+    """The plans of one workload that obey the limits and the rules; every plan uses all devices.
 
     A cell holds *groups*, plans of one batch and micro-batch; a group holds *kinds*, plans of one sharding and
     recomputation; a kind holds a plan for every layout of the layers and every number of them that it may repeat.
     """
 
-    setting: Setting
+    workload: Workload
     limits: Limits
     rules: tuple[Rule, ...]
     placement: tuple[str, ...] | None = None  # of all plans
@@ -103,7 +103,7 @@ class Space:
         if len(batches) > 1:
             parts.append(f"global batch on a grid of {len(batches)} values from {batches[0]} to {batches[-1]}")
         parts += limits.describe()
-        if self.setting.model.moe and not limits.fixes("etp"):
+        if self.workload.model.moe and not limits.fixes("etp"):
             parts.append("etp 1|tp")
         if not limits.fixes("dp_replicate", "dp_shard"):
             domains = ", ".join(str(size) for size in limits.shard_domains)
@@ -136,7 +136,7 @@ class Space:
         What varies inside a group has its plain value.
         """
         groups, owner = self._groups(cells)
-        lawful = legal_so_far(self.rules, self.setting, groups, _KNOWN_OF_GROUP)
+        lawful = legal_so_far(self.rules, self.workload, groups, _KNOWN_OF_GROUP)
         return groups.take(lawful), owner[lawful]
 
     def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
@@ -145,7 +145,7 @@ class Space:
         Those that repeat some layers stand with the least number of them.
         """
         kinds, of_group = self._kinds(cells, groups, owner)
-        lawful = legal_so_far(self.rules, self.setting, kinds, _KNOWN_OF_KIND)
+        lawful = legal_so_far(self.rules, self.workload, kinds, _KNOWN_OF_KIND)
         return kinds.take(lawful), of_group[lawful]
 
     def inside(self, pp: int, number: int) -> Inside:
@@ -219,7 +219,7 @@ class Space:
             offload=zeros + Offload.NONE.code,
             rank_order=column["rank_order"],
             layout=zeros,
-            layouts=((self.setting.model.num_layers,),),
+            layouts=((self.workload.model.num_layers,),),
             placement=self.placement,
         )
         return batch, owner
@@ -251,14 +251,14 @@ class Space:
         for kind, place in product(self.limits.shardings, self.limits.offloads):
             states = np.full_like(first, Sharding(kind).code), np.full_like(first, Offload(place).code)
             one = replace(some, sharding=states[0], offload=states[1], param_gather_overlap=states[0] > 0)
-            lawful = legal_so_far(self.rules, self.setting, one, _KNOWN_OF_STATES)
+            lawful = legal_so_far(self.rules, self.workload, one, _KNOWN_OF_STATES)
             sharding, offload = np.maximum(sharding, states[0] * lawful), np.maximum(offload, states[1] * lawful)
         return sharding[like], offload[like]
 
     def plans(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         """(the legal plans of `cells`, for each the index of its cell); the plans of one cell stand together."""
         batch, owner = self._candidates(cells)
-        lawful = legal(self.rules, self.setting, batch)
+        lawful = legal(self.rules, self.workload, batch)
         return batch.take(lawful), owner[lawful]
 
     def blocks(self, cells: Iterable[Cell], most_plans: int) -> Iterator[tuple[Cell, ...]]:
@@ -280,10 +280,10 @@ class Space:
         return self._candidates(cells)[0]
 
     def _cells(self) -> Iterator[Cell]:
-        limits, devices = self.limits, self.setting.num_devices
+        limits, devices = self.limits, self.workload.num_devices
         batches = limits.global_batches
         for pp in divisors(devices):
-            if pp > self.setting.model.num_layers or not limits.admits("pp", pp):
+            if pp > self.workload.model.num_layers or not limits.admits("pp", pp):
                 continue
             for tp in divisors(devices // pp):
                 if not limits.admits("tp", tp):
@@ -316,7 +316,7 @@ class Space:
 
     def _expert_degrees(self, tp: int, stage: int, replicate: int) -> Iterator[tuple[int, int]]:
         """(ep, etp): experts divide over ep; each is whole or split like the other matrices unless etp is fixed."""
-        limits, moe = self.limits, self.setting.model.moe
+        limits, moe = self.limits, self.workload.model.moe
         if moe is None:
             if limits.admits("ep", 1) and limits.admits("etp", 1):
                 yield 1, 1
@@ -339,7 +339,7 @@ class Space:
     def _states(self, cell: Cell) -> Ints:
         """Every choice of sharding and offload: shape (choices, 2)."""
         limits, stage = self.limits, cell.tp * cell.cp * cell.dp
-        has_experts = self.setting.model.moe is not None
+        has_experts = self.workload.model.moe is not None
         copies = cell.cp * cell.dp > 1 or (has_experts and stage > cell.ep * cell.etp)
         replicates = cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard")
         # Without copies of a parameter sharding changes nothing, but that the host takes sharded optimizers only;
@@ -375,7 +375,7 @@ class Space:
 
     def layouts_on(self, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """(chunks of a rank, schedule, layers of every chunk) of the layouts on so many stages."""
-        return _layouts(self.limits, self.setting.model, pp)
+        return _layouts(self.limits, self.workload.model, pp)
 
     def _size(self, cell: Cell) -> int:
         """Plans of a cell, those left out in which a number of layers means all of a chunk's."""
@@ -384,7 +384,7 @@ class Space:
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> Bools:
         """Where the tokens of a rank can be shared out over its tensor-parallel group; tp = 3 rarely divides them."""
-        divides = self.setting.training.seq_len // cp % tp == 0
+        divides = self.workload.training.seq_len // cp % tp == 0
         return (tp > 1) & divides & self.limits.sequence_parallel
 
     def _candidates(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:

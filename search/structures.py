@@ -13,7 +13,7 @@ from autoplan.search.limits import divisors
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 MAX_STAGES = 32  # without interleaving deeper pipelines are mostly bubble
 LEAST_USED = 0.9  # share of the devices of its parts that a structure must use
@@ -49,8 +49,8 @@ def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
         sp = tp > 1 and problem.framework.sequence_parallel and problem.training.seq_len % tp == 0
         etp = tp if problem.model.moe else 1
         plan = ParallelPlan(global_batch=1, tp=tp, sp=sp, etp=etp, precision=problem.training.precision)
-        setting = Setting(model=problem.model, training=problem.training, num_devices=tp)
-        if cluster.num_devices % tp == 0 and not broken(rules, setting, plan):
+        workload = Workload(model=problem.model, training=problem.training, num_devices=tp)
+        if cluster.num_devices % tp == 0 and not broken(rules, workload, plan):
             degrees.append(tp)
     return tuple(degrees)
 

@@ -55,7 +55,7 @@ class Way:
                 continue
         keep: list[tuple[tuple[str, ...], ParallelPlan]] = []
         for places, batch in _by_placement(self.problem, [plan for _, plan in found]):
-            lawful = legal(self.rules, self.problem.setting, batch)
+            lawful = legal(self.rules, self.problem.workload, batch)
             keep += [found[place] for place in np.asarray(places)[lawful]]
         return keep
 
@@ -84,7 +84,7 @@ def changes(way: Way) -> tuple[AxisChange, ...]:
         alone, why_not = None, ""
         try:
             plan = way.mix((axis,))
-            if faults := broken(way.rules, way.problem.setting, plan):
+            if faults := broken(way.rules, way.problem.workload, plan):
                 why_not = faults[0]
             else:
                 alone = prices(way.problem, [plan])[0]

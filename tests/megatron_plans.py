@@ -14,7 +14,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, even_chunks
 from autoplan.spec.result import PlanFile
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 from test_export_megatron_lm import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 MIXTRAL = replace(
@@ -293,10 +293,10 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
     )
     attention = draw(st.sampled_from(["flash", "unfused"]))
     file = plan_file_of(model, cluster_of(-(-plan.num_devices // 8)), attention=attention, **_fields(plan))
-    setting = Setting(model=model, training=file.training, num_devices=plan.num_devices)
+    workload = Workload(model=model, training=file.training, num_devices=plan.num_devices)
     from hypothesis import assume
 
-    assume(not broken(PRIMUS_RULES, setting, plan))
+    assume(not broken(PRIMUS_RULES, workload, plan))
     return replace(file, framework=Framework(name="megatron-core"))
 
 

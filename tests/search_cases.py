@@ -38,4 +38,4 @@ def make(
         **changes,
     )
     limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=(), allow=())
-    return problem, Space(setting=problem.setting, limits=limits, rules=RULES)
+    return problem, Space(workload=problem.workload, limits=limits, rules=RULES)

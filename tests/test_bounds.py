@@ -76,7 +76,7 @@ def make(
     allow += ["partial_recompute"] if plain.partial_recomputes else []
     allow += ["uneven_stages"] if all_schedules and not plain.split else []
     limits = with_wishes(plain, fix=(), at_most=(), allow=(*allow, *(schedules if all_schedules else ())))
-    return problem, Space(setting=problem.setting, limits=limits, rules=book.rules)
+    return problem, Space(workload=problem.workload, limits=limits, rules=book.rules)
 
 
 problems = st.builds(
@@ -108,7 +108,7 @@ def some_plans(problem: Problem, space: Space, count: int, seed: int) -> tuple[P
     for found in plan_bounds(problem, space, costs):
         kind, plan = np.divmod(rng.permutation(found.step_s.size)[: 4 * len(found.kinds)], len(found.inside))
         plans = space.plans_of(kinds, found.inside, found.kinds[kind], plan)
-        lawful = legal(space.rules, space.setting, plans)
+        lawful = legal(space.rules, space.workload, plans)
         parts.append(plans.take(lawful))
         bounds.append(found.step_s[kind, plan][lawful])
         bytes_.append(found.memory_bytes[kind, plan][lawful])

@@ -24,7 +24,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.launch.targets import job_of
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.result import PlanFile
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, LLAMA_70B, plan_file_of
 
@@ -305,8 +305,8 @@ def refusal(text: str, file: PlanFile) -> str:
         launch = read(text, given_for(file))
     except InputError as error:
         return str(error)
-    setting = Setting(model=launch.model, training=launch.training, num_devices=launch.plan.num_devices)
-    return "; ".join(broken(RULES, setting, launch.plan))
+    workload = Workload(model=launch.model, training=launch.training, num_devices=launch.plan.num_devices)
+    return "; ".join(broken(RULES, workload, launch.plan))
 
 
 @pytest.mark.parametrize("name", DEFECTS)

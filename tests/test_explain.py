@@ -50,7 +50,7 @@ def test_neighbours_are_what_their_changes_say_and_cost_what_an_estimate_does() 
         assert tuple(axis for axis, _, _ in near.changes) == differing(mine, axes_of(problem.model, near.plan.plan))
         assert near.plan.step_s == price(problem, near.plan.plan).step_s
         assert near.ratio == pytest.approx(pace(near.plan) / pace(found.plan))
-        assert near.broken == broken(rules, problem.setting, near.plan.plan)
+        assert near.broken == broken(rules, problem.workload, near.plan.plan)
         stages = stage_costs(problem, near.plan.plan)
         assert near.stage == np.argmax([stage.memory_bytes for stage in stages])
 
@@ -94,7 +94,7 @@ def test_a_rule_binds_where_it_alone_stops_a_faster_plan() -> None:
     found = explained(problem, plan)
     stopped = [near for near in found.better if near.broken]
     for near in stopped:
-        assert broken(book_of(problem.framework).rules, problem.setting, near.plan.plan) == near.broken
+        assert broken(book_of(problem.framework).rules, problem.workload, near.plan.plan) == near.broken
     assert all("memory" in says or says.endswith(")") for says in found.binds)
 
 

@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, ParallelPlan]:
 @given(cases())
 def test_every_knob_is_legal_and_frees_what_it_says(case: tuple[Problem, ParallelPlan]) -> None:
     problem, plan = case
-    setting = problem.setting
+    setting = problem.workload
     assume(not broken(RULES, setting, plan))
     before = estimate(problem, PlanBatch.of([plan], problem.model.num_layers)).memory_bytes[0]
     knobs = memory_knobs(problem, plan, RULES)

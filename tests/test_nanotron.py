@@ -25,7 +25,7 @@ from autoplan.launch.targets import job_of
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.result import PlanFile
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, GPT3, LLAMA_8B, plan_file_of
 
@@ -189,8 +189,8 @@ def plan_files(draw: st.DrawFn) -> PlanFile:
 
 
 def faults(launch: Launch) -> tuple[str, ...]:
-    setting = Setting(model=launch.model, training=launch.training, num_devices=launch.plan.num_devices)
-    return broken(RULES, setting, launch.plan)
+    workload = Workload(model=launch.model, training=launch.training, num_devices=launch.plan.num_devices)
+    return broken(RULES, workload, launch.plan)
 
 
 @settings(max_examples=40)

@@ -38,7 +38,7 @@ def test_the_nearest_plan_changes_just_what_is_refused_and_is_the_fastest_of_the
     assert near is not None
     assert accepts(near.plan)
     assert near.plan.verdict == "fits"
-    assert not broken(RULES, PROBLEM.setting, near.plan.plan)
+    assert not broken(RULES, PROBLEM.workload, near.plan.plan)
     assert {axis for axis, *_ in near.changes} <= set(refused)  # sharding of one replica means nothing
     # Whatever else is accepted and differs in these axes alone is slower.
     faster = nearest(PROBLEM, PLAN, lambda one: accepts(one) and one.step_s < near.plan.step_s)

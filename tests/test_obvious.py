@@ -73,4 +73,4 @@ def test_a_framework_without_fsdp_has_no_family_of_it() -> None:
 def test_nanotron_admits_none_of_no_plans() -> None:
     _, space = make()
     none = replace(space.candidates(space.cells()[:1]).take(np.empty(0, dtype=np.int64)), layouts=())
-    assert legal(BOOKS["nanotron"].rules, space.setting, none).tolist() == []
+    assert legal(BOOKS["nanotron"].rules, space.workload, none).tolist() == []

@@ -23,8 +23,8 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
-from autoplan.spec.setting import Setting
 from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
 
 TOKENS = 128
 DENSE = ModelSpec(name="dense", num_layers=8, hidden_size=64, vocab_size=512, num_heads=4, ffn_size=128)
@@ -246,15 +246,15 @@ def test_fields_that_contradict_one_another_are_refused(fields: dict[str, Any], 
     ids=["dense", "latent"],
 )
 def test_parts_that_a_model_lacks_are_refused(model: ModelSpec, missing: set[str]) -> None:
-    setting = Setting(model=model, training=TrainingSpec(seq_len=TOKENS), num_devices=8)
+    workload = Workload(model=model, training=TrainingSpec(seq_len=TOKENS), num_devices=8)
     for module in RecomputeModule:
-        faults = broken(megatron_lm.RULES, setting, plan_of(module, dp_shard=8))
+        faults = broken(megatron_lm.RULES, workload, plan_of(module, dp_shard=8))
         assert bool(faults) is (module in missing)
         assert all(f"has no {module} to recompute" in fault for fault in faults)
 
 
 def test_parts_by_name_are_known_of_megatron_alone() -> None:
-    setting = Setting(model=LATENT, training=TrainingSpec(seq_len=TOKENS), num_devices=8)
-    assert not broken(universal.RULES_ALONE, setting, plan_of("selective", dp_shard=8))
-    (fault,) = broken(universal.RULES_ALONE, setting, plan_of("moe_act", dp_shard=8))
+    workload = Workload(model=LATENT, training=TrainingSpec(seq_len=TOKENS), num_devices=8)
+    assert not broken(universal.RULES_ALONE, workload, plan_of("selective", dp_shard=8))
+    (fault,) = broken(universal.RULES_ALONE, workload, plan_of("moe_act", dp_shard=8))
     assert "known of Megatron-LM only" in fault

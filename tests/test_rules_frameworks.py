@@ -19,8 +19,8 @@ from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.setting import Setting
 from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
 
 DENSE = ModelSpec(
     name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=14336
@@ -32,8 +32,8 @@ SIX_GROUPS = replace(DENSE, num_heads=12, num_kv_heads=6, head_dim=128)
 Case = tuple[ModelSpec, ParallelPlan, int, str]
 
 
-def setting_of(model: ModelSpec, plan: ParallelPlan, seq_len: int = 4096) -> Setting:
-    return Setting(model=model, training=TrainingSpec(seq_len=seq_len), num_devices=plan.num_devices)
+def workload_of(model: ModelSpec, plan: ParallelPlan, seq_len: int = 4096) -> Workload:
+    return Workload(model=model, training=TrainingSpec(seq_len=seq_len), num_devices=plan.num_devices)
 
 
 def plan_of(**changes: Any) -> ParallelPlan:
@@ -165,7 +165,7 @@ def own_rules(book: Rulebook) -> tuple[Rule, ...]:
 def test_a_plan_that_breaks_a_rule_is_told_that_rule_alone(name: str) -> None:
     book, cases = BREAKING[name]
     for model, plan, seq_len, says in cases:
-        faults = broken(book.rules, setting_of(model, plan, seq_len), plan)
+        faults = broken(book.rules, workload_of(model, plan, seq_len), plan)
         assert len(faults) == 1, (says, faults)
         assert says in faults[0]
         assert "\n" not in faults[0]
@@ -176,10 +176,10 @@ def test_every_rule_is_broken_by_some_plan(name: str) -> None:
     book, cases = BREAKING[name]
     plan = plan_of()
     never = [
-        rule.says(setting_of(DENSE, plan), plan)
+        rule.says(workload_of(DENSE, plan), plan)
         for rule in own_rules(book)
         if all(
-            rule.holds(setting_of(model, plan, seq_len), PlanBatch.of([plan], model.num_layers))[0]
+            rule.holds(workload_of(model, plan, seq_len), PlanBatch.of([plan], model.num_layers))[0]
             for model, plan, seq_len, _ in cases
         )
     ]
@@ -190,7 +190,7 @@ def test_every_rule_is_broken_by_some_plan(name: str) -> None:
 @pytest.mark.parametrize("book", [nanotron.BOOK, deepspeed.BOOK])
 def test_frameworks_without_interleaving_refuse_more_chunks(book: Rulebook) -> None:
     plan = plan_of(pp=2, vp=2, schedule="interleaved")
-    faults = broken(book.rules, setting_of(DENSE, plan), plan)
+    faults = broken(book.rules, workload_of(DENSE, plan), plan)
     assert any("vp 2: there is no interleaving" in fault for fault in faults)
 
 
@@ -242,15 +242,15 @@ LEGAL: dict[str, tuple[Rulebook, tuple[tuple[ModelSpec, ParallelPlan], ...]]] = 
 def test_an_ordinary_plan_is_legal(name: str) -> None:
     book, plans = LEGAL[name]
     for model, plan in plans:
-        assert broken(book.rules, setting_of(model, plan), plan) == (), plan.describe()
+        assert broken(book.rules, workload_of(model, plan), plan) == (), plan.describe()
 
 
 def test_a_batch_holds_no_dualpipe_that_its_micro_batches_do_not_fill() -> None:
     plan = plan_of(pp=4, vp=2, schedule="zb-v", global_batch=7)
     batch = PlanBatch.of([plan], DENSE.num_layers)
     short = replace(batch, schedule=batch.schedule * 0 + Schedule.DUALPIPE_V.code)
-    assert legal(universal.RULES, setting_of(DENSE, plan), batch).all()
-    assert not legal(universal.RULES, setting_of(DENSE, plan), short).any()
+    assert legal(universal.RULES, workload_of(DENSE, plan), batch).all()
+    assert not legal(universal.RULES, workload_of(DENSE, plan), short).any()
 
 
 def test_the_rules_name_their_places() -> None:

@@ -16,8 +16,8 @@ from autoplan.frameworks.common.rules import broken, legal
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.setting import Setting
 from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
 
 DENSE = ModelSpec(
     name="dense", num_layers=24, hidden_size=4096, vocab_size=32000, num_heads=32, num_kv_heads=8, ffn_size=14336
@@ -35,8 +35,8 @@ BIASED = replace(MOE, mlp_bias=True, qkv_bias=True, attention_output_bias=True)
 ODD_EXPERTS = replace(MOE, moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=1535))
 
 
-def setting_of(model: ModelSpec, plan: ParallelPlan, seq_len: int = 4096, num_devices: int | None = None) -> Setting:
-    return Setting(model=model, training=TrainingSpec(seq_len=seq_len), num_devices=num_devices or plan.num_devices)
+def workload_of(model: ModelSpec, plan: ParallelPlan, seq_len: int = 4096, num_devices: int | None = None) -> Workload:
+    return Workload(model=model, training=TrainingSpec(seq_len=seq_len), num_devices=num_devices or plan.num_devices)
 
 
 def plan_of(**changes: Any) -> ParallelPlan:
@@ -87,10 +87,10 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
 
 
 def test_every_rule_has_a_plan_that_breaks_it() -> None:
-    cases = [(setting_of(*case), PlanBatch.of([case[1]], case[0].num_layers)) for case in BREAKING.values()]
+    cases = [(workload_of(*case), PlanBatch.of([case[1]], case[0].num_layers)) for case in BREAKING.values()]
     never = [rule for rule in RULES if all(rule.holds(*case)[0] for case in cases)]
     plan = plan_of()
-    says = [rule.says(setting_of(DENSE, plan), plan) for rule in never]
+    says = [rule.says(workload_of(DENSE, plan), plan) for rule in never]
     # The first has a test of its own below, the second is about a schedule that another rule turns down.
     assert len(says) == 2
     assert "devices" in says[0]
@@ -100,7 +100,7 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
 @pytest.mark.parametrize("name", BREAKING)
 def test_a_plan_breaks_exactly_the_rule_it_is_about(name: str) -> None:
     model, plan, seq_len = BREAKING[name]
-    says = broken(RULES, setting_of(model, plan, seq_len), plan)
+    says = broken(RULES, workload_of(model, plan, seq_len), plan)
     assert len(says) == 1, says
     assert re.search(r"\((core|training|TransformerEngine|any framework)[^ ]*( .*)?\)$", says[0]), says[0]
     assert "\n" not in says[0]
@@ -108,7 +108,7 @@ def test_a_plan_breaks_exactly_the_rule_it_is_about(name: str) -> None:
 
 def test_a_plan_for_another_number_of_devices_breaks_the_world_rule_alone() -> None:
     plan = plan_of(tp=2, sp=True, dp_shard=4)
-    says = broken(RULES, setting_of(DENSE, plan, num_devices=16), plan)
+    says = broken(RULES, workload_of(DENSE, plan, num_devices=16), plan)
     assert len(says) == 1
     assert "needs 8 devices, there are 16" in says[0]
 
@@ -141,7 +141,7 @@ LEGAL = {
 @pytest.mark.parametrize("case", LEGAL)
 def test_an_ordinary_plan_is_legal(case: str) -> None:
     model, plan = LEGAL[case]
-    assert broken(RULES, setting_of(model, plan), plan) == ()
+    assert broken(RULES, workload_of(model, plan), plan) == ()
 
 
 degrees = st.sampled_from([1, 1, 2, 3, 4, 8])
@@ -179,10 +179,10 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
     seq_len=st.sampled_from([4096, 4098, 4104, 1]),
 )
 def test_a_batch_is_judged_as_its_plans_one_by_one(model: ModelSpec, batch: list[ParallelPlan], seq_len: int) -> None:
-    setting = setting_of(model, batch[0], seq_len)
-    together = legal(RULES, setting, PlanBatch.of(batch, model.num_layers))
+    workload = workload_of(model, batch[0], seq_len)
+    together = legal(RULES, workload, PlanBatch.of(batch, model.num_layers))
     assert together.dtype == np.bool_
-    assert together.tolist() == [broken(RULES, setting, plan) == () for plan in batch]
+    assert together.tolist() == [broken(RULES, workload, plan) == () for plan in batch]
 
 
 def test_the_rules_name_their_places() -> None:

@@ -13,15 +13,15 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.primus import rules as primus
 from autoplan.frameworks.rulebooks import book_of
 from autoplan.spec.result import PlanFile
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 from commands import run
 from megatron_plans import DEFECTS, MATRIX, ZERO_BUBBLE
 
 
 def says(file: PlanFile, rules: tuple[object, ...], **changes: object) -> str:
     plan = replace(file.best.plan, **changes)  # type: ignore[arg-type]
-    setting = Setting(model=file.model, training=file.training, num_devices=plan.num_devices)
-    return "; ".join(broken(rules, setting, plan))  # type: ignore[arg-type]
+    workload = Workload(model=file.model, training=file.training, num_devices=plan.num_devices)
+    return "; ".join(broken(rules, workload, plan))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", MATRIX | DEFECTS)

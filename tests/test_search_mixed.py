@@ -250,4 +250,4 @@ def test_what_a_part_reaches_alone_is_a_plan_of_the_framework() -> None:
     problem = problem_of(*parts, seq_len=65536, framework=load_framework("torch"))
     found, own = alone(problem, 0, 16), problem.as_if(0, frozenset((0,)))
     assert found is not None
-    assert broken(book_of(own.framework).rules, own.setting, found.plan) == ()
+    assert broken(book_of(own.framework).rules, own.workload, found.plan) == ()

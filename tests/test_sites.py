@@ -58,7 +58,7 @@ def ranked(cluster: ClusterSpec, model: ModelSpec, global_batch: int, *fixed: st
     limits = with_wishes(
         default_limits(problem, (global_batch,)), fix=fixed, at_most=["micro_batch=8", "vp=1"], allow=[]
     )
-    return tuple(search(problem, Space(setting=problem.setting, limits=limits, rules=RULES)).ranked)
+    return tuple(search(problem, Space(workload=problem.workload, limits=limits, rules=RULES)).ranked)
 
 
 def crossing(cluster: ClusterSpec, plan: ParallelPlan) -> set[str]:

@@ -26,8 +26,8 @@ from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
-from autoplan.spec.setting import Setting
 from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
 from autoplan.topology.cluster import SwitchTier
 
 DENSE = ModelSpec(
@@ -46,7 +46,7 @@ TRAINING = TrainingSpec(seq_len=512)
 
 
 def space_of(model: ModelSpec, num_devices: int, limits: Limits) -> Space:
-    return Space(setting=Setting(model=model, training=TRAINING, num_devices=num_devices), limits=limits, rules=RULES)
+    return Space(workload=Workload(model=model, training=TRAINING, num_devices=num_devices), limits=limits, rules=RULES)
 
 
 def enumerated(space: Space) -> list[ParallelPlan]:
@@ -141,7 +141,7 @@ def test_enumeration_equals_brute_force(
     space = replace(space_of(model, devices, limits), rules=book.rules)
     found = enumerated(space)
     shapes = list(all_shapes(limits, model, devices))
-    lawful = legal(book.rules, space.setting, PlanBatch.of(shapes, model.num_layers))
+    lawful = legal(book.rules, space.workload, PlanBatch.of(shapes, model.num_layers))
     expected = {plan for plan, good in zip(shapes, lawful, strict=True) if good}
     assert len(found) == len(set(found)), "a plan is enumerated twice"
     assert set(found) == expected
@@ -166,7 +166,7 @@ def test_what_is_turned_down_early_holds_no_legal_plan(book: Rulebook, model: Mo
     groups, owner = space.groups(cells)
     kinds, _ = space.kinds(cells, groups, owner)
     plans, _ = space.plans_in(kinds)
-    plans = plans.take(legal(book.rules, space.setting, plans))
+    plans = plans.take(legal(book.rules, space.workload, plans))
     expected = enumerated(space)
     assert {plans.plan(at) for at in range(len(plans))} == set(expected)
     assert len(plans) == len(expected) > 50
@@ -179,18 +179,18 @@ def test_a_rule_is_asked_early_if_all_that_it_looks_at_is_known() -> None:
     plans = [ParallelPlan(global_batch=8, tp=tp, dp_shard=8 // tp) for tp in (1, 2, 4, 8)]
     batch = PlanBatch.of(plans, DENSE.num_layers)
 
-    def rule(holds: Callable[[Setting, PlanBatch], Bools]) -> Rule:
+    def rule(holds: Callable[[Workload, PlanBatch], Bools]) -> Rule:
         return Rule(source="", holds=holds, says=lambda s, p: "")
 
     few = rule(lambda s, b: b.num_microbatches <= 2)  # 1, 2, 4 and 8 of them
     rules = (few, rule(lambda s, b: b.vp > 1), rule(lambda s, b: (b.tp < 2) | ~b.repeats("mlp") & (b.schedule > 0)))
-    setting = space_of(DENSE, 8, Limits(global_batches=(8,))).setting
+    workload = space_of(DENSE, 8, Limits(global_batches=(8,))).workload
     of_counts = frozenset(("tp", "dp_replicate", "dp_shard", "global_batch", "micro_batch"))
-    assert legal_so_far(rules, setting, batch, of_counts).tolist() == [True, True, False, False]
-    assert legal_so_far(rules, setting, batch, of_counts - {"tp", "dp_shard"}).all()
+    assert legal_so_far(rules, workload, batch, of_counts).tolist() == [True, True, False, False]
+    assert legal_so_far(rules, workload, batch, of_counts - {"tp", "dp_shard"}).all()
     of_all = of_counts | {"recompute_modules", "schedule"}
-    assert legal_so_far(rules, setting, batch, of_all).tolist() == [True, False, False, False]
-    assert not legal_so_far(rules, setting, batch, of_counts | {"vp"}).any()
+    assert legal_so_far(rules, workload, batch, of_all).tolist() == [True, False, False, False]
+    assert not legal_so_far(rules, workload, batch, of_counts | {"vp"}).any()
 
 
 def test_every_plan_uses_all_devices_and_belongs_to_its_cell() -> None:

@@ -29,7 +29,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.result import PlanFile
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 from damage import damaged
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
@@ -531,8 +531,8 @@ def test_rules_and_torchtitan_refuse_the_same_defect(name: str, answered: dict[s
     good, bad = mutated(name)
     for plan_file in (good, bad):
         plan = plan_file.best.plan
-        setting = Setting(model=plan_file.model, training=plan_file.training, num_devices=plan.num_devices)
-        assert bool(broken(RULES, setting, plan)) is (plan_file is bad)
+        workload = Workload(model=plan_file.model, training=plan_file.training, num_devices=plan.num_devices)
+        assert bool(broken(RULES, workload, plan)) is (plan_file is bad)
     assert "error" not in answered[f"good {name}"]
     assert "error" in answered[f"bad {name}"]
 

@@ -64,7 +64,7 @@ def plans(draw: st.DrawFn, problem: Problem) -> ParallelPlan:
     table["param_gather_overlap"] = table["sharding"] != "none" and table["grad_reduce_overlap"]
     try:
         plan = ParallelPlan(**table)
-        assume(not broken(RULES, problem.setting, plan))
+        assume(not broken(RULES, problem.workload, plan))
     except AutoplanError:
         assume(False)
     return plan
@@ -106,13 +106,13 @@ def test_every_step_is_legal_and_as_safe_as_the_last_which_is_the_best(
     if steps:
         assert steps[-1].plan == last
     for step in steps:
-        assert not broken(RULES, problem.setting, step.plan.plan)
+        assert not broken(RULES, problem.workload, step.plan.plan)
         assert VERDICTS.index(step.plan.verdict) <= VERDICTS.index(last.verdict)
     for one in told:
         assert (one.alone is None) == bool(one.why_not)
         assert one.before != one.after
         if one.alone:
-            assert not broken(RULES, problem.setting, one.alone.plan)
+            assert not broken(RULES, problem.workload, one.alone.plan)
             assert prices(problem, [way.mix((one.axis,))]) == [one.alone]
 
 
@@ -124,7 +124,7 @@ def test_what_costs_nothing_stays_as_it_is(case: tuple[Problem, ParallelPlan, Pa
     kept = nearest_equal(problem, RULES, before, best)
     assert pace(kept) <= pace(best) * (1 + 1e-8)
     assert VERDICTS.index(kept.verdict) <= VERDICTS.index(best.verdict)
-    assert not broken(RULES, problem.setting, kept.plan)
+    assert not broken(RULES, problem.workload, kept.plan)
     # No other axis can go back for nothing.
     assert nearest_equal(problem, RULES, before, kept) == kept
 

@@ -66,7 +66,7 @@ def trainable(candidates: Candidates) -> Candidates:
             "say what runs them with --command -- PROGRAM ARG..."
         )
     check_model(problem.model)
-    reasons = [next(iter(broken(RULES, problem.setting, one.plan)), "") for one in plans]
+    reasons = [next(iter(broken(RULES, problem.workload, one.plan)), "") for one in plans]
     if all(reasons):
         raise NoPlanError(f"the built-in trainer runs none of the plans: {reasons[0]}")
     kept = tuple(one for one, reason in zip(plans, reasons, strict=True) if not reason)

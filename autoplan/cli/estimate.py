@@ -385,6 +385,6 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
         check_tp_overlap(problem.framework)
     check_rank_order(problem.framework, plan.rank_order)
     rules = book_of(problem.framework).rules
-    if faults := broken(rules, problem.setting, plan):
+    if faults := broken(rules, problem.workload, plan):
         raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")
     return rules

@@ -356,7 +356,7 @@ def make_space(
     for rank_order in limits.rank_orders:
         check_rank_order(problem.framework, rank_order)
     placement = by_switch(problem.cluster) if is_fragmented(problem) else None
-    return Space(setting=problem.setting, limits=limits, rules=book.rules, placement=placement)
+    return Space(workload=problem.workload, limits=limits, rules=book.rules, placement=placement)
 
 
 def check_output(path: Path, *, force: bool) -> None:

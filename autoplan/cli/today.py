@@ -152,7 +152,7 @@ def _broken(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tu
     from autoplan.frameworks.common.rules import broken
 
     try:
-        return broken(rules, problem.setting, plan)
+        return broken(rules, problem.workload, plan)
     except AutoplanError as error:
         return (str(error),)
 

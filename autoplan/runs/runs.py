@@ -455,4 +455,4 @@ def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:
     """
     framework = problem.framework
     rules = universal.RULES if framework.rules == "megatron-lm" else book_of(framework).rules
-    return next(iter(broken(rules, problem.setting, plan)), "")
+    return next(iter(broken(rules, problem.workload, plan)), "")

@@ -14,9 +14,9 @@ from autoplan.base.units import format_bytes
 from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.setting import Setting
 from autoplan.spec.timing import NO_TIMINGS, Calibration, TimingTable
 from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 from autoplan.topology.levels import Topology, compile_topology
 
@@ -113,9 +113,9 @@ class Problem:
         return 0.0 if self.training.precision == "fp16" else self.framework.bytes_per_bf16_grad_accumulator
 
     @property
-    def setting(self) -> Setting:
+    def workload(self) -> Workload:
         """What rules look at, of plans on the whole cluster."""
-        return Setting(model=self.model, training=self.training, num_devices=self.cluster.num_devices)
+        return Workload(model=self.model, training=self.training, num_devices=self.cluster.num_devices)
 
     @property
     def capacity_bytes(self) -> float:

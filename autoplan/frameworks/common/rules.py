@@ -12,8 +12,8 @@ from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ENUMS, ParallelPlan, PlanBatch
-from autoplan.spec.setting import Setting
 from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
 
 # The axes of a plan whose values are words, with all of them.
 WORDS: dict[str, tuple[str, ...]] = {axis: tuple(enum) for axis, enum in ENUMS.items()}
@@ -24,12 +24,12 @@ class Rule:
     """One condition: `holds` tells for every plan of a batch; `says` is the rule with the values of one plan."""
 
     source: str  # file and line in the framework, at the commit that the module names
-    holds: Callable[[Setting, PlanBatch], Bools]
-    says: Callable[[Setting, ParallelPlan], str]
+    holds: Callable[[Workload, PlanBatch], Bools]
+    says: Callable[[Workload, ParallelPlan], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SupportedWords:
     """Which words of one axis a framework knows, the plain one first."""
 
     axis: str
@@ -40,7 +40,7 @@ class Choice:
         """The rule that a plan takes one of them."""
         known = np.array([word in self.words for word in WORDS[self.axis]])
 
-        def is_one_of(setting: Setting, batch: PlanBatch) -> Bools:
+        def is_one_of(workload: Workload, batch: PlanBatch) -> Bools:
             # Without context parallelism its kind means nothing.
             is_idle = (batch.cp == 1) & (self.axis == "cp_kind")
             return known[getattr(batch, self.axis)] | is_idle
@@ -58,11 +58,11 @@ class Choice:
 class Rulebook:
     """What one framework admits, and where a search for it begins.
 
-    `rules` are all of them, those of `choices` among them; an axis without a choice takes every word.
+    `rules` are all of them, those of `supported` among them; an axis that it does not name takes every word.
     """
 
     rules: tuple[Rule, ...]
-    choices: tuple[Choice, ...] = ()
+    supported: tuple[SupportedWords, ...] = ()
     usual_shardings: tuple[str, ...] = ("none", "zero1")  # what its users would try first, the plain one first
     shards_over_part: bool = True  # whether states may be sharded over a part of the replicas
     repeats_parts: bool = False  # whether recomputation may name parts of a layer
@@ -73,7 +73,7 @@ class Rulebook:
 
     def words(self, axis: str) -> tuple[str, ...]:
         """The words of an axis that it knows."""
-        return next((choice.words for choice in self.choices if choice.axis == axis), WORDS[axis])
+        return next((known.words for known in self.supported if known.axis == axis), WORDS[axis])
 
 
 def all_true(batch: PlanBatch) -> Bools:
@@ -81,15 +81,15 @@ def all_true(batch: PlanBatch) -> Bools:
     return np.ones(len(batch), dtype=np.bool_)
 
 
-def legal(rules: tuple[Rule, ...], setting: Setting, batch: PlanBatch) -> Bools:
+def legal(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch) -> Bools:
     """Which plans obey every rule."""
     result = all_true(batch)
     for rule in rules:
-        result &= rule.holds(setting, batch)
+        result &= rule.holds(workload, batch)
     return result
 
 
-def legal_so_far(rules: tuple[Rule, ...], setting: Setting, batch: PlanBatch, known: frozenset[str]) -> Bools:
+def legal_so_far(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch, known: frozenset[str]) -> Bools:
     """Which plans no rule turns down that looks at nothing but the columns `known`; the others are not asked.
 
     What a rule looks at is watched while it answers, so that no rule has to say it.
@@ -97,7 +97,7 @@ def legal_so_far(rules: tuple[Rule, ...], setting: Setting, batch: PlanBatch, kn
     result = all_true(batch)
     for rule in rules:
         watched = _Watched(batch)
-        holds = rule.holds(setting, watched)  # type: ignore[arg-type]
+        holds = rule.holds(workload, watched)  # type: ignore[arg-type]
         if watched.looked_at <= known:
             result &= holds
     return result
@@ -123,11 +123,11 @@ class _Watched:
         return getattr(self._batch, name)
 
 
-def broken(rules: tuple[Rule, ...], setting: Setting, plan: ParallelPlan) -> tuple[str, ...]:
+def broken(rules: tuple[Rule, ...], workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
     """What a plan breaks, one line a rule; empty where it is legal."""
-    batch = PlanBatch.of([plan], setting.model.num_layers)
+    batch = PlanBatch.of([plan], workload.model.num_layers)
     return tuple(
-        f"{rule.says(setting, plan)} ({rule.source})" for rule in rules if not bool(rule.holds(setting, batch)[0])
+        f"{rule.says(workload, plan)} ({rule.source})" for rule in rules if not bool(rule.holds(workload, batch)[0])
     )
 
 
@@ -135,6 +135,6 @@ def check_legal(
     rules: tuple[Rule, ...], model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, says: str
 ) -> None:
     """Refuse a plan that breaks a rule on as many devices as it needs; `says` is what the message begins with."""
-    setting = Setting(model=model, training=training, num_devices=plan.num_devices)
-    if problems := broken(rules, setting, plan):
+    workload = Workload(model=model, training=training, num_devices=plan.num_devices)
+    if problems := broken(rules, workload, plan):
         raise InputError(f"{says}: {'; '.join(problems)}")

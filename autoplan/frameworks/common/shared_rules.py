@@ -9,7 +9,7 @@ from autoplan.frameworks.common.rules import Rule, all_true
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
 from autoplan.spec.enums import Precision
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 
 def whole_kv_heads(source: str) -> Rule:
@@ -30,10 +30,10 @@ def sp_needs_tp(source: str) -> Rule:
     )
 
 
-def _sequence(setting: Setting, batch: PlanBatch) -> Bools:
+def _sequence(workload: Workload, batch: PlanBatch) -> Bools:
     """Two chunks a rank balance the causal mask; sequence parallelism spreads each rank's tokens over tp."""
     parts = np.where(batch.sp, batch.tp, 1) * np.where(batch.cp > 1, 2 * batch.cp, 1)
-    return setting.training.seq_len % parts == 0
+    return workload.training.seq_len % parts == 0
 
 
 def whole_sequence(source: str) -> Rule:
@@ -76,13 +76,13 @@ def whole_experts(source: str) -> Rule:
 _BLOCK = np.array([{"mxfp8": 32, "fp8": 16, "nvfp4": 16}.get(precision, 1) for precision in Precision], dtype=np.int64)
 
 
-def _aligned_widths(setting: Setting, batch: PlanBatch) -> Bools:
+def _aligned_widths(workload: Workload, batch: PlanBatch) -> Bools:
     block = _BLOCK[batch.precision]
-    return np.all([width % block == 0 for width in gemm_widths(setting.model, batch.tp, batch.etp)], axis=0)
+    return np.all([width % block == 0 for width in gemm_widths(workload.model, batch.tp, batch.etp)], axis=0)
 
 
-def _aligned_tokens(setting: Setting, batch: PlanBatch) -> Bools:
-    tokens = batch.micro_batch * (setting.training.seq_len // batch.cp)
+def _aligned_tokens(workload: Workload, batch: PlanBatch) -> Bools:
+    tokens = batch.micro_batch * (workload.training.seq_len // batch.cp)
     return tokens % _BLOCK[batch.precision] == 0
 
 

@@ -6,40 +6,40 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
 from autoplan.spec.enums import Precision, Schedule
 from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PlanBatch
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 SOURCE = "any framework"
 
 
-def _global_batch(setting: Setting, batch: PlanBatch) -> Bools:
+def _global_batch(workload: Workload, batch: PlanBatch) -> Bools:
     """At least one micro-batch a replica, and a whole number of them."""
     return (batch.num_microbatches >= 1) & (batch.global_batch % (batch.micro_batch * batch.dp) == 0)
 
 
-def _experts(setting: Setting, batch: PlanBatch) -> Bools:
-    moe = setting.model.moe
+def _experts(workload: Workload, batch: PlanBatch) -> Bools:
+    moe = workload.model.moe
     return moe.num_experts % batch.ep == 0 if moe else all_true(batch)
 
 
-def _expert_grid(setting: Setting, batch: PlanBatch) -> Bools:
+def _expert_grid(workload: Workload, batch: PlanBatch) -> Bools:
     """Experts re-use the ranks of one stage; a model without experts has no such grid."""
     ranks = batch.tp * batch.cp * batch.dp
-    return ranks % (batch.ep * batch.etp) == 0 if setting.model.moe else all_true(batch)
+    return ranks % (batch.ep * batch.etp) == 0 if workload.model.moe else all_true(batch)
 
 
-def _chunk_count(setting: Setting, batch: PlanBatch) -> Bools:
+def _chunk_count(workload: Workload, batch: PlanBatch) -> Bools:
     """Embedding and head may have a chunk of their own; nanotron also runs stages in the middle without a layer."""
-    return batch.pp * batch.vp <= setting.model.num_layers + 2
+    return batch.pp * batch.vp <= workload.model.num_layers + 2
 
 
-def _dualpipe_filled(setting: Setting, batch: PlanBatch) -> Bools:
+def _dualpipe_filled(workload: Workload, batch: PlanBatch) -> Bools:
     """Single plans of fewer micro-batches cannot be made at all."""
     return (batch.schedule != Schedule.DUALPIPE_V.code) | (batch.num_microbatches >= 2 * batch.pp)
 
 
-def _folded(setting: Setting, batch: PlanBatch) -> Bools:
+def _folded(workload: Workload, batch: PlanBatch) -> Bools:
     """Other expert groups than those of tp x cp would lie across pipelines that come before data parallelism."""
-    if not setting.model.moe:
+    if not workload.model.moe:
         return all_true(batch)
     return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (batch.ep * batch.etp == batch.tp * batch.cp)
 

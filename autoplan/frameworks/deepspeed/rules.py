@@ -9,11 +9,11 @@ from __future__ import annotations
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
+from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import kv_groups
 from autoplan.spec.enums import ContextParallelKind, Offload, Sharding
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 _ENGINE = "runtime/engine.py"
 _PIPE = "runtime/pipe"
@@ -26,7 +26,7 @@ NONE, ZERO2, ZERO3 = (Sharding(word).code for word in ("none", "zero2", "zero3")
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _no_context(setting: Setting, batch: PlanBatch) -> Bools:
+def _no_context(workload: Workload, batch: PlanBatch) -> Bools:
     """The grid of a pipeline has the axes pipe, data and model."""
     return (batch.pp == 1) | (batch.cp == 1)
 
@@ -34,14 +34,14 @@ def _no_context(setting: Setting, batch: PlanBatch) -> Bools:
 # -- context parallelism ----------------------------------------------------------------------------------------------
 
 
-def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
+def _cp_heads(workload: Workload, batch: PlanBatch) -> Bools:
     """A rank computes whole heads; keys and values are copied where there are fewer of them than ranks."""
-    groups = kv_groups(setting.model)
+    groups = kv_groups(workload.model)
     keys = (groups % batch.cp == 0) | (batch.cp % groups == 0)
-    return (setting.model.num_heads % batch.cp == 0) & keys
+    return (workload.model.num_heads % batch.cp == 0) & keys
 
 
-def _cp_alone(setting: Setting, batch: PlanBatch) -> Bools:
+def _cp_alone(workload: Workload, batch: PlanBatch) -> Bools:
     """Ulysses divides the world into sequence and data groups, and leaves no ranks to tp."""
     return (batch.cp == 1) | (batch.tp == 1)
 
@@ -49,9 +49,9 @@ def _cp_alone(setting: Setting, batch: PlanBatch) -> Bools:
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
-def _sharded_experts(setting: Setting, batch: PlanBatch) -> Bools:
+def _sharded_experts(workload: Workload, batch: PlanBatch) -> Bools:
     """Neither AutoTP, nor Ulysses, nor MiCS goes with experts whose weights are sharded."""
-    if not setting.model.moe:
+    if not workload.model.moe:
         return all_true(batch)
     return (batch.sharding != ZERO3) | (batch.ep == 1) | (batch.tp * batch.cp * batch.dp_replicate == 1)
 
@@ -59,23 +59,25 @@ def _sharded_experts(setting: Setting, batch: PlanBatch) -> Bools:
 # -- sharding ---------------------------------------------------------------------------------------------------------
 
 
-def _shard_group(setting: Setting, batch: PlanBatch) -> Bools:
+def _shard_group(workload: Workload, batch: PlanBatch) -> Bools:
     """mics_shard_size is a choice of stage 3, up to 0.19.6: 0.19.7 removed it (export asks for the version)."""
     return (batch.dp_replicate == 1) | (batch.sharding == NONE) | (batch.sharding == ZERO3)
 
 
-CHOICES = (
-    Choice(axis="schedule", words=("1f1b",), source=f"{_PIPE}/schedule.py:189"),
-    Choice(axis="cp_kind", words=(ContextParallelKind.ALL_TO_ALL,), source=f"{_ULYSSES}:145"),
-    Choice(axis="recompute", words=("none", "full"), source="runtime/activation_checkpointing/checkpointing.py"),
-    Choice(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
+SUPPORTED = (
+    SupportedWords(axis="schedule", words=("1f1b",), source=f"{_PIPE}/schedule.py:189"),
+    SupportedWords(axis="cp_kind", words=(ContextParallelKind.ALL_TO_ALL,), source=f"{_ULYSSES}:145"),
+    SupportedWords(
+        axis="recompute", words=("none", "full"), source="runtime/activation_checkpointing/checkpointing.py"
+    ),
+    SupportedWords(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
 )
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_EXPERT_OVERLAP,
     universal.ALL_OR_NONE,
-    *(choice.rule() for choice in CHOICES),
+    *(words.rule() for words in SUPPORTED),
     shared.no_interleaving(f"{_PIPE}/schedule.py:189"),
     Rule(
         source=f"{_PIPE}/engine.py:76",
@@ -135,4 +137,4 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero1", "zero2", "zero3"))
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, usual_shardings=("none", "zero1", "zero2", "zero3"))

@@ -12,10 +12,10 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
+from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
 from autoplan.spec.enums import ContextParallelKind, Offload, Schedule
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 _SCHEDULES = "torch/distributed/pipelining/schedules.py"
 _ATTENTION = "torch/distributed/tensor/experimental/_context_parallel/_attention.py"
@@ -26,18 +26,18 @@ _V_SHAPED = (Schedule.ZB_V.code, Schedule.DUALPIPE_V.code)
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
+def _chunks(workload: Workload, batch: PlanBatch) -> Bools:
     """1F1B and GPipe take one stage a rank; interleaving is what more of them are called here."""
     several = np.isin(batch.schedule, (Schedule.INTERLEAVED.code, *_V_SHAPED))
     return several == (batch.vp > 1)
 
 
-def _interleaved_rounds(setting: Setting, batch: PlanBatch) -> Bools:
+def _interleaved_rounds(workload: Workload, batch: PlanBatch) -> Bools:
     """Rounds of more than pp micro-batches, which it has where pp does not divide them, are not priced."""
     return (batch.schedule != Schedule.INTERLEAVED.code) | (batch.num_microbatches % batch.pp == 0)
 
 
-def _zero_bubble_rounds(setting: Setting, batch: PlanBatch) -> Bools:
+def _zero_bubble_rounds(workload: Workload, batch: PlanBatch) -> Bools:
     count = batch.num_microbatches
     return (batch.schedule != Schedule.ZB_H1.code) | (count % np.maximum(count // batch.pp, 1) == 0)
 
@@ -86,17 +86,19 @@ PIPELINE_RULES: tuple[Rule, ...] = (
 # -- experts, sharding ------------------------------------------------------------------------------------------------
 
 
-CHOICES = (
+SUPPORTED = (
     # reshard_after_forward False and True.
-    Choice(
+    SupportedWords(
         axis="sharding",
         words=("none", "zero2", "zero3"),
         source="torch/distributed/fsdp/_fully_shard/_fully_shard.py:102",
     ),
-    Choice(axis="cp_kind", words=(ContextParallelKind.RING,), source=f"{_ATTENTION}:53"),
+    SupportedWords(axis="cp_kind", words=(ContextParallelKind.RING,), source=f"{_ATTENTION}:53"),
     # CPUOffloadPolicy takes the parameters along, which is not priced.
-    Choice(axis="offload", words=(Offload.NONE,), source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183"),
-    Choice(
+    SupportedWords(
+        axis="offload", words=(Offload.NONE,), source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:183"
+    ),
+    SupportedWords(
         axis="precision",
         words=("bf16", "fp16", "fp8", "mxfp8"),
         source="torch/distributed/fsdp/_fully_shard/_fsdp_api.py:14",
@@ -107,7 +109,7 @@ RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.NO_PARTS,
     universal.NO_EXPERT_OVERLAP,
-    *(choice.rule() for choice in CHOICES),
+    *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
     shared.tied_needs_one_stage("torch/distributed/pipelining/stage.py PipelineStage"),
     shared.whole_kv_heads("torch/distributed/tensor/parallel/style.py ColwiseParallel"),
@@ -123,4 +125,4 @@ RULES: tuple[Rule, ...] = (
     *shared.aligned("torchao float8 and mx, torch._scaled_mm"),
 )
 
-BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"), repeats_some_layers=True)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, usual_shardings=("none", "zero2", "zero3"), repeats_some_layers=True)

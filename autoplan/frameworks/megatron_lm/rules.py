@@ -15,12 +15,12 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
+from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import has_dense_mlp, kv_groups
 from autoplan.spec.enums import ContextParallelKind, Offload, RankOrder, RecomputeModule, Schedule, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import FULL, PP_BEFORE_DP, ParallelPlan, PlanBatch
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 _ARGUMENTS = "training/arguments.py"
 _CONFIG = "core/transformer/transformer_config.py"
@@ -35,35 +35,35 @@ ZERO3 = Sharding.ZERO3.code
 ALL_TO_ALL = ContextParallelKind.ALL_TO_ALL.code
 
 
-def _sharded_experts(setting: Setting, batch: PlanBatch) -> Ints:
+def _sharded_experts(workload: Workload, batch: PlanBatch) -> Ints:
     """Ranks that hold one copy of the routed experts of a stage; Megatron-LM's dense models follow tp instead."""
-    return batch.ep * batch.etp if setting.model.moe else batch.tp
+    return batch.ep * batch.etp if workload.model.moe else batch.tp
 
 
 # -- the grid of ranks ------------------------------------------------------------------------------------------------
 
 
-def _instances(setting: Setting, batch: PlanBatch) -> Bools:
-    expert_dp = batch.num_devices // (_sharded_experts(setting, batch) * batch.pp)
+def _instances(workload: Workload, batch: PlanBatch) -> Bools:
+    expert_dp = batch.num_devices // (_sharded_experts(workload, batch) * batch.pp)
     return (batch.sharding < ZERO1) | (expert_dp % batch.dp_replicate == 0)
 
 
-def _pipelines_first(setting: Setting, batch: PlanBatch) -> Bools:
+def _pipelines_first(workload: Workload, batch: PlanBatch) -> Bools:
     """Dense and expert parts must agree on the pipelines, which data-parallel groups of other sizes would shift."""
-    expert_dp = batch.num_devices // (_sharded_experts(setting, batch) * batch.pp)
+    expert_dp = batch.num_devices // (_sharded_experts(workload, batch) * batch.pp)
     return (batch.rank_order != PP_BEFORE_DP) | (batch.pp == 1) | (expert_dp == batch.dp)
 
 
 # -- widths -----------------------------------------------------------------------------------------------------------
 
 
-def _kv_heads(setting: Setting, batch: PlanBatch) -> Bools:
-    groups = kv_groups(setting.model)
+def _kv_heads(workload: Workload, batch: PlanBatch) -> Bools:
+    groups = kv_groups(workload.model)
     return (groups % batch.tp == 0) | (batch.tp % groups == 0)
 
 
-def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
-    model = setting.model
+def _mlp_width(workload: Workload, batch: PlanBatch) -> Bools:
+    model = workload.model
     holds = all_true(batch)
     if has_dense_mlp(model):
         holds &= model.ffn_size % batch.tp == 0
@@ -72,46 +72,46 @@ def _mlp_width(setting: Setting, batch: PlanBatch) -> Bools:
     return holds
 
 
-def _expert_width(setting: Setting, batch: PlanBatch) -> Bools:
-    moe = setting.model.moe
+def _expert_width(workload: Workload, batch: PlanBatch) -> Bools:
+    moe = workload.model.moe
     return moe.expert_ffn_size % batch.etp == 0 if moe else all_true(batch)
 
 
 # -- sequence ---------------------------------------------------------------------------------------------------------
 
 
-def _cp_heads(setting: Setting, batch: PlanBatch) -> Bools:
+def _cp_heads(workload: Workload, batch: PlanBatch) -> Bools:
     """All-to-all moves whole heads: each rank of the context group must get the same number of both kinds."""
-    heads = setting.model.num_heads // batch.tp
-    kv_heads = np.maximum(kv_groups(setting.model) // batch.tp, 1)
+    heads = workload.model.num_heads // batch.tp
+    kv_heads = np.maximum(kv_groups(workload.model) // batch.tp, 1)
     moves = (batch.cp > 1) & (batch.cp_kind == ALL_TO_ALL)
     return ~moves | ((heads % batch.cp == 0) & (kv_heads % batch.cp == 0))
 
 
-def _cp_latent(setting: Setting, batch: PlanBatch) -> Bools:
-    model = setting.model
+def _cp_latent(workload: Workload, batch: PlanBatch) -> Bools:
+    model = workload.model
     if model.qk_head_dim == model.v_head_dim:
         return all_true(batch)
     return (batch.cp == 1) | (batch.cp_kind != ALL_TO_ALL)
 
 
-def _cp_window(setting: Setting, batch: PlanBatch) -> Bools:
-    model = setting.model
+def _cp_window(workload: Workload, batch: PlanBatch) -> Bools:
+    model = workload.model
     if model.window is None and not model.attention_sinks:
         return all_true(batch)
     return (batch.cp == 1) | (batch.cp_kind == ALL_TO_ALL)
 
 
-def _ep_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+def _ep_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     repeats = (batch.recompute == FULL) | batch.repeats(RecomputeModule.MOE)
-    layers = (setting.model.num_mtp_layers <= 1) & (setting.model.mamba is None)
+    layers = (workload.model.num_mtp_layers <= 1) & (workload.model.mamba is None)
     return ~batch.ep_overlap | (layers & (batch.ep > 1) & ((batch.pp == 1) | (batch.vp > 1)) & ~repeats)
 
 
 # -- pipeline ---------------------------------------------------------------------------------------------------------
 
 
-def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
+def _interleaved_microbatches(workload: Workload, batch: PlanBatch) -> Bools:
     """The default group is pp micro-batches; a shorter last group is refused, so that m must be a multiple."""
     count = batch.num_microbatches
     return (batch.vp == 1) | ((count >= batch.pp) & (count % batch.pp == 0))
@@ -120,22 +120,22 @@ def _interleaved_microbatches(setting: Setting, batch: PlanBatch) -> Bools:
 # -- sharding and overlap ---------------------------------------------------------------------------------------------
 
 
-def _fsdp_needs_one_stage(setting: Setting, batch: PlanBatch) -> Bools:
+def _fsdp_needs_one_stage(workload: Workload, batch: PlanBatch) -> Bools:
     """The device mesh of Megatron-FSDP is made of all ranks as dp-cp x ep x tp, with no place for pp."""
     return (batch.sharding < ZERO2) | (batch.pp == 1)
 
 
-def _fsdp_experts(setting: Setting, batch: PlanBatch) -> Bools:
+def _fsdp_experts(workload: Workload, batch: PlanBatch) -> Bools:
     """Replicated shard groups of experts are marked as never tested."""
-    return (batch.sharding < ZERO2) | (batch.dp_replicate == 1) if setting.model.moe else all_true(batch)
+    return (batch.sharding < ZERO2) | (batch.dp_replicate == 1) if workload.model.moe else all_true(batch)
 
 
-def _fsdp_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+def _fsdp_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     gathers = (batch.sharding != ZERO3) | batch.param_gather_overlap
     return ((batch.sharding < ZERO2) | batch.grad_reduce_overlap) & gathers
 
 
-def _gather_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+def _gather_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     """Plain data parallelism gathers no parameters: there the switch means nothing and is let pass."""
     return ~batch.param_gather_overlap | batch.grad_reduce_overlap | (batch.sharding < ZERO1)
 
@@ -157,21 +157,23 @@ def missing_modules(model: ModelSpec) -> frozenset[str]:
     return frozenset(missing | (set() if moe or model.mla else {"layernorm"}))
 
 
-def _modules_exist(setting: Setting, batch: PlanBatch) -> Bools:
-    missing = sum(1 << RecomputeModule(module).code for module in missing_modules(setting.model))
+def _modules_exist(workload: Workload, batch: PlanBatch) -> Bools:
+    missing = sum(1 << RecomputeModule(module).code for module in missing_modules(workload.model))
     return batch.recompute_modules & missing == 0
 
 
 # -- what each rule says ----------------------------------------------------------------------------------------------
 
 
-def _experts_per_stage(setting: Setting, plan: ParallelPlan) -> str:
-    if setting.model.moe:
+def _experts_per_stage(workload: Workload, plan: ParallelPlan) -> str:
+    if workload.model.moe:
         return f"etp {plan.etp} x ep {plan.ep} x pp {plan.pp}"
     return f"tp {plan.tp} x pp {plan.pp}"
 
 
-CHOICES = (Choice(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),)
+SUPPORTED = (
+    SupportedWords(axis="schedule", words=("1f1b", "interleaved"), source="core/pipeline_parallel/schedules.py:53"),
+)
 
 # Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
 COMMON: tuple[Rule, ...] = (
@@ -326,7 +328,7 @@ INTERLEAVED_MICROBATCHES = Rule(
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
-    *(choice.rule() for choice in CHOICES),
+    *(words.rule() for words in SUPPORTED),
     Rule(
         source=f"{_ARGUMENTS}:978",
         holds=lambda s, b: (b.schedule == INTERLEAVED) == (b.vp > 1),
@@ -335,4 +337,4 @@ RULES: tuple[Rule, ...] = (
     INTERLEAVED_MICROBATCHES,
 )
 
-BOOK = Rulebook(rules=RULES, choices=CHOICES, repeats_parts=True, repeats_some_layers=True)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, repeats_parts=True, repeats_some_layers=True)

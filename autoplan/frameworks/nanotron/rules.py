@@ -13,12 +13,12 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
+from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import has_dense_mlp
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 _LLAMA = "models/llama.py"
 _LINEAR = "parallel/tensor_parallel/nn.py"
@@ -53,15 +53,15 @@ def layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _own_split(setting: Setting, batch: PlanBatch) -> Bools:
-    own = [layers_per_stage(setting.model, len(layout)) == layout for layout in batch.layouts]
+def _own_split(workload: Workload, batch: PlanBatch) -> Bools:
+    own = [layers_per_stage(workload.model, len(layout)) == layout for layout in batch.layouts]
     return np.array(own, dtype=np.bool_)[batch.layout]
 
 
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
 
 
-def _no_cp(setting: Setting, batch: PlanBatch) -> Bools:
+def _no_cp(workload: Workload, batch: PlanBatch) -> Bools:
     """The attention of one model knows it (models/qwen.py:777), but no run starts with it except from a checkpoint."""
     return batch.cp == 1
 
@@ -69,29 +69,29 @@ def _no_cp(setting: Setting, batch: PlanBatch) -> Bools:
 # -- experts, sharding ------------------------------------------------------------------------------------------------
 
 
-def _no_ep(setting: Setting, batch: PlanBatch) -> Bools:
+def _no_ep(workload: Workload, batch: PlanBatch) -> Bools:
     """The sizes of the groups multiply to the world without ep, and are laid out with it."""
     return batch.ep == 1
 
 
-def _says_split(setting: Setting, plan: ParallelPlan) -> str:
-    own = ",".join(map(str, layers_per_stage(setting.model, plan.pp * plan.vp)))
-    layers = ",".join(map(str, chunk_layers(plan, setting.model.num_layers)))
+def _says_split(workload: Workload, plan: ParallelPlan) -> str:
+    own = ",".join(map(str, layers_per_stage(workload.model, plan.pp * plan.vp)))
+    layers = ",".join(map(str, chunk_layers(plan, workload.model.num_layers)))
     return f"stages of {layers} layers: it cuts by cost, into {own}; say so"
 
 
-CHOICES = (
-    Choice(axis="schedule", words=("1f1b", "gpipe"), source="config/utils_config.py:104"),
-    Choice(axis="sharding", words=("none", "zero1"), source="helpers.py:409"),
-    Choice(axis="recompute", words=("none", "full"), source=f"{_LLAMA}:774"),
-    Choice(axis="offload", words=("none",), source="config/config.py:409"),
-    Choice(axis="precision", words=("bf16", "fp16"), source="config/utils_config.py:70"),
+SUPPORTED = (
+    SupportedWords(axis="schedule", words=("1f1b", "gpipe"), source="config/utils_config.py:104"),
+    SupportedWords(axis="sharding", words=("none", "zero1"), source="helpers.py:409"),
+    SupportedWords(axis="recompute", words=("none", "full"), source=f"{_LLAMA}:774"),
+    SupportedWords(axis="offload", words=("none",), source="config/config.py:409"),
+    SupportedWords(axis="precision", words=("bf16", "fp16"), source="config/utils_config.py:70"),
 )
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
     universal.ALL_OR_NONE,
-    *(choice.rule() for choice in CHOICES),
+    *(words.rule() for words in SUPPORTED),
     shared.no_interleaving(f"{_ENGINE}:270"),
     Rule(
         source=f"{_ENGINE}:175",
@@ -142,4 +142,4 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-BOOK = Rulebook(rules=RULES, choices=CHOICES, shards_over_part=False, split=layers_per_stage)
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, shards_over_part=False, split=layers_per_stage)

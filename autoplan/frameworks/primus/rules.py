@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Bools
-from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
+from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
 from autoplan.frameworks.megatron_lm.rules import COMMON, INTERLEAVED, INTERLEAVED_MICROBATCHES
 from autoplan.spec.enums import Recompute, Schedule
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 _LAUNCHER = "backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py"
 
@@ -29,17 +29,17 @@ def is_split(batch: PlanBatch) -> Bools:
     return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
-def _chunks(setting: Setting, batch: PlanBatch) -> Bools:
+def _chunks(workload: Workload, batch: PlanBatch) -> Bools:
     needed = np.where(batch.schedule == ZB_V, batch.vp == 2, batch.vp == 1)
     return np.where(batch.schedule == INTERLEAVED, batch.vp > 1, needed)
 
 
-def _filled(setting: Setting, batch: PlanBatch) -> Bools:
+def _filled(workload: Workload, batch: PlanBatch) -> Bools:
     """The table of ZB-V always has passes for 2 pp - 1 micro-batches, those that do not exist among them."""
     return (batch.schedule != ZB_V) | (batch.num_microbatches >= 2 * batch.pp - 1)
 
 
-def _split_overlap(setting: Setting, batch: PlanBatch) -> Bools:
+def _split_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     """Gradients are synchronised behind the last pass only, by when Megatron-LM takes overlapped buckets for reduced.
 
     It asserts so in core/distributed/param_and_grad_buffer.py:824.
@@ -47,13 +47,13 @@ def _split_overlap(setting: Setting, batch: PlanBatch) -> Bools:
     return ~is_split(batch) | ~(batch.grad_reduce_overlap | batch.param_gather_overlap)
 
 
-def _split_recompute(setting: Setting, batch: PlanBatch) -> Bools:
+def _split_recompute(workload: Workload, batch: PlanBatch) -> Bools:
     """What waits for the gradients of the weights holds the inputs that recomputation would free."""
     return ~is_split(batch) | (batch.recompute == Recompute.NONE.code)
 
 
-CHOICES = (
-    Choice(
+SUPPORTED = (
+    SupportedWords(
         axis="schedule",
         words=("1f1b", "interleaved", *ALGORITHMS),
         source=f"{_LAUNCHER}:52",
@@ -62,7 +62,7 @@ CHOICES = (
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
-    *(choice.rule() for choice in CHOICES),
+    *(words.rule() for words in SUPPORTED),
     Rule(
         source=f"{_LAUNCHER}:63",
         holds=_chunks,
@@ -98,5 +98,5 @@ RULES: tuple[Rule, ...] = (
 )
 
 BOOK = Rulebook(
-    rules=RULES, choices=CHOICES, repeats_parts=True, repeats_some_layers=True, split_schedules_overlap=False
+    rules=RULES, supported=SUPPORTED, repeats_parts=True, repeats_some_layers=True, split_schedules_overlap=False
 )

@@ -12,12 +12,12 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.rules import Choice, Rule, Rulebook, all_true
+from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import gemm_widths
 from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
 from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Sharding
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.setting import Setting
+from autoplan.spec.workload import Workload
 
 _DECODER = "models/common/decoder.py"
 _DIMS = "distributed/parallel_dims.py"
@@ -29,7 +29,7 @@ NONE, ZERO2 = Sharding.NONE.code, Sharding.ZERO2.code
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _resharding(setting: Setting, batch: PlanBatch) -> Bools:
+def _resharding(workload: Workload, batch: PlanBatch) -> Bools:
     """The weights of a stage stay gathered through a step by default, which is what zero3 means in its pipelines."""
     return (batch.pp == 1) | (batch.sharding != ZERO2)
 
@@ -37,7 +37,7 @@ def _resharding(setting: Setting, batch: PlanBatch) -> Bools:
 # -- tensor and context parallelism -----------------------------------------------------------------------------------
 
 
-def _cp_is_sharded(setting: Setting, batch: PlanBatch) -> Bools:
+def _cp_is_sharded(workload: Workload, batch: PlanBatch) -> Bools:
     """The ranks of a context group are among those that FSDP shards over."""
     return (batch.cp == 1) | (batch.sharding != NONE)
 
@@ -45,38 +45,38 @@ def _cp_is_sharded(setting: Setting, batch: PlanBatch) -> Bools:
 # -- multi-token prediction, four bits --------------------------------------------------------------------------------
 
 
-def _mtp(setting: Setting, batch: PlanBatch) -> Bools:
+def _mtp(workload: Workload, batch: PlanBatch) -> Bools:
     """Prediction layers read what only the last stage and the whole sequence have."""
-    return (batch.pp == 1) & (batch.cp == 1) if setting.model.num_mtp_layers else all_true(batch)
+    return (batch.pp == 1) & (batch.cp == 1) if workload.model.num_mtp_layers else all_true(batch)
 
 
-def _nvfp4_widths(setting: Setting, batch: PlanBatch) -> Bools:
-    widths = [width % 128 == 0 for width in gemm_widths(setting.model, batch.tp, batch.etp)]
+def _nvfp4_widths(workload: Workload, batch: PlanBatch) -> Bools:
+    widths = [width % 128 == 0 for width in gemm_widths(workload.model, batch.tp, batch.etp)]
     return (batch.precision != Precision.NVFP4.code) | np.all(widths, axis=0)
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
-def _experts_take_ranks(setting: Setting, batch: PlanBatch) -> Bools:
+def _experts_take_ranks(workload: Workload, batch: PlanBatch) -> Bools:
     """Experts borrow the ranks of one copy of the shard group; without sharding every replica is one."""
     copies = np.where(batch.sharding == NONE, batch.dp, batch.dp_replicate)
     ranks = batch.tp * batch.cp * batch.dp // copies
-    return ranks % batch.ep == 0 if setting.model.moe else all_true(batch)
+    return ranks % batch.ep == 0 if workload.model.moe else all_true(batch)
 
 
-def _expert_tensors(setting: Setting, batch: PlanBatch) -> Bools:
+def _expert_tensors(workload: Workload, batch: PlanBatch) -> Bools:
     """Spread experts are whole; without expert parallelism they follow tp like every other matrix."""
-    return batch.etp == np.where(batch.ep > 1, 1, batch.tp) if setting.model.moe else all_true(batch)
+    return batch.etp == np.where(batch.ep > 1, 1, batch.tp) if workload.model.moe else all_true(batch)
 
 
-CHOICES = (
+SUPPORTED = (
     # fsdp_reshard_after_forward never and always.
-    Choice(axis="sharding", words=("none", "zero2", "zero3"), source=f"{_FSDP}:112"),
-    Choice(axis="cp_kind", words=(ContextParallelKind.RING,), source="distributed/context_parallel/api.py:88"),
+    SupportedWords(axis="sharding", words=("none", "zero2", "zero3"), source=f"{_FSDP}:112"),
+    SupportedWords(axis="cp_kind", words=(ContextParallelKind.RING,), source="distributed/context_parallel/api.py:88"),
     # enable_cpu_offload takes the parameters along, which is not priced.
-    Choice(axis="offload", words=(Offload.NONE,), source=f"{_FSDP}:231"),
-    Choice(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
+    SupportedWords(axis="offload", words=(Offload.NONE,), source=f"{_FSDP}:231"),
+    SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
 
 RULES: tuple[Rule, ...] = (
@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
     universal.NO_PARTS,
     universal.NO_EXPERT_OVERLAP,
     universal.ALL_OR_NONE,
-    *(choice.rule() for choice in CHOICES),
+    *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
     shared.tied_needs_one_stage(f"{_DECODER}:168"),
     Rule(
@@ -130,4 +130,4 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-BOOK = Rulebook(rules=RULES, choices=CHOICES, usual_shardings=("none", "zero2", "zero3"))
+BOOK = Rulebook(rules=RULES, supported=SUPPORTED, usual_shardings=("none", "zero2", "zero3"))

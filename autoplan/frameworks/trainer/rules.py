@@ -10,7 +10,7 @@ from __future__ import annotations
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.rules import Choice, Rule, Rulebook
+from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
 from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
 from autoplan.spec.enums import Offload, RecomputeModule, Sharding
 from autoplan.spec.model import ModelSpec
@@ -20,14 +20,14 @@ _TRANSFORMER = "autoplan/trainer/transformer.py"
 DECLINES = "the built-in trainer does not run the plan"
 _KNOWN_PARTS = sum(1 << RecomputeModule(name).code for name in ("core_attn", "mlp", "moe"))
 
-CHOICES = (
-    Choice(axis="offload", words=(Offload.NONE,), source=f"{_PARALLEL} share"),
-    Choice(axis="precision", words=("bf16", "fp32"), source=f"{_PARALLEL} DTYPES"),
+SUPPORTED = (
+    SupportedWords(axis="offload", words=(Offload.NONE,), source=f"{_PARALLEL} share"),
+    SupportedWords(axis="precision", words=("bf16", "fp32"), source=f"{_PARALLEL} DTYPES"),
 )
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
-    *(choice.rule() for choice in CHOICES),
+    *(words.rule() for words in SUPPORTED),
     *PIPELINE_RULES,
     shared.tied_needs_one_stage(f"{_TRANSFORMER} Transformer.tie"),
     shared.whole_kv_heads(f"{_PARALLEL} _cut"),
@@ -72,7 +72,7 @@ RULES: tuple[Rule, ...] = (
 
 BOOK = Rulebook(
     rules=RULES,
-    choices=CHOICES,
+    supported=SUPPORTED,
     usual_shardings=("none", "zero1", "zero3"),
     repeats_parts=True,
     repeats_some_layers=True,

@@ -9,7 +9,7 @@ from autoplan.spec.training import TrainingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Workload:
     """What rules look at beside the plan."""
 
     model: ModelSpec
