@@ -20,11 +20,11 @@ import numpy as np
 
 from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.presets import load_framework
-from autoplan.profiler.launch import Crew, default_num_ranks
+from autoplan.profiler.crew import Crew, default_num_ranks
 from autoplan.profiler.protocol import Job
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.sweep import Progress, outliers, run
-from autoplan.profiler.wishes import Key, Wish, plan
+from autoplan.profiler.tasks import MeasurementScope, TaskKey, ranked_tasks
 from autoplan.read.model import load_model
 from autoplan.spec.model import ModelSpec
 
@@ -35,9 +35,9 @@ class Kept:
     """A database of one run."""
 
     def __init__(self) -> None:
-        self.records: dict[Key, Record] = {}
+        self.records: dict[TaskKey, Record] = {}
 
-    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> list[Key]:
+    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> list[TaskKey]:
         """Nothing: every run measures everything."""
         return []
 
@@ -46,7 +46,7 @@ class Kept:
         self.records |= {(one.operation, one.shape, one.dtype, one.kernel, one.mode): one for one in records}
 
 
-def profiled(wish: Wish, num_ranks: int, job: Job, budget_s: float) -> tuple[Kept, float]:
+def profiled(scope: MeasurementScope, num_ranks: int, job: Job, budget_s: float) -> tuple[Kept, float]:
     """(the records of one run, how long it took with its start)."""
     began, kept = time.monotonic(), Kept()
     with Crew(job, None, num_ranks) as crew:
@@ -54,7 +54,7 @@ def profiled(wish: Wish, num_ranks: int, job: Job, budget_s: float) -> tuple[Kep
         assert hello is not None
         for remark in outliers(hello):
             print(f"warning: {remark}", file=sys.stderr)
-        planned = plan(wish, hello, ())
+        planned = ranked_tasks(scope, hello, ())
         run(crew, hello, kept, planned, budget_s=budget_s, progress=Progress(total=len(planned)))
     return kept, time.monotonic() - began
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=180.0)
     parser.add_argument("--allowance", type=float, default=3.0)
     arguments = parser.parse_args()
-    wish = Wish(
+    scope = MeasurementScope(
         model=load_model(arguments.model) if arguments.model else SMALL,
         framework=load_framework("megatron-core"),
         seq_len=arguments.seq_len,
@@ -101,7 +101,7 @@ def main() -> None:
     num_ranks = arguments.ranks or default_num_ranks()
     runs = []
     for number in (1, 2):
-        kept, took_s = profiled(wish, num_ranks, Job(allowance_s=arguments.allowance), arguments.budget)
+        kept, took_s = profiled(scope, num_ranks, Job(allowance_s=arguments.allowance), arguments.budget)
         counts = Counter(record.status for record in kept.records.values())
         shown = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
         print(f"run {number}: {len(kept.records)} measurements on {num_ranks} ranks in {took_s:.0f} s: {shown}")

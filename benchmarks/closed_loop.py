@@ -42,13 +42,13 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.provenance import shares
 from autoplan.frameworks.presets import load_framework
-from autoplan.profiler.hardware import SYS, amd_gpus, device_id, emulates_bf16, nvidia_gpus
-from autoplan.profiler.launch import Crew, default_num_ranks
+from autoplan.profiler.crew import Crew, default_num_ranks
+from autoplan.profiler.machine.hardware import SYS, amd_gpus, device_id, emulates_bf16, nvidia_gpus
 from autoplan.profiler.protocol import Hello, Job, Rules
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.store import Store
 from autoplan.profiler.sweep import Progress, run
-from autoplan.profiler.wishes import HALVES, LAYERS, SHARED, Wish, plan
+from autoplan.profiler.tasks import HALVES, LAYERS, SHARED, MeasurementScope, ranked_tasks
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.enums import Precision
 from autoplan.spec.model import ModelSpec
@@ -259,7 +259,7 @@ def wanting(folder: Path, name: str, num_launches: int) -> list[ParallelPlan]:
 def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int, until: float) -> None:
     """Measure what the plans of a model are made of, but for what has settled so often."""
     model, seq_len = MODELS[name]
-    wish = Wish(
+    scope = MeasurementScope(
         model=model,
         framework=load_framework("torch"),
         seq_len=seq_len,
@@ -267,7 +267,7 @@ def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int,
         micro_batches=MICRO_BATCHES,
         only=OPERATIONS,
     )
-    planned = plan(wish, hello, store.known(hello.fingerprint, num_visits))
+    planned = ranked_tasks(scope, hello, store.known(hello.fingerprint, num_visits))
     progress = Progress(total=len(planned))
     run(crew, hello, store, planned, budget_s=until - time.monotonic(), progress=progress, visits_spoilt=False)
     counts = sum(progress.counts().values(), Counter())

@@ -28,13 +28,13 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cli.inputs import parse_duration
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler import fit
-from autoplan.profiler.kernels import KERNELS
-from autoplan.profiler.launch import Crew
+from autoplan.profiler.crew import Crew
+from autoplan.profiler.operations.kernels import KERNELS
 from autoplan.profiler.protocol import Job
 from autoplan.profiler.record import Mode, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, run
-from autoplan.profiler.wishes import PRODUCTS, Wish, plan
+from autoplan.profiler.tasks import PRODUCTS, MeasurementScope, ranked_tasks
 from autoplan.read.cluster import load_device
 from autoplan.read.model import load_model
 from autoplan.spec.timing import SHAPES, Operation
@@ -60,11 +60,11 @@ class Part:
     dtype: str = "bf16"
     only: tuple[Operation, ...]
 
-    def wishes(self) -> Iterable[Wish]:
+    def scopes(self) -> Iterable[MeasurementScope]:
         """One for each model and length."""
         for name in self.models:
             for seq_len in self.seq_lens:
-                yield Wish(
+                yield MeasurementScope(
                     model=load_model(name),
                     framework=load_framework("megatron-core"),
                     seq_len=seq_len,
@@ -104,15 +104,15 @@ def measure(folder: Path, budget_s: float) -> None:
         hello = crew.start()
         assert hello is not None
         for part in PARTS:
-            for wish in part.wishes():
+            for scope in part.scopes():
                 known = store.known(hello.fingerprint, 1)
-                planned = [one for one in plan(wish, hello, known) if one.task.dtype == part.dtype]
+                planned = [one for one in ranked_tasks(scope, hello, known) if one.task.dtype == part.dtype]
                 progress, left_s = Progress(total=len(planned)), until - time.monotonic()
                 run(crew, hello, store, planned, budget_s=left_s, progress=progress, visits_spoilt=False)
                 counts = sum(progress.counts().values(), Counter())
                 print(
-                    f"{wish.model.name}, {wish.seq_len} tokens, {', '.join(part.modes)}, {part.dtype}: {dict(counts)}, "
-                    f"{progress.num_left} left, {progress.elapsed_s:.0f} s",
+                    f"{scope.model.name}, {scope.seq_len} tokens, {', '.join(part.modes)}, {part.dtype}: "
+                    f"{dict(counts)}, {progress.num_left} left, {progress.elapsed_s:.0f} s",
                     flush=True,
                 )
                 if progress.num_left:

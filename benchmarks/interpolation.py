@@ -34,8 +34,8 @@ from autoplan.base.files import write_text
 from autoplan.cost.kernels.times import GROUPED_HALF_M, GROUPED_SHARE
 from autoplan.cost.network.links import all_gather_s, all_reduce_s, all_to_all_s
 from autoplan.profiler import fit
-from autoplan.profiler.choice import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from autoplan.profiler.imports.aiconfigurator import read_measurements
+from autoplan.profiler.selection import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.timing import Measurement, Operation, TimingTable
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel

@@ -32,7 +32,7 @@ from autoplan.cli.planfile import make_plan_file
 from autoplan.cli.trials import Budget, Trials, read_result
 from autoplan.frameworks.logs import LogReader
 from autoplan.jobs.job import AUTOPLAN, OUTCOME, PLAN, JobStatus, LocalJobs
-from autoplan.profiler.hardware import emulates_bf16
+from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.search.choice import distinct
 from autoplan.search.storage import opened
 from autoplan.search.study import search

@@ -21,7 +21,7 @@ from autoplan import __version__
 from autoplan.base.errors import AutoplanError
 from autoplan.base.files import is_file
 from autoplan.base.units import cleaned, format_bytes
-from autoplan.profiler.hardware import SYS, amd_gpus, nics, num_lost_gpus, nvidia_gpus
+from autoplan.profiler.machine.hardware import SYS, amd_gpus, nics, num_lost_gpus, nvidia_gpus
 
 State = Literal["ok", "absent", "problem"]  # absent: not there, and not needed for everything
 

@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from autoplan.base.processes import CrewError
-from autoplan.profiler.launch import Crew
+from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import Hello, Outcome, Task
 from autoplan.profiler.record import Fingerprint, Record
-from autoplan.profiler.wishes import Key, Planned
+from autoplan.profiler.tasks import RankedTask, TaskKey
 from autoplan.spec.timing import Operation
 from autoplan.topology.cluster import ClusterSpec
 
@@ -30,7 +30,7 @@ SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # over the median, worth a word; 5 % betwee
 class Store(Protocol):
     """What a sweep needs of a timing database."""
 
-    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> Collection[Key]:
+    def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> Collection[TaskKey]:
         """What has settled so often on this machine."""
 
     def add(self, records: Iterable[Record]) -> object:
@@ -106,7 +106,7 @@ def run(
     crew: Crew,
     hello: Hello,
     store: Store,
-    planned: Sequence[Planned],
+    planned: Sequence[RankedTask],
     *,
     budget_s: float,
     progress: Progress,

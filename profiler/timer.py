@@ -23,10 +23,10 @@ import torch
 
 from autoplan.base.arrays import Floats
 from autoplan.base.units import cleaned
-from autoplan.profiler.maker import Chain, Run, Staged
+from autoplan.profiler.machine.sensors import Sensors, Window, foreign_load
+from autoplan.profiler.operations.inputs import ChainedRun, Run, StagedRun
 from autoplan.profiler.protocol import Outcome, Rules
 from autoplan.profiler.record import SLOWED
-from autoplan.profiler.sensors import Sensors, Window, foreign_load
 
 MOST_KEPT = 400  # samples of a record
 MOST_CALLS = 100_000  # in one sample
@@ -86,7 +86,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def measure(
-    run: Run | Staged | None,
+    run: Run | StagedRun | None,
     *,
     team: Team,
     device: torch.device,
@@ -159,26 +159,26 @@ def measure(
     return Outcome(samples_s=kept, conditions=conditions)
 
 
-def _repeat(run: Run | Staged | None, num_calls: int, device: torch.device) -> None:
+def _repeat(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> None:
     if run is not None:
         for _ in range(num_calls):
             run()
         synchronise(device)
 
 
-def _elapsed_s(run: Run | Staged | None, num_calls: int, device: torch.device) -> float:
+def _elapsed_s(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> float:
     """What so many calls take, all that comes before them included."""
     began = time.perf_counter()
     _repeat(run, num_calls, device)
     return time.perf_counter() - began
 
 
-def _sample_s(run: Run | Staged | None, num_calls: int, clock: Callable[[], float]) -> float:
+def _sample_s(run: Run | StagedRun | None, num_calls: int, clock: Callable[[], float]) -> float:
     """What so many calls take on the host, without what comes before each."""
-    if isinstance(run, Staged):
+    if isinstance(run, StagedRun):
         total = 0.0
         for _ in range(num_calls):
-            made = run.before()
+            made = run.prepare()
             began = clock()
             run.run(made)
             total += clock() - began
@@ -192,7 +192,7 @@ def _sample_s(run: Run | Staged | None, num_calls: int, clock: Callable[[], floa
 
 
 def _round(
-    run: Run | Staged | None,
+    run: Run | StagedRun | None,
     num_calls: int,
     num_samples: int,
     *,
@@ -211,7 +211,7 @@ def _round(
     else:
         lengths = _device_samples_s(run, num_calls, num_samples, sensors, hold)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    each = num_calls * (run.num_links if isinstance(run, Chain) else 1)
+    each = num_calls * (run.num_links if isinstance(run, ChainedRun) else 1)
     return _Report(
         samples_s=tuple((lengths / each).tolist()), wall_over_cpu=wall / max(cpu, 1e-9), window=sensors.stop()
     )
@@ -228,7 +228,7 @@ def held(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
     return calls, HOLD_MARGIN * queued_s * calls / num_calls
 
 
-def _queued_s(run: Run | Staged | None, num_calls: int, device: torch.device) -> float:
+def _queued_s(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> float:
     """What the host takes to queue so many calls."""
     began = time.perf_counter()
     for _ in range(num_calls if run else 0):
@@ -255,7 +255,7 @@ def _spin_hz(device: torch.device) -> float:
     return _SPIN_CYCLES / (1e-3 * first.elapsed_time(last))
 
 
-def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, sensors: Sensors, hold: int) -> Floats:
+def _device_samples_s(run: Run | StagedRun, num_calls: int, num_samples: int, sensors: Sensors, hold: int) -> Floats:
     """What so many calls take on the device, without what comes before each: marks in its queue.
 
     What comes before is run with the calls, then as often alone: a mark between the two would find a queue that has run
@@ -275,13 +275,13 @@ def _device_samples_s(run: Run | Staged, num_calls: int, num_samples: int, senso
         for _ in range(num_calls):
             run()
         mark()
-        if isinstance(run, Staged):
+        if isinstance(run, StagedRun):
             for _ in range(num_calls):
-                run.before()
+                run.prepare()
             mark()
     sensors.look()
     marks[-1].synchronize()
-    each = 3 if isinstance(run, Staged) else 2
+    each = 3 if isinstance(run, StagedRun) else 2
     moments = np.array([0.0, *(1e-3 * marks[0].elapsed_time(one) for one in marks[1:])]).reshape(num_samples, each)
     lengths = np.diff(moments, axis=1)
     return lengths[:, 0] - lengths[:, 1:].sum(axis=1)

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from autoplan.base.errors import InputError
 from autoplan.base.processes import GRACE_S, START_S, Fault, Place
 from autoplan.base.units import cleaned
-from autoplan.profiler import collectives, kernels, units
-from autoplan.profiler.environment import fingerprint
-from autoplan.profiler.maker import DTYPES, Maker, Run, Staged
+from autoplan.profiler.machine.environment import fingerprint
+from autoplan.profiler.machine.sensors import Sensors
+from autoplan.profiler.operations import collectives, kernels, trainer_units
+from autoplan.profiler.operations.inputs import DTYPES, InputFactory, Run, StagedRun
 from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task, rules_for
 from autoplan.profiler.record import Fingerprint
-from autoplan.profiler.sensors import Sensors
 from autoplan.profiler.timer import measure, synchronise
 from autoplan.spec.timing import Operation
 from autoplan.trainer.device import describe, take_device
@@ -54,7 +54,7 @@ class Ranks:
     device: torch.device
     sensors: Sensors
     groups: collectives.Groups
-    grids: units.Grids
+    grids: trainer_units.Grids
     control: dist.ProcessGroup  # gloo, on the host
     until: float = math.inf  # when the present task must be through, by the monotonic clock
 
@@ -111,7 +111,7 @@ def join(place: Place, job: Job) -> Ranks:
         device=device,
         sensors=Sensors(device, host),
         groups=collectives.Groups(place.rank, len(nodes), each),
-        grids=units.Grids(place.num_ranks, each, device),
+        grids=trainer_units.Grids(place.num_ranks, each, device),
         control=control,
     )
 
@@ -133,7 +133,7 @@ def greet(ranks: Ranks, job: Job) -> Hello:
                 windowed[one, dtype] = kernels.implementation_windowed(one, dtype, device)
             if dtype in DTYPES:
                 ways |= dict.fromkeys([(one, dtype) for one in COLLECTIVES], own.collectives.partition(" ")[0])
-            ways |= {(one, dtype): units.implementation(one, dtype) for one in units.UNITS}
+            ways |= {(one, dtype): trainer_units.implementation(one, dtype) for one in trainer_units.UNITS}
     gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
     return Hello(
         fingerprint=own,
@@ -169,8 +169,8 @@ def _compared(ranks: Ranks) -> tuple[list[float], dict[tuple[int, int], float]]:
     Each rank meets those at a distance of 1, 2, 4 ...: every NIC and every device's links carry something.
     """
     device, size = ranks.device, CHECK_SIZE[ranks.device.type]
-    maker = Maker(device=device, dtype=_default_dtype(device))
-    x, y, out = maker.normal(size, size), maker.normal(size, size), maker.zeros(size, size)
+    factory = InputFactory(device=device, dtype=_default_dtype(device))
+    x, y, out = factory.normal(size, size), factory.normal(size, size), factory.zeros(size, size)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     gemm_s = ranks.gather(_least_s(lambda: torch.mm(x, y, out=out), device, clock))
     message = torch.zeros(CHECK_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -199,22 +199,22 @@ def _least_s(run: Run, device: torch.device, clock: Callable[[], float]) -> floa
     return min(times)  # others only add to it
 
 
-def prepare(task: Task, ranks: Ranks) -> Run | Staged | None:
+def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     """What to run for `task` on this rank, None for standing by; memory is taken, and kernels run once."""
-    maker = Maker(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
+    factory = InputFactory(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
     if task.kernel.endswith(BESIDE):
-        return collectives.build_beside_gemm(task.operation, task.shape, maker, ranks.groups, ranks.decide)
+        return collectives.build_beside_gemm(task.operation, task.shape, factory, ranks.groups, ranks.decide)
     if task.operation in COLLECTIVES:
-        return collectives.build(task.operation, task.shape, maker, ranks.groups)
-    if task.operation in units.UNITS:
-        return units.build(task.operation, task.shape, maker, ranks.grids)
-    run = kernels.build(task.operation, task.shape, maker)
+        return collectives.build(task.operation, task.shape, factory, ranks.groups)
+    if task.operation in trainer_units.UNITS:
+        return trainer_units.build(task.operation, task.shape, factory, ranks.grids)
+    run = kernels.build(task.operation, task.shape, factory)
     run()
     synchronise(ranks.device)
     return run
 
 
-Prepare = Callable[[Task, Ranks], Run | Staged | None]
+Prepare = Callable[[Task, Ranks], Run | StagedRun | None]
 
 
 def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
@@ -231,7 +231,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         rank, text = next((rank, text) for rank, text in enumerate(troubles) if text)
         return Outcome(status="failed", reason=f"rank {rank}: {text}")
     # What the host does for a pipeline is its own time: waits for other stages are no part of it.
-    meets = units.meets(task.operation, task.shape) if task.operation in units.UNITS else False
+    meets = trainer_units.meets(task.operation, task.shape) if task.operation in trainer_units.UNITS else False
     needs_all = meets or task.operation in COLLECTIVES
     outcome = measure(
         run,
@@ -240,7 +240,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         sensors=ranks.sensors,
         rules=rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s),
         is_collective=needs_all,
-        counts_host=task.operation in units.UNITS,
+        counts_host=task.operation in trainer_units.UNITS,
     )
     del run
     _free(ranks.device)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch is loaded in the ranks only
     from multiprocessing.connection import Connection
 
     from autoplan.base.processes import Place
-    from autoplan.profiler.maker import Run, Staged
+    from autoplan.profiler.operations.inputs import Run, StagedRun
     from autoplan.profiler.protocol import Rules, Task
     from autoplan.profiler.worker import Ranks
 
@@ -47,7 +47,7 @@ def fill_or_abort(place: Place, line: Connection) -> None:
     os.abort()
 
 
-def few_samples(task: Task, ranks: Ranks) -> Run | Staged | None:
+def few_samples(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     """As few and as short ones as there can be: what is asked here is whether, not how long."""
     from autoplan.profiler import worker
     from autoplan.profiler.protocol import rules_for
@@ -59,7 +59,7 @@ def few_samples(task: Task, ranks: Ranks) -> Run | Staged | None:
     return worker.prepare(task, ranks)
 
 
-def prepare(task: Task, ranks: Ranks) -> Run | Staged | None:
+def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     vars(ranks).pop("gather", None)
     fault = task.shape[0] if ranks.rank == 1 else 0
     if fault == EXITS:

@@ -28,11 +28,11 @@ from autoplan.profiler.discover.allocation import describe_all, found_in, gather
 from autoplan.profiler.discover.describe import Description, describe, training_nics
 from autoplan.profiler.discover.links import with_measured
 from autoplan.profiler.discover.merge import merge
+from autoplan.profiler.discover.observed import NicKind, ObservedDevice, ObservedLink, ObservedNic, ObservedNode
 from autoplan.profiler.discover.report import Report, ReportFile, read_source
 from autoplan.profiler.discover.scontrol import parse as parse_switches
-from autoplan.profiler.discover.seen import NicKind, SeenDevice, SeenLink, SeenNic, SeenNode
 from autoplan.profiler.discover.write import cluster_toml
-from autoplan.profiler.hardware import Gpu, GpuLink
+from autoplan.profiler.machine.hardware import Gpu, GpuLink
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.read.cluster import load_cluster, preset_clusters, preset_devices
@@ -53,21 +53,21 @@ def hgx(
     gbit_per_s: float = 400,
     kind: NicKind = "infiniband",
     source: str = "nvidia-smi topo -m",
-) -> SeenNode:
+) -> ObservedNode:
     """A node whose devices are all joined, each with a NIC below its switch, and a port for logins."""
     near = [
-        SeenLink(a=at, nic=f"mlx5_{nic}", path="switch" if at == nic else "system")
+        ObservedLink(a=at, nic=f"mlx5_{nic}", path="switch" if at == nic else "system")
         for at in range(size)
         for nic in range(nics)
     ]
-    fabric = [SeenLink(a=a, b=b, path="fabric", num_links=num_links) for a, b in combinations(range(size), 2)]
-    return SeenNode(
+    fabric = [ObservedLink(a=a, b=b, path="fabric", num_links=num_links) for a, b in combinations(range(size), 2)]
+    return ObservedNode(
         source=source,
         host=host,
-        devices=tuple(SeenDevice(index=at, name=name, pci=f"0000:{at:02x}:00.0") for at in range(size)),
+        devices=tuple(ObservedDevice(index=at, name=name, pci=f"0000:{at:02x}:00.0") for at in range(size)),
         nics=(
-            *(SeenNic(name=f"mlx5_{at}", kind=kind, bytes_per_s=gbit_per_s / 8 * 1e9) for at in range(nics)),
-            SeenNic(name="eth0", kind="ethernet", bytes_per_s=1.25e9),
+            *(ObservedNic(name=f"mlx5_{at}", kind=kind, bytes_per_s=gbit_per_s / 8 * 1e9) for at in range(nics)),
+            ObservedNic(name="eth0", kind="ethernet", bytes_per_s=1.25e9),
         ),
         links=(*(fabric if num_links else ()), *near),
     )
@@ -81,7 +81,7 @@ def written(description: Description, folder: Path) -> None:
     assert compile_topology(description.cluster).levels
 
 
-def described(node: SeenNode) -> Description:
+def described(node: ObservedNode) -> Description:
     """One node of which nothing else is known."""
     return describe_all(found_in([Report(seen=(node,))]))
 
@@ -113,11 +113,11 @@ def test_every_shipped_kind_of_node_is_itself_when_nothing_else_is_known_of_it(n
     shipped = load_cluster(name)
     network, size = shipped.network, shipped.devices_per_node
     count = round(network.nics_per_device * size)
-    seen = SeenNode(
+    seen = ObservedNode(
         source="list",
-        devices=tuple(SeenDevice(index=at, name=shipped.device.name) for at in range(size)),
+        devices=tuple(ObservedDevice(index=at, name=shipped.device.name) for at in range(size)),
         nics=tuple(
-            SeenNic(name=f"nic{at}", kind=network.kind, bytes_per_s=network.nic_bytes_per_s) for at in range(count)
+            ObservedNic(name=f"nic{at}", kind=network.kind, bytes_per_s=network.nic_bytes_per_s) for at in range(count)
         ),
     )
     found = describe(seen, name=name)
@@ -177,7 +177,7 @@ def test_a_device_with_fewer_links_is_a_fault(tmp_path: Path) -> None:
 
 def test_bridges_between_pairs_are_a_level_below_pcie(tmp_path: Path) -> None:
     bridged = hgx(name="NVIDIA A100 80GB PCIe", num_links=0, size=4)
-    pairs = (SeenLink(a=0, b=1, path="fabric", num_links=12), SeenLink(a=2, b=3, path="fabric", num_links=12))
+    pairs = (ObservedLink(a=0, b=1, path="fabric", num_links=12), ObservedLink(a=2, b=3, path="fabric", num_links=12))
     found = describe(replace(bridged, links=(*pairs, *bridged.links)))
     assert [(level.kind, level.num_devices) for level in found.cluster.levels] == [("nvlink", 2), ("pcie", 4)]
     assert [level.bandwidth_bytes_per_s for level in found.cluster.levels] == [300e9, 32e9]
@@ -198,7 +198,7 @@ def test_reports_in_which_no_source_speaks_are_refused() -> None:
 
 
 def test_links_of_devices_that_no_source_tells_of_are_none() -> None:
-    odd = SeenNode(source="a file", links=(SeenLink(a=0, b=1, path="fabric"),))
+    odd = ObservedNode(source="a file", links=(ObservedLink(a=0, b=1, path="fabric"),))
     assert describe(odd, device="h100-sxm").cluster.levels == load_cluster("h100-sxm").levels
 
 
@@ -215,8 +215,8 @@ def test_a_fabric_wider_than_the_node_is_as_wide_as_seen(tmp_path: Path) -> None
 
 def test_nics_for_storage_and_logins_are_not_those_of_training() -> None:
     seen = hgx()
-    storage = SeenNic(name="mlx5_8", kind="infiniband", bytes_per_s=50e9)
-    far = tuple(SeenLink(a=at, nic="mlx5_8", path="system") for at in range(8))
+    storage = ObservedNic(name="mlx5_8", kind="infiniband", bytes_per_s=50e9)
+    far = tuple(ObservedLink(a=at, nic="mlx5_8", path="system") for at in range(8))
     assert len(training_nics(replace(seen, nics=(*seen.nics, storage), links=(*seen.links, *far)))) == 8
     ethernet_only = replace(seen, nics=seen.nics[-1:])
     assert [nic.name for nic in training_nics(ethernet_only)] == ["eth0"]
@@ -285,12 +285,12 @@ def test_a_device_that_cannot_be_told_is_one_line(name: str, device: str, says: 
 
 def test_the_first_source_is_believed_and_the_next_fill_in() -> None:
     first = replace(hgx(source="nvidia-smi topo -m", num_links=18), nics=())
-    named = SeenNic(name="mlx5_0", kind="infiniband", bytes_per_s=50e9)
-    second = SeenNode(
+    named = ObservedNic(name="mlx5_0", kind="infiniband", bytes_per_s=50e9)
+    second = ObservedNode(
         source="NCCL topology XML",
-        devices=(SeenDevice(index=5, architecture="sm_90", pci="0000:00:00.0", numa=1),),
+        devices=(ObservedDevice(index=5, architecture="sm_90", pci="0000:00:00.0", numa=1),),
         nics=(named,),
-        links=(SeenLink(a=5, nic="mlx5_0", path="switch"),),
+        links=(ObservedLink(a=5, nic="mlx5_0", path="switch"),),
         num_sockets=2,
     )
     node, says = merge([first, second])
@@ -327,7 +327,7 @@ def test_a_node_is_the_same_however_a_second_source_counts_its_devices(order: li
 # This machine
 
 
-def gpus(sys: Path) -> SeenNode:
+def gpus(sys: Path) -> ObservedNode:
     """Two GPUs of a recorded tree, joined to switches by 18 links each."""
     for at, bus in enumerate(("17", "a3")):
         place = gpu_place(sys, bus)
@@ -364,7 +364,7 @@ def test_a_nic_whose_link_is_down_is_seen_as_such(tmp_path: Path) -> None:
 
 
 def test_tools_that_fail_or_say_nonsense_are_left_out(tmp_path: Path) -> None:
-    def parse(text: str) -> SeenNode:
+    def parse(text: str) -> ObservedNode:
         raise InputError(f"line 1: {text.strip()}")
 
     tools = {
@@ -481,7 +481,7 @@ def test_nodes_unlike_the_others_are_named(tmp_path: Path) -> None:
 
 
 def test_what_has_no_host_tells_of_every_node() -> None:
-    rates = SeenNode(source="ibstat", nics=(SeenNic(name="mlx5_9", kind="infiniband", bytes_per_s=50e9),))
+    rates = ObservedNode(source="ibstat", nics=(ObservedNic(name="mlx5_9", kind="infiniband", bytes_per_s=50e9),))
     found = found_in([Report(host=one, seen=(hgx(one),)) for one in "ab"] + [Report(seen=(rates,))])
     assert [sum(nic.name == "mlx5_9" for nic in one.nics) for one in found.nodes.values()] == [1, 1]
 

@@ -13,9 +13,9 @@ from machines import node, write
 torch = pytest.importorskip("torch")
 
 from autoplan.base.units import GIB  # noqa: E402
-from autoplan.profiler import devices, environment, hardware  # noqa: E402
-from autoplan.profiler.environment import canonical_hash, fingerprint  # noqa: E402
-from autoplan.profiler.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nics  # noqa: E402
+from autoplan.profiler.machine import device_names, environment, hardware  # noqa: E402
+from autoplan.profiler.machine.environment import canonical_hash, fingerprint  # noqa: E402
+from autoplan.profiler.machine.hardware import Gpu, GpuLink, Links, Nic, amd_gpus, device_id, nics  # noqa: E402
 from autoplan.read.cluster import load_device, preset_devices  # noqa: E402
 
 
@@ -88,7 +88,7 @@ def test_without_the_management_library_there_is_none(monkeypatch: pytest.Monkey
 
 
 def test_every_rule_leads_to_a_shipped_device() -> None:
-    ids = {known for _, ids in devices._NAMES for known in ids}
+    ids = {known for _, ids in device_names._NAMES for known in ids}
     ids |= {known for ids in hardware._ARCHITECTURES.values() for known in ids}
     assert ids <= set(preset_devices())
     # What no name tells: no product, and a variant that its driver calls by the plain product's name.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoplan.cost.collectives.traffic import step_traffic
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.presets import load_framework
-from autoplan.profiler.hardware import emulates_bf16
+from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch

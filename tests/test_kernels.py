@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from autoplan.profiler.kernels import KERNELS, build, implementation, implementation_windowed  # noqa: E402
-from autoplan.profiler.maker import Maker  # noqa: E402
+from autoplan.profiler.operations.inputs import InputFactory  # noqa: E402
+from autoplan.profiler.operations.kernels import KERNELS, build, implementation, implementation_windowed  # noqa: E402
 from autoplan.spec.timing import Operation  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def flops(operation: Operation, dtype: str = "fp32") -> float:
         kernel = "mm + add"
     if kernel == "grouped_mm":
         kernel = "mm each"
-    run = build(operation, SHAPE[operation], Maker(device=CPU, dtype=dtype, kernel=kernel), cache_bytes=0)
+    run = build(operation, SHAPE[operation], InputFactory(device=CPU, dtype=dtype, kernel=kernel), cache_bytes=0)
     with FlopCounterMode(display=False) as counter:
         run()
     return float(counter.get_total_flops())
@@ -59,8 +59,8 @@ def test_products_compute_what_their_shape_says() -> None:
     m, n, k = SHAPE["wgrad"]
     assert flops("wgrad") == 2 * m * n * k
     assert flops("wgrad", "bf16") == 2 * m * n * k
-    maker = Maker(device=CPU, dtype="fp32", kernel="mm")
-    forward, backward = (build(one, (m, n, k), maker)() for one in ("gemm", "dgrad"))
+    factory = InputFactory(device=CPU, dtype="fp32", kernel="mm")
+    forward, backward = (build(one, (m, n, k), factory)() for one in ("gemm", "dgrad"))
     assert forward.shape == (m, n)
     assert backward.shape == (m, k)
 
@@ -75,10 +75,10 @@ def test_experts_compute_the_tokens_that_come_to_one_rank() -> None:
 
 def test_every_expert_gets_whole_rows_of_16_bytes() -> None:
     tokens, hidden_size, ffn_size, per_token, num_experts, ep = 100, 32, 48, 2, 8, 2
-    maker = Maker(device=CPU, dtype="bf16", kernel="grouped_mm")
-    out: Any = build("experts", (tokens, hidden_size, ffn_size, per_token, num_experts, 1, ep), maker)()
+    factory = InputFactory(device=CPU, dtype="bf16", kernel="grouped_mm")
+    out: Any = build("experts", (tokens, hidden_size, ffn_size, per_token, num_experts, 1, ep), factory)()
     assert out.shape == (num_experts // ep * 24, hidden_size)  # 25 would be theirs
-    out = build("experts", (4, hidden_size, ffn_size, 1, num_experts, 1, ep), maker)()
+    out = build("experts", (4, hidden_size, ffn_size, 1, num_experts, 1, ep), factory)()
     assert out.shape == (num_experts // ep * 8, hidden_size)
 
 
@@ -87,7 +87,7 @@ def test_products_in_8_bits_compute_what_their_shape_says() -> None:
     shapes: dict[Operation, tuple[int, int]] = {"gemm": (m, n), "dgrad": (m, k), "wgrad": (n, k)}
     for operation, wanted in shapes.items():
         kernel = implementation(operation, "fp8", CPU)
-        out: Any = build(operation, shape, Maker(device=CPU, dtype="fp8", kernel=kernel))()
+        out: Any = build(operation, shape, InputFactory(device=CPU, dtype="fp8", kernel=kernel))()
         assert out.shape == wanted
         assert out.isfinite().all()
 
@@ -96,26 +96,26 @@ def test_attention_and_its_backward_pass_run_flash_kernels() -> None:
     batch, seq_len, heads, kv_heads, head_dim, _ = SHAPE["attention"]
     kernel = implementation("attention", "fp32", CPU)
     assert kernel == "sdpa flash"
-    maker = Maker(device=CPU, dtype="fp32", kernel=kernel)
-    out: Any = build("attention", SHAPE["attention"], maker)()
+    factory = InputFactory(device=CPU, dtype="fp32", kernel=kernel)
+    out: Any = build("attention", SHAPE["attention"], factory)()
     assert out.shape == (batch, heads, seq_len, head_dim)
     assert "Flash" in type(out.grad_fn).__name__
-    gradients: Any = build("attention_backward", SHAPE["attention"], maker)()
+    gradients: Any = build("attention_backward", SHAPE["attention"], factory)()
     assert [one.shape[1] for one in gradients] == [heads, kv_heads, kv_heads]
 
 
 def test_the_optimizer_moves_its_weights() -> None:
     steps: list[object] = []
     for dtype in ("fp32", "bf16"):
-        run = build("optimizer", (1000,), Maker(device=CPU, dtype=dtype, kernel="torch"), cache_bytes=0)
+        run = build("optimizer", (1000,), InputFactory(device=CPU, dtype=dtype, kernel="torch"), cache_bytes=0)
         steps.append(run())
     assert steps == [None, None]
 
 
 def test_sets_of_inputs_take_turns() -> None:
     """A kernel that is called again finds other inputs, so that the cache holds the first no more."""
-    maker = Maker(device=CPU, dtype="fp32", kernel="torch")
-    one_set, sets = (build("norm", (64, 32), maker, cache_bytes=size) for size in (0, 2 * 64 * 32 * 4))
+    factory = InputFactory(device=CPU, dtype="fp32", kernel="torch")
+    one_set, sets = (build("norm", (64, 32), factory, cache_bytes=size) for size in (0, 2 * 64 * 32 * 4))
     torch.manual_seed(0)
     assert torch.equal(one_set(), one_set())  # type: ignore[arg-type]
     assert not torch.equal(sets(), sets())  # type: ignore[arg-type]
@@ -126,24 +126,24 @@ def test_a_query_sees_the_last_tokens_of_its_window(window: int) -> None:
     kernel = implementation_windowed("attention", "fp32", CPU)
     assert kernel == "sdpa mask"
     assert implementation_windowed("gemm", "fp32", CPU) == ""
-    maker = Maker(device=CPU, dtype="fp32", kernel=kernel)
+    factory = InputFactory(device=CPU, dtype="fp32", kernel=kernel)
     torch.manual_seed(0)
-    out: Any = build("attention", (1, 64, 4, 2, 16, window), maker, cache_bytes=0)()
+    out: Any = build("attention", (1, 64, 4, 2, 16, window), factory, cache_bytes=0)()
     torch.manual_seed(0)
-    q, k, v = (maker.normal(1, 64, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
+    q, k, v = (factory.normal(1, 64, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
     ages = torch.arange(64)[:, None] - torch.arange(64)
     scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 16**0.5).masked_fill((ages < 0) | (ages >= window), -1e9)
     torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1))
-    gradients: Any = build("attention_backward", (1, 64, 4, 2, 16, window), maker, cache_bytes=0)()
+    gradients: Any = build("attention_backward", (1, 64, 4, 2, 16, window), factory, cache_bytes=0)()
     assert [one.shape[1] for one in gradients] == [4, 2, 2]
 
 
 def test_latent_attention_has_values_narrower_than_keys() -> None:
     batch, seq_len, heads, qk_head_dim, v_head_dim = SHAPE["latent_attention"]
-    maker = Maker(device=CPU, dtype="fp32", kernel=implementation("latent_attention", "fp32", CPU))
-    out: Any = build("latent_attention", SHAPE["latent_attention"], maker)()
+    factory = InputFactory(device=CPU, dtype="fp32", kernel=implementation("latent_attention", "fp32", CPU))
+    out: Any = build("latent_attention", SHAPE["latent_attention"], factory)()
     assert out.shape == (batch, heads, seq_len, v_head_dim)
-    gradients: Any = build("latent_attention_backward", SHAPE["latent_attention"], maker)()
+    gradients: Any = build("latent_attention_backward", SHAPE["latent_attention"], factory)()
     assert [one.shape[-1] for one in gradients] == [qk_head_dim, qk_head_dim, v_head_dim]
 
 
@@ -169,9 +169,9 @@ def test_kernels_run_on_a_gpu(operation: Operation, dtype: str) -> None:
         # That of torch 2.11 takes no window.
         packs = "window_size" in inspect.signature(varlen.varlen_attn).parameters and dtype != "fp32"
         assert windowed == ("varlen flash" if packs else "sdpa mask")
-        maker = Maker(device=device, dtype=dtype, kernel=windowed)
-        build(operation, (2, 256, 8, 2, 64, 100), maker)()
+        factory = InputFactory(device=device, dtype=dtype, kernel=windowed)
+        build(operation, (2, 256, 8, 2, 64, 100), factory)()
     if kernel:
         shapes = {**SHAPE, "attention": (2, 256, 8, 2, 64, 0), "attention_backward": (2, 256, 8, 2, 64, 0)}
-        build(operation, shapes[operation], Maker(device=device, dtype=dtype, kernel=kernel))()
+        build(operation, shapes[operation], InputFactory(device=device, dtype=dtype, kernel=kernel))()
         torch.cuda.synchronize()

@@ -25,7 +25,7 @@ pytest.importorskip("torch")
 
 from autoplan.base.errors import InputError
 from autoplan.base.processes import Children, CrewError, Place, place_from
-from autoplan.profiler.launch import Crew
+from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task
 from autoplan.spec.timing import Operation
 
@@ -350,11 +350,11 @@ def test_a_place_that_cannot_be_is_refused(variables: dict[str, str], says: str)
 PROGRAM = """
 import os, sys
 from autoplan.base.processes import place_from
-from autoplan.profiler.launch import Crew
+from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import Job, Task
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, run
-from autoplan.profiler.wishes import Planned
+from autoplan.profiler.tasks import RankedTask
 
 if __name__ == "__main__":
     place = place_from(os.environ)
@@ -367,7 +367,7 @@ if __name__ == "__main__":
             Task(operation="gemm", shape=(32, 32, 32), dtype="fp32", kernel="mm"),
             Task(operation="all_reduce", shape=(2, 2, 1, 4096), dtype="fp32", kernel="gloo"),
         ]
-        planned = [Planned(task=task, effect_s=1.0, expected_s=1.0) for task in tasks]
+        planned = [RankedTask(task=task, effect_s=1.0, expected_s=1.0) for task in tasks]
         store, progress = open_store(sys.argv[1]), Progress(total=2)
         run(crew, hello, store, planned, budget_s=1e9, progress=progress, visits_spoilt=False)
 """

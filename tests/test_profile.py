@@ -15,7 +15,7 @@ from commands import run
 
 torch = pytest.importorskip("torch")
 
-from autoplan.profiler.environment import fingerprint  # noqa: E402
+from autoplan.profiler.machine.environment import fingerprint  # noqa: E402
 from autoplan.profiler.store import open_store  # noqa: E402
 from stores import held  # noqa: E402
 

@@ -23,7 +23,7 @@ from autoplan.cli.run import of_trainer
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.record import Fingerprint, Record
-from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import open_store
 from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model

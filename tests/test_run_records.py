@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.exchange import read_exchange, write_exchange
 from autoplan.spec.model import ModelSpec

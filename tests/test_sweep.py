@@ -15,15 +15,15 @@ import pytest
 import faulty_ranks
 from autoplan.base.processes import CrewError
 from autoplan.profiler import sweep
-from autoplan.profiler.launch import Crew
+from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import Hello, Job, Outcome, Task
 from autoplan.profiler.record import Fingerprint, Status
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, extrapolations, outliers, run
-from autoplan.profiler.wishes import Planned, plan
+from autoplan.profiler.tasks import RankedTask, ranked_tasks
 from autoplan.read.cluster import load_cluster
 from stores import held
-from test_wishes import LAB, WISH
+from test_tasks import LAB, SCOPE
 
 
 def test_the_slow_device_and_the_slow_link_are_named() -> None:
@@ -55,9 +55,9 @@ pytest.importorskip("torch")
 JOB = Job(allowance_s=0.01, limit_s=15.0, compares_devices=False)
 
 
-def products(*sizes: int) -> list[Planned]:
+def products(*sizes: int) -> list[RankedTask]:
     tasks = [Task(operation="gemm", shape=(m, 32, 32), dtype="fp32", kernel="mm") for m in sizes]
-    return [Planned(task=task, effect_s=1.0, expected_s=0.1) for task in tasks]
+    return [RankedTask(task=task, effect_s=1.0, expected_s=0.1) for task in tasks]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     assert {one.measured_by for one in records} == {"ada"}
     assert progress.num_left == 0
     assert progress.counts()["gemm"]["failed"] == 2
-    assert plan(replace(WISH, only=("gemm",)), hello, store.known(hello.fingerprint)) != []
+    assert ranked_tasks(replace(SCOPE, only=("gemm",)), hello, store.known(hello.fingerprint)) != []
 
 
 class Told(Crew):
@@ -179,17 +179,17 @@ PROGRAM = """
 import sys
 from autoplan.spec.model import ModelSpec
 from autoplan.frameworks.presets import load_framework
-from autoplan.profiler.launch import Crew
+from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import Job
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, run
-from autoplan.profiler.wishes import plan
-from test_wishes import WISH
+from autoplan.profiler.tasks import ranked_tasks
+from test_tasks import SCOPE
 
 if __name__ == "__main__":
     with Crew(Job(allowance_s=0.01, limit_s=15.0, compares_devices=False), None, 2) as crew:
         store, hello = open_store(sys.argv[1]), crew.start()
-        planned = plan(WISH, hello, store.known(hello.fingerprint))
+        planned = ranked_tasks(SCOPE, hello, store.known(hello.fingerprint))
         print(len(planned), *crew.pids, flush=True)
         run(crew, hello, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
 """
@@ -219,7 +219,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
         assert time.monotonic() < end
         time.sleep(0.1)
     store, (crew, hello) = open_store(str(path)), pair
-    planned = plan(WISH, hello, store.known(hello.fingerprint))
+    planned = ranked_tasks(SCOPE, hello, store.known(hello.fingerprint))
     # What other load spoilt, or what did not settle, is worth another try.
     num_known = sum(one.status in ("ok", "failed") for one in stored)
     assert len(planned) == total - num_known

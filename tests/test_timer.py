@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from autoplan.profiler.maker import Chain, Staged  # noqa: E402
+from autoplan.profiler.machine.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
+from autoplan.profiler.operations.inputs import ChainedRun, StagedRun  # noqa: E402
 from autoplan.profiler.protocol import Outcome, Rules, rules_for  # noqa: E402
-from autoplan.profiler.sensors import Sensors, Window, foreign_load, pace  # noqa: E402
 from autoplan.profiler.timer import held, measure, median_interval, scatter, spread  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_kernels_on_a_cpu_are_timed_by_their_own_time_and_collectives_by_the_wal
 
 def test_of_a_chain_a_link_is_timed() -> None:
     rules, sensors = replace(CALM, sample_s=1e-3), Sensors(CPU, "here")
-    chain = Chain(run=lambda: time.sleep(8e-3), num_links=4)
+    chain = ChainedRun(run=lambda: time.sleep(8e-3), num_links=4)
     found = measure(chain, team=Alone(), device=CPU, sensors=sensors, rules=rules, is_collective=True)
     assert 2e-3 <= min(found.samples_s) < 8e-3
 
@@ -272,5 +272,5 @@ def test_what_comes_before_a_call_is_no_part_of_it() -> None:
         )
         return float(np.median(found.samples_s))
 
-    staged = Staged(before=lambda: x @ x @ x, run=lambda made: made @ x)
+    staged = StagedRun(prepare=lambda: x @ x @ x, run=lambda made: made @ x)
     assert seconds(staged) == pytest.approx(seconds(lambda: x @ x), rel=0.1)

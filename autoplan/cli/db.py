@@ -17,7 +17,7 @@ from autoplan.cli.options import DbOption, ForceOption, QuietOption
 
 if TYPE_CHECKING:
     from autoplan.profiler.record import Record
-    from autoplan.profiler.runs import RunRecord
+    from autoplan.profiler.run_record import RunRecord
     from autoplan.profiler.store import Added, Store
 
 T = TypeVar("T")

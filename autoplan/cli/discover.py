@@ -182,7 +182,7 @@ def _machine() -> MachineSpec | None:
 
     if any(importlib.util.find_spec(name) is None for name in ("torch", "psutil")):
         return None
-    from autoplan.profiler.environment import own_fingerprint
+    from autoplan.profiler.machine.environment import own_fingerprint
     from autoplan.topology.cluster import MachineSpec
 
     own = own_fingerprint()

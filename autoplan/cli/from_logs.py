@@ -12,7 +12,7 @@ import typer
 
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cost.calibration import Fitted
-from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.run_record import RunRecord
 
 if TYPE_CHECKING:
     from autoplan.frameworks.common.launch import Given

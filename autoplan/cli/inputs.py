@@ -260,8 +260,8 @@ def with_measurements(problem: Problem, measurements: list[Measurement], *, is_o
 
 
 def _published(problem: Problem) -> list[Measurement]:
-    from autoplan.profiler.choice import for_training
     from autoplan.profiler.imports.aiconfigurator import read_measurements
+    from autoplan.profiler.selection import for_training
     from autoplan.spec.timing import SHAPES
 
     device = problem.cluster.device

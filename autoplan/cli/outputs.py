@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.profiler.record import Record
-from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import Holding, Mark
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoplan.cli.profile_for import Deciding
-    from autoplan.profiler.launch import Crew
+    from autoplan.profiler.crew import Crew
     from autoplan.profiler.protocol import Hello
     from autoplan.profiler.record import Mode
     from autoplan.profiler.sweep import Progress, Store
-    from autoplan.profiler.wishes import Planned, Wish
+    from autoplan.profiler.tasks import MeasurementScope, RankedTask
     from autoplan.topology.cluster import ClusterSpec
 
 SAID_BY_A_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
@@ -92,9 +92,9 @@ def profile(
 
     check_torch()
     from autoplan.base.processes import place_from
-    from autoplan.profiler.launch import Crew, default_num_ranks
+    from autoplan.profiler.crew import Crew, default_num_ranks
     from autoplan.profiler.protocol import Job
-    from autoplan.profiler.wishes import Wish
+    from autoplan.profiler.tasks import MeasurementScope
 
     place = place_from(os.environ)
     check_count("--ranks", ranks, least=0)
@@ -103,7 +103,7 @@ def profile(
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
     job_cluster, budget_s = uniform_cluster(cluster, quiet=quiet) if cluster else None, parse_duration(budget)
     modes: tuple[Mode, ...] = parse_words(mode, "--mode", ("sustained", "burst"))  # type: ignore[assignment]
-    deciding, wish = None, None
+    deciding, scope = None, None
     if plan_file is not None:
         from autoplan.cli.profile_for import Deciding
 
@@ -113,7 +113,7 @@ def profile(
     elif model is None:
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
     else:
-        wish = Wish(
+        scope = MeasurementScope(
             model=load_model(model),
             framework=load_framework(framework),
             seq_len=seq_len,
@@ -124,7 +124,7 @@ def profile(
             only=parse_words(only, "--only", SHAPES) if only else (),  # type: ignore[arg-type]
         )
     # As plans are made for the built-in trainer unless told otherwise, on every device.
-    usual = ("bf16",) if wish is not None and wish.framework.eager_layers else ()
+    usual = ("bf16",) if scope is not None and scope.framework.eager_layers else ()
     job = Job(
         dtypes=parse_words(dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8"))
         if dtypes
@@ -135,9 +135,9 @@ def profile(
         limit_s=parse_duration(limit),
     )
     num_ranks = place.num_ranks if place else ranks or default_num_ranks()
-    if wish is not None and not wish.tps:
+    if scope is not None and not scope.tps:
         most = job_cluster.devices_per_node if job_cluster else num_ranks
-        wish = replace(wish, tps=tuple(degree for degree in wish.degrees() if degree <= most))
+        scope = replace(scope, tps=tuple(degree for degree in scope.degrees() if degree <= most))
     leave_on_sigterm()
     with Crew(job, place, num_ranks) as crew:
         if not crew.leads:
@@ -147,7 +147,7 @@ def profile(
         # The database first: what is wrong with it shall be known before any rank starts.
         from autoplan.profiler.store import open_store
 
-        aim = deciding or wish
+        aim = deciding or scope
         assert aim is not None
         with open_store(whole_url(context, url)) as store:
             _lead(crew, store, aim, budget_s, visits, job_cluster, dry_run=dry_run, json=json, quiet=quiet)
@@ -156,7 +156,7 @@ def profile(
 def _lead(
     crew: Crew,
     store: Store,
-    aim: Wish | Deciding,
+    aim: MeasurementScope | Deciding,
     budget_s: float,
     num_visits: int,
     cluster: ClusterSpec | None,
@@ -168,7 +168,7 @@ def _lead(
     """What the program beside rank 0 does."""
     from autoplan.cli.profile_for import Deciding, print_ranking, print_settling
     from autoplan.profiler.sweep import Progress
-    from autoplan.profiler.wishes import plan
+    from autoplan.profiler.tasks import ranked_tasks
     from autoplan.report.terminal import make_console
 
     hello = crew.start()
@@ -177,11 +177,11 @@ def _lead(
     found = None
     if isinstance(aim, Deciding):
         found, planned = aim.planned(hello, known)
-        wish = next(iter(aim.wishes.values()))
+        scope = next(iter(aim.scopes.values()))
     else:
-        planned, wish = plan(aim, hello, known), aim
+        planned, scope = ranked_tasks(aim, hello, known), aim
     if not quiet:
-        _say_where(hello, wish, cluster)
+        _say_where(hello, scope, cluster)
     console = make_console()
     if json and (dry_run or not planned):
         _print_json(Progress(total=len(planned)))
@@ -208,12 +208,12 @@ def _lead(
         _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
 
 
-def _say_where(hello: Hello, wish: Wish, cluster: ClusterSpec | None) -> None:
+def _say_where(hello: Hello, scope: MeasurementScope, cluster: ClusterSpec | None) -> None:
     """Say on what is measured, and warn of what stands in the way or is left out."""
     from autoplan.cli.run import EMULATION
-    from autoplan.profiler.hardware import emulates_bf16
+    from autoplan.profiler.machine.hardware import emulates_bf16
     from autoplan.profiler.sweep import extrapolations, outliers
-    from autoplan.profiler.wishes import unmeasured
+    from autoplan.profiler.tasks import unmeasurable_parts
 
     ranks, nodes = len(hello.hosts), hello.num_nodes
     counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
@@ -221,12 +221,12 @@ def _say_where(hello: Hello, wish: Wish, cluster: ClusterSpec | None) -> None:
     remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
     if hello.device_type == "cpu" and "bf16" in hello.dtypes and emulates_bf16():
         remarks.append(f"{EMULATION}: measure with --dtypes fp32, and plan with --precision fp32")
-    for remark in [*remarks, *(f"not measured: {what}" for what in unmeasured(wish))]:
+    for remark in [*remarks, *(f"not measured: {what}" for what in unmeasurable_parts(scope))]:
         _say(f"warning: {remark}")
 
 
 def _measured(
-    crew: Crew, hello: Hello, store: Store, planned: list[Planned], budget_s: float, num_visits: int, *, quiet: bool
+    crew: Crew, hello: Hello, store: Store, planned: list[RankedTask], budget_s: float, num_visits: int, *, quiet: bool
 ) -> Progress:
     """What came of measuring what is planned, within the budget."""
     from autoplan.base.user import user_name
@@ -269,12 +269,12 @@ def _tally(progress: Progress) -> str:
     return f"{len(progress.outcomes)} of {progress.total} measurements"
 
 
-def _print_plan(console: Console, planned: list[Planned], num_known: int, budget_s: float) -> None:
+def _print_plan(console: Console, planned: list[RankedTask], num_known: int, budget_s: float) -> None:
     """What would be measured: one row for each operation and kernel, in the order in which they begin."""
     from autoplan.base.units import format_seconds
     from autoplan.report.terminal import print_part, print_table
 
-    rows: dict[tuple[str, ...], list[Planned]] = {}
+    rows: dict[tuple[str, ...], list[RankedTask]] = {}
     for one in planned:
         task = one.task
         rows.setdefault((task.operation, task.dtype, task.kernel, task.mode), []).append(one)

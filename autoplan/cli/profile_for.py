@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from autoplan.profiler.protocol import Hello
     from autoplan.profiler.record import Mode
-    from autoplan.profiler.wishes import Key, Planned, Wish
+    from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey
     from autoplan.search.worth import Group, Settling
     from autoplan.spec.problem import Problem
     from autoplan.spec.result import PlanFile, RankedPlan
@@ -46,16 +46,16 @@ class Deciding:
         return (*narrow, precision if precision in ("fp16", "fp32") else "bf16")
 
     @cached_property
-    def wishes(self) -> dict[str, Wish]:
+    def scopes(self) -> dict[str, MeasurementScope]:
         """What to know of every setting that a plan has, in words: its degrees and micro-batch decide the shapes."""
-        from autoplan.profiler.wishes import Wish
+        from autoplan.profiler.tasks import MeasurementScope
 
         file = self.file
         found = {}
         for one in (file.best, *file.alternatives):
             plan = one.plan
             words = f"tp {plan.tp}, micro-batch {plan.micro_batch}" + (f", ep {plan.ep}" if file.model.moe else "")
-            found[words] = Wish(
+            found[words] = MeasurementScope(
                 model=file.model,
                 framework=file.framework,
                 seq_len=file.training.seq_len,
@@ -66,12 +66,12 @@ class Deciding:
             )
         return found
 
-    def planned(self, hello: Hello, known: Collection[Key]) -> tuple[Settling, list[Planned]]:
+    def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[Settling, list[RankedTask]]:
         """What measuring could settle on the ranks of `hello`, and the measurements in the order in which they pay."""
         from autoplan.search.worth import settling
 
         self._check(hello)
-        tasks: dict[Group, list[Planned]] = dict(self._groups(hello, known))
+        tasks: dict[Group, list[RankedTask]] = dict(self._groups(hello, known))
         problem = self._timed(())
         found = settling(problem, self._ranked(problem), list(tasks), self._timed)
         return found, [one for worth in found.worth for one in tasks[worth.group]]
@@ -87,18 +87,18 @@ class Deciding:
                 f"the plan is for {device}, this is {hello.fingerprint.device}: profile on the cluster of the plan"
             )
 
-    def _groups(self, hello: Hello, known: Collection[Key]) -> list[tuple[Group, list[Planned]]]:
+    def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[Group, list[RankedTask]]]:
         """What can be measured here and is not known; what settings have in common is of the first of them."""
         from autoplan.cli.inputs import usable_operations
         from autoplan.profiler.protocol import BESIDE, COLLECTIVES
-        from autoplan.profiler.wishes import plan
+        from autoplan.profiler.tasks import ranked_tasks
         from autoplan.search.worth import family_of
 
         usable = usable_operations(self.file.framework)
-        parts: dict[tuple[str, str], list[Planned]] = defaultdict(list)
+        parts: dict[tuple[str, str], list[RankedTask]] = defaultdict(list)
         seen = set()
-        for setting, wish in self.wishes.items():
-            for one in plan(wish, hello, known):
+        for setting, scope in self.scopes.items():
+            for one in ranked_tasks(scope, hello, known):
                 task = one.task
                 if task in seen or task.operation not in usable or task.kernel.endswith(BESIDE):
                     continue
@@ -150,8 +150,8 @@ class Deciding:
         return sorted(ranked(problem, costs, range(len(plans))), key=pace)
 
 
-def _group(problem: Problem, family: str, setting: str, ones: list[Planned]) -> Group:
-    from autoplan.profiler.wishes import reference_s
+def _group(problem: Problem, family: str, setting: str, ones: list[RankedTask]) -> Group:
+    from autoplan.profiler.tasks import reference_s
     from autoplan.search.worth import Group, spread_of_price
     from autoplan.spec.timing import PROVENANCES, Measurement
 
@@ -181,7 +181,7 @@ def _group(problem: Problem, family: str, setting: str, ones: list[Planned]) -> 
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
-def print_settling(console: Console, found: Settling, planned: Sequence[Planned]) -> None:
+def print_settling(console: Console, found: Settling, planned: Sequence[RankedTask]) -> None:
     """What is open, and what each group of measurements is expected to bring."""
     from rich.table import Table
 

@@ -215,7 +215,7 @@ def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, qu
 
 def warn_of_emulation(problem: Problem) -> None:
     """Say it in a line where the trainer would run on cores that have no units for the plan's precision."""
-    from autoplan.profiler.hardware import emulates_bf16
+    from autoplan.profiler.machine.hardware import emulates_bf16
 
     if problem.cluster.device.vendor == "cpu" and problem.training.precision == "bf16" and emulates_bf16():
         print(f"autoplan: warning: {EMULATION}: plan with --precision fp32", file=sys.stderr)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autoplan.cli.command import ProgramError
     from autoplan.cost.calibration import Fitted, MeasuredRun
     from autoplan.profiler.record import Fingerprint
-    from autoplan.profiler.runs import RunRecord
+    from autoplan.profiler.run_record import RunRecord
     from autoplan.runs.log_folder import PastRun
     from autoplan.search.tune import Tuning
     from autoplan.spec.framework import Framework
@@ -98,7 +98,7 @@ class RunKeeper:
     def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
         from autoplan.base.units import cleaned
         from autoplan.base.user import user_name
-        from autoplan.profiler.runs import RunRecord
+        from autoplan.profiler.run_record import RunRecord
         from autoplan.profiler.store import open_store
 
         run = RunRecord(
@@ -118,7 +118,7 @@ class RunKeeper:
 
 def _here(problem: Problem) -> Fingerprint:
     """The machine of the built-in trainer, whose ranks run beside this program."""
-    from autoplan.profiler.environment import own_fingerprint
+    from autoplan.profiler.machine.environment import own_fingerprint
 
     return replace(own_fingerprint(), num_hosts=problem.cluster.num_nodes)
 
@@ -176,7 +176,7 @@ def past_record(problem: Problem, past: PastRun) -> RunRecord:
     """A past run as the database holds it.  Nothing in its content depends on when or where the log was read."""
     from autoplan.base.user import user_name
     from autoplan.profiler.record import MOST_SAMPLES
-    from autoplan.profiler.runs import RunRecord
+    from autoplan.profiler.run_record import RunRecord
 
     logged = None if past.is_out_of_memory else past.logged
     status, peak = "ok" if logged else "oom" if past.is_out_of_memory else "failed", None

@@ -27,7 +27,7 @@ _AMD = (
     'done <<<"$said"',
 )
 
-# What profiler/environment.py calls the machine of a measurement.
+# What profiler/machine/environment.py calls the machine of a measurement.
 _VERSIONS = {
     "runtime": 'f"rocm {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"',
     "torch": 'f"torch {torch.__version__}"',

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.hostlist import expand_hosts
 from autoplan.base.processes import START_S, Place
+from autoplan.profiler.discover.defects import defects_of
 from autoplan.profiler.discover.describe import Description, describe, training_nics
 from autoplan.profiler.discover.fabric import fabric_of
-from autoplan.profiler.discover.flaws import flaws_of
 from autoplan.profiler.discover.merge import merge
+from autoplan.profiler.discover.observed import ObservedNode
 from autoplan.profiler.discover.report import Report, ReportFile, decode, encode
-from autoplan.profiler.discover.seen import SeenNode
 from autoplan.profiler.discover.slurm import SwitchTree
 from autoplan.topology.cluster import Fault, NodeGroup, SwitchTier
 
@@ -58,14 +58,14 @@ def gather(place: Place, mine: Report | None) -> list[Report] | None:
 class Found:
     """All nodes, each with what its sources say together."""
 
-    nodes: Mapping[str, SeenNode]  # by host, in the order of their ranks
+    nodes: Mapping[str, ObservedNode]  # by host, in the order of their ranks
     switches: Mapping[str, tuple[str, ...]]
     warnings: tuple[str, ...]
 
 
 def found_in(reports: Sequence[Report]) -> Found:
     """What `reports` say; reports about one host are taken together, and those without a host tell of every one."""
-    by_host: dict[str, list[SeenNode]] = {}
+    by_host: dict[str, list[ObservedNode]] = {}
     warnings: list[str] = []
     for report in reports:
         for seen in report.seen:
@@ -110,36 +110,36 @@ def describe_all(
         description = _allocated(description, hosts, found.switches, tree)
     elif tree is not None:
         description = _below_some(description, number, tree)
-    description = _with_flaws(description, found.nodes, usual)
+    description = _with_defects(description, found.nodes, usual)
     warnings = [*found.warnings, *description.warnings]
     if number > len(found.nodes):
         warnings.append(f"{len(found.nodes)} of {number} nodes were seen: the others are taken to be like them")
     return replace(description, warnings=tuple(warnings))
 
 
-def _kind(node: SeenNode) -> tuple[object, ...]:
+def _kind(node: ObservedNode) -> tuple[object, ...]:
     """What two nodes of one type have in common."""
     names = tuple(sorted(device.name for device in node.devices))
     return (names, tuple(sorted((nic.kind, nic.bytes_per_s or 0.0) for nic in training_nics(node))))
 
 
-def _usual(nodes: Mapping[str, SeenNode]) -> SeenNode:
+def _usual(nodes: Mapping[str, ObservedNode]) -> ObservedNode:
     """One of the nodes of which there are most; of as many, the one with more devices."""
     counts = Counter(_kind(node) for node in nodes.values())
     return max(nodes.values(), key=lambda node: (counts[_kind(node)], len(node.devices), len(training_nics(node))))
 
 
-def _with_flaws(description: Description, nodes: Mapping[str, SeenNode], usual: SeenNode) -> Description:
+def _with_defects(description: Description, nodes: Mapping[str, ObservedNode], usual: ObservedNode) -> Description:
     """The cluster with what is wrong with its nodes: as faults what can be priced, and as warnings all of it."""
     cluster, nics = description.cluster, training_nics(usual)
     named = {name for group in cluster.nodes for name in group.names}
     warnings, faults = list(description.warnings), []
     for at, (host, node) in enumerate(nodes.items()):
-        for flaw in flaws_of(node, usual, fabric_of(node, cluster.device), nics, cluster.network):
-            warnings.append(f"{host}: {flaw.text}" if host else flaw.text)
-            if flaw.part is not None and (host in named or not named):
+        for defect in defects_of(node, usual, fabric_of(node, cluster.device), nics, cluster.network):
+            warnings.append(f"{host}: {defect.text}" if host else defect.text)
+            if defect.part is not None and (host in named or not named):
                 place = host if named else at
-                faults.append(Fault(part=flaw.part, rate_share=flaw.rate_share, node=place, index=flaw.index))
+                faults.append(Fault(part=defect.part, rate_share=defect.rate_share, node=place, index=defect.index))
     try:
         cluster = replace(cluster, faults=tuple(faults))
     except InputError as error:

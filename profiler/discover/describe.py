@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from autoplan.base.hostlist import compress_hosts
+from autoplan.profiler.discover.defects import SAME_RATE
 from autoplan.profiler.discover.fabric import Fabric, fabric_of
-from autoplan.profiler.discover.flaws import SAME_RATE
 from autoplan.profiler.discover.identify import identify
-from autoplan.profiler.discover.seen import Path, SeenNic, SeenNode
+from autoplan.profiler.discover.observed import ObservedNic, ObservedNode, Path
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
 
@@ -35,7 +35,7 @@ class Description:
     warnings: tuple[str, ...] = ()
 
 
-def describe(node: SeenNode, *, num_nodes: int = 1, name: str = "", device: str = "") -> Description:
+def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: str = "") -> Description:
     """A cluster of `num_nodes` such nodes; `device` is the id of a shipped one, where sources do not tell."""
     found = identify(node, device)
     spec, base = found.device, _nearest(found.like, node)
@@ -73,7 +73,7 @@ def describe(node: SeenNode, *, num_nodes: int = 1, name: str = "", device: str 
     )
 
 
-def _nearest(device: str, node: SeenNode) -> ClusterSpec:
+def _nearest(device: str, node: ObservedNode) -> ClusterSpec:
     """The shipped cluster of that device whose nodes are most like this one."""
     kinds = {nic.kind for nic in node.nics}
     shipped = [one for one in map(load_cluster, preset_clusters()) if one.device.name == device]
@@ -84,7 +84,7 @@ def _nearest(device: str, node: SeenNode) -> ClusterSpec:
 
 
 def _levels(
-    cluster: ClusterSpec, device: DeviceSpec, node: SeenNode, base: ClusterSpec
+    cluster: ClusterSpec, device: DeviceSpec, node: ObservedNode, base: ClusterSpec
 ) -> tuple[tuple[LinkLevel, ...], dict[str, str], list[str]]:
     """(levels of a node, remarks on them, warnings)."""
     fabric = fabric_of(node, device)
@@ -118,7 +118,7 @@ def _rate(level: LinkLevel) -> str:
     return f"{level.bandwidth_bytes_per_s / 1e9:g} GB/s{mesh} for each device"
 
 
-def _shows_fabrics(node: SeenNode) -> bool:
+def _shows_fabrics(node: ObservedNode) -> bool:
     """Whether a source would have told of NVLink or xGMI: lists of PCI devices do not."""
     tools = ("NVML", "amdkfd", "nvidia-smi", "rocm-smi")
     return any(tool in node.source for tool in tools) or any(one.architecture for one in node.devices)
@@ -129,7 +129,7 @@ def _shipped(base: ClusterSpec) -> str:
 
 
 def _own_levels(
-    cluster: ClusterSpec, device: DeviceSpec, node: SeenNode, fabric: Fabric | None
+    cluster: ClusterSpec, device: DeviceSpec, node: ObservedNode, fabric: Fabric | None
 ) -> tuple[tuple[LinkLevel, ...], dict[str, str], list[str]]:
     """Levels unlike those of any shipped cluster: a fabric that joins other devices, and PCIe between."""
     levels: list[LinkLevel] = []
@@ -172,7 +172,7 @@ def _like(cluster: ClusterSpec, device: DeviceSpec) -> LinkLevel:
     raise AssertionError(device.vendor)  # no other maker's device has a fabric
 
 
-def _links(fabric: Fabric, node: SeenNode) -> str:
+def _links(fabric: Fabric, node: ObservedNode) -> str:
     if not fabric.num_links:
         return f" ({node.source})"
     return f": {fabric.num_links} links for each device ({node.source})"
@@ -182,7 +182,7 @@ def _remarks_on(levels: tuple[LinkLevel, ...], text: str) -> dict[str, str]:
     return {f"levels[{at}].bandwidth_bytes_per_s": text for at in range(len(levels))}
 
 
-def training_nics(node: SeenNode) -> tuple[SeenNic, ...]:
+def training_nics(node: ObservedNode) -> tuple[ObservedNic, ...]:
     """The adapters that a job will use: not those for storage and logins.
 
     Not Ethernet where there is another kind; of those the ones next to a device where some are, as libraries choose
@@ -203,7 +203,7 @@ def training_nics(node: SeenNode) -> tuple[SeenNic, ...]:
 
 
 def _network(
-    cluster: ClusterSpec, node: SeenNode, size: int, shipped: str
+    cluster: ClusterSpec, node: ObservedNode, size: int, shipped: str
 ) -> tuple[NetworkSpec, dict[str, str], list[str]]:
     """(network of a node, remarks on it, warnings)."""
     network, nics = cluster.network, training_nics(node)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mode
 
-from autoplan.profiler.discover.seen import SeenLink, SeenNode
+from autoplan.profiler.discover.observed import ObservedLink, ObservedNode
 from autoplan.topology.cluster import DeviceSpec
 
 # Of one link, one direction, and how many a device has: data sheets of V100, A100, H100, B200 (NVLink 2, 3, 4, 5).
@@ -29,7 +29,7 @@ class Fabric:
     fewer_links: Mapping[int, int] = field(default_factory=dict)  # of devices with fewer than the others
 
 
-def fabric_of(node: SeenNode, device: DeviceSpec) -> Fabric | None:
+def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
     """The fabric; None where no link of it was seen, or none that joins parts of which a node is made."""
     indices = [one.index for one in node.devices]
     direct = [link for link in node.links if link.path == "fabric" and {link.a, link.b} <= {*indices}]
@@ -62,7 +62,7 @@ def fabric_of(node: SeenNode, device: DeviceSpec) -> Fabric | None:
     )
 
 
-def _told_rate(direct: Sequence[SeenLink], *, is_switched: bool) -> float | None:
+def _told_rate(direct: Sequence[ObservedLink], *, is_switched: bool) -> float | None:
     """Of one device to all others, where the sources say it of every link."""
     told: Counter[int] = Counter()
     for link in direct:
@@ -74,7 +74,7 @@ def _told_rate(direct: Sequence[SeenLink], *, is_switched: bool) -> float | None
     return float(mode(told.values()))
 
 
-def _parts(indices: Sequence[int], links: Sequence[SeenLink]) -> list[list[int]]:
+def _parts(indices: Sequence[int], links: Sequence[ObservedLink]) -> list[list[int]]:
     """Devices by what the links join."""
     part = {index: {index} for index in indices}
     for link in links:

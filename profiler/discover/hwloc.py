@@ -16,8 +16,15 @@ from itertools import combinations
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.discover.elements import Element, read_elements
+from autoplan.profiler.discover.observed import (
+    MOST_DEVICES,
+    ObservedDevice,
+    ObservedLink,
+    ObservedNic,
+    ObservedNode,
+    nic_kind,
+)
 from autoplan.profiler.discover.pci import Place, adapter_kind, device_called, is_accelerator, path_between
-from autoplan.profiler.discover.seen import MOST_DEVICES, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
 from autoplan.profiler.discover.text import pci_address, shown, whole_number
 
 SOURCE = "hwloc XML"
@@ -47,7 +54,7 @@ class _Function:
         return pci_address(self.element.get("pci_busid"))
 
 
-def parse(text: str) -> SeenNode:
+def parse(text: str) -> ObservedNode:
     """The node of an XML export; NICs are those that the operating system has a name for."""
     root = read_elements(text, "topology")
     functions = list(_functions(root))
@@ -58,7 +65,7 @@ def parse(text: str) -> SeenNode:
     if len(gpus) > MOST_DEVICES or len(nics) > MOST_DEVICES:
         raise InputError(f"holds more than {MOST_DEVICES:,} devices or adapters")
     indexed = dict(sorted(zip(_indices(gpus), gpus, strict=True), key=lambda pair: pair[0]))
-    return SeenNode(
+    return ObservedNode(
         source=SOURCE,
         devices=tuple(_device(one, index) for index, one in indexed.items()),
         nics=tuple(_nic(one, name) for name, one in nics.items()),
@@ -127,8 +134,8 @@ def _indices(gpus: Sequence[_Function]) -> list[int]:
     return [order.index(at) for at in range(len(gpus))]
 
 
-def _device(one: _Function, index: int) -> SeenDevice:
-    return SeenDevice(
+def _device(one: _Function, index: int) -> ObservedDevice:
+    return ObservedDevice(
         index=index,
         name=_infos(one).get("GPUModel", "") or device_called(one.vendor, one.device),
         pci=one.address,
@@ -143,9 +150,9 @@ def _nic_name(one: _Function) -> str:
     return names[0] if names else ""
 
 
-def _nic(one: _Function, name: str) -> SeenNic:
+def _nic(one: _Function, name: str) -> ObservedNic:
     kind = adapter_kind(name, pci_class=one.kind, vendor=one.vendor, device=one.device)
-    return SeenNic(name=name, kind=kind, pci=one.address, numa=one.place.numa)
+    return ObservedNic(name=name, kind=kind, pci=one.address, numa=one.place.numa)
 
 
 def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[int], float]:
@@ -191,12 +198,12 @@ def _matrix(element: Element) -> tuple[list[str], list[int]]:
 
 def _links(
     gpus: Mapping[int, _Function], nics: Mapping[str, _Function], rates: Mapping[frozenset[int], float]
-) -> Iterator[SeenLink]:
+) -> Iterator[ObservedLink]:
     for a, b in combinations(gpus, 2):
         if rate := rates.get(frozenset((a, b))):
-            yield SeenLink(a=a, b=b, path="fabric", bytes_per_s=rate)
+            yield ObservedLink(a=a, b=b, path="fabric", bytes_per_s=rate)
         else:
-            yield SeenLink(a=a, b=b, path=path_between(gpus[a].place, gpus[b].place))
+            yield ObservedLink(a=a, b=b, path=path_between(gpus[a].place, gpus[b].place))
     for a, one in gpus.items():
         for name, nic in nics.items():
-            yield SeenLink(a=a, nic=name, path=path_between(one.place, nic.place))
+            yield ObservedLink(a=a, nic=name, path=path_between(one.place, nic.place))

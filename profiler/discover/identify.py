@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.devices import devices_named
-from autoplan.profiler.discover.seen import SeenDevice, SeenNode
+from autoplan.profiler.discover.observed import ObservedDevice, ObservedNode
+from autoplan.profiler.machine.device_names import devices_named
 from autoplan.read.cluster import load_cluster, load_device, preset_clusters, preset_devices
 from autoplan.topology.cluster import DeviceSpec
 
@@ -48,7 +48,7 @@ class Identified:
     assumed: tuple[str, ...] = ()  # fields with such figures
 
 
-def identify(node: SeenNode, wanted: str = "") -> Identified:
+def identify(node: ObservedNode, wanted: str = "") -> Identified:
     """Which device the devices of `node` are.
 
     `wanted` is the id of a shipped device, where a person knows better than the sources.
@@ -78,7 +78,7 @@ def identify(node: SeenNode, wanted: str = "") -> Identified:
     return _stand_in(node, seen, alike)
 
 
-def _stand_in(node: SeenNode, seen: SeenDevice, alike: list[DeviceSpec]) -> Identified:
+def _stand_in(node: ObservedNode, seen: ObservedDevice, alike: list[DeviceSpec]) -> Identified:
     """The device with the figures that were seen, and all others of the shipped one that is most like it."""
     has_fabric = any(link.b is not None and link.path == "fabric" for link in node.links)
     memory = float(seen.memory_bytes or 0)
@@ -112,18 +112,18 @@ def _stand_in(node: SeenNode, seen: SeenDevice, alike: list[DeviceSpec]) -> Iden
     )
 
 
-def _usual(node: SeenNode) -> SeenDevice:
+def _usual(node: ObservedNode) -> ObservedDevice:
     """One of the devices of which there are most."""
     name = Counter(device.name for device in node.devices).most_common(1)[0][0]
     return next(device for device in node.devices if device.name == name)
 
 
-def _ids(device: SeenDevice) -> tuple[str, ...]:
+def _ids(device: ObservedDevice) -> tuple[str, ...]:
     """Ids of the shipped devices that it may be."""
     return (device.name,) if device.name in preset_devices() else devices_named(device.name)
 
 
-def _generation(device: SeenDevice) -> str:
+def _generation(device: ObservedDevice) -> str:
     for generation, architecture, names in _GENERATIONS:
         if re.fullmatch(architecture, device.architecture) or re.search(rf"\b({names})\b", device.name):
             return generation

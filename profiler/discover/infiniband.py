@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.discover.seen import MOST_DEVICES, NicKind, SeenNic, SeenNode, nic_kind
+from autoplan.profiler.discover.observed import MOST_DEVICES, NicKind, ObservedNic, ObservedNode, nic_kind
 from autoplan.profiler.discover.text import pci_address, plain_lines, shown, whole_number
 
 # What begins a device, by the tool that prints it.
@@ -56,7 +56,7 @@ class _Adapter:
     ports: list[_Port] = field(default_factory=list)
 
 
-def parse(text: str) -> SeenNode:
+def parse(text: str) -> ObservedNode:
     """The adapters that the output of one of the tools tells of."""
     lines = [line.strip() for line in plain_lines(text)]
     tool = next((tool for line in lines for tool, begins in _BEGINS.items() if begins.fullmatch(line)), None)
@@ -65,7 +65,7 @@ def parse(text: str) -> SeenNode:
             "holds no output of ibstat, ibstatus, ibv_devinfo, cxi_stat or fi_info: no line names a device"
         )
     adapters = _adapters(lines, _BEGINS[tool])
-    return SeenNode(source=tool, nics=tuple(_merged(nic for one in adapters if (nic := _nic(one)))))
+    return ObservedNode(source=tool, nics=tuple(_merged(nic for one in adapters if (nic := _nic(one)))))
 
 
 def _adapters(lines: Sequence[str], begins: re.Pattern[str]) -> list[_Adapter]:
@@ -96,7 +96,7 @@ def _adapters(lines: Sequence[str], begins: re.Pattern[str]) -> list[_Adapter]:
     return adapters
 
 
-def _nic(adapter: _Adapter) -> SeenNic | None:
+def _nic(adapter: _Adapter) -> ObservedNic | None:
     """The adapter over its ports that are up; None where none is."""
     up = [port for port in adapter.ports if _is_up(port, adapter)]
     if not up:
@@ -106,7 +106,7 @@ def _nic(adapter: _Adapter) -> SeenNic | None:
     kind: NicKind = nic_kind(adapter.name) or layer
     if adapter.fields.get("vendor_id", "").lower() == _AMAZON:
         kind = "efa"
-    return SeenNic(
+    return ObservedNic(
         name=adapter.name,
         kind=kind,
         bytes_per_s=sum(rates) if rates else None,
@@ -145,9 +145,9 @@ def _bytes_per_s(port: _Port) -> float | None:
     return None
 
 
-def _merged(nics: Iterator[SeenNic]) -> list[SeenNic]:
+def _merged(nics: Iterator[ObservedNic]) -> list[ObservedNic]:
     """Each adapter once: libfabric tells of one several times, and not always its rate."""
-    found: dict[str, SeenNic] = {}
+    found: dict[str, ObservedNic] = {}
     for nic in nics:
         if nic.name not in found or found[nic.name].bytes_per_s is None:
             found[nic.name] = nic

@@ -16,15 +16,15 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import MOST_BYTES, read_text
 from autoplan.base.units import cleaned
 from autoplan.profiler.discover import hwloc, nvidia_smi, rocm_smi, scontrol
+from autoplan.profiler.discover.observed import ObservedDevice, ObservedLink, ObservedNic, ObservedNode
 from autoplan.profiler.discover.pci import Place, link_bytes_per_s, path_between
-from autoplan.profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
 from autoplan.profiler.discover.slurm import SwitchTree
-from autoplan.profiler.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, nvidia_gpus, read
+from autoplan.profiler.machine.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, nvidia_gpus, read
 
 TOOL_S = 20.0  # a tool that talks to a device in trouble may never end
 
 Tool = tuple[str, ...]
-TOOLS: Mapping[Tool, Callable[[str], SeenNode]] = {
+TOOLS: Mapping[Tool, Callable[[str], ObservedNode]] = {
     ("nvidia-smi", "topo", "-m"): nvidia_smi.parse,
     ("rocm-smi", "--showtopo"): rocm_smi.parse,
     ("lstopo", "--whole-io", "--of", "xml"): hwloc.parse,
@@ -53,7 +53,9 @@ def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
     return None
 
 
-def see(sys: Path = SYS, tools: Mapping[Tool, Callable[[str], SeenNode]] = TOOLS) -> tuple[list[SeenNode], list[str]]:
+def see(
+    sys: Path = SYS, tools: Mapping[Tool, Callable[[str], ObservedNode]] = TOOLS
+) -> tuple[list[ObservedNode], list[str]]:
     """(what each source says about this machine, the kernel and NVML first, what went wrong with tools)."""
     gpus, links = nvidia_gpus()
     source = "NVML and sysfs"
@@ -96,14 +98,14 @@ def _output(tool: Tool) -> str | None:
     return done.stdout[:MOST_BYTES].decode(errors="replace")
 
 
-def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> SeenNode:
+def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> ObservedNode:
     """What the kernel says; on a machine without accelerators its cores are the devices."""
     if not gpus:
         cores = len(os.sched_getaffinity(0))
-        return SeenNode(
+        return ObservedNode(
             source=source,
             host=host_name(),
-            devices=tuple(SeenDevice(index=at, name="cpu") for at in range(cores)),
+            devices=tuple(ObservedDevice(index=at, name="cpu") for at in range(cores)),
             nics=_adapters(nics(sys)),
             num_sockets=_num_sockets(sys),
         )
@@ -112,15 +114,15 @@ def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> SeenNo
     near = {port.name: _place(port.path) for port in ports}
     places = [_place(path) for path in paths]
     pairs = [
-        _pair(links, one, other) or SeenLink(a=one, b=other, path=path_between(places[one], places[other]))
+        _pair(links, one, other) or ObservedLink(a=one, b=other, path=path_between(places[one], places[other]))
         for one, other in combinations(range(len(gpus)), 2)
     ]
     to_nics = [
-        SeenLink(a=at, nic=name, path=path_between(place, other))
+        ObservedLink(a=at, nic=name, path=path_between(place, other))
         for at, place in enumerate(places)
         for name, other in near.items()
     ]
-    return SeenNode(
+    return ObservedNode(
         source=source,
         host=host_name(),
         devices=tuple(_device(at, gpu, path) for at, (gpu, path) in enumerate(zip(gpus, paths, strict=True))),
@@ -130,19 +132,19 @@ def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> SeenNo
     )
 
 
-def _pair(links: Links, one: int, other: int) -> SeenLink | None:
+def _pair(links: Links, one: int, other: int) -> ObservedLink | None:
     """What joins two devices beyond PCIe: links of their own, or those of both to the switches of a fabric."""
     direct = links.get((one, other))
     if direct is not None and direct.kind != "pcie":
-        return SeenLink(a=one, b=other, path="fabric", num_links=direct.num_links, bytes_per_s=direct.bytes_per_s)
+        return ObservedLink(a=one, b=other, path="fabric", num_links=direct.num_links, bytes_per_s=direct.bytes_per_s)
     if (one, one) in links and (other, other) in links:
         num_links = min(links[one, one].num_links, links[other, other].num_links)
-        return SeenLink(a=one, b=other, path="fabric", num_links=num_links)
+        return ObservedLink(a=one, b=other, path="fabric", num_links=num_links)
     return None
 
 
-def _device(index: int, gpu: Gpu, path: Path) -> SeenDevice:
-    return SeenDevice(
+def _device(index: int, gpu: Gpu, path: Path) -> ObservedDevice:
+    return ObservedDevice(
         index=index,
         name=device_id(gpu.name, gpu.memory_bytes, architecture=gpu.architecture, compute_units=gpu.compute_units),
         architecture=gpu.architecture,
@@ -153,13 +155,13 @@ def _device(index: int, gpu: Gpu, path: Path) -> SeenDevice:
     )
 
 
-def _adapters(ports: Sequence[Nic]) -> tuple[SeenNic, ...]:
+def _adapters(ports: Sequence[Nic]) -> tuple[ObservedNic, ...]:
     """One adapter for each name; a rate of 0 is a link that is down."""
-    found: dict[str, SeenNic] = {}
+    found: dict[str, ObservedNic] = {}
     for port in ports:
         before = found[port.name].bytes_per_s if port.name in found else None
         rate = (port.gbit_per_s * 1e9 / 8 if port.gbit_per_s else None) if port.is_up else 0.0
-        found[port.name] = SeenNic(
+        found[port.name] = ObservedNic(
             name=cleaned(port.name),
             kind=port.kind,
             bytes_per_s=rate if before is None else before + (rate or 0.0),

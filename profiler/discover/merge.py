@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from autoplan.profiler.discover.seen import SeenDevice, SeenLink, SeenNic, SeenNode
+from autoplan.profiler.discover.observed import ObservedDevice, ObservedLink, ObservedNic, ObservedNode
 
-Part = TypeVar("Part", SeenDevice, SeenNic, SeenLink)
+Part = TypeVar("Part", ObservedDevice, ObservedNic, ObservedLink)
 
 
-def merge(seen: Sequence[SeenNode]) -> tuple[SeenNode, list[str]]:
+def merge(seen: Sequence[ObservedNode]) -> tuple[ObservedNode, list[str]]:
     """(the node, where sources contradict those before them)."""
     node, contradictions = seen[0], []
     for other in seen[1:]:
@@ -24,7 +24,7 @@ def merge(seen: Sequence[SeenNode]) -> tuple[SeenNode, list[str]]:
     return node, contradictions
 
 
-def _merged(node: SeenNode, other: SeenNode) -> tuple[SeenNode, list[str]]:
+def _merged(node: ObservedNode, other: ObservedNode) -> tuple[ObservedNode, list[str]]:
     other = _counted_as(node, other)
     says: list[str] = []
     devices = _joined(node.devices, other.devices, lambda one: one.index, says)
@@ -55,7 +55,7 @@ def _merged(node: SeenNode, other: SeenNode) -> tuple[SeenNode, list[str]]:
     return merged, [f"{other.source} says {says[0]}{more}: {named} is believed"]
 
 
-def _counted_as(node: SeenNode, other: SeenNode) -> SeenNode:
+def _counted_as(node: ObservedNode, other: ObservedNode) -> ObservedNode:
     """`other` with devices and NICs counted and named as those of `node` that have their PCI addresses."""
     index_at = {device.pci: device.index for device in node.devices if device.pci}
     name_at = {nic.pci: nic.name for nic in node.nics if nic.pci}
@@ -73,7 +73,7 @@ def _counted_as(node: SeenNode, other: SeenNode) -> SeenNode:
     )
 
 
-def _link(link: SeenLink, index: dict[int, int], name: dict[str, str]) -> SeenLink:
+def _link(link: ObservedLink, index: dict[int, int], name: dict[str, str]) -> ObservedLink:
     a = index.get(link.a, link.a)
     if link.b is None:
         return replace(link, a=a, nic=name.get(link.nic, link.nic))
@@ -100,17 +100,17 @@ def _joined(
 
 def _contradiction(one: Part, other: Part) -> str:
     """How `other` contradicts `one`; blank where it does not."""
-    if isinstance(one, SeenNic) and isinstance(other, SeenNic):
+    if isinstance(one, ObservedNic) and isinstance(other, ObservedNic):
         for name in ("kind", "bytes_per_s", "numa"):
             ours, theirs = getattr(one, name), getattr(other, name)
             if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
                 return f"{one.name} has {name} {theirs}, not {ours}"
-    if isinstance(one, SeenDevice) and isinstance(other, SeenDevice):
+    if isinstance(one, ObservedDevice) and isinstance(other, ObservedDevice):
         for name in ("pci", "numa", "architecture"):
             ours, theirs = getattr(one, name), getattr(other, name)
             if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
                 return f"device {one.index} has {name} {theirs}, not {ours}"
-    if isinstance(one, SeenLink) and isinstance(other, SeenLink):
+    if isinstance(one, ObservedLink) and isinstance(other, ObservedLink):
         counts = one.num_links != other.num_links and min(one.num_links, other.num_links) > 1
         if counts or (one.path == "fabric") != (other.path == "fabric"):
             ends = f"{one.a} and {one.nic or one.b}"
@@ -118,5 +118,5 @@ def _contradiction(one: Part, other: Part) -> str:
     return ""
 
 
-def _way(link: SeenLink) -> str:
+def _way(link: ObservedLink) -> str:
     return f"{link.num_links} links of a fabric" if link.path == "fabric" else f"PCIe ({link.path})"

@@ -16,6 +16,14 @@ from itertools import combinations
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.discover.elements import Element, read_elements
+from autoplan.profiler.discover.observed import (
+    MOST_DEVICES,
+    MOST_LINKS,
+    ObservedDevice,
+    ObservedLink,
+    ObservedNic,
+    ObservedNode,
+)
 from autoplan.profiler.discover.pci import (
     Place,
     adapter_kind,
@@ -24,7 +32,6 @@ from autoplan.profiler.discover.pci import (
     link_bytes_per_s,
     path_between,
 )
-from autoplan.profiler.discover.seen import MOST_DEVICES, MOST_LINKS, SeenDevice, SeenLink, SeenNic, SeenNode
 from autoplan.profiler.discover.text import pci_address, shown
 
 SOURCE = "NCCL topology XML"
@@ -49,7 +56,7 @@ class _Leaf:
     bytes_per_s: float | None  # narrowest PCIe link on the way to the host
 
 
-def parse(text: str) -> SeenNode:
+def parse(text: str) -> ObservedNode:
     """The node of a topology file; of several hosts joined by one fabric, the first, and the size of the fabric."""
     root = read_elements(text, "system")
     leaves = [leaf for cpu in root.named("cpu") for leaf in _leaves(cpu)]
@@ -110,7 +117,7 @@ def _address(leaf: _Leaf) -> str:
     return pci_address(leaf.pci.get("busid")) if leaf.pci else ""
 
 
-def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -> SeenNode:
+def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -> ObservedNode:
     if len(devices) > MOST_DEVICES or len(nics) > MOST_DEVICES:
         raise InputError(f"one host holds more than {MOST_DEVICES:,} devices or adapters")
     indices = _indices(devices)
@@ -121,11 +128,11 @@ def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -
     for (a, one), (b, other) in combinations(sorted(zip(indices, devices, strict=True), key=lambda pair: pair[0]), 2):
         num_links = fabric.get(frozenset((_address(one), _address(other))), 0)
         path = "fabric" if num_links else path_between(one.place, other.place)
-        links.append(SeenLink(a=a, b=b, path=path, num_links=num_links or 1))
+        links.append(ObservedLink(a=a, b=b, path=path, num_links=num_links or 1))
     for a, one in zip(indices, devices, strict=True):
         for name, nic in names.items():
-            links.append(SeenLink(a=a, nic=name, path=path_between(one.place, nic.place)))
-    return SeenNode(
+            links.append(ObservedLink(a=a, nic=name, path=path_between(one.place, nic.place)))
+    return ObservedNode(
         source=SOURCE,
         devices=tuple(sorted(seen, key=lambda device: device.index)),
         nics=tuple(_nic(leaf, name) for name, leaf in names.items()),
@@ -155,13 +162,13 @@ def _names(nics: Sequence[_Leaf]) -> dict[str, _Leaf]:
     return names
 
 
-def _device(leaf: _Leaf, index: int) -> SeenDevice:
+def _device(leaf: _Leaf, index: int) -> ObservedDevice:
     pci, gpu = leaf.pci, leaf.element
     rate = leaf.bytes_per_s
     for c2c in gpu.named("c2c"):
         megabytes_per_s = c2c.number("bw", most=_MOST_MEGABYTES_PER_S) * c2c.number("count", most=100)
         rate = megabytes_per_s * 1e6 or rate
-    return SeenDevice(
+    return ObservedDevice(
         index=index,
         name=device_called(pci.get("vendor"), pci.get("device")) if pci else "",
         architecture=_architecture(gpu),
@@ -177,13 +184,13 @@ def _architecture(gpu: Element) -> str:
     return f"sm_{gpu.get('sm')}" if gpu.get("sm") else ""
 
 
-def _nic(leaf: _Leaf, name: str) -> SeenNic:
+def _nic(leaf: _Leaf, name: str) -> ObservedNic:
     net = leaf.element
     speed = net.number("speed", most=_MOST_MEGABITS_PER_S)
     ids = {"pci_class": "", "vendor": "", "device": ""}
     if leaf.pci:
         ids = {"pci_class": leaf.pci.get("class"), "vendor": leaf.pci.get("vendor"), "device": leaf.pci.get("device")}
-    return SeenNic(
+    return ObservedNic(
         name=name,
         kind=adapter_kind(name, **ids),
         bytes_per_s=speed * 1e6 / 8 if speed else None,

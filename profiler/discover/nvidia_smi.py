@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from itertools import chain
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.discover.seen import MOST_DEVICES, Path, SeenDevice, SeenLink, SeenNic, SeenNode, nic_kind
+from autoplan.profiler.discover.observed import (
+    MOST_DEVICES,
+    ObservedDevice,
+    ObservedLink,
+    ObservedNic,
+    ObservedNode,
+    Path,
+    nic_kind,
+)
 from autoplan.profiler.discover.text import plain_lines, shown
 
 SOURCE = "nvidia-smi topo -m"
@@ -47,7 +55,7 @@ class _Row:
     numa: int | None
 
 
-def parse(text: str) -> SeenNode:
+def parse(text: str) -> ObservedNode:
     """The node of the first matrix in `text`, which may stand among other output."""
     plain = plain_lines(text)
     lines = _from_header(plain)
@@ -171,7 +179,7 @@ def _check_symmetry(rows: Mapping[str, _Row], names: Sequence[str]) -> None:
                 )
 
 
-def _node(rows: Mapping[str, _Row], names: Sequence[str], aliases: Mapping[str, str]) -> SeenNode:
+def _node(rows: Mapping[str, _Row], names: Sequence[str], aliases: Mapping[str, str]) -> ObservedNode:
     indices = {name: int(m[1]) for name in names if (m := _GPU.fullmatch(name))}
     nics = {name: aliases.get(name, name) for name in names if name not in indices}
     if len(set(nics.values())) < len(nics):
@@ -185,7 +193,7 @@ def _node(rows: Mapping[str, _Row], names: Sequence[str], aliases: Mapping[str, 
             fabric = _CELL.fullmatch(cell)
             num_links = int(fabric[1]) if fabric and fabric[1] else 0
             links.append(
-                SeenLink(
+                ObservedLink(
                     a=indices[one],
                     b=indices.get(name),
                     nic=nics.get(name, ""),
@@ -193,9 +201,9 @@ def _node(rows: Mapping[str, _Row], names: Sequence[str], aliases: Mapping[str, 
                     num_links=num_links or 1,
                 )
             )
-    return SeenNode(
+    return ObservedNode(
         source=SOURCE,
-        devices=tuple(SeenDevice(index=index, numa=rows[name].numa) for name, index in indices.items()),
-        nics=tuple(SeenNic(name=name, kind=nic_kind(name)) for name in nics.values()),
+        devices=tuple(ObservedDevice(index=index, numa=rows[name].numa) for name, index in indices.items()),
+        nics=tuple(ObservedNic(name=name, kind=nic_kind(name)) for name in nics.values()),
         links=tuple(links),
     )

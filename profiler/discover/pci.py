@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from itertools import takewhile
 
-from autoplan.profiler.discover.seen import NicKind, Path, nic_kind
+from autoplan.profiler.discover.observed import NicKind, Path, nic_kind
 
 # Bytes that a lane carries per transfer: 8b/10b up to generation 2, 128b/130b up to 5, then 242 of a flit's 256 bytes.
 # Source: PCI Express Base Specification 6.0, sections 4.2.2 and 4.2.3.

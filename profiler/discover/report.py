@@ -13,7 +13,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import MOST_BYTES, read_text
 from autoplan.base.units import cleaned
 from autoplan.profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi, scontrol
-from autoplan.profiler.discover.seen import SeenNode
+from autoplan.profiler.discover.observed import ObservedNode
 from autoplan.profiler.discover.slurm import SwitchTree
 
 
@@ -23,7 +23,7 @@ class Report:
 
     host: str = ""
     switches: tuple[str, ...] = ()  # that it hangs on, innermost first
-    seen: tuple[SeenNode, ...]
+    seen: tuple[ObservedNode, ...]
     troubles: tuple[str, ...] = ()  # tools that failed
 
 
@@ -35,7 +35,7 @@ class ReportFile:
     nodes: tuple[Report, ...]
 
 
-Parsed = SeenNode | SwitchTree | ReportFile
+Parsed = ObservedNode | SwitchTree | ReportFile
 
 
 def encode(reports: ReportFile) -> str:

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Literal
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.discover.seen import MOST_DEVICES, SeenDevice, SeenLink, SeenNode
+from autoplan.profiler.discover.observed import MOST_DEVICES, ObservedDevice, ObservedLink, ObservedNode
 from autoplan.profiler.discover.text import plain_lines, shown, whole_number
 
 SOURCE = "rocm-smi --showtopo"
@@ -37,7 +37,7 @@ _CELLS: dict[_Table, re.Pattern[str]] = {
 _Matrix = Mapping[tuple[int, int], str]
 
 
-def parse(text: str) -> SeenNode:
+def parse(text: str) -> ObservedNode:
     """The node of the tables in `text`; those of weights, hops and types must be among them."""
     tables, numa = _tables(plain_lines(text))
     for table in ("weight", "hops", "type"):
@@ -47,9 +47,9 @@ def parse(text: str) -> SeenNode:
     if len(set(sizes.values())) > 1:
         raise InputError(f"the tables hold {sizes} cells: they must be of the same devices")
     indices = sorted({a for a, _ in tables["type"]})
-    return SeenNode(
+    return ObservedNode(
         source=SOURCE,
-        devices=tuple(SeenDevice(index=index, numa=numa.get(index)) for index in indices),
+        devices=tuple(ObservedDevice(index=index, numa=numa.get(index)) for index in indices),
         links=tuple(_links(indices, tables)),
     )
 
@@ -94,7 +94,7 @@ def _device(word: str, number: int) -> int:
     return whole_number(word.removeprefix("GPU"), f"line {number}: the number of the GPU", most=MOST_DEVICES)
 
 
-def _links(indices: Sequence[int], tables: Mapping[_Table, _Matrix]) -> list[SeenLink]:
+def _links(indices: Sequence[int], tables: Mapping[_Table, _Matrix]) -> list[ObservedLink]:
     kinds, bandwidths = tables["type"], tables.get("bandwidth", {})
     weights = {pair: int(weight) for pair, weight in tables["weight"].items()}
     direct = min((weights[pair] for pair, kind in kinds.items() if kind == "XGMI"), default=0)
@@ -104,13 +104,13 @@ def _links(indices: Sequence[int], tables: Mapping[_Table, _Matrix]) -> list[See
         if kind == "0":
             raise InputError(f"GPU{a} to GPU{b} has no type of link: the driver does not know how they are joined")
         if kind == "PCIE":
-            links.append(SeenLink(a=a, b=b, path="system" if int(tables["hops"][a, b]) > 2 else "host"))
+            links.append(ObservedLink(a=a, b=b, path="system" if int(tables["hops"][a, b]) > 2 else "host"))
             continue
         rate = _CELLS["bandwidth"].fullmatch(bandwidths.get((a, b), "N/A"))
         megabytes_per_s = int(rate[1]) if rate and rate[1] else 0
         is_direct = weights[a, b] == direct
         links.append(
-            SeenLink(
+            ObservedLink(
                 a=a,
                 b=b,
                 path="fabric",

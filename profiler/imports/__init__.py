@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.record import Record
-from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.run_record import RunRecord
 
 AICONFIGURATOR = "aiconfigurator"
 

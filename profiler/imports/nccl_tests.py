@@ -20,7 +20,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.files import read_text
 from autoplan.base.units import cleaned
-from autoplan.profiler.devices import device_named
+from autoplan.profiler.machine.device_names import device_named
 from autoplan.profiler.record import MOST_SAMPLES, Fingerprint, Record
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.spec.timing import Operation

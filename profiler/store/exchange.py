@@ -21,7 +21,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import replacing
 from autoplan.base.units import cleaned
 from autoplan.profiler.record import PROTOCOL, Record
-from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.run_record import RunRecord
 from autoplan.spec.timing import SHAPES
 
 FORMAT, VERSION = "autoplan-timings", 2

@@ -17,9 +17,9 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
 
 from autoplan.base.errors import InputError, StoreError
-from autoplan.profiler.choice import DISTURBED, may_stand_in
 from autoplan.profiler.record import NOT_CONTENT, SLOWED, Fingerprint, Record, Status
-from autoplan.profiler.runs import RunRecord
+from autoplan.profiler.run_record import RunRecord
+from autoplan.profiler.selection import DISTURBED, may_stand_in
 from autoplan.profiler.store.database import Database
 from autoplan.profiler.store.marks import Mark, add_marks, change, hidden_ids, hiding_mark, is_hidden, now, quarantine
 from autoplan.profiler.store.match import match
@@ -229,7 +229,7 @@ class Store:
         `MOST_COMPARED` that were made so the middle one counts, as machines have good and bad minutes; of what was
         imported the newest, then the fastest.  Only settled ones count that nothing ran beside, unless most of the last
         were slow or restless without other load: then the machine is like that, and all of them count.  Hidden ones do
-        not.  What never settled is served by a disturbed one, if that may stand in (`profiler.choice`).
+        not.  What never settled is served by a disturbed one, if that may stand in (`profiler.selection`).
         """
         levels = {
             number: level

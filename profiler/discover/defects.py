@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autoplan.profiler.discover.fabric import Fabric
-from autoplan.profiler.discover.seen import SeenNic, SeenNode
+from autoplan.profiler.discover.observed import ObservedNic, ObservedNode
 from autoplan.topology.cluster import NetworkSpec
 
 SAME_RATE = 0.02  # tools round rates in their own ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flaw:
+class Defect:
     """Something that a person should look at; a part and what is left of its rate where that can be priced."""
 
     text: str
@@ -23,15 +23,15 @@ class Flaw:
     rate_share: float = 1.0
 
 
-def flaws_of(
-    node: SeenNode, usual: SeenNode, fabric: Fabric | None, nics: Sequence[SeenNic], network: NetworkSpec
-) -> Iterator[Flaw]:
-    """The flaws of `node`, where `usual` has the adapters `nics` for training and `fabric` is that of `node`."""
+def defects_of(
+    node: ObservedNode, usual: ObservedNode, fabric: Fabric | None, nics: Sequence[ObservedNic], network: NetworkSpec
+) -> Iterator[Defect]:
+    """The defects of `node`, where `usual` has the adapters `nics` for training and `fabric` is that of `node`."""
     if len(node.devices) != len(usual.devices):
-        yield Flaw(text=f"{len(node.devices)} devices where others have {len(usual.devices)}: leave the node out")
+        yield Defect(text=f"{len(node.devices)} devices where others have {len(usual.devices)}: leave the node out")
     elif {one.name for one in node.devices} != {one.name for one in usual.devices}:
         names = " and ".join(sorted({one.name for one in node.devices}))
-        yield Flaw(text=f"other devices ({names}): describe its like as a cluster of their own")
+        yield Defect(text=f"other devices ({names}): describe its like as a cluster of their own")
     if fabric is not None:
         yield from _links(fabric)
     there = {nic.name: nic.bytes_per_s for nic in node.nics}
@@ -41,18 +41,18 @@ def flaws_of(
         if rate is not None and 0 < rate < (1 - SAME_RATE) * network.nic_bytes_per_s:
             share = rate / network.nic_bytes_per_s
             text = f"{name} has {rate * 8 / 1e9:g} Gb/s where others have {network.nic_bytes_per_s * 8 / 1e9:g}"
-            yield Flaw(text=text, part="nic", index=at, rate_share=share)
+            yield Defect(text=text, part="nic", index=at, rate_share=share)
         elif name not in there:
-            yield Flaw(text=f"{name} is missing: repair the node or leave it out")
+            yield Defect(text=f"{name} is missing: repair the node or leave it out")
     for nic in node.nics:
         if nic.bytes_per_s == 0 and (nic.kind != "ethernet" or nic.name in expected):
-            yield Flaw(text=f"{nic.name} is down: repair the node or leave it out, if that adapter is for training")
+            yield Defect(text=f"{nic.name} is down: repair the node or leave it out, if that adapter is for training")
 
 
-def _links(fabric: Fabric) -> Iterator[Flaw]:
+def _links(fabric: Fabric) -> Iterator[Defect]:
     for part in fabric.apart:
         which = f"device{'s' * (len(part) > 1)} {', '.join(map(str, part))}"
-        yield Flaw(text=f"{which} not joined to the others by {fabric.kind}: are links down?")
+        yield Defect(text=f"{which} not joined to the others by {fabric.kind}: are links down?")
     for index, number in fabric.fewer_links.items():
         text = f"device {index} has {number} links where others have {fabric.num_links}: are links down?"
-        yield Flaw(text=text, part="link", index=index, rate_share=number / fabric.num_links)
+        yield Defect(text=text, part="link", index=index, rate_share=number / fabric.num_links)

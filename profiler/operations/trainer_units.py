@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.profiler.maker import Chain, Maker, Run, Staged, in_turns, num_sets
+from autoplan.profiler.operations.inputs import ChainedRun, InputFactory, Run, StagedRun, in_turns, num_sets
 from autoplan.spec.enums import Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -76,9 +76,9 @@ def meets(operation: Operation, shape: tuple[int, ...]) -> bool:
     return sizes.get("tp", 1) > 1 or (operation in _SHARDED and sizes["num_devices"] > 1)
 
 
-def build(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run | Staged:
+def build(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run | StagedRun:
     """What runs the unit once.  All ranks of the job call it."""
-    return UNITS[operation](operation, shape, maker, grids)
+    return UNITS[operation](operation, shape, factory, grids)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -98,33 +98,35 @@ def _model(shape: Sequence[int], num_layers: int) -> ModelSpec:
     )
 
 
-def _chunk(plan: ParallelPlan, shape: Sequence[int], num_layers: int, maker: Maker, grids: Grids) -> Transformer:
+def _chunk(
+    plan: ParallelPlan, shape: Sequence[int], num_layers: int, factory: InputFactory, grids: Grids
+) -> Transformer:
     """So many layers of the trainer, spread by a plan."""
     with torch.device("meta"):
         part = Transformer(_model(shape, num_layers), shape[1], 0, num_layers, is_first=False, is_last=False)
-    spread(part, plan, grids.of(plan), dtype=maker.dtype, device=maker.device, seed=0)
+    spread(part, plan, grids.of(plan), dtype=factory.dtype, device=factory.device, seed=0)
     return part
 
 
-def _ends(shape: Sequence[int], maker: Maker) -> tuple[Tensor, Tensor]:
+def _ends(shape: Sequence[int], factory: InputFactory) -> tuple[Tensor, Tensor]:
     """(the input of a chunk, the gradient of its output)."""
     size = shape[0], shape[1] // shape[-1], shape[2]
-    return maker.normal(*size, grad=True), maker.normal(*size)
+    return factory.normal(*size, grad=True), factory.normal(*size)
 
 
-def _num_layers(shape: Sequence[int], maker: Maker) -> int:
+def _num_layers(shape: Sequence[int], factory: InputFactory) -> int:
     """How many of them a cache does not hold."""
     num_weights = count_parameters(_model(shape, 1)) // shape[-1]
-    return num_sets(_TOUCHED_BYTES * num_weights, maker.device)
+    return num_sets(_TOUCHED_BYTES * num_weights, factory.device)
 
 
 class _Layer:
     """One layer of the trainer, spread by a plan, with an input."""
 
-    def __init__(self, plan: ParallelPlan, shape: Sequence[int], maker: Maker, grids: Grids) -> None:
-        part = _chunk(plan, shape, 1, maker, grids)
-        self.module, self.angles = part.layers["0"], part.angles(maker.device)
-        self.x, self.gradient = _ends(shape, maker)
+    def __init__(self, plan: ParallelPlan, shape: Sequence[int], factory: InputFactory, grids: Grids) -> None:
+        part = _chunk(plan, shape, 1, factory, grids)
+        self.module, self.angles = part.layers["0"], part.angles(factory.device)
+        self.x, self.gradient = _ends(shape, factory)
         announce(self.module, plan, is_last=False)
 
     def forward(self) -> Tensor:
@@ -162,7 +164,9 @@ def _plan(
     )
 
 
-def _staged(layers: Sequence[_Layer], prepare: Callable[[_Layer], Any], run: Callable[[_Layer, Any], object]) -> Staged:
+def _staged(
+    layers: Sequence[_Layer], prepare: Callable[[_Layer], Any], run: Callable[[_Layer, Any], object]
+) -> StagedRun:
     """`run` on what `prepare` made of a layer before it prepared all the others."""
     waiting = deque((layer, prepare(layer)) for layer in layers[1:])
     turns = itertools.cycle(layers)
@@ -172,13 +176,13 @@ def _staged(layers: Sequence[_Layer], prepare: Callable[[_Layer], Any], run: Cal
         waiting.append((layer, prepare(layer)))
         return waiting.popleft()
 
-    return Staged(before=before, run=lambda made: run(*made))
+    return StagedRun(prepare=before, run=lambda made: run(*made))
 
 
-def _pass(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run | Staged:
+def _pass(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run | StagedRun:
     """One pass of a micro-batch in the middle of a step."""
     plan = _plan(shape[0], shape[-1], recompute=_RECOMPUTED.get(operation, "none"))
-    layers = [_Layer(plan, shape, maker, grids) for _ in range(_num_layers(shape, maker))]
+    layers = [_Layer(plan, shape, factory, grids) for _ in range(_num_layers(shape, factory))]
     if operation == "layer":
         return in_turns([layer.forward for layer in layers])
     if operation == "layer_input_gradient":
@@ -188,14 +192,14 @@ def _pass(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Gri
     return _staged(layers, _Layer.forward, _Layer.backward)
 
 
-def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Chain:
+def _shared_layer(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> ChainedRun:
     """Both passes of the only micro-batch of a step through a chain of layers, which gather and reduce in turn."""
     *sizes, num_devices, devices_per_domain = shape
     grids.check(num_devices, devices_per_domain, stride=sizes[-1])
     plan = _plan(sizes[0], sizes[-1], num_devices=num_devices, sharding=_SHARDED[operation])
 
     def make() -> Run:
-        part, (x, gradient) = _chunk(plan, sizes, _NUM_LINKS, maker, grids), _ends(sizes, maker)
+        part, (x, gradient) = _chunk(plan, sizes, _NUM_LINKS, factory, grids), _ends(sizes, factory)
         announce(part, plan, is_last=True)
 
         def run() -> None:
@@ -205,21 +209,21 @@ def _shared_layer(operation: Operation, shape: tuple[int, ...], maker: Maker, gr
 
         return run
 
-    num_chains = math.ceil(_num_layers(sizes, maker) / _NUM_LINKS)
-    return Chain(run=in_turns([make() for _ in range(num_chains)]), num_links=_NUM_LINKS)
+    num_chains = math.ceil(_num_layers(sizes, factory) / _NUM_LINKS)
+    return ChainedRun(run=in_turns([make() for _ in range(num_chains)]), num_links=_NUM_LINKS)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-def _end(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run:
+def _end(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run:
     """Both passes of the embedding, or of the last norm, the head and the loss."""
     tokens, hidden_size, vocab_size, tp = shape
     plan, is_head = _plan(1, tp), operation == "head"
     model = ModelSpec(
         name=operation, num_layers=1, hidden_size=hidden_size, vocab_size=vocab_size, num_heads=1, ffn_size=1
     )
-    ids = torch.randint(vocab_size, (1, tokens), device=maker.device)
+    ids = torch.randint(vocab_size, (1, tokens), device=factory.device)
     context = loss_parallel if tp > 1 else contextlib.nullcontext
     # An embedding alone returns a view, which is not written to here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -227,9 +231,9 @@ def _end(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grid
     def make() -> Run:
         with torch.device("meta"):
             part = Transformer(model, tokens, 0, 0, is_first=not is_head, is_last=is_head)
-        spread(part, plan, grids.of(plan), dtype=maker.dtype, device=maker.device, seed=0)
+        spread(part, plan, grids.of(plan), dtype=factory.dtype, device=factory.device, seed=0)
         announce(part, plan, is_last=False)
-        hidden, gradient = (maker.normal(1, tokens // tp, hidden_size, grad=True) for _ in range(2))
+        hidden, gradient = (factory.normal(1, tokens // tp, hidden_size, grad=True) for _ in range(2))
 
         def run() -> None:
             if not is_head:
@@ -241,7 +245,7 @@ def _end(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grid
 
         return run
 
-    count = num_sets(_TOUCHED_BYTES * hidden_size * vocab_size // tp, maker.device)
+    count = num_sets(_TOUCHED_BYTES * hidden_size * vocab_size // tp, factory.device)
     return in_turns([make() for _ in range(count)])
 
 
@@ -251,15 +255,15 @@ def _end(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grid
 class _Scale(nn.Module):
     """The least that a stage can compute."""
 
-    def __init__(self, maker: Maker) -> None:
+    def __init__(self, factory: InputFactory) -> None:
         super().__init__()
-        self.factor = nn.Parameter(torch.ones(1, device=maker.device))
+        self.factor = nn.Parameter(torch.ones(1, device=factory.device))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
 
 
-def _pipeline_actions(operation: Operation, shape: tuple[int, ...], maker: Maker, grids: Grids) -> Run:
+def _pipeline_actions(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run:
     """The passes of stages that multiply one number: what is left is what the runtime does for every one."""
     num_micro_batches, num_devices, devices_per_domain = shape
     grids.check(num_devices, devices_per_domain)
@@ -267,14 +271,14 @@ def _pipeline_actions(operation: Operation, shape: tuple[int, ...], maker: Maker
         global_batch=num_micro_batches, pp=num_devices, sharding=Sharding.NONE, param_gather_overlap=False
     )
     grid = grids.of(plan)
-    part = _Scale(maker)
-    share(part, plan, grid, maker.dtype)
-    step = passes([part], plan, grid, maker.device, lambda output, target: (output - target).sum())
-    numbers = maker.normal(num_micro_batches, 1)
+    part = _Scale(factory)
+    share(part, plan, grid, factory.dtype)
+    step = passes([part], plan, grid, factory.device, lambda output, target: (output - target).sum())
+    numbers = factory.normal(num_micro_batches, 1)
     return functools.partial(step, numbers, numbers)
 
 
-UNITS: dict[Operation, Callable[[Operation, tuple[int, ...], Maker, Grids], Run | Staged]] = {
+UNITS: dict[Operation, Callable[[Operation, tuple[int, ...], InputFactory, Grids], Run | StagedRun]] = {
     "layer": _pass,
     "layer_backward": _pass,
     "layer_backward_selective": _pass,

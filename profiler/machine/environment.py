@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from autoplan.base.units import GIB
-from autoplan.profiler.hardware import (
+from autoplan.profiler.machine.hardware import (
     SYS,
     Gpu,
     Links,

@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import torch
 
-from autoplan.profiler.environment import nvml_handle
-from autoplan.profiler.hardware import nvml
+from autoplan.profiler.machine.environment import nvml_handle
+from autoplan.profiler.machine.hardware import nvml
 
 # A check: products of about half a millisecond, of which five scatter by 20 %, and operations that are nothing but
 # what the host does for one, in which slow phases of small steps show best.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.base.units import cleaned
-from autoplan.profiler.devices import devices_named
+from autoplan.profiler.machine.device_names import devices_named
 from autoplan.read.cluster import load_device
 
 SYS = Path("/sys")

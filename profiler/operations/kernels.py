@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
 
-from autoplan.profiler import attention
-from autoplan.profiler.maker import Maker, Run, backward, in_turns, num_sets
+from autoplan.profiler.operations import attention
+from autoplan.profiler.operations.inputs import InputFactory, Run, backward, in_turns, num_sets
 from autoplan.spec.timing import Operation
 
 _ROPE_BASE = 10_000.0
@@ -76,26 +76,33 @@ def _first_working(
     """The first of `ways` that this device and this torch can run: tried, not looked up."""
     for way in ways:
         with suppress(RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError, ImportError):
-            build(operation, shape or _TINY[operation], Maker(device=device, dtype=dtype, kernel=way), cache_bytes=0)()
+            build(
+                operation,
+                shape or _TINY[operation],
+                InputFactory(device=device, dtype=dtype, kernel=way),
+                cache_bytes=0,
+            )()
             if device.type != "cpu":
                 torch.cuda.synchronize(device)
             return way
     return ""
 
 
-def build(operation: Operation, shape: tuple[int, ...], maker: Maker, *, cache_bytes: int | None = None) -> Run:
+def build(
+    operation: Operation, shape: tuple[int, ...], factory: InputFactory, *, cache_bytes: int | None = None
+) -> Run:
     """A call that runs `operation` of `shape` once, on the next set of inputs; memory is taken here.
 
     `cache_bytes` is as `num_sets` takes it.
     """
-    touched = _input_bytes(operation, shape, maker)
-    count = num_sets(touched, maker.device, cache_bytes) if touched else 1
-    return in_turns([_BUILDERS[operation](maker, *shape) for _ in range(count)])
+    touched = _input_bytes(operation, shape, factory)
+    count = num_sets(touched, factory.device, cache_bytes) if touched else 1
+    return in_turns([_BUILDERS[operation](factory, *shape) for _ in range(count)])
 
 
-def _input_bytes(operation: Operation, shape: tuple[int, ...], maker: Maker) -> int:
+def _input_bytes(operation: Operation, shape: tuple[int, ...], factory: InputFactory) -> int:
     """Roughly what one call touches; 0 of experts, whose weights and activations push each other out anyway."""
-    width = 1 if maker.dtype == "fp8" else maker.number.itemsize
+    width = 1 if factory.dtype == "fp8" else factory.torch_dtype.itemsize
     if operation in ("gemm", "dgrad", "wgrad"):
         m, n, k = shape
         return width * (m * n + n * k + m * k)
@@ -110,49 +117,49 @@ def _input_bytes(operation: Operation, shape: tuple[int, ...], maker: Maker) -> 
     return 2 * width * math.prod(shape)
 
 
-def _eighths(m: int, n: int, k: int, maker: Maker, *, is_forward: bool) -> Callable[[], Tensor]:
+def _eighths(m: int, n: int, k: int, factory: InputFactory, *, is_forward: bool) -> Callable[[], Tensor]:
     """x w^T in 8 bits: both operands along the summed index, which is what the kernels want.
 
     Sums are kept short in the forward pass alone, as frameworks do (Transformer Engine, `use_split_accumulator`).
     """
-    x, w, one = maker.eighth(m, k), maker.eighth(n, k), torch.ones((), device=maker.device)
+    x, w, one = factory.fp8(m, k), factory.fp8(n, k), torch.ones((), device=factory.device)
     return lambda: torch._scaled_mm(
         x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=is_forward
     )
 
 
-def _gemm(maker: Maker, m: int, n: int, k: int) -> Run:
+def _gemm(factory: InputFactory, m: int, n: int, k: int) -> Run:
     """y = x w^T of m tokens, k inputs and n outputs."""
-    if maker.kernel == "scaled_mm":
-        return _eighths(m, n, k, maker, is_forward=True)
-    inputs, weight, out = maker.normal(m, k), maker.normal(n, k), maker.zeros(m, n)
+    if factory.kernel == "scaled_mm":
+        return _eighths(m, n, k, factory, is_forward=True)
+    inputs, weight, out = factory.normal(m, k), factory.normal(n, k), factory.zeros(m, n)
     return lambda: torch.mm(inputs, weight.t(), out=out)
 
 
-def _dgrad(maker: Maker, m: int, n: int, k: int) -> Run:
+def _dgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
     """dx = dy w."""
-    if maker.kernel == "scaled_mm":
-        return _eighths(m, k, n, maker, is_forward=False)
-    dy, weight, out = maker.normal(m, n), maker.normal(n, k), maker.zeros(m, k)
+    if factory.kernel == "scaled_mm":
+        return _eighths(m, k, n, factory, is_forward=False)
+    dy, weight, out = factory.normal(m, n), factory.normal(n, k), factory.zeros(m, k)
     return lambda: torch.mm(dy, weight, out=out)
 
 
-def _wgrad(maker: Maker, m: int, n: int, k: int) -> Run:
+def _wgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
     """dw += dy^T x, added to an fp32 buffer."""
-    total = maker.zeros(n, k, dtype=torch.float32)
-    if maker.kernel == "scaled_mm + add":
-        product = _eighths(n, k, m, maker, is_forward=False)
+    total = factory.zeros(n, k, dtype=torch.float32)
+    if factory.kernel == "scaled_mm + add":
+        product = _eighths(n, k, m, factory, is_forward=False)
         return lambda: total.add_(product())
-    dy, x = maker.normal(m, n), maker.normal(m, k)
-    if maker.kernel == "addmm":  # everything in one type
+    dy, x = factory.normal(m, n), factory.normal(m, k)
+    if factory.kernel == "addmm":  # everything in one type
         return lambda: torch.addmm(total, dy.t(), x, out=total)
-    if maker.kernel == "addmm fp32":  # narrow inputs, added in fp32 by the product itself
+    if factory.kernel == "addmm fp32":  # narrow inputs, added in fp32 by the product itself
         return lambda: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
     return lambda: total.add_(dy.t() @ x)
 
 
 def _expert_inputs(
-    maker: Maker,
+    factory: InputFactory,
     tokens: int,
     hidden_size: int,
     ffn_size: int,
@@ -164,9 +171,9 @@ def _expert_inputs(
     """(tokens and weights, tokens of each local expert), balanced: sorted by expert, as after the exchange."""
     local, width = num_experts // ep, ffn_size // etp
     each = max(round(tokens * experts_per_token / num_experts / _ROWS), 1) * _ROWS
-    up = torch.stack([maker.weight(hidden_size, 2 * width).detach() for _ in range(local)]).requires_grad_()
-    down = torch.stack([maker.weight(width, hidden_size).detach() for _ in range(local)]).requires_grad_()
-    return [maker.normal(local * each, hidden_size, grad=True), up, down], [each] * local
+    up = torch.stack([factory.weight(hidden_size, 2 * width).detach() for _ in range(local)]).requires_grad_()
+    down = torch.stack([factory.weight(width, hidden_size).detach() for _ in range(local)]).requires_grad_()
+    return [factory.normal(local * each, hidden_size, grad=True), up, down], [each] * local
 
 
 def _run_experts(inputs: list[Tensor], sizes: list[int], ends: Tensor, kernel: str) -> Tensor:
@@ -177,16 +184,16 @@ def _run_experts(inputs: list[Tensor], sizes: list[int], ends: Tensor, kernel: s
     return torch.cat([_gated(part @ into) @ back for part, into, back in parts])
 
 
-def _experts(maker: Maker, *shape: int) -> Run:
-    inputs, sizes = _expert_inputs(maker, *shape)
-    ends = torch.tensor(sizes, device=maker.device).cumsum(0).to(torch.int32)
-    return lambda: _run_experts(inputs, sizes, ends, maker.kernel)
+def _experts(factory: InputFactory, *shape: int) -> Run:
+    inputs, sizes = _expert_inputs(factory, *shape)
+    ends = torch.tensor(sizes, device=factory.device).cumsum(0).to(torch.int32)
+    return lambda: _run_experts(inputs, sizes, ends, factory.kernel)
 
 
-def _experts_backward(maker: Maker, *shape: int) -> Run:
-    inputs, sizes = _expert_inputs(maker, *shape)
-    ends = torch.tensor(sizes, device=maker.device).cumsum(0).to(torch.int32)
-    return backward(_run_experts(inputs, sizes, ends, maker.kernel), inputs)
+def _experts_backward(factory: InputFactory, *shape: int) -> Run:
+    inputs, sizes = _expert_inputs(factory, *shape)
+    ends = torch.tensor(sizes, device=factory.device).cumsum(0).to(torch.int32)
+    return backward(_run_experts(inputs, sizes, ends, factory.kernel), inputs)
 
 
 def _gated(x: Tensor) -> Tensor:
@@ -194,31 +201,31 @@ def _gated(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _norm(maker: Maker, tokens: int, hidden_size: int) -> Run:
-    x, weight = maker.normal(tokens, hidden_size, grad=True), maker.normal(hidden_size, grad=True)
+def _norm(factory: InputFactory, tokens: int, hidden_size: int) -> Run:
+    x, weight = factory.normal(tokens, hidden_size, grad=True), factory.normal(hidden_size, grad=True)
     return lambda: F.rms_norm(x, (hidden_size,), weight)
 
 
-def _norm_backward(maker: Maker, tokens: int, hidden_size: int) -> Run:
-    x, weight = maker.normal(tokens, hidden_size, grad=True), maker.normal(hidden_size, grad=True)
+def _norm_backward(factory: InputFactory, tokens: int, hidden_size: int) -> Run:
+    x, weight = factory.normal(tokens, hidden_size, grad=True), factory.normal(hidden_size, grad=True)
     return backward(F.rms_norm(x, (hidden_size,), weight), [x, weight])
 
 
-def _swiglu(maker: Maker, tokens: int, ffn_size: int) -> Run:
-    x = maker.normal(tokens, 2 * ffn_size, grad=True)
+def _swiglu(factory: InputFactory, tokens: int, ffn_size: int) -> Run:
+    x = factory.normal(tokens, 2 * ffn_size, grad=True)
     return lambda: _gated(x)
 
 
-def _swiglu_backward(maker: Maker, tokens: int, ffn_size: int) -> Run:
-    x = maker.normal(tokens, 2 * ffn_size, grad=True)
+def _swiglu_backward(factory: InputFactory, tokens: int, ffn_size: int) -> Run:
+    x = factory.normal(tokens, 2 * ffn_size, grad=True)
     return backward(_gated(x), [x])
 
 
-def _angles(maker: Maker, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def _angles(factory: InputFactory, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """(cosines, sines) of rotary positions, one row a token."""
-    rates = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=maker.device) / head_dim)
-    angles = torch.outer(torch.arange(tokens, device=maker.device), rates).repeat(1, 2)
-    return angles.cos().to(maker.number)[:, None], angles.sin().to(maker.number)[:, None]
+    rates = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=factory.device) / head_dim)
+    angles = torch.outer(torch.arange(tokens, device=factory.device), rates).repeat(1, 2)
+    return angles.cos().to(factory.torch_dtype)[:, None], angles.sin().to(factory.torch_dtype)[:, None]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -226,24 +233,24 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
-def _rope(maker: Maker, tokens: int, num_heads: int, head_dim: int) -> Run:
-    x, (cos, sin) = maker.normal(tokens, num_heads, head_dim, grad=True), _angles(maker, tokens, head_dim)
+def _rope(factory: InputFactory, tokens: int, num_heads: int, head_dim: int) -> Run:
+    x, (cos, sin) = factory.normal(tokens, num_heads, head_dim, grad=True), _angles(factory, tokens, head_dim)
     gradient = torch.randn_like(x)
     return lambda: torch.autograd.grad(_rotated(x, cos, sin), x, gradient)
 
 
-def _cross_entropy(maker: Maker, tokens: int, vocab_size: int) -> Run:
-    logits = maker.normal(tokens, vocab_size, grad=True)
-    targets = torch.randint(vocab_size, (tokens,), device=maker.device)
+def _cross_entropy(factory: InputFactory, tokens: int, vocab_size: int) -> Run:
+    logits = factory.normal(tokens, vocab_size, grad=True)
+    targets = torch.randint(vocab_size, (tokens,), device=factory.device)
     return lambda: torch.autograd.grad(F.cross_entropy(logits.float(), targets), logits)
 
 
-def _optimizer(maker: Maker, num_parameters: int) -> Run:
+def _optimizer(factory: InputFactory, num_parameters: int) -> Run:
     """One Adam step over fp32 weights, and the copy in the type that computes."""
-    weights = maker.normal(num_parameters, grad=True, dtype=torch.float32)
-    weights.grad = maker.normal(num_parameters, dtype=torch.float32)
+    weights = factory.normal(num_parameters, grad=True, dtype=torch.float32)
+    weights.grad = factory.normal(num_parameters, dtype=torch.float32)
     adam = torch.optim.AdamW([weights], lr=1e-4, fused=True)
-    working = maker.zeros(num_parameters)
+    working = factory.zeros(num_parameters)
     if working.dtype == torch.float32:
         return lambda: adam.step()
 

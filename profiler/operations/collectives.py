@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.layouts import Layout, groups_of
-from autoplan.profiler.maker import Maker, Run
+from autoplan.profiler.group_layouts import Layout, groups_of
+from autoplan.profiler.operations.inputs import InputFactory, Run
 from autoplan.profiler.protocol import COLLECTIVES
 from autoplan.spec.timing import Operation
 
@@ -38,17 +38,21 @@ class Groups:
         return found
 
 
-def build(operation: Operation, shape: tuple[int, ...], maker: Maker, groups: Groups) -> Run | None:
+def build(operation: Operation, shape: tuple[int, ...], factory: InputFactory, groups: Groups) -> Run | None:
     """A call that runs the collective once and leaves it queued or done; None where this rank stands by."""
     member = groups.own(shape)
     if member is None:
         return None
-    start = _starter(operation, shape, maker, *member)
+    start = _starter(operation, shape, factory, *member)
     return lambda: start().wait()
 
 
 def build_beside_gemm(
-    operation: Operation, shape: tuple[int, ...], maker: Maker, groups: Groups, decide: Callable[[float], float]
+    operation: Operation,
+    shape: tuple[int, ...],
+    factory: InputFactory,
+    groups: Groups,
+    decide: Callable[[float], float],
 ) -> Run | None:
     """A call that starts the collective, runs products that take about as long as it alone, and waits for both.
 
@@ -56,15 +60,15 @@ def build_beside_gemm(
     hands them what rank 0 measured.
     """
     member = groups.own(shape)
-    size = _GEMM_SIZE[maker.device.type]
-    inputs, weight, out = maker.normal(size, size), maker.normal(size, size), maker.zeros(size, size)
+    size = _GEMM_SIZE[factory.device.type]
+    inputs, weight, out = factory.normal(size, size), factory.normal(size, size), factory.zeros(size, size)
 
     def product() -> object:
         return torch.mm(inputs, weight, out=out)
 
-    start = _starter(operation, shape, maker, *member) if member else None
-    alone = decide(_once_s(maker.device, (lambda: start().wait()) if start else None))
-    num_products = max(round(alone / decide(_once_s(maker.device, product))), 1)
+    start = _starter(operation, shape, factory, *member) if member else None
+    alone = decide(_once_s(factory.device, (lambda: start().wait()) if start else None))
+    num_products = max(round(alone / decide(_once_s(factory.device, product))), 1)
     if start is None:
         return None
 
@@ -91,15 +95,15 @@ def _once_s(device: torch.device, run: Run | None, *, repeats: int = 5) -> float
 
 
 def _starter(
-    operation: Operation, shape: tuple[int, ...], maker: Maker, group: dist.ProcessGroup, ranks: list[int]
+    operation: Operation, shape: tuple[int, ...], factory: InputFactory, group: dist.ProcessGroup, ranks: list[int]
 ) -> Callable[[], dist.Work]:
     """A call that starts the collective and returns what can be waited for."""
     num_devices, *_, buffer_bytes = shape
     rank = dist.get_rank()
     # Repeated sums overflow to infinities, which are added as fast.
     # The whole buffer, cut into equal parts for the ranks: at least a number each.
-    part = max(buffer_bytes // maker.number.itemsize // num_devices, 1)
-    whole, piece = maker.normal(part * num_devices), maker.normal(part)
+    part = max(buffer_bytes // factory.torch_dtype.itemsize // num_devices, 1)
+    whole, piece = factory.normal(part * num_devices), factory.normal(part)
     if operation == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group, async_op=True)
     if operation == "all_gather":

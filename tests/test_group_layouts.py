@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.layouts import Layout, groups_of, layouts
+from autoplan.profiler.group_layouts import Layout, groups_of, layouts
 
 
 def layout(num_devices: int, devices_per_node: int, num_groups: int) -> Layout:

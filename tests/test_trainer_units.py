@@ -16,13 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from autoplan.base.errors import InputError  # noqa: E402
-from autoplan.profiler.maker import MOST_SETS, Chain, Maker, Staged, in_turns, num_sets  # noqa: E402
-from autoplan.profiler.units import UNITS, Grids, _Layer, _plan, _staged, build, implementation, meets  # noqa: E402
+from autoplan.profiler.operations.inputs import MOST_SETS, ChainedRun, InputFactory, StagedRun, in_turns, num_sets  # noqa: E402
+from autoplan.profiler.operations.trainer_units import (  # noqa: E402
+    UNITS,
+    Grids,
+    _Layer,
+    _plan,
+    _staged,
+    build,
+    implementation,
+    meets,
+)
 from autoplan.spec.timing import TRAINER_UNITS, Operation  # noqa: E402
 
 CPU = torch.device("cpu")
 LAYER = (1, 64, 32, 48, 4, 2, 8, 1)
-MAKER = Maker(device=CPU, dtype="fp32")
+FACTORY = InputFactory(device=CPU, dtype="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +45,11 @@ def grids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grids]:
 
 def flops(operation: Operation, shape: tuple[int, ...], grids: Grids) -> float:
     """Operations of the products that are timed, as torch counts them; of a chain those of a link."""
-    unit = build(operation, shape, MAKER, grids)
-    made = unit.before() if isinstance(unit, Staged) else None
+    unit = build(operation, shape, FACTORY, grids)
+    made = unit.prepare() if isinstance(unit, StagedRun) else None
     with FlopCounterMode(display=False) as counter:
-        unit.run(made) if isinstance(unit, Staged) else unit()
-    return float(counter.get_total_flops()) / (unit.num_links if isinstance(unit, Chain) else 1)
+        unit.run(made) if isinstance(unit, StagedRun) else unit()
+    return float(counter.get_total_flops()) / (unit.num_links if isinstance(unit, ChainedRun) else 1)
 
 
 def test_a_layer_computes_its_matrices_and_its_halves_those_of_its_backward_pass(grids: Grids) -> None:
@@ -78,10 +87,10 @@ class Counted(TorchDispatchMode):
 def test_a_layer_recomputes_what_it_is_asked_to_every_time(
     operation: Operation, products: int, cores: int, grids: Grids
 ) -> None:
-    unit = build(operation, LAYER, MAKER, grids)
-    assert isinstance(unit, Staged)
+    unit = build(operation, LAYER, FACTORY, grids)
+    assert isinstance(unit, StagedRun)
     for _ in range(2):
-        made = unit.before()
+        made = unit.prepare()
         with Counted() as counted:
             unit.run(made)
         forward = "_scaled_dot_product_flash_attention_for_cpu"
@@ -90,7 +99,7 @@ def test_a_layer_recomputes_what_it_is_asked_to_every_time(
 
 
 def test_halves_give_the_gradients_of_the_whole(grids: Grids) -> None:
-    layer = _Layer(_plan(1, 1), LAYER, MAKER, grids)
+    layer = _Layer(_plan(1, 1), LAYER, FACTORY, grids)
     layer.backward(layer.forward())
     whole = [one.grad.clone() for one in (layer.x, *layer.module.parameters())]
     layer.module.zero_grad()
@@ -115,9 +124,9 @@ def test_the_trainer_computes_in_its_own_types_alone() -> None:
 
 def test_groups_that_there_is_no_room_for_are_refused(grids: Grids) -> None:
     with pytest.raises(InputError, match="2 devices do not divide the 1 ranks"):
-        build("layer", (*LAYER[:-1], 2), MAKER, grids)
+        build("layer", (*LAYER[:-1], 2), FACTORY, grids)
     with pytest.raises(InputError, match="2 devices have 1 of them on a node, got 2"):
-        build("sharded_layer", (*LAYER, 2, 2), MAKER, grids)
+        build("sharded_layer", (*LAYER, 2, 2), FACTORY, grids)
 
 
 def test_a_layer_comes_back_when_all_others_have_run() -> None:

@@ -17,7 +17,7 @@ from typing import cast
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters
 from autoplan.cost.kernels.times import local_sizes
-from autoplan.profiler.layouts import layouts
+from autoplan.profiler.group_layouts import layouts
 from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Task, rules_for
 from autoplan.profiler.record import Mode
 from autoplan.read.cluster import load_device
@@ -38,11 +38,11 @@ OVERHEAD_S = 0.3  # of a measurement: memory, first runs, messages
 # Where a device is not shipped: an H100's rates order the operations well enough.
 _ANY_DEVICE = "h100-sxm"
 
-Key = tuple[str, tuple[int, ...], str, str, str]  # operation, shape, dtype, kernel, mode
+TaskKey = tuple[str, tuple[int, ...], str, str, str]  # operation, shape, dtype, kernel, mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class MeasurementScope:
     """What a person wants to know the times of."""
 
     model: ModelSpec
@@ -80,7 +80,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class RankedTask:
     """A task, its share of a step in seconds, and what measuring it should take."""
 
     task: Task
@@ -88,34 +88,34 @@ class Planned:
     expected_s: float
 
 
-def unmeasured(wish: Wish) -> list[str]:
+def unmeasurable_parts(scope: MeasurementScope) -> list[str]:
     """What the model has and no operation of `timing.SHAPES` names, in words."""
-    blocks = {block for layer in wish.model.layers for block in layer}
+    blocks = {block for layer in scope.model.layers for block in layer}
     found = []
-    if wish.is_latent and wish.window_of(Block.WINDOW_ATTENTION) and Block.WINDOW_ATTENTION in blocks:
+    if scope.is_latent and scope.window_of(Block.WINDOW_ATTENTION) and Block.WINDOW_ATTENTION in blocks:
         found.append("latent attention within a window")
     if Block.MAMBA in blocks:
         found.append("state-space scans")
     return found
 
 
-def plan(wish: Wish, hello: Hello, known: Collection[Key]) -> list[Planned]:
+def ranked_tasks(scope: MeasurementScope, hello: Hello, known: Collection[TaskKey]) -> list[RankedTask]:
     """What to measure on the ranks of `hello` that is not known yet, best first."""
     device = load_device(hello.fingerprint.device) or load_device(_ANY_DEVICE)
     assert device is not None
     calls: Counter[Task] = Counter()
-    for mode in wish.modes:
+    for mode in scope.modes:
         for dtype in hello.dtypes:
             for operation, shape, count, suffix in (
-                *_kernels(wish, hello),
-                *(_units(wish, hello) if wish.framework.eager_layers else ()),
-                *_collectives(wish, hello),
+                *_kernels(scope, hello),
+                *(_units(scope, hello) if scope.framework.eager_layers else ()),
+                *_collectives(scope, hello),
             ):
                 is_windowed = operation.startswith("attention") and shape[-1] > 0
                 way = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
-                if way and (not wish.only or operation in wish.only):
+                if way and (not scope.only or operation in scope.only):
                     # FSDP2 casts the weights as it gathers them: no copy in the type of the products is left to make.
-                    is_bare = operation == "optimizer" and wish.framework.fsdp2_states
+                    is_bare = operation == "optimizer" and scope.framework.fsdp2_states
                     task = Task(
                         operation=operation,
                         shape=shape,
@@ -129,15 +129,15 @@ def plan(wish: Wish, hello: Hello, known: Collection[Key]) -> list[Planned]:
         if task.key not in known:
             call_s = reference_s(task, device)
             expected = rules_for(hello.device_type, task.mode).expected_s(call_s) + OVERHEAD_S
-            planned.append(Planned(task=task, effect_s=count * call_s, expected_s=expected))
+            planned.append(RankedTask(task=task, effect_s=count * call_s, expected_s=expected))
     return _ordered(planned, known)
 
 
-def _ordered(planned: Iterable[Planned], known: Collection[Key]) -> list[Planned]:
+def _ordered(planned: Iterable[RankedTask], known: Collection[TaskKey]) -> list[RankedTask]:
     """First points of lines first, their smallest; then by effect."""
     begun = {_line(*key) for key in known}
-    first: list[Planned] = []
-    rest: list[Planned] = []
+    first: list[RankedTask] = []
+    rest: list[RankedTask] = []
     for one in sorted(planned, key=lambda one: (one.task.shape[line_of(one.task.operation)], -one.effect_s)):
         line = _line(*one.task.key)
         (rest if line in begun else first).append(one)
@@ -153,19 +153,19 @@ def _line(operation: str, shape: tuple[int, ...], dtype: str, kernel: str, mode:
 _Call = tuple[Operation, tuple[int, ...], int, str]
 
 
-def _kernels(wish: Wish, hello: Hello) -> Iterator[_Call]:
+def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """(operation, shape, calls for one micro-batch, ending of the kernel's name) of what one device computes."""
-    model, seq_len = wish.model, wish.seq_len
+    model, seq_len = scope.model, scope.seq_len
     shapes = block_shapes(model)
     counts = Counter(block for layer in model.layers for block in layer)
-    for tp in wish.tps:
+    for tp in scope.tps:
         batch = PlanBatch.of([ParallelPlan(global_batch=1, tp=tp)], model.num_layers)
-        multiple = wish.framework.pads_vocab_to * tp
+        multiple = scope.framework.pads_vocab_to * tp
         columns = math.ceil(model.vocab_size / multiple) * multiple // tp
         heads, kv_heads = model.num_heads // tp, max(model.kv_heads // tp, 1)
-        for micro_batch in wish.micro_batches:
+        for micro_batch in scope.micro_batches:
             tokens = micro_batch * seq_len
-            part = tokens // tp if wish.framework.sequence_parallel else tokens  # between the cut matrices
+            part = tokens // tp if scope.framework.sequence_parallel else tokens  # between the cut matrices
             for block, count in counts.items():
                 for linear in shapes[block].linears:
                     if linear.is_expert:
@@ -177,8 +177,8 @@ def _kernels(wish: Wish, hello: Hello) -> Iterator[_Call]:
                 yield "norm", (part, model.hidden_size), count * model.norms_per_block, ""
                 yield "norm_backward", (part, model.hidden_size), count * model.norms_per_block, ""
                 if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
-                    window = wish.window_of(block)
-                    if not wish.is_latent:
+                    window = scope.window_of(block)
+                    if not scope.is_latent:
                         core = (micro_batch, seq_len, heads, kv_heads, model.qk_head_dim, window)
                         yield "attention", core, count, ""
                         yield "attention_backward", core, count, ""
@@ -192,7 +192,7 @@ def _kernels(wish: Wish, hello: Hello) -> Iterator[_Call]:
                     yield "swiglu", (tokens, model.ffn_size // tp), count, ""
                     yield "swiglu_backward", (tokens, model.ffn_size // tp), count, ""
                 if block is Block.MOE and model.moe and model.gated_mlp:
-                    for ep in wish.eps:
+                    for ep in scope.eps:
                         moe = model.moe
                         inner = moe.latent_size or model.hidden_size
                         experts = (inner, moe.expert_ffn_size, moe.experts_per_token, moe.num_experts, 1, ep)
@@ -205,15 +205,15 @@ def _kernels(wish: Wish, hello: Hello) -> Iterator[_Call]:
         yield "optimizer", (size,), 1, ""
 
 
-def _units(wish: Wish, hello: Hello) -> Iterator[_Call]:
+def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """As `_kernels`, of the units of the built-in trainer: those that the ranks here have room for."""
-    model, seq_len, here = wish.model, wish.seq_len, hello.ranks_per_node
+    model, seq_len, here = scope.model, scope.seq_len, hello.ranks_per_node
     whole = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
     sizes = (model.hidden_size, model.ffn_size, model.num_heads, model.kv_heads, model.qk_head_dim)
-    for tp, micro_batch in itertools.product(wish.tps, wish.micro_batches):
+    for tp, micro_batch in itertools.product(scope.tps, scope.micro_batches):
         if here % tp or seq_len % tp or model.vocab_size % tp:
             continue
-        if whole and model.gated_mlp and not wish.is_latent:
+        if whole and model.gated_mlp and not scope.is_latent:
             layer = (micro_batch, seq_len, *sizes, tp)
             for one in (*LAYERS, *(HALVES if here > tp else ())):
                 yield one, layer, whole, ""
@@ -234,7 +234,7 @@ def _replicas(tp: int, hello: Hello) -> list[int]:
     return sorted({size for size in (2**power for power in range(11)) if here % size == 0} | {len(hello.hosts) // tp})
 
 
-def _collectives(wish: Wish, hello: Hello) -> Iterator[_Call]:
+def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """As `_kernels`, of what groups of every layout send: each a few times in a layer."""
     found = layouts(hello.num_nodes, hello.ranks_per_node)
     for layout in found:
@@ -248,7 +248,7 @@ def _collectives(wish: Wish, hello: Hello) -> Iterator[_Call]:
             for operation in sorted(COLLECTIVES):
                 if operation == "send_recv" and layout.num_devices != 2:
                     continue
-                shape, count = layout.shape(buffer_bytes), wish.model.num_layers
+                shape, count = layout.shape(buffer_bytes), scope.model.num_layers
                 yield operation, shape, count, ""
                 reduces = operation in ("all_gather", "all_reduce", "reduce_scatter")
                 if reduces and is_widest and buffer_bytes >= BESIDE_LEAST_BYTES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.profiler.choice import EXPERTS_KERNEL, for_training
+from autoplan.profiler.selection import EXPERTS_KERNEL, for_training
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.timing import Measurement, Operation
 

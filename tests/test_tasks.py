@@ -17,7 +17,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Task
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
-from autoplan.profiler.wishes import LAYERS, Wish, plan, reference_s, unmeasured
+from autoplan.profiler.tasks import LAYERS, MeasurementScope, ranked_tasks, reference_s, unmeasurable_parts
 from autoplan.read.cluster import load_cluster, load_device
 from autoplan.read.model import load_model
 from autoplan.spec.framework import Framework
@@ -32,8 +32,8 @@ TORCH: Framework = load_framework("torch")
 SMALL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, vocab_size=1000, num_heads=4, num_kv_heads=2, ffn_size=512
 )
-WISH = Wish(model=SMALL, framework=MEGATRON, seq_len=128, tps=(1, 2))
-TRAINER = replace(WISH, framework=TORCH)
+SCOPE = MeasurementScope(model=SMALL, framework=MEGATRON, seq_len=128, tps=(1, 2))
+TRAINER = replace(SCOPE, framework=TORCH)
 ALL = {(operation, "fp32"): "gloo" if operation in COLLECTIVES else "way" for operation in SHAPES}
 LAB = Hello(
     fingerprint=Fingerprint(device="cpu", memory_bytes=2**34),
@@ -45,8 +45,8 @@ LAB = Hello(
 )
 
 
-def shapes(wish: Wish, operation: str, hello: Hello = LAB) -> set[tuple[int, ...]]:
-    return {one.task.shape for one in plan(wish, hello, ()) if one.task.operation == operation}
+def shapes(scope: MeasurementScope, operation: str, hello: Hello = LAB) -> set[tuple[int, ...]]:
+    return {one.task.shape for one in ranked_tasks(scope, hello, ()) if one.task.operation == operation}
 
 
 def test_products_of_a_model_are_those_that_a_rank_of_each_degree_runs() -> None:
@@ -55,19 +55,19 @@ def test_products_of_a_model_are_those_that_a_rank_of_each_degree_runs() -> None
     half = (256, 256), (256, 128), (512, 256), (256, 256)
     expected = {(128, n, k) for n, k in (qkv, out, fc1, fc2, *half)}
     for operation in ("gemm", "dgrad", "wgrad"):
-        assert shapes(WISH, operation) == expected
+        assert shapes(SCOPE, operation) == expected
 
 
 def test_a_rank_of_two_has_half_the_heads_and_the_vocabulary() -> None:
-    assert shapes(WISH, "attention") == {(1, 128, 4, 2, 64, 0), (1, 128, 2, 1, 64, 0)}
-    assert shapes(WISH, "cross_entropy") == {(128, 1024), (128, 512)}  # 1,000 padded to a multiple of 128 tp
-    assert shapes(WISH, "norm") == {(128, 256), (64, 256)}  # sequence parallelism
+    assert shapes(SCOPE, "attention") == {(1, 128, 4, 2, 64, 0), (1, 128, 2, 1, 64, 0)}
+    assert shapes(SCOPE, "cross_entropy") == {(128, 1024), (128, 512)}  # 1,000 padded to a multiple of 128 tp
+    assert shapes(SCOPE, "norm") == {(128, 256), (64, 256)}  # sequence parallelism
 
 
 def test_units_of_the_trainer_are_measured_for_it_alone() -> None:
     layer = (1, 128, 256, 512, 4, 2, 64)
     for one in (*LAYERS, "embedding", "head", "replicated_layer", "pipeline_actions"):
-        assert shapes(WISH, one) == set()
+        assert shapes(SCOPE, one) == set()
     for one in LAYERS:
         assert shapes(TRAINER, one) == {(*layer, 1), (*layer, 2)}
     # A backward pass is taken apart in a pipeline, for which tp over both ranks leaves none.
@@ -89,23 +89,27 @@ def test_units_of_the_trainer_are_measured_for_it_alone() -> None:
 
 def test_weights_that_are_cast_as_they_are_gathered_need_no_copy_by_the_optimizer() -> None:
     hello = replace(LAB, dtypes=("bf16",), kernels={(one, "bf16"): "way" for one, _ in ALL})
-    for wish, dtype in ((WISH, "bf16"), (TRAINER, "fp32")):
-        assert {one.task.dtype for one in plan(wish, hello, ()) if one.task.operation == "optimizer"} == {dtype}
+    for scope, dtype in ((SCOPE, "bf16"), (TRAINER, "fp32")):
+        assert {one.task.dtype for one in ranked_tasks(scope, hello, ()) if one.task.operation == "optimizer"} == {
+            dtype
+        }
 
 
 def test_windowed_layers_are_measured_with_the_kernel_of_windows() -> None:
-    wish = replace(WISH, model=replace(SMALL, window=32, full_attention_interval=2), tps=(1,))
-    cores = {one.task.shape: one.task.kernel for one in plan(wish, LAB, ()) if one.task.operation == "attention"}
+    scope = replace(SCOPE, model=replace(SMALL, window=32, full_attention_interval=2), tps=(1,))
+    cores = {
+        one.task.shape: one.task.kernel for one in ranked_tasks(scope, LAB, ()) if one.task.operation == "attention"
+    }
     assert cores == {(1, 128, 4, 2, 64, 0): "way", (1, 128, 4, 2, 64, 32): "window"}
-    assert shapes(replace(wish, seq_len=32), "attention") == {(1, 32, 4, 2, 64, 0)}
-    assert shapes(wish, "attention", replace(LAB, windowed={})) == {(1, 128, 4, 2, 64, 0)}
+    assert shapes(replace(scope, seq_len=32), "attention") == {(1, 32, 4, 2, 64, 0)}
+    assert shapes(scope, "attention", replace(LAB, windowed={})) == {(1, 128, 4, 2, 64, 0)}
 
 
 def test_latent_attention_is_measured_by_the_widths_of_its_keys_and_values() -> None:
-    wish = Wish(model=load_model("deepseek-v3"), framework=MEGATRON, seq_len=4096, tps=(1, 8))
+    scope = MeasurementScope(model=load_model("deepseek-v3"), framework=MEGATRON, seq_len=4096, tps=(1, 8))
     for operation in ("latent_attention", "latent_attention_backward"):
-        assert shapes(wish, operation) == {(1, 4096, 128, 192, 128), (1, 4096, 16, 192, 128)}
-    assert shapes(wish, "attention") == set()
+        assert shapes(scope, operation) == {(1, 4096, 128, 192, 128), (1, 4096, 16, 192, 128)}
+    assert shapes(scope, "attention") == set()
 
 
 def test_a_pipeline_over_all_ranks_of_a_node_is_measured_with_few_and_many_micro_batches() -> None:
@@ -115,13 +119,13 @@ def test_a_pipeline_over_all_ranks_of_a_node_is_measured_with_few_and_many_micro
 
 
 def test_micro_batches_multiply_tokens() -> None:
-    wish = replace(WISH, tps=(1,), micro_batches=(1, 4))
-    assert {shape[0] for shape in shapes(wish, "gemm")} == {128, 512}
-    assert {shape[:2] for shape in shapes(wish, "attention")} == {(1, 128), (4, 128)}
+    scope = replace(SCOPE, tps=(1,), micro_batches=(1, 4))
+    assert {shape[0] for shape in shapes(scope, "gemm")} == {128, 512}
+    assert {shape[:2] for shape in shapes(scope, "attention")} == {(1, 128), (4, 128)}
 
 
 def test_experts_are_those_of_one_rank_of_each_degree() -> None:
-    mixtral = Wish(model=load_model("mixtral-8x7b"), framework=MEGATRON, seq_len=4096, eps=(1, 8))
+    mixtral = MeasurementScope(model=load_model("mixtral-8x7b"), framework=MEGATRON, seq_len=4096, eps=(1, 8))
     expected = {(4096 * ep, 4096, 14336, 2, 8, 1, ep) for ep in (1, 8)}
     assert shapes(mixtral, "experts") == shapes(mixtral, "experts_backward") == expected
     assert shapes(replace(mixtral, framework=TORCH), "layer") == set()  # it has no dense one
@@ -129,14 +133,16 @@ def test_experts_are_those_of_one_rank_of_each_degree() -> None:
 
 def test_what_no_operation_names_is_told() -> None:
     def lacks(model: str) -> list[str]:
-        return unmeasured(Wish(model=load_model(model), framework=MEGATRON, seq_len=8192))
+        return unmeasurable_parts(MeasurementScope(model=load_model(model), framework=MEGATRON, seq_len=8192))
 
     for model in ("llama3-8b", "deepseek-v3", "gemma3-12b"):
         assert lacks(model) == []
     assert lacks("nemotron-h-56b") == ["state-space scans"]
     both = replace(load_model("deepseek-v3"), window=4096)
-    assert unmeasured(Wish(model=both, framework=MEGATRON, seq_len=8192)) == ["latent attention within a window"]
-    assert unmeasured(Wish(model=both, framework=MEGATRON, seq_len=4096)) == []
+    assert unmeasurable_parts(MeasurementScope(model=both, framework=MEGATRON, seq_len=8192)) == [
+        "latent attention within a window"
+    ]
+    assert unmeasurable_parts(MeasurementScope(model=both, framework=MEGATRON, seq_len=4096)) == []
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,9 @@ def test_what_no_operation_names_is_told() -> None:
 )
 def test_every_model_gets_shapes_that_are_legal(model: str) -> None:
     hello = replace(LAB, hosts=("a",) * 8 + ("b",) * 8)
-    for one in plan(Wish(model=load_model(model), framework=MEGATRON, seq_len=4096, tps=(1, 4)), hello, ()):
+    for one in ranked_tasks(
+        MeasurementScope(model=load_model(model), framework=MEGATRON, seq_len=4096, tps=(1, 4)), hello, ()
+    ):
         assert len(one.task.shape) == len(SHAPES[one.task.operation])
         assert min(one.task.shape[:2]) > 0
         assert one.effect_s > 0 < one.expected_s
@@ -152,32 +160,35 @@ def test_every_model_gets_shapes_that_are_legal(model: str) -> None:
 
 def test_collectives_cover_groups_within_and_across_nodes() -> None:
     hello = replace(LAB, hosts=("a",) * 4 + ("b",) * 4)
-    groups = {shape[:3] for shape in shapes(WISH, "all_gather", hello)}
+    groups = {shape[:3] for shape in shapes(SCOPE, "all_gather", hello)}
     assert groups == {(2, 2, 1), (2, 2, 2), (4, 4, 1), (2, 1, 1), (2, 1, 4), (8, 4, 1)}
-    assert {shape[:3] for shape in shapes(WISH, "send_recv", hello)} == {(2, 2, 1), (2, 2, 2), (2, 1, 1), (2, 1, 4)}
-    beside = {one.task.shape[:3] for one in plan(WISH, hello, ()) if one.task.kernel.endswith(BESIDE)}
+    assert {shape[:3] for shape in shapes(SCOPE, "send_recv", hello)} == {(2, 2, 1), (2, 2, 2), (2, 1, 1), (2, 1, 4)}
+    beside = {one.task.shape[:3] for one in ranked_tasks(SCOPE, hello, ()) if one.task.kernel.endswith(BESIDE)}
     assert beside == {(2, 2, 2), (4, 4, 1), (2, 1, 4), (8, 4, 1)}
 
 
 def test_what_is_known_or_not_asked_for_or_cannot_run_is_left_out() -> None:
-    everything = plan(WISH, LAB, ())
+    everything = ranked_tasks(SCOPE, LAB, ())
     known = {one.task.key for one in everything[::2]}
-    assert {one.task for one in plan(WISH, LAB, known)} == {one.task for one in everything[1::2]}
-    assert plan(WISH, LAB, {one.task.key for one in everything}) == []
-    assert {one.task.operation for one in plan(replace(WISH, only=("norm", "rope")), LAB, ())} == {"norm", "rope"}
+    assert {one.task for one in ranked_tasks(SCOPE, LAB, known)} == {one.task for one in everything[1::2]}
+    assert ranked_tasks(SCOPE, LAB, {one.task.key for one in everything}) == []
+    assert {one.task.operation for one in ranked_tasks(replace(SCOPE, only=("norm", "rope")), LAB, ())} == {
+        "norm",
+        "rope",
+    }
     without = {which: way for which, way in ALL.items() if which[0] != "gemm"}
-    assert "gemm" not in {one.task.operation for one in plan(WISH, replace(LAB, kernels=without), ())}
+    assert "gemm" not in {one.task.operation for one in ranked_tasks(SCOPE, replace(LAB, kernels=without), ())}
     # Another mode or kernel is another measurement.
-    assert len(plan(replace(WISH, modes=("burst",)), LAB, known)) == len(everything)
+    assert len(ranked_tasks(replace(SCOPE, modes=("burst",)), LAB, known)) == len(everything)
 
 
 @given(st.integers(0, 60))
 def test_a_first_point_of_every_line_comes_before_a_second_of_any_then_the_larger_share(num_known: int) -> None:
-    wish = replace(WISH, micro_batches=(1, 2, 4))
-    known = {one.task.key for one in plan(wish, LAB, ())[:num_known]}
+    scope = replace(SCOPE, micro_batches=(1, 2, 4))
+    known = {one.task.key for one in ranked_tasks(scope, LAB, ())[:num_known]}
     begun = {(key[0], key[1][: line_of(key[0])], key[1][line_of(key[0]) + 1 :], *key[2:]) for key in known}
     effects: list[list[float]] = [[], []]
-    for one in plan(wish, LAB, known):
+    for one in ranked_tasks(scope, LAB, known):
         task, at = one.task, line_of(one.task.operation)
         line = (task.operation, task.shape[:at], task.shape[at + 1 :], *task.key[2:])
         is_second = line in begun
@@ -215,7 +226,7 @@ def test_larger_calls_are_expected_to_take_longer() -> None:
 
 def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
     with pytest.raises(InputError, match="tp 3 must divide the 4 heads"):
-        replace(WISH, tps=(1, 3))
+        replace(SCOPE, tps=(1, 3))
 
 
 def test_what_a_gpu_is_asked_for_is_what_its_steps_are_priced_by(tmp_path: Path) -> None:
@@ -225,8 +236,8 @@ def test_what_a_gpu_is_asked_for_is_what_its_steps_are_priced_by(tmp_path: Path)
     assert device is not None
     machine = Fingerprint(device=device.name, memory_bytes=round(device.visible_memory_bytes), runtime="cuda 13.0")
     hello = Hello(fingerprint=machine, device_type="cuda", hosts=("a",) * 8, dtypes=("bf16",), kernels=kernels)
-    wish = Wish(model=model, framework=TORCH, seq_len=4096, tps=(1, 2), micro_batches=(1, 2))
-    tasks = [one.task for one in plan(wish, hello, ())]
+    scope = MeasurementScope(model=model, framework=TORCH, seq_len=4096, tps=(1, 2), micro_batches=(1, 2))
+    tasks = [one.task for one in ranked_tasks(scope, hello, ())]
     problem = Problem(
         model=model, training=TrainingSpec(seq_len=4096), cluster=load_cluster("h200-sxm:1x8"), framework=TORCH
     )

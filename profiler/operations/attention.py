@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoplan.profiler.maker import Maker, Run, backward
+from autoplan.profiler.operations.inputs import InputFactory, Run, backward
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of queries, keys and values: batch, heads, seq_len, width each
 
@@ -21,9 +21,9 @@ _BACKENDS = {
 }
 
 
-def _heads(maker: Maker, batch: int, seq_len: int, *sizes: tuple[int, int]) -> list[Tensor]:
+def _heads(factory: InputFactory, batch: int, seq_len: int, *sizes: tuple[int, int]) -> list[Tensor]:
     """Tensors of so many heads of a width each, as projections leave them: heads behind tokens in memory."""
-    return [maker.normal(batch, seq_len, heads, width).transpose(1, 2).requires_grad_() for heads, width in sizes]
+    return [factory.normal(batch, seq_len, heads, width).transpose(1, 2).requires_grad_() for heads, width in sizes]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "sdpa", mask: Tensor | None = None) -> Tensor:
@@ -34,14 +34,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "sdpa", mask: Tenso
         )
 
 
-def _core(maker: Maker, batch: int, seq_len: int, window: int = 0) -> Attend:
-    """Causal attention as `maker.kernel` names it, over the last `window` tokens where there is one."""
+def _core(factory: InputFactory, batch: int, seq_len: int, window: int = 0) -> Attend:
+    """Causal attention as `factory.kernel` names it, over the last `window` tokens where there is one."""
     if not window:
-        return functools.partial(attend, kernel=maker.kernel)
-    if maker.kernel == "varlen flash":
+        return functools.partial(attend, kernel=factory.kernel)
+    if factory.kernel == "varlen flash":
         from torch.nn.attention.varlen import varlen_attn  # the newest place: older versions have none
 
-        starts = torch.arange(0, (batch + 1) * seq_len, seq_len, dtype=torch.int32, device=maker.device)
+        starts = torch.arange(0, (batch + 1) * seq_len, seq_len, dtype=torch.int32, device=factory.device)
 
         def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v))
@@ -51,43 +51,45 @@ def _core(maker: Maker, batch: int, seq_len: int, window: int = 0) -> Attend:
             return out
 
         return packed
-    band = torch.ones(seq_len, seq_len, dtype=torch.bool, device=maker.device).tril().triu(1 - window)
+    band = torch.ones(seq_len, seq_len, dtype=torch.bool, device=factory.device).tril().triu(1 - window)
     return functools.partial(attend, mask=band)
 
 
 def _attention_graph(
-    maker: Maker, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
+    factory: InputFactory, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
 ) -> tuple[Attend, list[Tensor]]:
     grouped = (num_kv_heads, head_dim)
-    return _core(maker, batch, seq_len, window), _heads(maker, batch, seq_len, (num_heads, head_dim), grouped, grouped)
+    return _core(factory, batch, seq_len, window), _heads(
+        factory, batch, seq_len, (num_heads, head_dim), grouped, grouped
+    )
 
 
 def _latent_graph(
-    maker: Maker, batch: int, seq_len: int, num_heads: int, qk_head_dim: int, v_head_dim: int
+    factory: InputFactory, batch: int, seq_len: int, num_heads: int, qk_head_dim: int, v_head_dim: int
 ) -> tuple[Attend, list[Tensor]]:
     wide, narrow = (num_heads, qk_head_dim), (num_heads, v_head_dim)
-    return _core(maker, batch, seq_len), _heads(maker, batch, seq_len, wide, wide, narrow)
+    return _core(factory, batch, seq_len), _heads(factory, batch, seq_len, wide, wide, narrow)
 
 
-def attention(maker: Maker, *shape: int) -> Run:
+def attention(factory: InputFactory, *shape: int) -> Run:
     """Forward pass of an `attention` shape."""
-    core, heads = _attention_graph(maker, *shape)
+    core, heads = _attention_graph(factory, *shape)
     return lambda: core(*heads)  # with gradients wanted: training saves the statistics too
 
 
-def attention_backward(maker: Maker, *shape: int) -> Run:
+def attention_backward(factory: InputFactory, *shape: int) -> Run:
     """Its backward pass."""
-    core, heads = _attention_graph(maker, *shape)
+    core, heads = _attention_graph(factory, *shape)
     return backward(core(*heads), heads)
 
 
-def latent_attention(maker: Maker, *shape: int) -> Run:
+def latent_attention(factory: InputFactory, *shape: int) -> Run:
     """Forward pass of a `latent_attention` shape."""
-    core, heads = _latent_graph(maker, *shape)
+    core, heads = _latent_graph(factory, *shape)
     return lambda: core(*heads)
 
 
-def latent_attention_backward(maker: Maker, *shape: int) -> Run:
+def latent_attention_backward(factory: InputFactory, *shape: int) -> Run:
     """Its backward pass."""
-    core, heads = _latent_graph(maker, *shape)
+    core, heads = _latent_graph(factory, *shape)
     return backward(core(*heads), heads)

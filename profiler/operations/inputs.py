@@ -20,19 +20,19 @@ Run = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
+class StagedRun:
     """What needs something made anew for every call, such as a backward pass its graph: only `run` is timed."""
 
-    before: Callable[[], Any]
+    prepare: Callable[[], Any]
     run: Callable[[Any], object]
 
     def __call__(self) -> object:
         """Both."""
-        return self.run(self.before())
+        return self.run(self.prepare())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class ChainedRun:
     """What runs `num_links` of a kind at once, as each hides behind the next one: a link's share is what is timed."""
 
     run: Run
@@ -47,7 +47,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Maker:
+class InputFactory:
     """Draws inputs on one device in one type of numbers."""
 
     device: torch.device
@@ -55,25 +55,27 @@ class Maker:
     kernel: str = ""  # which of several ways, as `implementation` names them
 
     @property
-    def number(self) -> torch.dtype:
+    def torch_dtype(self) -> torch.dtype:
         """torch's name of the type in which a kernel that has no fp8 version works."""
         return DTYPES.get(self.dtype, torch.bfloat16)
 
     def normal(self, *shape: int, grad: bool = False, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor from N(0, 1)."""
-        return torch.randn(shape, device=self.device, dtype=dtype or self.number, requires_grad=grad)
+        return torch.randn(shape, device=self.device, dtype=dtype or self.torch_dtype, requires_grad=grad)
 
-    def eighth(self, *shape: int) -> Tensor:
+    def fp8(self, *shape: int) -> Tensor:
         """A tensor from N(0, 1) in 8 bits."""
         return self.normal(*shape, dtype=torch.float32).to(_fp8_type())
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A place for results."""
-        return torch.zeros(shape, device=self.device, dtype=dtype or self.number)
+        return torch.zeros(shape, device=self.device, dtype=dtype or self.torch_dtype)
 
     def weight(self, outputs: int, inputs: int) -> Tensor:
         """A matrix that keeps the variance of what passes through it."""
-        return (torch.randn(outputs, inputs, device=self.device) / math.sqrt(inputs)).to(self.number).requires_grad_()
+        return (
+            (torch.randn(outputs, inputs, device=self.device) / math.sqrt(inputs)).to(self.torch_dtype).requires_grad_()
+        )
 
 
 def num_sets(touched_bytes: int, device: torch.device, cache_bytes: int | None = None) -> int:

@@ -26,7 +26,7 @@ _KINDS: tuple[tuple[str, NicKind], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenDevice:
+class ObservedDevice:
     """An accelerator."""
 
     index: int
@@ -39,7 +39,7 @@ class SeenDevice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenNic:
+class ObservedNic:
     """A network adapter."""
 
     name: str  # "mlx5_0"
@@ -51,7 +51,7 @@ class SeenNic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenLink:
+class ObservedLink:
     """Devices `a` and `b`, or device `a` and the NIC named `nic`, and the best path between them."""
 
     a: int
@@ -63,14 +63,14 @@ class SeenLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenNode:
+class ObservedNode:
     """One node.  What a source does not say is empty or None."""
 
     source: str  # "nvidia-smi topo -m"
     host: str = ""
-    devices: tuple[SeenDevice, ...] = ()
-    nics: tuple[SeenNic, ...] = ()
-    links: tuple[SeenLink, ...] = ()
+    devices: tuple[ObservedDevice, ...] = ()
+    nics: tuple[ObservedNic, ...] = ()
+    links: tuple[ObservedLink, ...] = ()
     num_sockets: int | None = None
     devices_per_domain: int | None = None  # of the scale-up fabric where it is wider than the node (NVL72)
 

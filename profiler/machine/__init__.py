@@ -1,0 +1,1 @@
+"""Hardware and software of this machine, and the load on it while something is measured."""
