@@ -1,4 +1,4 @@
-"""How true are the predicted steps on measured runs?
+"""Accuracy of predicted steps on measured runs.
 
 Prices a table of runs as the presets ship, and again with calibrations that were fitted without the runs that they are
 judged on: a model left out (or, in a source of one model, a number of devices), a whole source left out, one factor for
@@ -35,8 +35,9 @@ from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, spread_kinds
 from autoplan.read.calibration import calibration_text
 from autoplan.runs.predictions import predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
+from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.result import CostEstimate, Prediction
+from autoplan.spec.run_outcome import Prediction
 from autoplan.spec.timing import FACTORS, TIME_SPREADS, Calibration
 
 PRESETS = Path(autoplan.__file__).parent / "presets" / "calibrations"

@@ -1,4 +1,4 @@
-"""How well do two runs of the profiler agree, and how long does one take?
+"""Agreement of two runs of the profiler, and how long one takes.
 
 usage: python benchmarks/agreement.py [MODEL] [--seq-len N] [--tp N,N] [--ranks N] [--budget S] [--allowance S]
 

@@ -1,4 +1,4 @@
-"""Nodes of a fat tree that a scheduler handed out, and plans on them."""
+"""Nodes of a fat tree as a scheduler hands them out, and plans on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which commands stand for all answers?  The cases of `same_answers.py`: a table of runs, exports, and searches.
+"""Cases of `same_answers.py`: a table of runs, exports, and searches.
 
 Nothing of autoplan is imported, and names of presets are written out, so that every checkout gets the same cases.
 """

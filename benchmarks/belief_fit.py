@@ -1,4 +1,4 @@
-"""Which spreads of the belief about plans are likeliest?
+"""Likelihood of spreads of the belief about plans.
 
 The steps of all finished plans of a sweep have a likelihood under the belief of `autoplan tune` about errors that
 predictions have (`search.belief`).  This is its logarithm, summed over the sweeps of `tune_replay.py`, for values of

@@ -1,4 +1,4 @@
-"""Is the certificate true?  Searches beside full enumeration, and beside random plans where there are too many.
+"""Certificates of searches, checked by full enumeration, and by random plans where there are too many.
 
 usage: python benchmarks/certificate.py [--small N] [--large N] [--plans N] [--seed N] [--report FILE]
 
@@ -46,10 +46,11 @@ from autoplan.search.sampler import Sampling
 from autoplan.search.sizes import search_sizes
 from autoplan.search.space import Cell, Space
 from autoplan.search.study import MARGIN, search
+from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import VERDICTS, RankedPlan, SearchResult
+from autoplan.spec.search_result import RankedPlan, SearchResult
 
 SEED = 7
 MOST_ENUMERATED = 16_000  # plans of a small problem

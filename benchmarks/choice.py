@@ -1,4 +1,4 @@
-"""How far are predicted ratios of plans off, and does their interval hold?
+"""Errors of predicted ratios of plans, and the coverage of their interval.
 
 Pairs of measured runs of one source, model, batch and number of devices: the logarithm of measured over predicted
 ratio, against what part of their steps the two plans spend on different things.  Fits the figure of

@@ -1,4 +1,4 @@
-"""Profile, predict, run: how true is the prediction of a plan, and how good is the plan that it picks?
+"""Closed loop of profile, predict and run: errors of predictions, and how good the picked plan is.
 
 usage: python benchmarks/closed_loop.py PART FOLDER [--budget TIME] [--model NAME ...] [--out FILE]
 

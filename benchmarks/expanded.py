@@ -1,4 +1,4 @@
-"""The cluster as a graph with every part a vertex, which the folded graph is compared with."""
+"""The cluster as a graph with every component a vertex, which the folded graph is compared with."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Hashable
 import networkx as nx
 
 from autoplan.topology.cluster import ClusterSpec
-from autoplan.topology.parts import (
+from autoplan.topology.components import (
+    Component,
     Graph,
-    Part,
-    add_part,
+    add_component,
     connect,
     fabric_link,
     named_paths,
@@ -29,7 +29,7 @@ from autoplan.topology.parts import (
 
 
 def expand(cluster: ClusterSpec) -> Graph:
-    """The graph with every part a vertex: (node, kind, index) inside the nodes, (name, place, rail) above them."""
+    """The graph with every component a vertex: (node, kind, index) inside the nodes, (name, place, rail) above them."""
     graph = nx.Graph()
     faults, slow_uplinks = node_faults(cluster), uplink_faults(cluster)
     names, rails = place_names(cluster), num_rails(cluster)
@@ -46,13 +46,13 @@ def expand(cluster: ClusterSpec) -> Graph:
             vertex = (names[len(place)], place, rail)
             above = (names[len(place) - 1], place[:-1], 0)
             if tier > num_tiers:
-                add_part(graph, vertex, Part(kind="wan", name="WAN"))
+                add_component(graph, vertex, Component(kind="wan", name="WAN"))
             elif tier == num_tiers:
-                add_part(graph, vertex, Part(kind="core", name="core"))
+                add_component(graph, vertex, Component(kind="core", name="core"))
                 if cluster.wan:
                     connect(graph, vertex, above, site_link(cluster))
             else:
-                add_part(graph, vertex, Part(kind="switch", name=names[len(place)], tier=tier))
+                add_component(graph, vertex, Component(kind="switch", name=names[len(place)], tier=tier))
                 if tier + 1 < num_tiers or not is_flat:
                     share = slow_uplinks.get(first[place], {}).get(tier, 1.0)
                     link = uplink(cluster, tier, num_nodes, rails if tier == 0 else 1, share)
@@ -60,15 +60,15 @@ def expand(cluster: ClusterSpec) -> Graph:
     for node, path in enumerate(paths):
         inside = node_graph(cluster, faults.get(node, ()))
         slow = {at: share for part, at, share in faults.get(node, ()) if part == "link"}
-        for at, part in inside.nodes(data="part"):
+        for at, component in inside.nodes(data="component"):
             vertex = (node, *at)
-            add_part(graph, vertex, part)
-            if part.kind == "nic":
-                connect(graph, vertex, (names[-1], path, at[1] % rails), nic_link(cluster, part.share))
-            elif part.kind == "device":
+            add_component(graph, vertex, component)
+            if component.kind == "nic":
+                connect(graph, vertex, (names[-1], path, at[1] % rails), nic_link(cluster, component.share))
+            elif component.kind == "device":
                 for level, num_nodes in wide_levels(cluster):
                     rack = ("rack", level.num_devices, node // num_nodes)
-                    add_part(graph, rack, Part(kind="fabric", name=level.name))
+                    add_component(graph, rack, Component(kind="fabric", name=level.name))
                     connect(graph, vertex, rack, fabric_link(level, share=slow.get(at[1], 1.0)))
         for a, b, link in inside.edges(data="link"):
             connect(graph, (node, *a), (node, *b), link)

@@ -1,4 +1,4 @@
-"""How much do a few measured runs of a new cluster teach?
+"""Gain in accuracy from a few measured runs of a new cluster.
 
 Every source of a table of runs is left out in turn.  Its clusters, one for each framework and generation of devices in
 it, start with factors and spreads that were fitted to the other sources.  How far clusters lie from where they start

@@ -1,4 +1,4 @@
-"""Does anything but an InputError come out of the readers of launch files, whatever the file holds?
+"""Fuzzing of the readers of launch files: nothing but an InputError may come out, whatever the file holds.
 
 usage: python benchmarks/fuzz_readers.py [--seconds N] [--seed N] [--examples FOLDER ...] [--out FOLDER]
 

@@ -1,4 +1,4 @@
-"""How well do curves and interpolation predict kernels and collectives that were measured but not shown to them?
+"""Errors of curves and interpolation on measured kernels and collectives that were held out.
 
 usage: python benchmarks/interpolation.py [--tables FOLDER] [--devices NAME ...] [--report REPORT.md]
 

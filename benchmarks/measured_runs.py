@@ -1,4 +1,4 @@
-"""Which measured runs are predictions judged by, and what was measured of them?"""
+"""Measured runs by which predictions are judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How true is the memory model on measured runs?
+"""Accuracy of the memory model on measured runs.
 
 Prints, by source: errors of the peak and verdicts, as the presets ship and with every model left out in turn while the
 fitted traits of the framework are fitted again to the other models' runs; the probability of running out of memory
@@ -27,10 +27,10 @@ from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
 from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
 from autoplan.runs.runs import Run, read_runs
+from autoplan.spec.estimate import OOM_ABOVE, RISKY_ABOVE
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import OOM_ABOVE, RISKY_ABOVE
 
 # Traits that only the time of a step depends on are left alone.
 MEMORY_TRAITS = (

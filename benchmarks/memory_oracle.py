@@ -1,4 +1,4 @@
-"""How far is the predicted memory of plain torch from what its tensors hold?
+"""Predicted memory of plain torch beside that of its tensors.
 
 usage: python benchmarks/memory_oracle.py [--real] [--large] [--report FILE]
 

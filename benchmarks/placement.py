@@ -1,4 +1,4 @@
-"""What does it gain to order the nodes of a fragmented allocation?
+"""Gain from ordering the nodes of a fragmented allocation.
 
 usage: python benchmarks/placement.py [--seeds N]
 

@@ -1,4 +1,4 @@
-"""What do the benchmarks share?  Their first options, curves as presets hold them, and dated reports."""
+"""Functions that benchmarks share: first options, curves as presets hold them, and dated reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do two checkouts give the same answers?  The command line of each is run on many cases, and what it says is compared.
+"""Comparison of the answers of two checkouts: many command lines are run in each, and their output compared.
 
 usage: python benchmarks/same_answers.py record CHECKOUT --out FOLDER [--runs CSV] [--only GROUP] [--jobs N]
                                                 [--cases FILE]

@@ -1,4 +1,4 @@
-"""How many cells does a sampler look at until it has a plan within 1 % of the best?
+"""Number of cells that a sampler looks at until it has a plan within 1 % of the best.
 
 usage: python benchmarks/samplers.py [--seeds N] [--trials N] [--gp-seeds N]
 

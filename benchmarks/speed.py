@@ -1,4 +1,4 @@
-"""How fast is the search, and how fast are bounds and estimates, on one core and beside other planners?
+"""Speed of the search, of bounds and of estimates, on one core and beside other planners.
 
 usage: python benchmarks/speed.py [--runs N] [--calculon DIR] [--simumax DIR] [--peer-python PYTHON] [--report FILE]
 

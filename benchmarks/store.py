@@ -1,4 +1,4 @@
-"""Does the timing database keep every row from many writers at once, and find a search's timings among a million?
+"""Timing database under many writers at once, and searches among a million rows.
 
 usage: python benchmarks/store.py [--server URL] [--writers N] [--rows N] [--lookup-rows N] [--report REPORT.md]
 

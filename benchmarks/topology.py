@@ -1,4 +1,4 @@
-"""How long does the graph of a cluster take to build, folded and with every part a vertex?
+"""Time to build the graph of a cluster, folded and with every component a vertex.
 
 usage: python benchmarks/topology.py [--report REPORT.md]
 """
@@ -20,7 +20,7 @@ from expanded import expand
 from autoplan.base.files import write_text
 from autoplan.base.units import format_seconds
 from autoplan.read.cluster import load_cluster
-from autoplan.report.drawing import draw
+from autoplan.report.cluster_drawing import draw
 from autoplan.topology.cluster import ClusterSpec, NodeGroup
 from autoplan.topology.graph import bisection_bytes_per_s, quotient
 

@@ -1,4 +1,4 @@
-"""Does `autoplan tune` find the fastest plan on this machine in five trials?
+"""Regret of `autoplan tune` on this machine after five trials.
 
 Measures the machine with `autoplan profile`, and tune has its trials of the plans that a search proposes with these
 times.  Then every plan that tune considered runs several times on two ranks, in turn, so that a slow minute hits all of
@@ -39,7 +39,7 @@ from autoplan.search.study import search
 from autoplan.search.tune import MARGIN, TunedTrial, Tuning, look
 from autoplan.spec.enums import Precision
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RankedPlan
+from autoplan.spec.search_result import RankedPlan
 
 MODEL = """\
 name = "small"

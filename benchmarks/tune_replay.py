@@ -1,4 +1,4 @@
-"""How many measured trials find the best plan?
+"""Number of measured trials until the best plan is found.
 
 Replays published sweeps: to run a plan is to look up its row.  Runs that ran out of memory, failed or were refused
 answer so, and cost a trial.  A group holds the plans of one source, framework, model, cluster, length and batch; those
@@ -40,8 +40,10 @@ from autoplan.search.choice import COMPONENTS, pace
 from autoplan.search.ranking import ranked
 from autoplan.search.tune import TrialResult, TunedTrial, look
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.result import Outcome, RankedPlan, TrialEnd
+from autoplan.spec.run_outcome import RunOutcome
+from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import Calibration
+from autoplan.spec.tune_report import TrialEnd
 
 SOURCES = ("bloom", "vtrain", "hagemann", "nanotron")
 ERRATIC = ("nanotron_mn",)  # a third of whose runs take several times as long as their neighbours
@@ -104,7 +106,7 @@ def read_groups(path: Path) -> list[Group]:
         own = [case for case in cases if family(case.source) == name]
         unseen = frozenset(case.run.id for case in own)
         calibrations |= {(name, key): fits.without(key, unseen) for key in by_key(own)}
-    rows: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[Run, Outcome]]]] = defaultdict(
+    rows: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[Run, RunOutcome]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for run, outcome in zip(runs, read_outcomes(path), strict=True):
@@ -116,7 +118,7 @@ def read_groups(path: Path) -> list[Group]:
 
 def _group(
     decision: tuple[str, ...],
-    rows: dict[tuple[str, ...], list[tuple[Run, Outcome]]],
+    rows: dict[tuple[str, ...], list[tuple[Run, RunOutcome]]],
     calibrations: dict[tuple[str, tuple[str, str]], Calibration],
 ) -> Group | None:
     answers = {plan: _answer([outcome for _, outcome in some]) for plan, some in rows.items()}
@@ -140,7 +142,7 @@ def _group(
     )
 
 
-def _answer(outcomes: Sequence[Outcome]) -> TrialResult:
+def _answer(outcomes: Sequence[RunOutcome]) -> TrialResult:
     """What running a plan comes to; of repeats that finished, the mean."""
     steps = [one.step_s for one in outcomes if one.is_finished and one.step_s is not None]
     if steps:

@@ -14,8 +14,9 @@ from autoplan.base.units import format_bytes
 from autoplan.cost.estimate import estimate
 from autoplan.search.limits import Limits, default_limits
 from autoplan.search.space import Cell, Space
+from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RISKY_Z, SearchResult
+from autoplan.spec.search_result import SearchResult
 from autoplan.topology.cluster import MAX_DEVICES
 
 CHECKED_CELLS = 64  # looked at for a reason, spread over the space

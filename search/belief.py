@@ -18,7 +18,8 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.cost.calibration import FACTOR_SPREAD
 from autoplan.search.choice import OWN_SPREAD, pace, shares
-from autoplan.spec.result import RankedPlan, probability_above
+from autoplan.spec.estimate import probability_above
+from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import Calibration
 
 # Standard deviations of logarithms.

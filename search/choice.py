@@ -21,7 +21,7 @@ from autoplan.cost.estimate import NORMAL_90
 from autoplan.search.findings import KEPT_WINNERS
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import Choice, Contender, RankedPlan, SearchResult
+from autoplan.spec.search_result import Confidence, Contender, RankedPlan, SearchResult
 
 # Standard deviation of the logarithm of any ratio, beside the share of the calibration.  Fitted to 32,000 pairs of runs
 # of 10 published sources; of a source left out the 90 % interval then holds .87 of the pairs, in the mean of sources
@@ -94,14 +94,14 @@ def first_of_kinds(plans: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
     return tuple(first.values())
 
 
-def choice_of(result: SearchResult) -> Choice:
+def choice_of(result: SearchResult) -> Confidence:
     """The plans that the model cannot tell from the best, of those that the search has kept.
 
     A contender is in the 90 % interval of its ratio to the best: measured, it may be the faster one.
     """
     best, *others = distinct(result)
     if not others:
-        return Choice(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())
+        return Confidence(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())
     terms = {name: np.array([one.terms_s[name] for one in (best, *others)]) for name in best.terms_s}
     parts, spreads = shares(terms), np.array([spread_of(one) for one in (best, *others)])
     ratio = np.array([pace(one) for one in others]) / pace(best)
@@ -117,7 +117,7 @@ def choice_of(result: SearchResult) -> Choice:
         )
         for at in inside[:MOST_CONTENDERS]
     )
-    return Choice(
+    return Confidence(
         runner_up=others[0],
         ratio=float(ratio[0]),
         width=float(width[0]),

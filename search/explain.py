@@ -20,9 +20,12 @@ from autoplan.search.nearest import neighbours
 from autoplan.search.ranking import TIE, ranked, seconds_per_sequence
 from autoplan.search.walk import Way, changes, prices
 from autoplan.spec.enums import CodedEnum, ContextParallelKind, Offload, Schedule, Sharding
+from autoplan.spec.estimate import StageCost
+from autoplan.spec.explanation import AxisChange, Explanation, Neighbour, Versus
 from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import AxisChange, Explanation, Neighbour, PlanFile, RankedPlan, StageCost, Versus
+from autoplan.spec.search_result import RankedPlan
 
 MOST_BETTER = 5
 MOST_ALTERNATIVES = 3

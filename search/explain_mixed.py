@@ -12,8 +12,9 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.stages import mixed_stages
 from autoplan.search.ranking import TIE
 from autoplan.spec.enums import Recompute, Sharding
+from autoplan.spec.explanation import MixedExplanation, MixedNeighbour
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
-from autoplan.spec.result import MixedExplanation, MixedNeighbour, MixedPlanFile
+from autoplan.spec.plan_file import MixedPlanFile
 
 MOST_ALTERNATIVES = 3
 

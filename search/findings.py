@@ -14,8 +14,8 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.search.ranking import TIE, Leaders
+from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.result import VERDICTS
 
 FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 KEPT = 1000  # plans that a result ranks

@@ -25,9 +25,10 @@ from autoplan.search.pricing import limit_bytes
 from autoplan.search.ranking import TIE, ordering, ranked, seconds_per_sequence
 from autoplan.search.space import Cell, Space
 from autoplan.search.study import Shared, joined, search
+from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import Certificate, CostEstimate, SearchResult
+from autoplan.spec.search_result import Certificate, SearchResult
 
 # Kinds bounded in one go; of the first round, and how many times those before are in the next one.
 BLOCK_KINDS, FIRST_KINDS, GROWTH, ROUND_BLOCKS = 4096, 1024, 4, 8

@@ -13,7 +13,7 @@ from autoplan.search.ranking import ranked
 from autoplan.spec.enums import RecomputeModule, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, chunk_layers, parse_recompute
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import MemoryKnob
+from autoplan.spec.search_result import MemoryKnob
 
 DEGREES = ("tp", "cp", "pp", "ep")
 

@@ -15,9 +15,11 @@ from autoplan.search.space import Space
 from autoplan.search.structures import LEAST_USED, MAX_STAGES, Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as search_alone
 from autoplan.spec.enums import Recompute, Sharding
+from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.mixed_result import MixedCertificate, MixedResult
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RISKY_Z, MixedCertificate, MixedResult, RankedPlan
+from autoplan.spec.search_result import RankedPlan
 
 KEPT_PIPELINES = 3  # of every group of parts, taken on to be combined
 KEPT_STRUCTURES = 4  # of every set of parts in use, whose other choices are looked at

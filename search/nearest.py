@@ -18,9 +18,10 @@ from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.space import chunk_counts
 from autoplan.spec.enums import Offload
+from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import VERDICTS, RankedPlan
+from autoplan.spec.search_result import RankedPlan
 
 MOST_ASKED = 400  # plans that a target is asked about
 

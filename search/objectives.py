@@ -18,7 +18,8 @@ from autoplan.base.units import check_positive
 from autoplan.cost.energy import step_energy_j, waiting_power_w
 from autoplan.cost.goodput import Reliability
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RankedPlan, RunFigures
+from autoplan.spec.run_report import RunFigures
+from autoplan.spec.search_result import RankedPlan
 from autoplan.topology.cluster import ClusterSpec
 
 Measure = Literal["time", "energy", "memory"]

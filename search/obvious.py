@@ -11,7 +11,7 @@ from autoplan.search.limits import Limits
 from autoplan.search.space import Space
 from autoplan.search.study import search
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import Obvious, SearchResult
+from autoplan.spec.search_result import Obvious, SearchResult
 
 
 def _narrowed(limits: Limits, **degrees: int) -> Limits:

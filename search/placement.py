@@ -19,7 +19,7 @@ from autoplan.search.limits import divisors
 from autoplan.search.ranking import TIE, ranked
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RankedPlan, SearchResult
+from autoplan.spec.search_result import RankedPlan, SearchResult
 from autoplan.topology.levels import Topology
 from autoplan.topology.placement import (
     Group,

@@ -17,9 +17,10 @@ from autoplan.search.findings import FITS, RISKY, Findings
 from autoplan.search.ledger import Block, BlockOutcome, CellOutcome
 from autoplan.search.ranking import ordering, ranked, seconds_per_sequence
 from autoplan.search.space import Cell, Space
+from autoplan.spec.estimate import OOM_Z, RISKY_Z, VERDICTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import OOM_Z, RISKY_Z, VERDICTS, RankedPlan
+from autoplan.spec.search_result import RankedPlan
 
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
 # Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.

@@ -9,9 +9,10 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.kernels.arithmetic import model_flops_per_token
+from autoplan.spec.estimate import VERDICTS, CostEstimate, datasheet_peak
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import VERDICTS, CostEstimate, RankedPlan, datasheet_peak
+from autoplan.spec.search_result import RankedPlan
 
 # Step times this close, as a share, are equal: sums in another order differ by less, measurements by far more.
 TIE = 1e-9

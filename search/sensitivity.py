@@ -19,9 +19,10 @@ from autoplan.search.findings import KEPT
 from autoplan.search.ranking import TIE, seconds_per_sequence
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
+from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RISKY_Z, Flip, RankedPlan, SearchResult, Sensitivity
+from autoplan.spec.search_result import Flip, RankedPlan, SearchResult, Sensitivity
 from autoplan.spec.timing import Calibration, Operation
 from autoplan.topology.cluster import ClusterSpec
 

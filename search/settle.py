@@ -15,9 +15,10 @@ from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 from autoplan.search.structures import Place, Structure
 from autoplan.spec.enums import Sharding
+from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, mixes_vendors
+from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.plan import even_chunks
-from autoplan.spec.result import RISKY_Z, MixedCost, MixedKindCost, MixedStageCost
 
 ROUNDS = 6  # of pricing and sharing out anew
 

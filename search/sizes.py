@@ -24,7 +24,8 @@ from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.study import Progress, Shared, search
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import Certificate, RankedPlan, RunFigures, RunPlan, RunReport, SearchResult, SizeOutcome
+from autoplan.spec.run_report import RunFigures, RunPlan, RunReport, SizeOutcome
+from autoplan.spec.search_result import Certificate, RankedPlan, SearchResult
 
 Costs = tuple[float, ...]
 Make = Callable[[int], tuple[Problem, Space]]

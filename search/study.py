@@ -20,7 +20,7 @@ from autoplan.search.sampler import WARM_CELLS, Sampling
 from autoplan.search.space import Cell, Space
 from autoplan.search.storage import identity, join_study, opened
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import Certificate, RankedPlan, SearchResult
+from autoplan.spec.search_result import Certificate, RankedPlan, SearchResult
 
 MARGIN = 0.05  # plans so much slower than the best are found too, all of them
 FIRST_KINDS = 128  # of the first round; few of them until there is a plan to beat

@@ -25,9 +25,11 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from autoplan import __version__
 from autoplan.search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
 from autoplan.search.storage import fingerprint, join_study
+from autoplan.spec.estimate import probability_above
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RankedPlan, TrialEnd, probability_above
+from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.tune_report import TrialEnd
 
 TOLERANCE = 0.02  # a plan that is faster by less is no better: runs of one plan differ by as much
 CHANCE = 0.05  # that any of some plans is better, below which they are not expected to be

@@ -15,9 +15,11 @@ from autoplan.frameworks.common.rules import Rule, broken, legal
 from autoplan.search.axes import axes_of, differing, mixed, plan_of, words
 from autoplan.search.choice import pace
 from autoplan.search.ranking import TIE, ranked
+from autoplan.spec.estimate import VERDICTS
+from autoplan.spec.explanation import AxisChange, WalkStep
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import VERDICTS, AxisChange, RankedPlan, WalkStep
+from autoplan.spec.search_result import RankedPlan
 
 MOST_AT_ONCE = 3  # changes of one step, unless it takes all that are left
 

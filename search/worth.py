@@ -25,9 +25,10 @@ from autoplan.cost.estimate import estimate
 from autoplan.search.choice import OWN_SPREAD, first_of_kinds, pace
 from autoplan.search.ranking import seconds_per_sequence
 from autoplan.search.sensitivity import ATTENTIONS, COLLECTIVES, PRODUCTS, STREAMS
+from autoplan.spec.estimate import probability_above
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RankedPlan, probability_above
+from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import Measurement, Operation, Provenance
 from autoplan.topology.cluster import LinkLevel
 

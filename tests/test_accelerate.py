@@ -21,7 +21,7 @@ from autoplan.launch.targets import job_of
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from damage import damaged
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, plan_file_of

@@ -20,7 +20,8 @@ from autoplan.cli.run import plan_to_run
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.report.terminal import make_console, print_estimate, print_search, why_first
-from autoplan.spec.result import PlanFile, RankedPlan
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import NO_TIMINGS
 from commands import run
 

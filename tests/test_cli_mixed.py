@@ -10,7 +10,8 @@ import pytest
 
 from autoplan.base.files import decode, read_table
 from autoplan.base.units import format_bytes
-from autoplan.spec.result import MixedExplanation, MixedPlanFile
+from autoplan.spec.explanation import MixedExplanation
+from autoplan.spec.plan_file import MixedPlanFile
 from commands import run
 
 LLAMA = {

@@ -10,7 +10,7 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode
 from autoplan.cli import make_app
 from autoplan.cli.objectives import parse_sizes, parse_tokens
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from test_cli import LLAMA
 
 SEARCH = ("--cluster", "h100-sxm:2x4", "--global-batch", "16", "--seq-len", "4096", "--force", "--quiet")

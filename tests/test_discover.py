@@ -36,7 +36,7 @@ from autoplan.profiler.machine.hardware import Gpu, GpuLink
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.read.cluster import load_cluster, preset_clusters, preset_devices
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.timing import Measurement, Operation
 from autoplan.topology.cluster import Fault, MachineSpec, NodeGroup
 from autoplan.topology.levels import compile_topology

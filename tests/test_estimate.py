@@ -22,11 +22,11 @@ from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backwar
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.enums import ContextParallelKind, Recompute, Sharding
+from autoplan.spec.estimate import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
 from autoplan.spec.timing import Calibration
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec

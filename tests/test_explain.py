@@ -21,10 +21,11 @@ from autoplan.search.axes import axes_of, differing
 from autoplan.search.choice import pace
 from autoplan.search.explain import LEAST_GAIN, changed, explain, versus
 from autoplan.search.ranking import ranked
+from autoplan.spec.explanation import Explanation
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import Explanation, RankedPlan
+from autoplan.spec.search_result import RankedPlan
 from commands import run
 from search_cases import LARGE, make
 

@@ -19,7 +19,8 @@ from autoplan.launch.targets import job_of
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import PLAN_FILE_VERSION, PlanFile, RankedPlan
+from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
+from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup

@@ -18,7 +18,7 @@ from autoplan.search.study import search
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RankedPlan
+from autoplan.spec.search_result import RankedPlan
 from test_bounds import problems
 from test_study import DENSE, MOE, make
 

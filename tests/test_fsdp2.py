@@ -21,7 +21,7 @@ from autoplan.frameworks.fsdp2.read import read, recognises
 from autoplan.launch.targets import job_of
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import ParallelPlan, chunk_layers
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from damage import damaged
 from test_export_megatron_lm import LLAMA_8B, plan_file_of
 

@@ -25,9 +25,9 @@ from autoplan.topology.cluster import (
     SwitchTier,
     WanSpec,
 )
+from autoplan.topology.components import node_graph
 from autoplan.topology.graph import Group, bisection_bytes_per_s, classes, min_cut_bytes_per_s, quotient
 from autoplan.topology.levels import compile_topology
-from autoplan.topology.parts import node_graph
 from benchmarks.expanded import expand
 
 
@@ -51,7 +51,7 @@ SITES = WanSpec(nodes_per_site=16, bandwidth_bytes_per_s=12.5e9, latency_s=15e-3
 
 def full_cut(cluster: ClusterSpec, num_nodes: int) -> float:
     graph = expand(cluster)
-    on_device = [at for at, part in graph.nodes(data="part") if part.kind == "device"]
+    on_device = [at for at, part in graph.nodes(data="component") if part.kind == "device"]
     left = [at for at in on_device if at[0] < num_nodes]
     return min_cut_bytes_per_s(graph, left, [at for at in on_device if at[0] >= num_nodes])
 
@@ -59,7 +59,7 @@ def full_cut(cluster: ClusterSpec, num_nodes: int) -> float:
 def part_counts(graph: Any) -> Counter[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
     for _, data in graph.nodes(data=True):
-        counts[data["part"].kind, data["part"].name] += data["count"]
+        counts[data["component"].kind, data["component"].name] += data["count"]
     return counts
 
 
@@ -309,7 +309,7 @@ def test_a_part_of_a_nic_is_a_slower_one() -> None:
 
 def test_colours_are_refined_until_equal_vertices_see_equal_ones() -> None:
     path = nx.path_graph(5)
-    nx.set_node_attributes(path, "x", "part")
+    nx.set_node_attributes(path, "x", "component")
     nx.set_edge_attributes(path, "x", "link")
     found = classes(path)
     assert (found[0], found[1]) == (found[4], found[3])

@@ -29,7 +29,7 @@ from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS, Launcher
 from autoplan.launch.start import dns_name, node_shape
 from autoplan.launch.targets import TARGETS, job_of
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from autoplan.topology.cluster import MachineSpec, NodeGroup
 from commands import run
 from launched import launched, run_files

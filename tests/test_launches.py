@@ -24,7 +24,7 @@ from autoplan.launch.targets import TARGETS, exported
 from autoplan.read.model import load_model
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from commands import run
 
 PLACE = ("--cluster", "h100-sxm:1x8")

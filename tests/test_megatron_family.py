@@ -32,7 +32,7 @@ from autoplan.launch.names import Launcher
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import chunk_layers
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from framework_parsers import ask
 from megatron_plans import DEFECTS, MATRIX, MIXTRAL, ZERO_BUBBLE, plan_files
 from test_export_megatron_lm import LLAMA_8B, plan_file_of

@@ -19,11 +19,11 @@ from autoplan.cost.pipeline.order import rank_orders
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.enums import Recompute, Sharding
+from autoplan.spec.estimate import VERDICTS, CostEstimate, StageCost
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import VERDICTS, CostEstimate, StageCost
 from autoplan.spec.training import TrainingSpec
 from pipeline_oracle import interleaved, most_alive
 

@@ -18,11 +18,11 @@ from autoplan.cost.network.links import Links
 from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.read.mixed import load_parts
+from autoplan.read.mixed_cluster import load_parts
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind, as_parallel, check_mixed
+from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
-from autoplan.spec.result import MixedCost
 from autoplan.topology.cluster import NodeGroup, WanSpec
 from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster, joined
 from mixed_cases import SMALL, problem_of, replicas, scaled, stages, whole

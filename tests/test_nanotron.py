@@ -24,7 +24,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.launch.targets import job_of
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 from framework_parsers import ask
 from test_export_megatron_lm import DEEPSEEK, GPT3, LLAMA_8B, plan_file_of

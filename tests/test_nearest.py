@@ -16,7 +16,7 @@ from autoplan.search.axes import axes_of, differing
 from autoplan.search.nearest import nearest
 from autoplan.search.walk import prices
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import RankedPlan
+from autoplan.spec.search_result import RankedPlan
 from commands import run
 from search_cases import DENSE, make
 

@@ -30,7 +30,7 @@ from autoplan.search.ranking import ranked
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RunFigures
+from autoplan.spec.run_report import RunFigures
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.files import decode, read_table
 from autoplan.report.page.html import Markup, data, tag
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from commands import run
 
 if TYPE_CHECKING:  # takes long to load

@@ -11,11 +11,11 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.pipeline.closed_forms import one_forward_one_backward_s
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
+from autoplan.spec.estimate import VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import VERDICTS, CostEstimate
 from autoplan.spec.training import TrainingSpec
 
 

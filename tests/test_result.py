@@ -15,8 +15,8 @@ from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model
 from autoplan.search.ranking import ranked
 from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import PLAN_FILE_VERSION, PlanFile
 from autoplan.spec.training import TrainingSpec
 
 

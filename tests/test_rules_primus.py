@@ -12,7 +12,7 @@ from autoplan.frameworks.megatron_lm import rules as megatron_lm
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.primus import rules as primus
 from autoplan.frameworks.rulebooks import book_of
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 from commands import run
 from megatron_plans import DEFECTS, MATRIX, ZERO_BUBBLE

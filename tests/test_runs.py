@@ -14,7 +14,7 @@ from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
 from autoplan.runs.predictions import COLUMNS, predict, prediction_table
 from autoplan.runs.runs import Run, find_preset, read_runs
-from autoplan.spec.result import VERDICTS
+from autoplan.spec.estimate import VERDICTS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured_runs.csv"
 # What a prediction may never depend on.

@@ -17,14 +17,14 @@ from autoplan.report.score import COLUMNS, kendall_tau, score, score_by_source, 
 from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.predictions import predict, prediction_table, read_predictions
 from autoplan.runs.runs import read_runs
-from autoplan.spec.result import Outcome, Prediction
+from autoplan.spec.run_outcome import Prediction, RunOutcome
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-def ran(name: str, step_s: float | None = None, status: str = "ok", **changes: Any) -> Outcome:
+def ran(name: str, step_s: float | None = None, status: str = "ok", **changes: Any) -> RunOutcome:
     values = {"id": name, "source": "a", "peak_gib": None, "decision": ("a",), "plan": (name,), **changes}
-    return Outcome(status=status, step_s=step_s, **values)  # type: ignore[arg-type]
+    return RunOutcome(status=status, step_s=step_s, **values)  # type: ignore[arg-type]
 
 
 def said(name: str, step_s: float | None, verdict: str = "fits", spread: float = 1.5, **changes: Any) -> Prediction:

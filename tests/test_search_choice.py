@@ -26,7 +26,7 @@ from autoplan.search.choice import (
 )
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.study import search
-from autoplan.spec.result import SearchResult
+from autoplan.spec.search_result import SearchResult
 from autoplan.spec.timing import Calibration
 from search_cases import LARGE, make
 

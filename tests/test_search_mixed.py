@@ -16,10 +16,11 @@ from autoplan.read.model import load_model
 from autoplan.search.mixed import alone, search_mixed
 from autoplan.search.settle import Settler
 from autoplan.search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
+from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind
+from autoplan.spec.mixed_result import MixedCost, MixedResult
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import even_chunks
-from autoplan.spec.result import RISKY_Z, MixedCost, MixedResult
 from autoplan.topology.mixed_cluster import BetweenSpec
 from mixed_cases import SMALL, problem_of, replicas, scaled
 

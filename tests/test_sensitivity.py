@@ -18,7 +18,7 @@ from autoplan.search.study import MARGIN, search
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import Sensitivity
+from autoplan.spec.search_result import Sensitivity
 from search_cases import DENSE, LARGE, make
 
 SMALL = ModelSpec(name="small", num_layers=8, hidden_size=2048, vocab_size=32000, num_heads=16, ffn_size=8192)

@@ -16,7 +16,7 @@ from autoplan.search.sizes import NO_PROGRESS, TOO_SLOW, Chosen, search_sizes, s
 from autoplan.search.space import Space
 from autoplan.search.study import search
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RunFigures
+from autoplan.spec.run_report import RunFigures
 from test_study import DENSE, make
 
 SIZES = (1, 2, 3, 4, 6)

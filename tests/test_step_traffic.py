@@ -15,7 +15,7 @@ from autoplan.cost.collectives.traffic import StepTraffic, TrafficRow, step_traf
 from autoplan.cost.estimate import message_s
 from autoplan.cost.network.links import Links
 from autoplan.read.cluster import load_cluster
-from autoplan.report.drawing import draw
+from autoplan.report.cluster_drawing import draw
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.topology.graph import quotient

@@ -15,9 +15,9 @@ from autoplan.search.limits import with_wishes
 from autoplan.search.ranking import Leaders, ordering, ranked, seconds_per_sequence
 from autoplan.search.storage import opened
 from autoplan.search.study import MARGIN, Shared, search
+from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.result import VERDICTS
 from search_cases import DENSE, make
 
 MOE = ModelSpec(

@@ -11,7 +11,7 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.launch.targets import PLANNED_AS, TARGETS, exported
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from commands import run
 
 PIPELINES = {"fsdp2", "megatron-bridge", "megatron-lm", "nanotron", "primus", "torchtitan", "autoplan"}

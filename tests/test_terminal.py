@@ -16,7 +16,7 @@ from autoplan.base.files import decode
 from autoplan.base.units import format_seconds
 from autoplan.read.cluster import load_cluster
 from autoplan.report.terminal import make_console, mfu_convention, print_estimate, print_memory, print_search
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from commands import run
 
 WIDTHS = (60, 80, 120, 200)

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from autoplan.read.cluster import load_cluster, preset_clusters
-from autoplan.report.drawing import MOST_DRAWN, WIDTH, draw
-from autoplan.report.topology import print_topology, rates_text, topology_json
+from autoplan.report.cluster import print_topology, rates_text, topology_json
+from autoplan.report.cluster_drawing import MOST_DRAWN, WIDTH, draw
 from autoplan.topology.cluster import ClusterSpec, Fault, SwitchTier, WanSpec
+from autoplan.topology.components import Link
 from autoplan.topology.graph import quotient
-from autoplan.topology.parts import Link
 from commands import run
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -28,7 +28,7 @@ from autoplan.read.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 from damage import damaged
 from framework_parsers import ask

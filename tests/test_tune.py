@@ -34,7 +34,7 @@ from autoplan.search.study import search
 from autoplan.search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, look
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RankedPlan
+from autoplan.spec.search_result import RankedPlan
 from commands import run
 from logged import read_log
 

@@ -16,10 +16,10 @@ from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared, pace
 from autoplan.search.walk import Way, changes, nearest_equal, prices, walk
+from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import Experts
 from autoplan.spec.plan import ParallelPlan, chunk_layers, parse_recompute
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import VERDICTS
 from search_cases import DENSE, make
 
 PROBLEM, _ = make()

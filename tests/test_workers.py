@@ -32,7 +32,7 @@ from autoplan.search.storage import fingerprint, join_study, opened
 from autoplan.search.study import Shared, search
 from autoplan.search.workers import helped
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import SearchResult
+from autoplan.spec.search_result import SearchResult
 from stores import postgres_schema
 from test_study import DENSE, make
 

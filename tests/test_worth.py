@@ -27,7 +27,7 @@ from autoplan.search.worth import (
     spread_of_price,
 )
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import RankedPlan
+from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import Measurement, TimingTable
 from commands import run
 from search_cases import make

@@ -76,9 +76,9 @@ def peaks_of_building(task: Task) -> int:
 def _build(place: Place, line: Connection, *, task: Task) -> None:
     import torch.distributed as dist
 
-    from autoplan.trainer.memory import StorageTracker
     from autoplan.trainer.rank import join
     from autoplan.trainer.step import Training
+    from autoplan.trainer.tensor_memory import StorageTracker
 
     device = join(place, 60.0)
     with StorageTracker() as tracker:

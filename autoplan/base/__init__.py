@@ -1,1 +1,1 @@
-"""Units, errors, arrays, files, processes: what every layer shares."""
+"""Units, errors, arrays, files and processes for all layers."""

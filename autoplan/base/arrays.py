@@ -1,4 +1,4 @@
-"""Which arrays do the modules hand to each other?  Their types, by what is in them."""
+"""Types of numpy arrays, by element type."""
 
 from __future__ import annotations
 

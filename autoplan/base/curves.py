@@ -1,4 +1,4 @@
-"""How does the speed of a kernel or a collective fall with its size?  Few-parameter curves, as data of a device.
+"""Speed of kernels and collectives by size, as curves of a few parameters that devices hold as data.
 
 The shapes are fitted to public measurements by `profiler.fit` (tables of aiconfigurator-core, own ones on an H200, see
 `benchmarks/results`); a device or a link that was not measured takes those of its nearest relative.  The level is

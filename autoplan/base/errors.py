@@ -1,4 +1,4 @@
-"""Which errors are the user's to mend?  Those of this family: one clear line and exit 1."""
+"""Errors that the user can mend; the command line prints them as one line and exits with 1."""
 
 from __future__ import annotations
 

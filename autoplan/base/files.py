@@ -1,4 +1,4 @@
-"""How do files become values, strictly, and values become files, without leaving half of one behind?"""
+"""Strict decoding of files into values, and writing of files in one step, never half."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes?  Finds this program's place in a job, starts its ranks as children, and outlives them.
+"""Ranks of a job as child processes: their places from the launcher's variables, their start, messages and end.
 
 On one machine the program starts all ranks itself.  Under torchrun, Slurm's srun or MPI it is started once for each
 rank, reads its place from their variables, and starts that one rank.  Either way the one beside rank 0 says what is

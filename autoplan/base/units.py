@@ -1,4 +1,4 @@
-"""How are quantities written: in SI inside, in human units in the keys of files and on screen?"""
+"""Quantities in SI units, and as text in human units for files and the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a database URL may be shown?  Never its password, however it was written."""
+"""Database URLs as shown to people, without their password."""
 
 from __future__ import annotations
 

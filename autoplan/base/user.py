@@ -1,4 +1,4 @@
-"""Who is it?  By name, as colleagues and schedulers know them."""
+"""Name of the user, as schedulers know it."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 
 if TYPE_CHECKING:
+    from autoplan.spec.plan_file import PlanFile, SpaceFlags
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import PlanFile, RankedPlan, SpaceFlags
+    from autoplan.spec.search_result import RankedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

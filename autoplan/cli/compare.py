@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autoplan.search.objectives import Run
     from autoplan.search.space import Space
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import SizeOutcome
+    from autoplan.spec.run_report import SizeOutcome
 
 
 def compare(
@@ -169,7 +169,7 @@ def fastest(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Spac
     from autoplan.cli.objectives import resized
     from autoplan.search.objectives import find_objectives
     from autoplan.search.sizes import search_sizes
-    from autoplan.spec.result import SizeOutcome
+    from autoplan.spec.run_report import SizeOutcome
 
     mine = resized(problem, num_nodes)
     try:

@@ -42,8 +42,8 @@ from autoplan.cli.options import (
 if TYPE_CHECKING:
     from autoplan.frameworks.common.rules import Rule
     from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.plan_file import PlanFile
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import PlanFile
 
 RECOMPUTE_HELP = (
     "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."

@@ -11,9 +11,9 @@ from autoplan.base.errors import InputError
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, TraceOption
 
 if TYPE_CHECKING:
+    from autoplan.spec.explanation import Versus
     from autoplan.spec.plan import ParallelPlan
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import Versus
 
 
 def explain(
@@ -41,7 +41,7 @@ def explain(
     from autoplan.cli.planfile import load_any_plan_file, problem_of, write_trace
     from autoplan.cost.timeline import timeline
     from autoplan.search.explain import explain as explained
-    from autoplan.spec.result import MixedPlanFile
+    from autoplan.spec.plan_file import MixedPlanFile
 
     if trace is not None:
         check_output(trace, force=force)

@@ -51,7 +51,7 @@ def export(
     from autoplan.cli.planfile import load_any_plan_file
     from autoplan.cli.starting import NOT_STARTED
     from autoplan.launch.targets import exported
-    from autoplan.spec.result import MixedPlanFile
+    from autoplan.spec.plan_file import MixedPlanFile
 
     if to not in TARGETS:
         raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")

@@ -137,7 +137,7 @@ def parse_batches(text: str) -> tuple[int, int]:
 
 def named_cluster(text: str, *, quiet: bool) -> ClusterSpec | MixedCluster:
     """The cluster that a flag names: a shipped one, several joined by +, a file, or `local`, this machine."""
-    from autoplan.read.mixed import load_parts
+    from autoplan.read.mixed_cluster import load_parts
 
     if text == "local":
         from autoplan.cli.discover import local_cluster

@@ -16,7 +16,8 @@ from autoplan.spec.enums import Sharding
 if TYPE_CHECKING:
     from autoplan.cli.estimate import EstimateFlags
     from autoplan.spec.mixed_problem import MixedProblem
-    from autoplan.spec.result import MixedPlanFile, MixedResult, SpaceFlags
+    from autoplan.spec.mixed_result import MixedResult
+    from autoplan.spec.plan_file import MixedPlanFile, SpaceFlags
 
 SHARDINGS = ("zero2", "zero3")  # that may be allowed
 
@@ -87,7 +88,7 @@ def _check(problem: MixedProblem, result: MixedResult) -> None:
 
 
 def _show(file: MixedPlanFile, text: str, *, json: bool) -> None:
-    from autoplan.report.mixed import print_mixed
+    from autoplan.report.mixed_search import print_mixed
     from autoplan.report.terminal import make_console
 
     if json:
@@ -111,7 +112,7 @@ def estimate_saved(file: MixedPlanFile, output: EstimateFlags) -> None:
         _trace(problem, again, output.trace, force=output.force, quiet=output.quiet)
     if output.memory and not output.json:
         from autoplan.cost.mixed.stages import mixed_stages
-        from autoplan.report.mixed import print_mixed_answer
+        from autoplan.report.mixed_search import print_mixed_answer
         from autoplan.report.terminal import make_console, print_waterfall
 
         print_mixed_answer(make_console(), again)
@@ -141,7 +142,7 @@ def explain_saved(file: MixedPlanFile, trace: Path | None, *, force: bool, json:
 def _trace(problem: MixedProblem, file: MixedPlanFile, path: Path, *, force: bool, quiet: bool) -> None:
     from autoplan.cli.planfile import write_trace
     from autoplan.cost.mixed.stages import mixed_timeline
-    from autoplan.report.mixed import describe
+    from autoplan.report.mixed_search import describe
 
     plan = file.best.plan
     words = describe(plan, file.cluster.part_names)

@@ -10,7 +10,8 @@ from autoplan.base.errors import AutoplanError, InputError
 
 if TYPE_CHECKING:
     from autoplan.search.nearest import Near
-    from autoplan.spec.result import PlanFile, RankedPlan
+    from autoplan.spec.plan_file import PlanFile
+    from autoplan.spec.search_result import RankedPlan
 
 
 def startable(file: PlanFile, to: str, version: str | None, *, or_nearest: bool) -> PlanFile:

@@ -16,19 +16,12 @@ from autoplan.base.urls import redact_arguments
 if TYPE_CHECKING:
     from autoplan.cost.timeline import Timeline
     from autoplan.spec.mixed_problem import MixedProblem
+    from autoplan.spec.mixed_result import MixedCertificate, MixedCost
     from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.plan_file import MixedPlanFile, PlanFile, SpaceFlags
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import (
-        Certificate,
-        Choice,
-        MixedCertificate,
-        MixedCost,
-        MixedPlanFile,
-        PlanFile,
-        RankedPlan,
-        RunReport,
-        SpaceFlags,
-    )
+    from autoplan.spec.run_report import RunReport
+    from autoplan.spec.search_result import Certificate, Confidence, RankedPlan
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
@@ -56,7 +49,7 @@ def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan
 def load_plan_file(path: Path) -> PlanFile:
     """The plan file at `path`, of a cluster of equal nodes."""
     from autoplan.base.files import decode, read_table
-    from autoplan.spec.result import PlanFile
+    from autoplan.spec.plan_file import PlanFile
 
     table = read_table(path)
     if "schema_version" not in table:
@@ -70,7 +63,7 @@ def load_plan_file(path: Path) -> PlanFile:
 def load_mixed_file(path: Path) -> MixedPlanFile:
     """The plan file at `path`, of a mixed cluster."""
     from autoplan.base.files import decode, read_table
-    from autoplan.spec.result import MixedPlanFile
+    from autoplan.spec.plan_file import MixedPlanFile
 
     return decode(MixedPlanFile, read_table(path), str(path))
 
@@ -112,7 +105,7 @@ def make_plan_file(
     certificate: Certificate | None,
     *,
     timings: str = "",
-    choice: Choice | None = None,
+    choice: Confidence | None = None,
     run: RunReport | None = None,
     space: SpaceFlags | None = None,
 ) -> PlanFile:
@@ -120,8 +113,8 @@ def make_plan_file(
     from autoplan.cost.estimate import estimate, stage_costs
     from autoplan.cost.provenance import shares
     from autoplan.spec.plan import PlanBatch
+    from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
     from autoplan.spec.ranks import hosts
-    from autoplan.spec.result import PLAN_FILE_VERSION, PlanFile
 
     best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
     listed = replace(best, placement=None)
@@ -177,7 +170,7 @@ def make_mixed_file(
     problem: MixedProblem, plans: Sequence[MixedCost], certificate: MixedCertificate | None
 ) -> MixedPlanFile:
     """The plan file of `plans` of a mixed cluster, best first."""
-    from autoplan.spec.result import MIXED_FILE_VERSION, MixedPlanFile
+    from autoplan.spec.plan_file import MIXED_FILE_VERSION, MixedPlanFile
 
     return MixedPlanFile(
         mixed_schema_version=MIXED_FILE_VERSION,

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from autoplan.profiler.record import Mode
     from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey
     from autoplan.search.worth import Group, Settling
+    from autoplan.spec.plan_file import PlanFile
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import PlanFile, RankedPlan
+    from autoplan.spec.search_result import RankedPlan
     from autoplan.spec.timing import Measurement
 
 
@@ -28,7 +29,7 @@ class Deciding:
 
     def __init__(self, path: Path, url: str | None, modes: tuple[Mode, ...]) -> None:
         from autoplan.base.files import decode, read_table
-        from autoplan.spec.result import PlanFile
+        from autoplan.spec.plan_file import PlanFile
 
         table = read_table(path)
         if "schema_version" not in table:

@@ -42,7 +42,7 @@ def read(
 
         typer.echo(msgspec.json.format(msgspec.json.encode(launch), indent=2).decode())
     else:
-        from autoplan.report.launch import print_launch
+        from autoplan.report.launch_file import print_launch
         from autoplan.report.terminal import make_console
 
         unread: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}

@@ -17,8 +17,10 @@ from autoplan.cli.options import DbOption, ForceOption, QuietOption
 if TYPE_CHECKING:
     from autoplan.report.page.content import MixedContent, PlanContent, Step
     from autoplan.search.space import Space
+    from autoplan.spec.plan_file import MixedPlanFile, PlanFile
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import MixedPlanFile, PlanFile, RankedPlan, SearchResult, Sensitivity, SizeOutcome
+    from autoplan.spec.run_report import SizeOutcome
+    from autoplan.spec.search_result import RankedPlan, SearchResult, Sensitivity
 
 T = TypeVar("T")
 
@@ -53,7 +55,7 @@ def write_page(
     from autoplan.base.files import write_text
     from autoplan.cli.planfile import problem_of
     from autoplan.report.page.page import page
-    from autoplan.spec.result import PlanFile
+    from autoplan.spec.plan_file import PlanFile
 
     content: PlanContent | MixedContent
     if isinstance(file, PlanFile):
@@ -93,8 +95,8 @@ def _content(file: PlanFile, path: Path, problem: Problem, *, quiet: bool) -> Pl
     from autoplan.cost.provenance import term_shares
     from autoplan.cost.timeline import timeline
     from autoplan.report.page.content import PlanContent
+    from autoplan.spec.estimate import placed
     from autoplan.spec.plan import PlanBatch
-    from autoplan.spec.result import placed
 
     plan, missing, done = file.best.plan, dict[str, str](), list[str]()
     with progress_bar(quiet=quiet, doing="preparing the page", unit="parts") as advance:

@@ -66,9 +66,9 @@ def _files() -> Mapping[str, Callable[[], dict[str, Any]]]:
     from autoplan.frameworks.presets import framework_schema
     from autoplan.jobs.template import job_template_schema
     from autoplan.read.cluster import cluster_schema
-    from autoplan.read.mixed import mixed_schema
+    from autoplan.read.mixed_cluster import mixed_schema
     from autoplan.spec.model import ModelSpec
-    from autoplan.spec.result import MixedPlanFile, PlanFile
+    from autoplan.spec.plan_file import MixedPlanFile, PlanFile
     from autoplan.spec.training import TrainingSpec
 
     return {
@@ -92,7 +92,8 @@ def _printed(kind: str) -> dict[str, Any]:
     from autoplan.profiler.doctor import Checkup
     from autoplan.profiler.store import Added, Finding
     from autoplan.report.compare import Compared
-    from autoplan.spec.result import Explanation, MixedExplanation, TuneReport
+    from autoplan.spec.explanation import Explanation, MixedExplanation
+    from autoplan.spec.tune_report import TuneReport
 
     types: dict[str, Any] = {
         "explain": Explanation | MixedExplanation,

@@ -45,7 +45,7 @@ from autoplan.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from autoplan.spec.result import PlanFile
+    from autoplan.spec.plan_file import PlanFile
 
 
 def search(
@@ -154,7 +154,7 @@ def search(
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
     from autoplan.cli.searching import Asked, Sharing, check_for_parts, searched
-    from autoplan.spec.result import SpaceFlags
+    from autoplan.spec.plan_file import SpaceFlags
     from autoplan.topology.mixed_cluster import MixedCluster
 
     output = OutputFlags(out=out, page=page, force=force, json=json, quiet=quiet)
@@ -259,11 +259,11 @@ def _print(file: PlanFile, path: Path) -> None:
     console = make_console()
     print_search(console, file)
     if file.run:
-        from autoplan.report.runs import print_run
+        from autoplan.report.run_report import print_run
 
         print_run(console, file.run)
     if file.today:
-        from autoplan.report.launch import print_today
+        from autoplan.report.launch_file import print_today
         from autoplan.search.axes import NAMES
 
         print_today(console, file.today, NAMES)

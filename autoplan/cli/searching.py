@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from autoplan.cli.today import Started
     from autoplan.search.space import Space
     from autoplan.search.study import Shared
+    from autoplan.spec.plan_file import PlanFile, SpaceFlags
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import Choice, PlanFile, SearchResult, SpaceFlags
+    from autoplan.spec.search_result import Confidence, SearchResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +169,7 @@ def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started
     return replace(file, today=today_of(problem, started, file, result))
 
 
-def _explained(choice: Choice, problem: Problem, space: Space, result: SearchResult, margin: float) -> Choice:
+def _explained(choice: Confidence, problem: Problem, space: Space, result: SearchResult, margin: float) -> Confidence:
     """With what would change the answer, and why obvious plans lost."""
     from autoplan.search.obvious import obvious
     from autoplan.search.sensitivity import sensitivity

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autoplan.base.errors import AutoplanError, NoPlanError
 
 if TYPE_CHECKING:
-    from autoplan.spec.result import PlanFile
+    from autoplan.spec.plan_file import PlanFile
 
 
 NOT_STARTED = "no framework that is known here starts a plan whose replicas or stages are unlike"

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from autoplan.frameworks.common.launch import Given, Launch
     from autoplan.frameworks.common.rules import Rule
     from autoplan.search.space import Space
+    from autoplan.spec.explanation import AxisChange, OptionChange, Today
     from autoplan.spec.plan import ParallelPlan
+    from autoplan.spec.plan_file import PlanFile
     from autoplan.spec.problem import Problem
-    from autoplan.spec.result import AxisChange, OptionChange, PlanFile, RankedPlan, SearchResult, Today
+    from autoplan.spec.search_result import RankedPlan, SearchResult
     from autoplan.topology.cluster import ClusterSpec
 
 
@@ -110,7 +112,7 @@ def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchR
     from autoplan.search.choice import compared, pace
     from autoplan.search.ranking import TIE
     from autoplan.search.walk import Way, changes, prices, walk
-    from autoplan.spec.result import Today
+    from autoplan.spec.explanation import Today
 
     plan, launch = started.plan, started.launch
     priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
@@ -236,7 +238,7 @@ def _written(started: Started, file: PlanFile, plan: RankedPlan, version: str) -
 
 def differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[OptionChange, ...]:
     """The options whose values differ, or that only one of the two has."""
-    from autoplan.spec.result import OptionChange
+    from autoplan.spec.explanation import OptionChange
 
     names = dict.fromkeys((*before, *after))
     return tuple(

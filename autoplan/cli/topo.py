@@ -31,9 +31,9 @@ def topo(
 
     from autoplan.base.files import write_text
     from autoplan.cli.inputs import check_output, named_cluster
-    from autoplan.report.drawing import draw
+    from autoplan.report.cluster import mixed_json, print_mixed_topology, print_topology, topology_json
+    from autoplan.report.cluster_drawing import draw
     from autoplan.report.terminal import make_console
-    from autoplan.report.topology import mixed_json, print_mixed_topology, print_topology, topology_json
     from autoplan.report.traffic import print_traffic, traffic_json
     from autoplan.topology.graph import quotient
     from autoplan.topology.mixed_cluster import MixedCluster

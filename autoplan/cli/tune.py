@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from autoplan.cli.trials import Budget
     from autoplan.search.tune import TunedTrial, Tuning, View
     from autoplan.spec.plan import ParallelPlan
-    from autoplan.spec.result import RankedPlan, TriedPlan, TuneReport
+    from autoplan.spec.search_result import RankedPlan
+    from autoplan.spec.tune_report import TriedPlan, TuneReport
 
 
 SAID_BY_A_PLAN = (
@@ -135,7 +136,7 @@ def tune(
     from autoplan.cli.run import warn_of_emulation
     from autoplan.cli.runners import TrialFlags, runner_of
     from autoplan.cli.trials import Budget
-    from autoplan.spec.result import SpaceFlags
+    from autoplan.spec.plan_file import SpaceFlags
 
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan tune MODEL ... --command -- PROGRAM ARG...")
@@ -314,7 +315,7 @@ def _rank(timed: Sequence[ParallelPlan], one: RankedPlan) -> tuple[int, float]:
 
 def _report(tuned: _Tuned) -> TuneReport:
     from autoplan.cli.trials import spent_hours
-    from autoplan.spec.result import TuneReport
+    from autoplan.spec.tune_report import TuneReport
 
     tuning, view = tuned.tuning, tuned.view
     return TuneReport(
@@ -331,7 +332,7 @@ def _report(tuned: _Tuned) -> TuneReport:
 
 
 def _tried(tuning: Tuning, trial: TunedTrial) -> TriedPlan:
-    from autoplan.spec.result import TriedPlan
+    from autoplan.spec.tune_report import TriedPlan
 
     assert trial.result is not None
     return TriedPlan(

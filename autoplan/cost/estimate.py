@@ -40,10 +40,10 @@ from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_mtp
 from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.spec.enums import Schedule
+from autoplan.spec.estimate import CostEstimate, StageCost, probability_above
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import CostEstimate, StageCost, probability_above
 from autoplan.spec.timing import TIME_SPREADS
 
 # Terms of a step beside those of the layers: work of the critical stage first, then what the pipeline and the end of

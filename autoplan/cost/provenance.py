@@ -13,9 +13,9 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import estimate
+from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import CostEstimate
 from autoplan.spec.timing import PROVENANCES, Provenance
 from autoplan.topology.cluster import ClusterSpec
 

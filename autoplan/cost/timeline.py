@@ -32,10 +32,10 @@ from autoplan.cost.pipeline.order import Operation, chunks_of_ranks, rank_orders
 from autoplan.cost.pipeline.recurrence import RankSteps, is_recurrent, rank_steps
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.spec.enums import Schedule
+from autoplan.spec.estimate import StagePlace
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.ranks import coordinates
-from autoplan.spec.result import Place
 
 # What of a rank is at work, in the order in which it is shown; nothing is, while it waits.
 STREAM_OF = {
@@ -89,7 +89,7 @@ class Event(NamedTuple):
 class RankTimeline:
     """One pipeline rank in one step."""
 
-    place: Place
+    place: StagePlace
     ranks: tuple[int, ...]  # global ranks that do the same
     passes: tuple[Event, ...]  # whole, with what they wait for inside them: every stream at once
     pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of a pass of each (kind, chunk), zeros left out
@@ -140,7 +140,7 @@ class Pipeline:
 
     schedule: Schedule
     vp: int
-    places: tuple[Place, ...]
+    places: tuple[StagePlace, ...]
     ranks: Sequence[tuple[int, ...]]  # global ranks of every stage
     pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of one pass, by (kind, chunk) and term
     hop_s: Floats  # one message over each hop between chunks
@@ -174,7 +174,7 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
         schedule=plan.schedule,
         vp=plan.vp,
         places=tuple(
-            Place(stage=stage, num_microbatches=plan.num_microbatches, capacity_bytes=problem.capacity_bytes)
+            StagePlace(stage=stage, num_microbatches=plan.num_microbatches, capacity_bytes=problem.capacity_bytes)
             for stage in range(plan.pp)
         ),
         ranks=[tuple(np.flatnonzero(stage_of == stage).tolist()) for stage in range(plan.pp)],

@@ -10,7 +10,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.presets import preset_frameworks
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 NAME = "plan.json"
 

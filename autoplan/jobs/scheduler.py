@@ -26,7 +26,7 @@ from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, JobStatus, SilentErr
 from autoplan.jobs.template import JobTemplate, Meaning, Row
 from autoplan.launch.start import node_shape
 from autoplan.launch.targets import exported
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 JOB = "job.json"  # in the folder of a trial: its job, as far as it has come
 ANSWER_S = 60.0  # that a command of the scheduler may take

@@ -11,7 +11,7 @@ from autoplan.launch.node_script import node_files
 from autoplan.launch.schedulers import mpirun_files, slurm_files
 from autoplan.launch.skypilot import skypilot_files
 from autoplan.launch.start import Start
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 
 def torchrun_files(start: Start) -> tuple[File, ...]:

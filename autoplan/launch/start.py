@@ -10,8 +10,8 @@ from autoplan.frameworks.common.header import comment
 from autoplan.frameworks.common.header import header as plan_header
 from autoplan.frameworks.common.job import File, Job, Setting
 from autoplan.launch.names import Launcher
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import host_order
-from autoplan.spec.result import PlanFile
 from autoplan.topology.cluster import ClusterSpec
 
 IN_CONTAINERS: tuple[Launcher, ...] = ("trainjob", "jobset", "pytorchjob", "skypilot")

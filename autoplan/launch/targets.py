@@ -17,7 +17,7 @@ from autoplan.frameworks.torchtitan import export as torchtitan
 from autoplan.frameworks.trainer import export as trainer
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 TARGETS: dict[str, Target] = {
     target.name: target

@@ -1,4 +1,4 @@
-"""Which calibration holds for a framework on a device?  The shipped ones, and those of a user."""
+"""Calibration of a framework on a device: shipped ones and the user's own."""
 
 from __future__ import annotations
 

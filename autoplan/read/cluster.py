@@ -1,4 +1,4 @@
-"""Which cluster is meant?  A preset with a size, such as `h100-sxm:16x8`, or a `cluster.toml` of one's own."""
+"""Clusters, from a preset with a size such as `h100-sxm:16x8` or from a `cluster.toml`."""
 
 from __future__ import annotations
 

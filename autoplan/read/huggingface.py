@@ -1,4 +1,4 @@
-"""Which model does a Hugging Face config.json describe?  What each key means is data: presets/huggingface.toml."""
+"""Models from a Hugging Face config.json, whose keys are listed in presets/huggingface.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model is meant?  A preset such as `llama3-70b`, a Hugging Face config.json or its folder, or a TOML file."""
+"""Models, from a preset such as `llama3-70b`, a Hugging Face config.json or its folder, or a TOML file."""
 
 from __future__ import annotations
 

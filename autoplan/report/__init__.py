@@ -1,1 +1,1 @@
-"""Results for people: tables on a terminal."""
+"""Results for people: terminal tables, drawings, the HTML page."""

@@ -1,4 +1,4 @@
-"""How do clusters and sizes look side by side?  A table, the best in each regard, and rates by size as a drawing."""
+"""Comparison of clusters and sizes: a table, the best of each column, and rates by size as a drawing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape as escape_markup
 
 from autoplan.base.units import format_days
-from autoplan.report.runs import Row, print_runs
+from autoplan.report.run_report import Row, print_runs
 from autoplan.report.terminal import labelled, print_part
-from autoplan.spec.result import RunFigures, SizeOutcome
+from autoplan.spec.run_report import RunFigures, SizeOutcome
 
 WIDTH, HEIGHT, MARGIN = 860, 480, 70
 RIGHT = 190  # for the names of the clusters

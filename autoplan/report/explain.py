@@ -1,4 +1,4 @@
-"""How does an explanation read on a terminal?  Where the step goes, what binds, what would be faster, what lost."""
+"""Explanation of a plan on a terminal: where the step goes, what binds, faster plans, plans that lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.mixed import certificate_line, describe, print_mixed_answer, waiting
+from autoplan.report.mixed_search import certificate_line, describe, print_mixed_answer, waiting
 from autoplan.report.terminal import (
     END_OF_STEP,
     LEAST_SHOWN_S,
@@ -23,19 +23,11 @@ from autoplan.report.terminal import (
     reasons,
     term_name,
 )
-from autoplan.spec.result import (
-    AxisChange,
-    Explanation,
-    MixedCost,
-    MixedExplanation,
-    MixedPlanFile,
-    Neighbour,
-    PlacedStage,
-    PlanFile,
-    RankedPlan,
-    Versus,
-    placed,
-)
+from autoplan.spec.estimate import PlacedStage, placed
+from autoplan.spec.explanation import AxisChange, Explanation, MixedExplanation, Neighbour, Versus
+from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.plan_file import MixedPlanFile, PlanFile
+from autoplan.spec.search_result import RankedPlan
 
 SHOWN_CHANGES = 12
 UNSPOKEN = {"layers", "rank_order", "nodes"}  # axes that --versus does not know

@@ -1,4 +1,4 @@
-"""How good are predictions of measured runs?  Errors, intervals, ranks, picks, memory and verdicts, by source."""
+"""Quality of predictions of measured runs: errors, intervals, ranks, picks, memory and verdicts, by source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from autoplan.spec.result import Outcome, Prediction
+from autoplan.spec.run_outcome import Prediction, RunOutcome
 
 COLUMNS = (
     "runs",
@@ -36,12 +36,12 @@ LEAST_PLANS = 4  # of a decision, for a rank correlation or a regret
 Row = dict[str, float | None]
 
 
-def score_by_source(outcomes: Sequence[Outcome], predictions: Mapping[str, Prediction]) -> dict[str, Row]:
+def score_by_source(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> dict[str, Row]:
     """A row of `COLUMNS` for every source, for all runs and for the mean of the sources; None where nothing counts.
 
     Errors, bias, width and regret are in percent.  A finished run without a price is 100 % off and not covered.
     """
-    by_source: dict[str, list[Outcome]] = defaultdict(list)
+    by_source: dict[str, list[RunOutcome]] = defaultdict(list)
     for outcome in outcomes:
         by_source[outcome.source].append(outcome)
     rows = {source: score(some, predictions) for source, some in sorted(by_source.items())}
@@ -53,7 +53,7 @@ def score_by_source(outcomes: Sequence[Outcome], predictions: Mapping[str, Predi
     return rows | {"all runs": score(outcomes, predictions), "mean of sources": mean}
 
 
-def score(outcomes: Sequence[Outcome], predictions: Mapping[str, Prediction]) -> Row:
+def score(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> Row:
     """One row of `COLUMNS`."""
     return {
         "runs": len(outcomes),
@@ -63,7 +63,7 @@ def score(outcomes: Sequence[Outcome], predictions: Mapping[str, Prediction]) ->
     }
 
 
-def _steps(outcomes: Sequence[Outcome], predictions: Mapping[str, Prediction]) -> Row:
+def _steps(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> Row:
     errors, bias, covered, width = [], [], [], []
     for outcome in outcomes:
         if not outcome.is_finished or outcome.step_s is None:
@@ -95,7 +95,7 @@ def _steps(outcomes: Sequence[Outcome], predictions: Mapping[str, Prediction]) -
 class _Choice:
     """One distinct plan of a decision; repeats of it are averaged."""
 
-    def __init__(self, members: Sequence[Outcome], predictions: Mapping[str, Prediction]) -> None:
+    def __init__(self, members: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> None:
         said = [predictions[member.id] for member in members if member.id in predictions]
         steps = [one.step_time_s for one in said if one.step_time_s is not None]
         measured = [member.step_s for member in members if member.is_finished and member.step_s is not None]
@@ -106,8 +106,8 @@ class _Choice:
         self.verdict = first.verdict if first else "unpriced"
 
 
-def _decisions(outcomes: Sequence[Outcome], predictions: Mapping[str, Prediction]) -> Row:
-    decisions: dict[tuple[str, ...], dict[tuple[str, ...], list[Outcome]]] = defaultdict(lambda: defaultdict(list))
+def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> Row:
+    decisions: dict[tuple[str, ...], dict[tuple[str, ...], list[RunOutcome]]] = defaultdict(lambda: defaultdict(list))
     for outcome in outcomes:
         decisions[outcome.decision][outcome.plan].append(outcome)
     taus, regrets, bad = [], [], []
@@ -152,7 +152,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     return concordant / below if below else None
 
 
-def _memory(outcomes: Sequence[Outcome], predictions: Mapping[str, Prediction]) -> Row:
+def _memory(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> Row:
     errors = []
     for outcome in outcomes:
         if outcome.status == "ok" and outcome.peak_gib is not None:

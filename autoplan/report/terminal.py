@@ -1,4 +1,4 @@
-"""How does a result read on a terminal?  The answer first, then the table, then why and how sure."""
+"""Search result on a terminal: the answer, then the table, then why and how sure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,12 @@ from rich.text import Text
 
 from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds
 from autoplan.cost.estimate import NORMAL_90
+from autoplan.spec.estimate import PlacedStage, StageCost, datasheet_peak, placed
+from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.plan import chunk_layers
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
-from autoplan.spec.result import (
-    Certificate,
-    Choice,
-    MixedCost,
-    Obvious,
-    PlacedStage,
-    PlanFile,
-    RankedPlan,
-    StageCost,
-    datasheet_peak,
-    placed,
-)
+from autoplan.spec.search_result import Certificate, Confidence, Obvious, RankedPlan
 from autoplan.spec.timing import Provenance
 
 SHOWN_PLANS = 10
@@ -325,7 +317,7 @@ def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dic
     return {name: others.get(name, 0.0) * scale - value for name, value in terms.items()}
 
 
-def certificate_line(certificate: Certificate, choice: Choice | None = None) -> str:
+def certificate_line(certificate: Certificate, choice: Confidence | None = None) -> str:
     """Why there is no better plan, and what the model cannot tell from it, in one sentence."""
     least = certificate.least_left
     if not certificate.proven:
@@ -357,7 +349,7 @@ def slower(behind: float) -> str:
     return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
 
 
-def _runner_up(choice: Choice, least_left: float | None) -> str:
+def _runner_up(choice: Confidence, least_left: float | None) -> str:
     """How far off the runner-up is, and whether the model can tell.
 
     Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval.
@@ -372,7 +364,7 @@ def _runner_up(choice: Choice, least_left: float | None) -> str:
     return f"runner-up {gap}, inside the model's {width} interval{rest}"
 
 
-def choice_lines(best: RankedPlan, choice: Choice) -> Iterator[tuple[str, str]]:
+def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, str]]:
     """(label, text) of what would change the answer, and of why the obvious alternatives lost."""
     if choice.sensitivity:
         flips = choice.sensitivity.flips

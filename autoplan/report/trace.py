@@ -1,4 +1,4 @@
-"""What does a step look like in Perfetto?  A timeline as Chrome trace events, which ui.perfetto.dev and others open.
+"""Timeline of a step as Chrome trace events, for ui.perfetto.dev and other viewers.
 
 One process is one pipeline stage, whose ranks all do the same, one thread a stream of its work; a counter is the
 memory.  Format: Chrome's "Trace Event Format", JSON object form, times in microseconds.

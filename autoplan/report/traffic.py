@@ -1,4 +1,4 @@
-"""How does the traffic of a step read on a terminal?  Communicator by communicator, and all of it on every level."""
+"""Traffic of a step on a terminal: by communicator, and in all on every level."""
 
 from __future__ import annotations
 

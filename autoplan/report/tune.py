@@ -1,4 +1,4 @@
-"""How are trials told on a terminal?"""
+"""Trials of `autoplan tune` on a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.terminal import labelled, print_part, print_table
-from autoplan.spec.result import TriedPlan, TuneReport
+from autoplan.spec.tune_report import TriedPlan, TuneReport
 
 
 def print_tuned(console: Console, report: TuneReport) -> None:

@@ -1,4 +1,4 @@
-"""How far is the predicted memory from what torch's own tensors hold?  Stage by stage, as text."""
+"""Predicted memory beside the memory of torch's own tensors, stage by stage, as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from rich.console import Console
 
 from autoplan.base.units import GIB
 from autoplan.report.terminal import print_part, print_table
-from autoplan.spec.result import PlanFile, StageCost
+from autoplan.spec.estimate import StageCost
+from autoplan.spec.plan_file import PlanFile
 
 # Of the terms of a stage, what lies outside of the tensors.
 _BEYOND_TENSORS = ("fragmentation", "cached", "communicators", "context")

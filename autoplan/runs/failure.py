@@ -1,4 +1,4 @@
-"""Why did a run fail?  Read from the end of its log."""
+"""Cause of a failed run, from the end of its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which past runs does a folder hold?  Logs, each with the launch file that started it.
+"""Past runs in a folder of logs, each with the launch file that started it.
 
 A log belongs to the launch file in its own folder or, where there is none, in the nearest folder above.  Of several
 there, the one whose name the log's begins with started it (`70b.sh`: `70b.log`, `70b-4711.out`); where no name tells,

@@ -1,4 +1,4 @@
-"""What came of a measured run?  The columns of a table of runs that a prediction never reads."""
+"""Outcomes of measured runs: the columns of a table of runs that a prediction never reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autoplan.base.errors import InputError
 from autoplan.runs.table import positive, read_rows
-from autoplan.spec.result import Outcome, Status
+from autoplan.spec.run_outcome import RunOutcome, Status
 
 # Runs that agree in these were alternatives of one decision; the plans that one chose among differ in the others.
 GROUP_COLUMNS = (
@@ -49,7 +49,7 @@ STATUSES: dict[str, Status] = {
 }
 
 
-def read_outcomes(path: Path) -> Iterator[Outcome]:
+def read_outcomes(path: Path) -> Iterator[RunOutcome]:
     """The outcomes of a CSV table in the columns of `measured_runs.csv`, in order."""
     for row in read_rows(path, "measured runs", ("id", "step_time_s")):
         step_s = positive(path, row, "step_time_s")
@@ -60,7 +60,7 @@ def read_outcomes(path: Path) -> Iterator[Outcome]:
                 f"{path}: status {said[:40]!r} of {row['id'][:40]} must be one of {', '.join(filter(None, STATUSES))}"
             )
         source = re.sub(r"-\d+$", "", row["id"])
-        yield Outcome(
+        yield RunOutcome(
             id=row["id"],
             source=source,
             status=STATUSES[said],

@@ -1,4 +1,4 @@
-"""What does the model say of runs that were measured?"""
+"""Predictions for measured runs, priced and as a table."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from autoplan.cost.estimate import estimate
 from autoplan.runs.runs import Run, read_runs
 from autoplan.runs.table import positive, read_rows
 from autoplan.spec.enums import Recompute
+from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import VERDICTS, Prediction, Said
+from autoplan.spec.run_outcome import Prediction, RunVerdict
 from autoplan.spec.timing import Calibration
 
 
@@ -82,8 +83,8 @@ def prediction_table(predictions: Iterable[Prediction]) -> str:
 def read_predictions(path: Path) -> Iterator[Prediction]:
     """The predictions of a table that `prediction_table` wrote, or another program in its columns."""
     for row in read_rows(path, "predictions", ("id", "step_time_s", "verdict")):
-        if row["verdict"] not in get_args(Said):
-            known = ", ".join(get_args(Said))
+        if row["verdict"] not in get_args(RunVerdict):
+            known = ", ".join(get_args(RunVerdict))
             raise InputError(f"{path}: verdict {row['verdict'][:40]!r} of {row['id'][:40]} must be one of {known}")
         numbers = {name: positive(path, row, name) for name in COLUMNS[1:5]}
         yield Prediction(id=row["id"], verdict=row["verdict"], note=row.get("note", ""), **numbers)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What was run?  A table of measured runs, row by row, as problems and plans.
+"""Measured runs as problems and plans, row by row from a table.
 
 Only the columns that describe a configuration are read: an id is copied, and a source, a status or a measured value
 is never looked at; of a note only the switches that it lists.  Blank columns take stated defaults, which every run

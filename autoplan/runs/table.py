@@ -1,4 +1,4 @@
-"""Which rows are in a CSV table?  Every cell under its column, or one line on where that fails."""
+"""Rows of a CSV table, every cell under its column."""
 
 from __future__ import annotations
 

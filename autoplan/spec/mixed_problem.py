@@ -1,4 +1,4 @@
-"""What varies and what is constant on a mixed cluster?  Plans whose replicas and stages differ, and their problem."""
+"""Plans of a mixed cluster, whose replicas and stages differ, and their problem."""
 
 from __future__ import annotations
 

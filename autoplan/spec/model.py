@@ -1,4 +1,4 @@
-"""What is trained?  The shape of a transformer (dense or mixture of experts) or of a Mamba hybrid."""
+"""Shape of the model: a transformer, dense or mixture of experts, or a Mamba hybrid."""
 
 from __future__ import annotations
 

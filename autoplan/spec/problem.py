@@ -1,4 +1,4 @@
-"""What is constant while plans vary: model, training, cluster, framework, calibration and timings, checked together."""
+"""Constant part of an estimate: model, training, cluster, framework, calibration and timings, checked together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank of a plan sits on which device, and what does it compute?"""
+"""Device and work of every rank of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured: how long operations take by shape, and how far the model's rates are from whole runs?"""
+"""Measured times of operations by shape, and calibrations fitted to whole runs."""
 
 from __future__ import annotations
 

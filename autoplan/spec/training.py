@@ -1,4 +1,4 @@
-"""How is it trained?  What stays fixed while plans vary: sequence length, precision and optimizer."""
+"""Training settings that plans do not change: sequence length, precision and optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is it trained on?  Devices, the links inside a node or rack, and the network between them."""
+"""Cluster as written in files: devices, the links inside a node or rack, and the network between them."""
 
 from __future__ import annotations
 

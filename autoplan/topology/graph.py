@@ -1,8 +1,8 @@
-"""Which part of a cluster hangs on which, and over what?  The cluster as a graph, identical parts held once.
+"""A cluster as a graph of components and links, identical components held once.
 
-Vertices of `quotient` are classes of identical parts with their number; an edge stands for all equal links between two
-classes.  It is the graph with every part a vertex, folded along its symmetries: a flow between unions of
-classes may be averaged over them, so that a minimum cut of one is that of the other.  It grows with the number of
+Vertices of `quotient` are classes of identical components with their number; an edge stands for all equal links
+between two classes.  It is the graph with every component a vertex, folded along its symmetries: a flow between unions
+of classes may be averaged over them, so that a minimum cut of one is that of the other.  It grows with the number of
 different switches and nodes, not with the cluster.  (Racks of a scale-up fabric that straddle leaf switches break the
 symmetry; they are folded all the same, and their cut is an upper bound.)
 """
@@ -19,11 +19,11 @@ import networkx as nx
 
 from autoplan.base.errors import InputError
 from autoplan.topology.cluster import ClusterSpec, LinkLevel
-from autoplan.topology.parts import (
+from autoplan.topology.components import (
+    Component,
     Faults,
     Graph,
     Link,
-    Part,
     fabric_link,
     named_paths,
     needs_no_core,
@@ -46,7 +46,7 @@ class Group:
     name: str
     count: int  # in each place around it
     num_nodes: int  # in one of them
-    vertices: tuple[str, ...]  # of the quotient graph: its own switches, or the parts of a node
+    vertices: tuple[str, ...]  # of the quotient graph: its own switches, or the components of a node
     inside: tuple[Group, ...] = ()
     has_faults: bool = False
 
@@ -128,17 +128,19 @@ def bisection_bytes_per_s(cluster: ClusterSpec, num_nodes: int) -> float:
 
 def devices(graph: Graph, *, side: int) -> list[Hashable]:
     """The device vertices of one side."""
-    return [at for at, part in graph.nodes(data="part") if part.kind == "device" and part.side == side]
+    return [
+        at for at, component in graph.nodes(data="component") if component.kind == "device" and component.side == side
+    ]
 
 
 def links_up(graph: Graph, vertex: Hashable) -> list[Link]:
     """The links of a switch, a NIC or a site to what is above it in the network."""
     order = {"nic": -1, "switch": 0, "core": 1, "wan": 2}
-    part = graph.nodes[vertex]["part"]
+    component = graph.nodes[vertex]["component"]
     found = []
     for other, edge in graph[vertex].items():
-        above = graph.nodes[other]["part"]
-        if above.kind in order and (order[above.kind], above.tier) > (order[part.kind], part.tier):
+        above = graph.nodes[other]["component"]
+        if above.kind in order and (order[above.kind], above.tier) > (order[component.kind], component.tier):
             found.append(edge["link"])
     return found
 
@@ -161,7 +163,7 @@ def classes(graph: Graph, first: dict[Any, Any] | None = None) -> dict[Any, int]
 
     `first` are classes to start from.  Colour refinement, as in Berkholz, Bonsma and Grohe, arXiv:1509.08251.
     """
-    colour: dict[Any, Any] = {v: (part, (first or {}).get(v)) for v, part in graph.nodes(data="part")}
+    colour: dict[Any, Any] = {v: (component, (first or {}).get(v)) for v, component in graph.nodes(data="component")}
     count = 0
     while True:
         numbers: dict[Any, int] = {}
@@ -255,12 +257,12 @@ class _Folded:
             tree = _in_order(runs, (*sites, *(tier.num_nodes for tier in reversed(cluster.network.tiers))))
         return ClusterGraph(graph=self.graph, root=self._place(tree, 1, 1, 0, _Above()))
 
-    def _add(self, part: Part, count: int) -> str:
-        vertex = part.name
+    def _add(self, component: Component, count: int) -> str:
+        vertex = component.name
         while vertex in self.graph:
-            self.names[part.name] += 1
-            vertex = f"{part.name} {self.names[part.name] + 1}"
-        self.graph.add_node(vertex, part=part, count=count)
+            self.names[component.name] += 1
+            vertex = f"{component.name} {self.names[component.name] + 1}"
+        self.graph.add_node(vertex, component=component, count=count)
         return vertex
 
     def _connect(self, a: str, b: str, link: Link, count: int) -> None:
@@ -277,13 +279,13 @@ class _Folded:
             rack = known.setdefault(_switch(block), len(known))
             key = (len(block[0][0].racks), rack)
             if key not in self.racks:
-                self.racks[key] = self._add(Part(kind="fabric", name=level.name), 0)
+                self.racks[key] = self._add(Component(kind="fabric", name=level.name), 0)
             self.graph.nodes[self.racks[key]]["count"] += count
             result += [(replace(node, racks=(*node.racks, rack)), many * count) for node, many in block]
         return tuple(result)
 
     def _inside(self, faults: Faults, rails: tuple[int, ...]) -> tuple[Graph, dict[Any, int]]:
-        """The parts of a node and their classes, its NICs on rails of these classes."""
+        """The components of a node and their classes, its NICs on rails of these classes."""
         if faults not in self.nodes:
             self.nodes[faults] = node_graph(self.cluster, faults)
         node, key = self.nodes[faults], (faults, rails)
@@ -327,11 +329,11 @@ class _Folded:
         cluster = self.cluster
         tier, num_tiers = len(self.tiers) - 1 - depth, len(cluster.network.tiers)  # innermost 0
         if tier > num_tiers:
-            return _Above(vertices=(self._add(Part(kind="wan", name="WAN"), total),))
+            return _Above(vertices=(self._add(Component(kind="wan", name="WAN"), total),))
         if tier == num_tiers:
             if needs_no_core(cluster, sum(count for _, count in switch.below)):
                 return _Above()
-            core = self._add(Part(kind="core", name="core"), total)
+            core = self._add(Component(kind="core", name="core"), total)
             for up in above.vertices:
                 self._connect(core, up, site_link(cluster), total)
             return _Above(vertices=(core,))
@@ -339,7 +341,7 @@ class _Folded:
         link = uplink(cluster, tier, switch.num_nodes, len(rails), switch.share(tier))
         vertices: dict[int, str] = {}
         for rail, count in Counter(rails).items():
-            vertices[rail] = self._add(Part(kind="switch", name=self.tiers[depth], tier=tier), total * count)
+            vertices[rail] = self._add(Component(kind="switch", name=self.tiers[depth], tier=tier), total * count)
             for up in above.vertices:
                 self._connect(vertices[rail], up, link, total * count)
         return _Above(vertices=tuple(vertices[rail] for rail in rails), rails=rails if len(rails) > 1 else ())
@@ -349,15 +351,15 @@ class _Folded:
         slow = {at: share for part, at, share in node.faults if part == "link"}
         sizes = Counter(class_of.values())
         vertices: dict[int, str] = {}
-        for at, part in inside.nodes(data="part"):
+        for at, component in inside.nodes(data="component"):
             here = class_of[at]
             if here not in vertices:
-                own = replace(part, side=node.side) if part.kind == "device" else part
+                own = replace(component, side=node.side) if component.kind == "device" else component
                 vertices[here] = self._add(own, sizes[here] * total)
-            if part.kind == "nic" and above.vertices:
+            if component.kind == "nic" and above.vertices:
                 up = above.vertices[at[1] % len(above.vertices)]
-                self._connect(vertices[here], up, nic_link(self.cluster, part.share), total)
-            elif part.kind == "device":
+                self._connect(vertices[here], up, nic_link(self.cluster, component.share), total)
+            elif component.kind == "device":
                 for (level, _), key in zip(wide_levels(self.cluster), enumerate(node.racks), strict=True):
                     link = fabric_link(level, share=slow.get(at[1], 1.0))
                     self._connect(vertices[here], self.racks[key], link, total)

@@ -1,4 +1,4 @@
-"""Which links does a group of ranks cross, and at what rate?  The cluster compiled to nested levels.
+"""Cluster compiled to nested levels: the links that a group of ranks crosses, and their rates.
 
 Ranks fill nodes in order, so the members of a group are an arithmetic sequence: `size` ranks, `stride` apart, or a
 sequence of such runs.  A level joins domains of `num_devices` devices: a pair of dies, a node, a rack, the nodes under

@@ -1,4 +1,4 @@
-"""What is a mixed cluster?  Several clusters, each of equal nodes, and what joins them."""
+"""Mixed cluster: several clusters, each of equal nodes, and the links between them."""
 
 from __future__ import annotations
 

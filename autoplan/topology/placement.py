@@ -1,4 +1,4 @@
-"""Below which switches do the nodes of a job sit, and how much of a group's traffic has to leave them?
+"""Placement of a job's nodes below switches, and the share of a group's traffic that leaves them.
 
 A scheduler hands out what is free, so that switches hold unequal numbers of a job's nodes, in any order.  A collective
 sees this as the share of what its members send that leaves a switch: of all siblings together, as they share the links

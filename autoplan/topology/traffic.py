@@ -1,4 +1,4 @@
-"""How many bytes does a collective put on the links of every level, and how fast are these?
+"""Bytes that a collective puts on the links of every level, and the rates of these.
 
 The links of a level lead out of the domains of the level before it, those of the first level out of devices.  Inside
 nodes and racks every level has links of its own, so that they carry what stays in its domains; what leaves for a tier

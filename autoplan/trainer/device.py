@@ -1,4 +1,4 @@
-"""Which device does a rank compute on, how do ranks wait there for each other, and when is its memory full?"""
+"""Device of a rank, where ranks meet, and how a full memory is recognized."""
 
 from __future__ import annotations
 

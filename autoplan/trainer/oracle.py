@@ -1,4 +1,4 @@
-"""How many bytes would the tensors of a rank hold, of a plan that needs more devices than there are?
+"""Memory oracle: bytes of a rank's tensors under a plan that needs more devices than there are.
 
 The trainer itself runs, as one rank of the plan, on tensors without data and in a process group that answers without
 others (FakeTensorMode and torch's "fake" backend, `closed-loop` 7).  It counts with the `StorageTracker` that real runs
@@ -34,9 +34,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoplan.trainer import parallel, step
-from autoplan.trainer.memory import StorageTracker
 from autoplan.trainer.rank import last_words
 from autoplan.trainer.step import Training
+from autoplan.trainer.tensor_memory import StorageTracker
 from autoplan.trainer.verify import Moment, Question
 
 # Where stages agree with their neighbours on how shapes are found: as torch 2.15 calls it, then as 2.13 does.

@@ -1,4 +1,4 @@
-"""How does a plan spread a transformer over ranks?  By torch's own means alone.
+"""Transformer spread over ranks as a plan says, by torch's own means alone.
 
 Tensor and sequence parallelism are styles of DTensor, unsharded and sharded states `replicate` and `fully_shard`,
 pipelines `torch.distributed.pipelining`, recomputation `checkpoint_wrapper`.  The order matters: a checkpoint around a

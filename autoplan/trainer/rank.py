@@ -1,4 +1,4 @@
-"""What does one rank of a run do?  It joins the others, builds its part of the plan, trains, and says what it saw."""
+"""One rank of a run: joins the others, builds its part of the plan, trains, and reports."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from autoplan.base.processes import GRACE_S, START_S, Fault, Place
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.device import describe, is_out_of_memory, meet, take_device
-from autoplan.trainer.memory import StorageTracker
 from autoplan.trainer.step import Times, Training
 from autoplan.trainer.task import Advance, Check, Report, Task
+from autoplan.trainer.tensor_memory import StorageTracker
 from autoplan.trainer.tokens import sequences
 
 CHECKED_STEPS = 3

@@ -1,4 +1,4 @@
-"""Runs a plan: starts its ranks, follows them, and hands on what they measured."""
+"""Run of a plan: its ranks are started and followed, and their measurements collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's training: a plan made into steps, each with what it took and the loss of the whole batch."""
+"""Training on one rank: the steps of a plan, their times, and the loss of the whole batch."""
 
 from __future__ import annotations
 

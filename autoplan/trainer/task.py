@@ -1,4 +1,4 @@
-"""What is a run of the trainer, and what comes of it?"""
+"""Task of a run of the trainer, and its report."""
 
 from __future__ import annotations
 

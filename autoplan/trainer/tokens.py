@@ -1,4 +1,4 @@
-"""What is trained on: the bytes of a small text, or random numbers.
+"""Training data: the bytes of a small text, or random numbers.
 
 The text is in the public domain: from the Declaration of Independence (1776), the Gettysburg Address (1863), and
 Shakespeare's Sonnet 18 (1609).

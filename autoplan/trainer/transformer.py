@@ -1,4 +1,4 @@
-"""What is trained: a real transformer of torch's own modules, whole or one chunk of its layers.
+"""Transformer of torch's own modules, in full or one chunk of its layers.
 
 Names of parameters are those of the whole model, whatever chunk they are in, so that chunks can be compared with it.
 Tensor parallelism cuts `torch.nn.Linear` and `torch.nn.Embedding` from outside (`parallel`); what it does not cut is

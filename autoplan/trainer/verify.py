@@ -1,4 +1,4 @@
-"""What does the memory oracle say of a plan?  Asks it in processes of their own, and tells large plans from small ones.
+"""Questions to the memory oracle, asked in processes of their own, and large plans computed from small ones.
 
 Two small numbers of layers tell the rest: at every moment of a step that may be its peak the bytes are linear in them.
 """

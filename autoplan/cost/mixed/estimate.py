@@ -21,8 +21,8 @@ from autoplan.cost.memory.stage_memory import StageParameters, host_bytes
 from autoplan.cost.mixed.part_layouts import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
 from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
+from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.problem import Problem
-from autoplan.spec.result import MixedCost, MixedKindCost, MixedStageCost
 
 END = ("data_parallel_reduce", "optimizer", "parameter_gather")
 SHOWN = ("forward_s", "backward_s", "send_s", "memory_bytes", "sharded_bytes", "oom_z")  # of every stage, in a result

@@ -16,8 +16,9 @@ from autoplan.cost.memory.stage_memory import chunk_activation_bytes
 from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
 from autoplan.cost.mixed.part_layouts import Member, Sheet, lay_out_kinds, memory_terms, stage_cells
 from autoplan.cost.timeline import HIDING, Pipeline, Timeline, check_length, memory_levels, pass_terms, step_timeline
+from autoplan.spec.estimate import PlacedStage, StageCost, StagePlace, probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
-from autoplan.spec.result import MixedCost, MixedKindCost, Place, PlacedStage, StageCost, probability_above
+from autoplan.spec.mixed_result import MixedCost, MixedKindCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +63,10 @@ def _rows(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> Iterator[_Row
             )
 
 
-def _places(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> tuple[Place, ...]:
+def _places(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> tuple[StagePlace, ...]:
     kind, names = plan.kinds[kind_at], problem.cluster.part_names
     return tuple(
-        Place(
+        StagePlace(
             kind=plan.letters[kind_at],
             stage=at,
             part=names[stage.part],

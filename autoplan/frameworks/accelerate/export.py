@@ -14,7 +14,7 @@ from autoplan.frameworks.common.job import File, Group, Job, Setting, Target, Va
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 YAML = "accelerate.yaml"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 
 def comment(text: str) -> str:

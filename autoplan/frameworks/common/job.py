@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 Line = list[str]  # words that stand on one line of a script
 

@@ -14,7 +14,7 @@ from autoplan.frameworks.common.job import File, Job, Target, Variable
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 _FILE = "deepspeed.json"
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}

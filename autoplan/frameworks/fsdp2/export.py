@@ -17,7 +17,7 @@ from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan, chunk_layers
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 SETTINGS, MODULE = "fsdp2.json", "fsdp2_plan.py"
 # Of torch.distributed.pipelining.schedules.get_schedule_class; zero bubbles with one stage a rank.

@@ -16,7 +16,7 @@ from autoplan.frameworks.megatron_lm.arguments import BRIDGE_FIELDS, arguments_o
 from autoplan.frameworks.megatron_lm.export import environment, megatron_core_groups, words_of
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.spec.model import Block
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 NAME = "recipe.py"
 

@@ -13,7 +13,7 @@ from autoplan.frameworks.common.rules import Rule, check_legal
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.spec.model import Block, Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 _STRATEGY = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
 # Who has the schedules that Megatron-Core has not.

@@ -16,7 +16,7 @@ from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.nanotron.rules import RULES
 from autoplan.spec.model import Block, Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 _FILE = "nanotron.yaml"
 _ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}  # config/utils_config.py:102

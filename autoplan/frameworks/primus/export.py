@@ -16,7 +16,7 @@ from autoplan.frameworks.megatron_lm.arguments import arguments_of
 from autoplan.frameworks.megatron_lm.export import environment, megatron_core_groups, optimisation, words_of
 from autoplan.frameworks.primus.rules import ALGORITHMS, RULES
 from autoplan.spec.model import Block
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 NAME = "primus.yaml"
 

@@ -22,7 +22,7 @@ from autoplan.frameworks.torchtitan.rules import RULES
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
 MODULE, TOML = "plan_cfg.py", "torchtitan.toml"

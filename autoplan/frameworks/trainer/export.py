@@ -6,7 +6,7 @@ from autoplan.base.files import encode
 from autoplan.frameworks.common.job import File, Job, Target, Variable
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.trainer.rules import DECLINES, RULES, check_model
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 _FILE = "plan.json"
 

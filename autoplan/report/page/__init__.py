@@ -1,1 +1,1 @@
-"""One self-contained HTML page of a search: a file for every section, and the style and scripts that go into it."""
+"""Self-contained HTML page of a search: a module for every section, beside its style and scripts."""

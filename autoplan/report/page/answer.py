@@ -1,4 +1,4 @@
-"""What is the answer?  The plan, its time, rate and memory, and how sure the choice is."""
+"""Section of the answer: the plan, its time, rate and memory, and how sure the choice is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.page.content import PlanContent
+from autoplan.report.page.elements import Segment, bar, masthead, pairs
 from autoplan.report.page.html import Child, Markup, tag
-from autoplan.report.page.parts import Segment, bar, masthead, pairs
 from autoplan.report.terminal import certificate_line, layers_line, mfu_convention, why_first
-from autoplan.spec.result import PlanFile
+from autoplan.spec.plan_file import PlanFile
 
 VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
 
@@ -128,11 +128,11 @@ def _more(file: PlanFile) -> Iterator[tuple[str, Child]]:
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
         yield "why", why_first(file.best, second, keeps_today=file.today is not None)
     if file.run:
-        from autoplan.report.runs import run_lines
+        from autoplan.report.run_report import run_lines
 
         yield from run_lines(file.run.best)
     if file.today:
-        from autoplan.report.launch import gap_line
+        from autoplan.report.launch_file import gap_line
 
         yield "today", f"{file.today.plan.describe()} ({file.today.path})"
         if file.today.gap and file.today.priced:

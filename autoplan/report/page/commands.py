@@ -1,12 +1,12 @@
-"""What to type next?  The commands that start the plan, measure the cluster and refine the answer."""
+"""Section of next steps: commands that start the plan, measure the cluster and refine the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from autoplan.report.page.content import Content
+from autoplan.report.page.elements import section
 from autoplan.report.page.html import Markup, tag
-from autoplan.report.page.parts import section
 
 
 def commands(content: Content) -> Markup:

@@ -1,4 +1,4 @@
-"""What does a page show beside the plan file?  What was worked out again for it."""
+"""Content of a page: the plan file, and what was computed again for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.traffic import StepTraffic
 from autoplan.cost.timeline import Timeline
-from autoplan.spec.result import MixedPlanFile, PlacedStage, PlanFile, RankedPlan, Sensitivity, SizeOutcome
+from autoplan.spec.estimate import PlacedStage
+from autoplan.spec.plan_file import MixedPlanFile, PlanFile
+from autoplan.spec.run_report import SizeOutcome
+from autoplan.spec.search_result import RankedPlan, Sensitivity
 from autoplan.spec.timing import Provenance
 
 

@@ -1,4 +1,4 @@
-"""How is HTML written so that no name can break it?  Text is escaped unless it is markup that was made here."""
+"""HTML as text: everything is escaped but markup made by this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the answer hang on?  Numbers of the hardware that the step follows, and those that would flip the plan."""
+"""Section of sensitivities: hardware figures that the step follows, and those that would change the plan."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from autoplan.base.units import format_percent
 from autoplan.report.page.content import PlanContent
+from autoplan.report.page.elements import Segment, bar, bars, key, section, table
 from autoplan.report.page.html import Markup, tag
-from autoplan.report.page.parts import Segment, bar, bars, key, section, table
-from autoplan.spec.result import Sensitivity
+from autoplan.spec.search_result import Sensitivity
 
 SHOWN_FLIPS = 5
 LEAST_SHOWN = 0.005  # per cent of the step, for one per cent more

@@ -1,4 +1,4 @@
-"""Where does the memory go?  Term by term on the fullest stage, and every stage beside the capacity."""
+"""Section of memory: terms of the fullest stage, and every stage beside its capacity."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from autoplan.base.units import GIB, format_bytes, format_percent
 from autoplan.report.page.content import Content
+from autoplan.report.page.elements import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.page.html import Markup, tag
-from autoplan.report.page.parts import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.page.times import alike, dense, stage_name
 from autoplan.report.terminal import MEMORY_NAMES, MEMORY_SUMS, summed_memory
-from autoplan.spec.result import PlacedStage
+from autoplan.spec.estimate import PlacedStage
 
 # What the sums of `MEMORY_SUMS` are called.
 SUM_NAMES = {

@@ -1,4 +1,4 @@
-"""Over which links does the plan's traffic go?  Level by level, communicator by communicator, and as a drawing."""
+"""Section of the network: traffic of the plan by level and by communicator, and the cluster as a drawing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from autoplan.base.units import format_percent, format_seconds, format_volume
 from autoplan.cost.collectives.traffic import StepTraffic
-from autoplan.report.drawing import draw
+from autoplan.report.cluster_drawing import draw
 from autoplan.report.page.content import PlanContent
+from autoplan.report.page.elements import Segment, bar, bars, folded, note, scrolling, section, table
 from autoplan.report.page.html import Markup, tag
-from autoplan.report.page.parts import Segment, bar, bars, folded, note, scrolling, section, table
 from autoplan.report.traffic import OPERATION_NAMES
 from autoplan.topology.graph import quotient
 

@@ -1,4 +1,4 @@
-"""How do the sections become one file that needs nothing else?"""
+"""HTML page, from its sections, in one file that needs nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import TypeVar
 
-from autoplan.report.page import mixed
+from autoplan.report.page import mixed_sections
 from autoplan.report.page.answer import answer, headline
 from autoplan.report.page.commands import commands
 from autoplan.report.page.content import Content, MixedContent, PlanContent
@@ -37,12 +37,12 @@ SECTIONS: dict[str, tuple[str | None, Callable[[PlanContent], Markup | None]]] =
     "next": ("next steps", commands),
 }
 MIXED_SECTIONS: dict[str, tuple[str | None, Callable[[MixedContent], Markup | None]]] = {
-    "answer": (None, mixed.answer),
+    "answer": (None, mixed_sections.answer),
     "time": ("time", times),
     "schedule": ("schedule", schedule),
     "memory": ("memory", memory),
-    "plans": ("other plans", mixed.plans),
-    "parts": ("the cluster", mixed.parts),
+    "plans": ("other plans", mixed_sections.plans),
+    "parts": ("the cluster", mixed_sections.parts),
     "sources": ("sources", mixed_sources),
     "next": ("next steps", commands),
 }
@@ -55,7 +55,7 @@ SCRIPTS = ("view.js", "plot.js", "gantt.js", "page.js")
 def page(content: PlanContent | MixedContent) -> str:
     """The page as the text of a file."""
     if isinstance(content, MixedContent):
-        return _whole(content, mixed.headline(content), _drawn(MIXED_SECTIONS, content))
+        return _whole(content, mixed_sections.headline(content), _drawn(MIXED_SECTIONS, content))
     return _whole(content, headline(content), _drawn(SECTIONS, content))
 
 

@@ -1,4 +1,4 @@
-"""What else would do?  The best plans side by side, and those that no plan beats in both time and memory."""
+"""Section of other plans: the best ones side by side, and the front of time and memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from autoplan.base.units import GIB, format_bytes, format_percent, format_seconds
 from autoplan.report.page.content import PlanContent
+from autoplan.report.page.elements import bar, bars, folded, note, section, table
 from autoplan.report.page.html import Child, Markup, tag
-from autoplan.report.page.parts import bar, bars, folded, note, section, table
 from autoplan.report.page.plot import Axis, Series, plot
 from autoplan.report.page.times import kind_key, kind_segments, or_none
 from autoplan.report.terminal import LEAST_SHOWN_S, choice_lines, term_name
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import PlanFile, RankedPlan, RunPlan
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.run_report import RunPlan
+from autoplan.spec.search_result import RankedPlan
 
 SHOWN_PLANS = 10
 COMPARED_PLANS = 5
@@ -164,7 +166,7 @@ def _says(front: Sequence[RankedPlan]) -> str:
 
 def _front_of_run(found: Sequence[RunPlan], objectives: Sequence[str]) -> Markup:
     """As a table: the objectives may be any two or more."""
-    from autoplan.report.runs import FIGURES, SHOWN_FRONT
+    from autoplan.report.run_report import FIGURES, SHOWN_FRONT
 
     shown = found[:SHOWN_FRONT]
     kept = [(head, text) for head, text in FIGURES if any(text(one.figures) for one in shown)]

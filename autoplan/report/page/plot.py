@@ -1,4 +1,4 @@
-"""What does a plot hold?  Two axes and series of points over them, which a script draws."""
+"""Plots of points over two axes, as data that a script draws."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from autoplan.report.page.elements import chart, key
 from autoplan.report.page.html import Markup, data
-from autoplan.report.page.parts import chart, key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

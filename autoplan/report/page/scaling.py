@@ -1,4 +1,4 @@
-"""How does it scale?  The best plans on fewer and on more nodes."""
+"""Section of scaling: the best plans on fewer and on more nodes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import PlanContent
+from autoplan.report.page.elements import section, table
 from autoplan.report.page.html import Markup
-from autoplan.report.page.parts import section, table
 from autoplan.report.page.plot import Axis, Series, plot
-from autoplan.spec.result import RunFigures, RunPlan
+from autoplan.spec.run_report import RunFigures, RunPlan
 
 
 def scaling(content: PlanContent) -> Markup:

@@ -1,4 +1,4 @@
-"""What does every stage do at every moment of a step?  A Gantt chart of the timeline that the estimate rests on."""
+"""Section of the schedule: a Gantt chart of every stage from the timeline behind the estimate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.cost.timeline import RankTimeline, Timeline
 from autoplan.report.page.content import Content
+from autoplan.report.page.elements import chart, folded, key, note, section, table
 from autoplan.report.page.html import Markup, data
-from autoplan.report.page.parts import chart, folded, key, note, section, table
 from autoplan.report.page.times import KINDS, or_none
 from autoplan.report.terminal import number_ranges, term_name
 

@@ -1,4 +1,4 @@
-"""Where does each number come from?  Measured, interpolated, fitted to published runs, or a datasheet."""
+"""Section of sources: which numbers were measured, interpolated, fitted to published runs, or come from a datasheet."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import MixedContent, PlanContent
+from autoplan.report.page.elements import Segment, bar, bars, folded, key, pairs, section
 from autoplan.report.page.html import Child, Markup, tag
-from autoplan.report.page.parts import Segment, bar, bars, folded, key, pairs, section
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
-from autoplan.spec.result import MixedPlanFile, PlanFile
+from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.timing import Calibration, Provenance
 from autoplan.topology.cluster import ClusterSpec
 

@@ -1,4 +1,4 @@
-"""Where does the time of a step go?  Term by term, and stage by stage."""
+"""Section of time: the step by term, and by stage."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from itertools import groupby
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import Content
+from autoplan.report.page.elements import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.page.html import Markup, tag
-from autoplan.report.page.parts import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.terminal import LEAST_SHOWN_S, term_name
-from autoplan.spec.result import PlacedStage, StageCost
+from autoplan.spec.estimate import PlacedStage, StageCost
 
 MOST_ROWS = 20  # of the usual height
 

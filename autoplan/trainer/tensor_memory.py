@@ -1,4 +1,4 @@
-"""How many bytes do a rank's tensors hold at once?  Counted on the host, where no allocator tells.
+"""Bytes that a rank's tensors hold at once, counted on the host, where no allocator reports them.
 
 Storages that C++ code allocates for itself (staging buffers of gloo, scratch of products) are not seen.
 """

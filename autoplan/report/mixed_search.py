@@ -1,4 +1,4 @@
-"""How does a plan of a mixed cluster read on a terminal?"""
+"""Plans of a mixed cluster on a terminal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, print_terms, runs
+from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
-from autoplan.spec.result import MixedCertificate, MixedCost, MixedPlanFile, PlacedStage
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost
+from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.topology.mixed_cluster import MixedCluster
 
 SHOWN_PLANS = 8

@@ -1,4 +1,4 @@
-"""What are the sections of the page made of?  Tables, bars, keys of colours, notes."""
+"""Tables, bars, keys of colours and notes, from which the sections are built."""
 
 from __future__ import annotations
 

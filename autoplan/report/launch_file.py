@@ -1,4 +1,4 @@
-"""How does what a launch file starts read on a terminal, and how good that is beside the best plan?"""
+"""Launch file on a terminal: the plan it starts, and how it compares with the best one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rich.markup import escape
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table, slower
+from autoplan.spec.explanation import AxisChange, OptionChange, Today
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.result import AxisChange, OptionChange, RankedPlan, Today
+from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
 
 SHOWN_VALUE = 60  # characters of an option's value

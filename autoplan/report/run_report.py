@@ -1,4 +1,4 @@
-"""How does the answer for a run read: what it takes in time, money and energy, and on how many nodes?"""
+"""Training run on a terminal: time, money and energy, and on how many nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_days, format_percent, format_seconds, format_tokens
 from autoplan.report.terminal import labelled, print_part, print_table
-from autoplan.spec.result import RunFigures, RunPlan, RunReport, SizeOutcome
+from autoplan.spec.run_report import RunFigures, RunPlan, RunReport, SizeOutcome
 
 JOULES_PER_MWH = 3.6e9
 SHOWN_FRONT = 40

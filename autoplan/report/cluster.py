@@ -1,4 +1,4 @@
-"""How does a cluster read on a terminal?  What hangs on what, how fast the links are, and what each device gets."""
+"""Cluster on a terminal: its components as a tree, link speeds, and rates per device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.tree import Tree
 from autoplan.base.units import format_rate, format_seconds
 from autoplan.report.terminal import print_table
 from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.components import Component, Link
 from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up, quotient
 from autoplan.topology.levels import compile_topology
 from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster
-from autoplan.topology.parts import Link, Part
 
 KIND_NAMES = {
     "pcie": "PCIe",
@@ -28,7 +28,12 @@ KIND_NAMES = {
 }
 KIND_NAMES |= {"roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "ethernet": "Ethernet", "wan": "WAN"}
 KIND_NAMES |= {"shared_memory": "shared memory", "socket": "between sockets"}
-SHOWN = ("nic", "socket", "pcie_switch", "device")  # parts of a node, in this order; fabrics stand with the devices
+SHOWN = (
+    "nic",
+    "socket",
+    "pcie_switch",
+    "device",
+)  # components of a node, in this order; fabrics stand with the devices
 
 
 def cluster_line(cluster: ClusterSpec) -> str:
@@ -77,21 +82,21 @@ def halves_bytes_per_s(cluster: ClusterSpec) -> float | None:
     return bisection_bytes_per_s(cluster, cluster.num_nodes // 2) if cluster.num_nodes > 1 else None
 
 
-def part_text(part: Part, count: int) -> str:
-    """How many parts of a kind, in words: '8 NICs', '1 leaf switch'."""
-    name = f"{part.name} switch" if part.kind == "switch" else part.name
-    if count == 1 or part.kind in ("device", "fabric"):
+def component_text(component: Component, count: int) -> str:
+    """How many components of a kind, in words: '8 NICs', '1 leaf switch'."""
+    name = f"{component.name} switch" if component.kind == "switch" else component.name
+    if count == 1 or component.kind in ("device", "fabric"):
         return f"{count:,} {name}"
     return f"{count:,} {name}{'es' if name.endswith('switch') else 's'}"
 
 
 def _ways(found: ClusterGraph, vertex: str) -> Iterator[str]:
-    """The links of one part of a node."""
+    """The links of one component of a node."""
     graph = found.graph
-    part, count = graph.nodes[vertex]["part"], graph.nodes[vertex]["count"]
+    component, count = graph.nodes[vertex]["component"], graph.nodes[vertex]["count"]
     for other, edge in graph[vertex].items():
-        to, link = graph.nodes[other]["part"], edge["link"]
-        match part.kind, to.kind:
+        to, link = graph.nodes[other]["component"], edge["link"]
+        match component.kind, to.kind:
             case "device", "device":
                 each = edge["num_links"] * (2 if other == vertex else 1) // count
                 yield _whole(link, f" to each of {each} others")
@@ -118,20 +123,20 @@ def _way_up(link: Link) -> str:
 
 def _switch_lines(found: ClusterGraph, group: Group, places: int) -> Iterator[Tree]:
     """The switches of a place, those with the same links together."""
-    counts: Counter[tuple[Part, str]] = Counter()
+    counts: Counter[tuple[Component, str]] = Counter()
     for vertex in group.vertices:
         ways = ", ".join(_way_up(link) for link in links_up(found.graph, vertex))
-        counts[found.graph.nodes[vertex]["part"], ways] += found.graph.nodes[vertex]["count"] // places
-    for (part, ways), count in counts.items():
-        yield _tree(": ".join(one for one in (part_text(part, count), ways) if one))
+        counts[found.graph.nodes[vertex]["component"], ways] += found.graph.nodes[vertex]["count"] // places
+    for (component, ways), count in counts.items():
+        yield _tree(": ".join(one for one in (component_text(component, count), ways) if one))
 
 
 def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
-    """One class of parts and its links, in one line where that holds them."""
-    part: Part = found.graph.nodes[vertex]["part"]
-    text = part_text(part, found.graph.nodes[vertex]["count"] // places)
-    if part.kind == "device" and part.share < 1:
-        text += f"; {fault_text(part.share)}"
+    """One class of components and its links, in one line where that holds them."""
+    component: Component = found.graph.nodes[vertex]["component"]
+    text = component_text(component, found.graph.nodes[vertex]["count"] // places)
+    if component.kind == "device" and component.share < 1:
+        text += f"; {fault_text(component.share)}"
     ways = list(_ways(found, vertex))
     if len(ways) < 2:
         return _tree(": ".join([text, *ways]))
@@ -142,7 +147,7 @@ def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
 
 def _has_fault(found: ClusterGraph, vertex: str) -> bool:
     edges = found.graph[vertex].values()
-    return found.graph.nodes[vertex]["part"].share < 1 or any(edge["link"].share < 1 for edge in edges)
+    return found.graph.nodes[vertex]["component"].share < 1 or any(edge["link"].share < 1 for edge in edges)
 
 
 def _tree(text: str, style: str = "") -> Tree:
@@ -150,11 +155,11 @@ def _tree(text: str, style: str = "") -> Tree:
 
 
 def _place(found: ClusterGraph, group: Group, places: int, *, is_known: bool = False) -> Tree:
-    """One place with what is inside it; `places` of it are in the cluster.  The parts of a node are told once."""
+    """One place with what is inside it; `places` of it are in the cluster.  The components of a node are told once."""
     name = place_name(group)
     if not group.inside:
         tree = _tree(f"{name}, as above" if is_known else name, "bold")
-        kinds = {vertex: found.graph.nodes[vertex]["part"].kind for vertex in group.vertices}
+        kinds = {vertex: found.graph.nodes[vertex]["component"].kind for vertex in group.vertices}
         told = [one for one in kinds if kinds[one] in SHOWN and (not is_known or _has_fault(found, one))]
         told.sort(key=lambda vertex: SHOWN.index(kinds[vertex]))
         tree.children += [_line(found, vertex, places) for vertex in told]
@@ -191,7 +196,7 @@ def topology_json(cluster: ClusterSpec, found: ClusterGraph) -> dict[str, Any]:
         "num_devices": cluster.num_devices,
         "bisection_bytes_per_s": halves_bytes_per_s(cluster),
         "vertices": [
-            {"id": vertex, "count": data["count"], **msgspec.to_builtins(data["part"])}
+            {"id": vertex, "count": data["count"], **msgspec.to_builtins(data["component"])}
             for vertex, data in graph.nodes(data=True)
         ],
         "edges": [

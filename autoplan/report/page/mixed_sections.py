@@ -1,20 +1,21 @@
-"""What of a page is another thing where the parts of a cluster are unlike?  The answer, other plans, the cluster."""
+"""Sections that differ for a mixed cluster: the answer, other plans, the cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.drawing import draw
-from autoplan.report.mixed import certificate_line, describe, describe_kind, sizes, waiting
+from autoplan.report.cluster import between_text
+from autoplan.report.cluster_drawing import draw
+from autoplan.report.mixed_search import certificate_line, describe, describe_kind, sizes, waiting
 from autoplan.report.page.answer import figure, interval_figure
 from autoplan.report.page.content import MixedContent
+from autoplan.report.page.elements import Segment, bar, bars, folded, masthead, note, pairs, scrolling, section, table
 from autoplan.report.page.html import Child, Markup, tag
-from autoplan.report.page.parts import Segment, bar, bars, folded, masthead, note, pairs, scrolling, section, table
 from autoplan.report.page.times import kind_key, kind_segments
 from autoplan.report.terminal import reasons
-from autoplan.report.topology import between_text
-from autoplan.spec.result import MixedCost, MixedPlanFile
+from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.topology.graph import quotient
 
 SHOWN_PLANS = 10

@@ -1,4 +1,4 @@
-"""What is a node made of, and how fast are the links in it and out of it?"""
+"""Components of a node, and the links in it and out of it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import networkx as nx
 from autoplan.topology.cluster import ClusterSpec, LinkLevel
 from autoplan.topology.levels import used_of_domain
 
-PartKind = Literal["device", "nic", "pcie_switch", "socket", "fabric", "switch", "core", "wan"]
+ComponentKind = Literal["device", "nic", "pcie_switch", "socket", "fabric", "switch", "core", "wan"]
 
-Faults = tuple[tuple[str, int, float], ...]  # in a node: part, index, share of the rate that is left
+Faults = tuple[tuple[str, int, float], ...]  # in a node: component, index, share of the rate that is left
 
-# Graphs are networkx's: a vertex has `part` and `count`, an edge `link` and `num_links`.
+# Graphs are networkx's: a vertex has `component` and `count`, an edge `link` and `num_links`.
 Graph = Any  # nx.Graph, which has no types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part of the cluster, or each of a class of parts that are alike."""
+class Component:
+    """One part of the cluster, or each of a class of components that are alike."""
 
-    kind: PartKind
+    kind: ComponentKind
     name: str
     tier: int = 0  # of a switch: innermost 0
     side: int = 0  # of a device: 1 where `split` sets its node apart
     share: float = 1.0  # of its rate that a fault leaves
 
 
-SOCKET = Part(kind="socket", name="CPU")
-PCIE_SWITCH = Part(kind="pcie_switch", name="PCIe switch")
+SOCKET = Component(kind="socket", name="CPU")
+PCIE_SWITCH = Component(kind="pcie_switch", name="PCIe switch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ def nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
     return count, cluster.network.nic_bytes_per_s * wanted / count
 
 
-def add_part(graph: Graph, vertex: Hashable, part: Part) -> Hashable:
-    """Add a vertex for one part."""
-    graph.add_node(vertex, part=part, count=1)
+def add_component(graph: Graph, vertex: Hashable, component: Component) -> Hashable:
+    """Add a vertex for one component."""
+    graph.add_node(vertex, component=component, count=1)
     return vertex
 
 
@@ -77,7 +77,7 @@ def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
     shares = {(part, at): share for part, at, share in faults}
     for at in range(cluster.devices_per_node):
         share = shares.get(("device", at), 1.0)
-        add_part(graph, ("device", at), Part(kind="device", name=cluster.device.name, share=share))
+        add_component(graph, ("device", at), Component(kind="device", name=cluster.device.name, share=share))
     _add_fabrics(graph, cluster, [shares.get(("link", at), 1.0) for at in range(cluster.devices_per_node)])
     hubs = _add_host(graph, cluster)
     behind: list[Hashable] = (
@@ -86,7 +86,7 @@ def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
     num_nics, rate = nics_of_node(cluster)
     bus = Link(kind="pcie", bytes_per_s=rate, sustained_bytes_per_s=rate)  # takes what the NIC sends
     for at in range(num_nics):
-        nic = add_part(graph, ("nic", at), Part(kind="nic", name="NIC", share=shares.get(("nic", at), 1.0)))
+        nic = add_component(graph, ("nic", at), Component(kind="nic", name="NIC", share=shares.get(("nic", at), 1.0)))
         connect(graph, nic, behind[at * len(behind) // num_nics], bus)
     return graph
 
@@ -107,8 +107,8 @@ def _add_fabrics(graph: Graph, cluster: ClusterSpec, shares: list[float]) -> Non
                     link = fabric_link(level, peers=len(members) - 1, share=min(shares[a], shares[b]))
                     connect(graph, ("device", a), ("device", b), link)
                 continue
-            part = Part(kind="fabric", name=level.name)
-            fabric = add_part(graph, (f"fabric of {level.num_devices}", first // level.num_devices), part)
+            component = Component(kind="fabric", name=level.name)
+            fabric = add_component(graph, (f"fabric of {level.num_devices}", first // level.num_devices), component)
             for at in members:
                 connect(graph, ("device", at), fabric, fabric_link(level, share=shares[at]))
 
@@ -117,13 +117,15 @@ def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
     """Sockets and PCIe switches with the devices on them; what NICs hang on as well."""
     host, size = cluster.host, cluster.devices_per_node
     # A preset cut down to fewer devices than it has sockets or switches keeps those of the devices that are left.
-    sockets = [add_part(graph, ("socket", at), SOCKET) for at in range(min(host.num_sockets, size))]
+    sockets = [add_component(graph, ("socket", at), SOCKET) for at in range(min(host.num_sockets, size))]
     between = Link(kind="socket", bytes_per_s=host.socket_bytes_per_s, sustained_bytes_per_s=host.socket_bytes_per_s)
     for one, other in combinations(sockets, 2):
         connect(graph, one, other, between)
     hubs = sockets
     if host.num_pcie_switches:
-        hubs = [add_part(graph, ("pcie_switch", at), PCIE_SWITCH) for at in range(min(host.num_pcie_switches, size))]
+        hubs = [
+            add_component(graph, ("pcie_switch", at), PCIE_SWITCH) for at in range(min(host.num_pcie_switches, size))
+        ]
         # One uplink, as wide as the link of a device.
         upward = _host_link(cluster, "pcie", max(size // len(hubs), 1), cluster.device.host_link_bytes_per_s)
         for at, hub in enumerate(hubs):

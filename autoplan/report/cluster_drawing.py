@@ -1,6 +1,4 @@
-"""How does a cluster look?  An SVG of its places in one another, the first of each kind opened, down to the parts of a
-node and the links between them.
-"""
+"""SVG drawing of a cluster: nested places, the first of each kind opened, down to the links inside a node."""
 
 from __future__ import annotations
 
@@ -12,33 +10,42 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from autoplan.base.units import format_rate, format_seconds, format_volume
-from autoplan.report.topology import (
+from autoplan.report.cluster import (
     KIND_NAMES,
     cluster_line,
+    component_text,
     fault_text,
     halves_bytes_per_s,
     nodes_text,
-    part_text,
     place_name,
     rates_text,
 )
 from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.components import (
+    Component,
+    ComponentKind,
+    Graph,
+    Link,
+    fabric_link,
+    nic_link,
+    node_graph,
+    wide_levels,
+)
 from autoplan.topology.graph import ClusterGraph, Group, links_up
-from autoplan.topology.parts import Graph, Link, Part, PartKind, fabric_link, nic_link, node_graph, wide_levels
 
 if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
     from autoplan.cost.collectives.traffic import StepTraffic
 
-MOST_DRAWN = 16  # devices of the opened node; of a larger one each class of parts is drawn once
+MOST_DRAWN = 16  # devices of the opened node; of a larger one each class of components is drawn once
 WIDTH, MARGIN = 1080, 24
 MOST_OTHERS = 3  # kinds of places beside the opened one
 GUTTER = 270  # on the left, for the names of rows and links
 INSET = 14  # of a place in the one around it
-ROW, GAP = 26, 46  # heights of a row of parts and of the links between two
+ROW, GAP = 26, 46  # heights of a row of components and of the links between two
 LINE = 15  # height of a line of text
 CHARACTER = 6.4  # width of one, roughly
 
-FILLS: dict[PartKind, tuple[str, str]] = {
+FILLS: dict[ComponentKind, tuple[str, str]] = {
     "device": ("#d8f0dc", "#2f7d3b"),
     "nic": ("#d6e6fb", "#2b62ad"),
     "pcie_switch": ("#fdf0cf", "#946a08"),
@@ -53,16 +60,16 @@ LINK_COLOURS |= dict.fromkeys(("socket", "nvlink-c2c"), "#5b5b66")
 FAULT_COLOUR = "#d11f1f"
 NETWORK_COLOUR, TEXT_COLOUR, FRAME_COLOUR = "#2b62ad", "#22222a", "#b9b9c6"
 HALO = 'stroke="#fbfbfd" stroke-width="5" paint-order="stroke"'  # keeps a name legible over a link
-BOX_WIDTHS: dict[PartKind, float] = {"nic": 60, "pcie_switch": 86, "socket": 72, "device": 78}
+BOX_WIDTHS: dict[ComponentKind, float] = {"nic": 60, "pcie_switch": 86, "socket": 72, "device": 78}
 
 Span = tuple[float, float]  # from the left to the right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Box:
-    """One part, by its middle; or a class of them."""
+    """One component, by its middle; or a class of them."""
 
-    kind: PartKind
+    kind: ComponentKind
     text: str
     x: float
     y: float
@@ -219,16 +226,16 @@ def _draw_switches(
     moved: dict[str, str],
 ) -> _Box:
     """The switches of a place as one bar, and their links to the tier above."""
-    part: Part = found.graph.nodes[group.vertices[0]]["part"]
-    text = part_text(part, sum(found.graph.nodes[vertex]["count"] for vertex in group.vertices) // total)
-    box = _Box(kind=part.kind, text=text, x=sum(span) / 2, y=y, width=span[1] - span[0] - 2 * INSET)
+    component: Component = found.graph.nodes[group.vertices[0]]["component"]
+    text = component_text(component, sum(found.graph.nodes[vertex]["count"] for vertex in group.vertices) // total)
+    box = _Box(kind=component.kind, text=text, x=sum(span) / 2, y=y, width=span[1] - span[0] - 2 * INSET)
     canvas.box(box)
     if above:
         for link in {link: None for vertex in group.vertices for link in links_up(found.graph, vertex)}:
             canvas.link(above, box, link)
             over = f", {link.oversubscription:g}:1" if link.oversubscription > 1 else ""
             far = f", {format_seconds(2 * link.latency_s)}" if link.latency_s else ""
-            sent = moved.get("wan" if link.kind == "wan" else part.name, "")
+            sent = moved.get("wan" if link.kind == "wan" else component.name, "")
             canvas.link_label((above.y + y) / 2, link, f" each{over}{far}", sent)
     return box
 
@@ -258,7 +265,7 @@ def _draw_node(
         if a != b and boxes[a].kind != boxes[b].kind:
             canvas.link(boxes[a], boxes[b], link)
             if "nic" not in (boxes[a].kind, boxes[b].kind):  # a NIC takes what it sends
-                sent = moved.get(_level_of(cluster, graph.nodes[a]["part"], graph.nodes[b]["part"]), "")
+                sent = moved.get(_level_of(cluster, graph.nodes[a]["component"], graph.nodes[b]["component"]), "")
                 labels[link, (boxes[a].y + boxes[b].y) / 2] = sent
         elif boxes[a].kind == "socket":
             canvas.link(boxes[a], boxes[b], link)
@@ -284,42 +291,42 @@ def _draw_node(
     return y - GAP
 
 
-def _level_of(cluster: ClusterSpec, *ends: Part) -> str:
-    """The level whose links are those between two parts of a node: that of a fabric, or of devices and their host."""
-    fabric = next((part.name for part in ends if part.kind == "fabric"), "")
-    is_own = any(part.kind == "device" for part in ends)
+def _level_of(cluster: ClusterSpec, *ends: Component) -> str:
+    """The level whose links join two components of a node: a fabric, or devices and their host."""
+    fabric = next((component.name for component in ends if component.kind == "fabric"), "")
+    is_own = any(component.kind == "device" for component in ends)
     return fabric or next((level.name for level in cluster.levels if is_own and level.kind == "pcie"), "")
 
 
 def _rows(graph: Graph) -> list[list[Any]]:
     """The vertices of a node by kind, from the network down to the fabrics."""
     rows: dict[str, list[Any]] = {kind: [] for kind in ("nic", "socket", "pcie_switch", "device")}
-    for vertex, part in graph.nodes(data="part"):
-        rows.setdefault(part.name if part.kind == "fabric" else part.kind, []).append(vertex)
+    for vertex, component in graph.nodes(data="component"):
+        rows.setdefault(component.name if component.kind == "fabric" else component.kind, []).append(vertex)
     return [row for row in rows.values() if row]
 
 
 def _draw_row(
     canvas: _Canvas, graph: Graph, vertices: list[Any], total: int, span: Span, y: float, boxes: dict[Any, _Box]
 ) -> None:
-    """Equal parts side by side; in a large node their classes."""
-    part: Part = graph.nodes[vertices[0]]["part"]
+    """Equal components side by side; in a large node their classes."""
+    component: Component = graph.nodes[vertices[0]]["component"]
     counts = [graph.nodes[vertex]["count"] // total for vertex in vertices]
     column = (span[1] - span[0]) / len(vertices)
-    width = min(BOX_WIDTHS.get(part.kind, math.inf), column - 6)
+    width = min(BOX_WIDTHS.get(component.kind, math.inf), column - 6)
     for at, (vertex, count) in enumerate(zip(vertices, counts, strict=True)):
-        name = part.name if part.kind == "fabric" else str(at) if count == 1 else ""
+        name = component.name if component.kind == "fabric" else str(at) if count == 1 else ""
         text = f"{name} x {count}".strip() if count > 1 else name
         x = span[0] + (at + 0.5) * column
-        boxes[vertex] = _Box(kind=part.kind, text=text, x=x, y=y + ROW / 2, width=width)
+        boxes[vertex] = _Box(kind=component.kind, text=text, x=x, y=y + ROW / 2, width=width)
         canvas.box(boxes[vertex])
-    canvas.label(y + ROW / 2, part_text(part, sum(counts)), style='font-weight="bold"')
+    canvas.label(y + ROW / 2, component_text(component, sum(counts)), style='font-weight="bold"')
 
 
 def _direct_links(graph: Graph) -> list[Link]:
     """The kinds of links from device to device."""
-    parts = graph.nodes(data="part")
-    between = (link for a, b, link in graph.edges(data="link") if parts[a].kind == parts[b].kind == "device")
+    components = graph.nodes(data="component")
+    between = (link for a, b, link in graph.edges(data="link") if components[a].kind == components[b].kind == "device")
     return list(dict.fromkeys(between))
 
 

@@ -1,4 +1,4 @@
-"""Which clusters train together?  Clusters joined by +, or a file with parts and what joins them."""
+"""Mixed clusters, from clusters joined by + or from a file of parts and the links between them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,140 @@
+"""Predicted cost of plans: time, memory, and the probability of running out of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from autoplan.base.arrays import Floats, Ints
+from autoplan.base.units import check_not_negative
+from autoplan.spec.enums import Precision
+from autoplan.spec.plan import PlanBatch
+from autoplan.topology.cluster import DeviceSpec
+
+Verdict = Literal["fits", "risky", "oom"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+RISKY_ABOVE, OOM_ABOVE = 0.05, 0.50  # probabilities of running out of memory
+RISKY_Z, OOM_Z = -1.6448536269514722, 0.0  # the same as quantiles of the normal distribution
+
+
+def probability_above(z: float) -> float:
+    """Of a normal variable whose mean lies `z` standard deviations above the bound."""
+    return 0.5 * math.erfc(-z / math.sqrt(2.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostEstimate:
+    """Predicted cost of every plan of a batch; arrays have one element per plan.
+
+    `terms_s` add up to `step_s` exactly.  `memory_bytes` is what the allocator reserves on the worst pipeline stage,
+    context and communication buffers included; `memory_terms_bytes` describe that stage before fragmentation.
+    """
+
+    batch: PlanBatch
+    step_s: Floats
+    low_s: Floats
+    high_s: Floats
+    terms_s: dict[str, Floats]
+    memory_bytes: Floats
+    logged_memory_bytes: Floats  # the peak that the framework's own log would show
+    memory_terms_bytes: dict[str, Floats]
+    worst_stage: Ints
+    capacity_bytes: float
+    host_memory_bytes: Floats  # of a node
+    oom_z: Floats  # distance to the capacity of device or host in standard deviations of log memory
+
+    def __len__(self) -> int:
+        return len(self.step_s)
+
+    @property
+    def verdict(self) -> Ints:
+        """Index into VERDICTS: fits below 5 % probability of running out of memory, oom above 50 %."""
+        return (self.oom_z > RISKY_Z).astype(np.int64) + (self.oom_z > OOM_Z)
+
+    def oom_probability(self, at: int) -> float:
+        """Probability that the plan at an index runs out of memory."""
+        return probability_above(float(self.oom_z[at]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """One pipeline rank: its layers, its time per micro-batch and its memory, by term."""
+
+    stage: int
+    layers: int
+    forward_s: float
+    backward_s: float
+    terms_s: dict[str, float]
+    memory_bytes: float
+    memory_terms_bytes: dict[str, float]
+    oom_probability: float
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "memory_bytes"):
+            check_not_negative(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlace:
+    """Where a pipeline stage sits, in every replica of its kind."""
+
+    kind: str = ""  # of replica: a letter where they are unlike
+    stage: int
+    part: str = ""  # of a mixed cluster, by name
+    num_microbatches: int  # that pass through it in a step
+    capacity_bytes: float  # of one of its devices, that a plan may use
+
+    @property
+    def name(self) -> str:
+        """What the stage is called."""
+        return f"{self.kind}{self.stage}"
+
+    @property
+    def words(self) -> str:
+        """The stage and where it is."""
+        return f"stage {self.name} on {self.part}" if self.part else f"stage {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStage:
+    """A stage with its place."""
+
+    place: StagePlace
+    cost: StageCost
+
+    @property
+    def fill(self) -> float:
+        """Its memory over the capacity of its own devices."""
+        return self.cost.memory_bytes / self.place.capacity_bytes
+
+    @property
+    def busy_s(self) -> float:
+        """Its work in a step."""
+        return self.place.num_microbatches * sum(self.cost.terms_s.values())
+
+
+def placed(stages: Iterable[StageCost], num_microbatches: int, capacity_bytes: float) -> tuple[PlacedStage, ...]:
+    """Stages of a plan whose devices are alike."""
+    return tuple(
+        PlacedStage(
+            place=StagePlace(stage=stage.stage, num_microbatches=num_microbatches, capacity_bytes=capacity_bytes),
+            cost=stage,
+        )
+        for stage in stages
+    )
+
+
+def datasheet_peak(device: DeviceSpec, precision: Precision) -> tuple[str, float]:
+    """(name, operations per second) of the datasheet figure that an MFU in `precision` refers to.
+
+    MXFP8 runs at the rate of fp8; a precision that the device lacks is counted against its 16-bit rate.
+    """
+    peak = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
+    for name in ("fp8" if precision == "mxfp8" else precision, "bf16"):
+        if name in peak:
+            return name, peak[name]
+    return "fp16", peak["fp16"]

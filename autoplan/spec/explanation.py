@@ -1,0 +1,129 @@
+"""A plan compared with its neighbours, with another plan, and with the plan of a launch file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.spec.estimate import PlacedStage, StageCost
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.search_result import Certificate, Contender, RankedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionChange:
+    """An option of a launch file as written there and as the best plan's is written; None: it does not stand there."""
+
+    option: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisChange:
+    """One axis in which the best plan differs from the one of a launch file, and what it brings without the others."""
+
+    axis: str
+    before: str
+    after: str
+    alone: RankedPlan | None  # the file's plan with this change
+    why_not: str  # the framework does not admit that plan; empty where it does
+    options: tuple[OptionChange, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalkStep:
+    """A plan between that of a launch file and the best one: the file's with the changes up to here."""
+
+    axes: tuple[str, ...]  # that change in this step
+    plan: RankedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Today:
+    """How good the plan of a launch file is beside the best one, and what leads from one to the other.
+
+    The first step of the walk changes the file's plan, the last one ends at the best; all of them are legal and as safe
+    as the best.  There is none where the file's plan cannot be priced.
+    """
+
+    path: str
+    target: str
+    plan: ParallelPlan
+    broken: tuple[str, ...]  # why the framework refuses it
+    priced: RankedPlan | None
+    gap: Contender | None  # of the file's plan to the best
+    num_faster: int  # cells of the space, at least, that hold a faster plan
+    changes: tuple[AxisChange, ...]
+    walk: tuple[WalkStep, ...]
+    options: tuple[OptionChange, ...]  # between the file and the one of the best plan
+    no_options: str  # why these are not known; empty where they are
+    unread: dict[str, str]  # options of the file that were not understood and may matter, with the reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A plan that differs in few axes from another one: what it would take, and what it lacks.
+
+    Where it does not divide the global batch it is priced with the next one that it divides.
+    """
+
+    changes: tuple[tuple[str, str, str], ...]  # axis, value there, value here
+    plan: RankedPlan
+    ratio: float  # of the times per sequence, to that of the other
+    stage: int  # that needs most memory
+    broken: tuple[str, ...]  # rules of the framework, in words
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it could be started."""
+        return self.plan.verdict == "fits" and not self.broken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versus:
+    """Another plan beside the one that is explained, and what each change on the way to it brings alone."""
+
+    name: str  # as it was asked for
+    plan: RankedPlan
+    stages: tuple[StageCost, ...]
+    gap: Contender
+    broken: tuple[str, ...]
+    changes: tuple[AxisChange, ...]  # none where the plans are of different problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a plan takes as long as it does, and why no other one was taken."""
+
+    command: str
+    plan: RankedPlan
+    stages: tuple[StageCost, ...]
+    capacity_bytes: float
+    binds: tuple[str, ...]  # what stops faster plans, in words
+    changes: tuple[Neighbour, ...]  # the best plan of every axis with that one changed, fastest first
+    better: tuple[Neighbour, ...]  # faster ones with one or two changes, those that lack least first
+    alternatives: tuple[RankedPlan, ...]  # of the search, best first
+    certificate: Certificate | None
+    versus: Versus | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedNeighbour:
+    """A plan of a mixed cluster with one change from another one, kinds of replicas by their letters there."""
+
+    change: tuple[str, str, str]  # what, as there, as here
+    plan: MixedCost
+    ratio: float  # of the times per sequence, to that of the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedExplanation:
+    """Why a plan of a mixed cluster takes as long as it does, and why no other one was taken."""
+
+    command: str
+    plan: MixedCost
+    stages: tuple[PlacedStage, ...]  # kind after kind of replica
+    changes: tuple[MixedNeighbour, ...]  # of every thing that can be changed the fastest, and the fastest that fits
+    alternatives: tuple[MixedCost, ...]  # of the search, best first
+    certificate: MixedCertificate | None

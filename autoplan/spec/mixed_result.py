@@ -1,0 +1,78 @@
+"""Predicted cost of plans of a mixed cluster, and what a search on it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.spec.estimate import OOM_Z, RISKY_Z, VERDICTS, Verdict
+from autoplan.spec.mixed_problem import MixedPlan
+from autoplan.spec.search_result import RankedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStageCost:
+    """One stage of one kind of replica: times of a micro-batch, memory of a device of its part."""
+
+    part: int
+    tp: int
+    layers: int
+    forward_s: float
+    backward_s: float
+    layer_s: tuple[float, ...]  # both passes of one layer of each kind, in the order of `layer_kinds`
+    send_s: float  # one message to the next stage; 0 behind the last
+    memory_bytes: float
+    sharded_bytes: float  # of it, states that other replicas may take
+    capacity_bytes: float
+    oom_z: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedKindCost:
+    """All replicas of one kind: their stages, and when their last backward pass is over."""
+
+    stages: tuple[MixedStageCost, ...]
+    pipeline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCost:
+    """Predicted cost of one plan of a mixed cluster; `terms_s` add up to `step_s`, `kinds` are in the plan's order."""
+
+    plan: MixedPlan
+    step_s: float
+    low_s: float
+    high_s: float
+    terms_s: dict[str, float]
+    kinds: tuple[MixedKindCost, ...]
+    oom_z: float  # of the device or host that is nearest to its capacity
+
+    @property
+    def sequences_per_s(self) -> float:
+        """The rate of the whole cluster."""
+        return self.plan.global_batch / self.step_s
+
+    @property
+    def verdict(self) -> Verdict:
+        """As `CostEstimate.verdict` has it."""
+        return VERDICTS[(self.oom_z > RISKY_Z) + (self.oom_z > OOM_Z)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCertificate:
+    """What a search on a mixed cluster did, and how far its answer is from what its parts reach alone."""
+
+    structures: int  # ways to form pipelines that were looked at
+    plans: int  # priced
+    rates_alone: tuple[float, ...]  # best plan of each part alone, sequences per second
+    gap: float  # share by which the best plan stays below their sum; negative where parts alone lack memory
+    limits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedResult:
+    """Plans of a mixed cluster, best first; where none fits, `closest` is the one that is least too large."""
+
+    ranked: tuple[MixedCost, ...]
+    closest: MixedCost | None
+    alone: tuple[RankedPlan | None, ...]  # of the parts: the best plan with the other parts idle, of all schedules
+    certificate: MixedCertificate

@@ -1,0 +1,114 @@
+"""Content of `plan.json`, of one kind of device and of a mixed cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autoplan.base.errors import InputError
+from autoplan.spec.estimate import StageCost
+from autoplan.spec.explanation import Today
+from autoplan.spec.framework import Framework
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.ranks import HostRanks
+from autoplan.spec.run_report import RunReport
+from autoplan.spec.search_result import Certificate, Confidence, MemoryKnob, RankedPlan
+from autoplan.spec.timing import Calibration, Provenance
+from autoplan.spec.training import TrainingSpec
+from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.mixed_cluster import MixedCluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceFlags:
+    """Which plans were searched, as typed: from it and the problem the same space is made again."""
+
+    global_batch: str
+    fix: tuple[str, ...] = ()
+    at_most: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+    @property
+    def narrows(self) -> bool:
+        """Whether plans were left out that are usually looked at."""
+        return bool(self.fix or self.at_most)
+
+
+PLAN_FILE_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """The content of `plan.json`: what was asked, the plan, what it costs and why, and what else would do."""
+
+    schema_version: int
+    versions: dict[str, str]  # autoplan and the libraries that the numbers rest on
+    command: str
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: ClusterSpec
+    framework: Framework
+    calibration: Calibration
+    reserve_bytes: float
+    best: RankedPlan
+    stages: tuple[StageCost, ...]
+    alternatives: tuple[RankedPlan, ...]  # of other degrees, best first
+    certificate: Certificate | None  # None where one plan was priced, not searched
+    memory_knobs: tuple[MemoryKnob, ...] = ()  # most freed first, where they were asked for
+    timings: str = ""  # whose measured times were taken before the reference curves
+    rests_on: dict[Provenance, float] = field(default_factory=dict)  # share of the best plan's step
+    hosts: tuple[HostRanks, ...] = ()  # of the best plan, in the order of its ranks, where the cluster lists its nodes
+    listed_step_s: float | None = None  # of the best plan on the nodes as listed, where it has a placement
+    choice: Confidence | None = None  # where plans were searched
+    run: RunReport | None = None  # where objectives, numbers of nodes or a run were given
+    today: Today | None = None  # where the search began with a launch file
+    space: SpaceFlags | None = None  # where plans were searched
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of a device that a plan may use."""
+        return self.cluster.device.visible_memory_bytes - self.reserve_bytes
+
+    def __post_init__(self) -> None:
+        if self.schema_version != PLAN_FILE_VERSION:
+            raise InputError(
+                f"schema_version is {self.schema_version}, this autoplan reads {PLAN_FILE_VERSION}: "
+                "make the file again with this version"
+            )
+        for name, one in (
+            ("best", self.best),
+            *((f"alternatives[{at}]", one) for at, one in enumerate(self.alternatives)),
+        ):
+            if one.plan.precision != self.training.precision:
+                raise InputError(
+                    f"{name}.plan.precision is {one.plan.precision}, training.precision {self.training.precision}: "
+                    "make them the same"
+                )
+
+
+MIXED_FILE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPlanFile:
+    """The content of the plan file of a mixed cluster."""
+
+    mixed_schema_version: int
+    versions: dict[str, str]
+    command: str
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: MixedCluster
+    framework: Framework
+    calibrations: tuple[Calibration, ...]
+    reserve_bytes: float
+    best: MixedCost
+    alternatives: tuple[MixedCost, ...]
+    certificate: MixedCertificate | None
+
+    def __post_init__(self) -> None:
+        if self.mixed_schema_version != MIXED_FILE_VERSION:
+            raise InputError(
+                f"mixed_schema_version is {self.mixed_schema_version}, this autoplan reads {MIXED_FILE_VERSION}: "
+                "make the file again with this version"
+            )

@@ -1,0 +1,159 @@
+"""Plans that a search found, why none is better, and how sure the choice is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.base.errors import InputError
+from autoplan.base.units import check_positive
+from autoplan.spec.estimate import Verdict
+from autoplan.spec.plan import ParallelPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Why no plan of the space is better: what was neither priced nor too large has a bound that is no better.
+
+    A bound is a time that a plan cannot beat (`search.bounds`).
+    """
+
+    cells: int
+    expanded: int  # cells of which plans were bounded one by one
+    plans: int  # in all cells, before the rules of the framework
+    bounded: int
+    priced: int
+    fitting: int  # of those priced
+    risky: int
+    best_step_s: float | None
+    least_left: float | None  # least bound of what was not priced, over the best; None: all was priced or is too large
+    proven: bool
+    limits: tuple[str, ...]  # what the space left out, in words
+    quantile: float | None = None  # of the step time that the best plan makes least, where not the predicted one
+    margin: float | None = None  # plans so much slower than the fastest were looked at for that
+    best_in: tuple[str, ...] = ()  # what no plan of the space beats the ones found in, where that is not the time alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedPlan:
+    """A plan and the figures by which it is ranked."""
+
+    plan: ParallelPlan
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    memory_bytes: float
+    memory_headroom_bytes: float
+    host_memory_bytes: float  # of a node
+    oom_probability: float
+    verdict: Verdict
+    terms_s: dict[str, float]
+
+    def __post_init__(self) -> None:
+        for name in (
+            "step_s",
+            "low_s",
+            "high_s",
+            "tokens_per_s_per_device",
+            "mfu",
+            "memory_bytes",
+            "host_memory_bytes",
+        ):
+            check_positive(name, getattr(self, name))
+        if not self.low_s <= self.step_s <= self.high_s:
+            raise InputError(
+                f"step_s {self.step_s:g} must lie in its interval from low_s {self.low_s:g} to high_s {self.high_s:g}"
+            )
+        if not 0 <= self.oom_probability <= 1:
+            raise InputError(f"oom_probability must lie in [0, 1], got {self.oom_probability:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryKnob:
+    """One change of a plan that frees device memory on the rank that needs most."""
+
+    change: str  # in words
+    freed_bytes: float
+    plan: RankedPlan  # as changed
+
+    def __post_init__(self) -> None:
+        check_positive("freed_bytes", self.freed_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Plans, best first, and the certificate; `closest` is the least too large plan where none fits.
+
+    `ranked` holds the best of all plans, many of which differ in details only; `rivals` the best of every cell, plans
+    with other degrees.  Both begin with the winner.
+    """
+
+    ranked: tuple[RankedPlan, ...]
+    rivals: tuple[RankedPlan, ...]
+    closest: RankedPlan | None
+    certificate: Certificate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A plan that may be as fast as the best: the ratio of their times per sequence, and its 90 % interval."""
+
+    plan: ParallelPlan
+    ratio: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.ratio <= self.high:
+            raise InputError(f"ratio {self.ratio:g} must lie in its interval from {self.low:g} to {self.high:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A number that would have to be other than assumed, alone, for another plan to win: the first such plan."""
+
+    quantity: str  # in words, such as 'NVLink bandwidth'
+    factor: float  # at which the winners change, on the number
+    plan: ParallelPlan
+    is_proven: bool  # no plan that the search left out can win before that
+    measure: tuple[str, ...] = ()  # operations of `autoplan profile` that tell the number
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obvious:
+    """The best plan of a family that a person would think of first: how it compares with the answer."""
+
+    family: str
+    plan: RankedPlan  # the least too large one, where none fits
+    ratio: float  # of the times per sequence
+    excess_bytes: float  # memory beyond what is there; 0 where it fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What the answer hangs on: relative growth of the step with each number, and the numbers that would change it."""
+
+    elasticities: dict[str, float]  # by quantity; -0.4: 1 % more of it makes the step 0.4 % shorter
+    flips: tuple[Flip, ...]  # nearest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confidence:
+    """How sure the choice is.  Contenders are plans in the interval of their ratio to the best, fastest first."""
+
+    runner_up: RankedPlan | None  # the best plan that differs in more than details
+    ratio: float | None  # of its time per sequence to that of the best
+    width: float | None  # factor to either end of the ratio's 90 % interval
+    num_contenders: int
+    contenders: tuple[Contender, ...]
+    sensitivity: Sensitivity | None = None
+    obvious: tuple[Obvious, ...] = ()
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the runner-up is a contender."""
+        return self.ratio is not None and self.width is not None and self.ratio <= self.width
