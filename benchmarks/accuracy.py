@@ -57,7 +57,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Who shares a calibration: a framework on one generation of devices."""
+        """Framework and generation of devices, which share a calibration."""
         return self.measured.problem.framework.calibration_name, self.generation
 
     @property
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def generation(self) -> str:
-        """Of the devices."""
+        """Generation of the devices."""
         return self.measured.problem.cluster.device.generation
 
 
@@ -175,19 +175,19 @@ class Fits:
         self._models: dict[tuple[str, str], Linearised] = {}
 
     def whole(self, key: tuple[str, str]) -> Calibration:
-        """From all runs."""
+        """Fit to all runs."""
         own = self._cases[key]
         names = self.factors(key, range(len(own)))
         return fit([case.measured for case in own], Calibration(), names) if names else Calibration()
 
     def without(self, key: tuple[str, str], left_out: frozenset[str]) -> Calibration:
-        """From the runs whose ids are not left out."""
+        """Fit to the runs whose ids are not left out."""
         kept = [at for at, case in enumerate(self._cases[key]) if case.run.id not in left_out]
         names = self.factors(key, kept)
         return self._model(key).only(names).fit(Calibration(), kept) if names else Calibration()
 
     def factors(self, key: tuple[str, str], kept: Sequence[int]) -> tuple[str, ...]:
-        """What the runs at `kept` tell apart."""
+        """Factors that the runs at `kept` tell apart."""
         own, model = self._cases[key], self._model(key)
         names: tuple[str, ...] = ()
         path = names
@@ -372,7 +372,7 @@ def _scalar(cases: Sequence[Case], key: tuple[str, str]) -> Calibration:
 
 
 def show_ablation(cases: Sequence[Case]) -> None:
-    """How far off the shipped predictions are without each term, by source."""
+    """Print errors of the shipped predictions without each term, by source."""
     errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
         cost = _cost(case)

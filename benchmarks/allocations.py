@@ -44,7 +44,7 @@ def packed(
 
 
 def shuffled(leaves: list[int], seed: int) -> list[int]:
-    """The same in random order."""
+    """Return the nodes in random order."""
     return np.random.default_rng(seed).permutation(leaves).tolist()
 
 
@@ -55,7 +55,7 @@ def widest(problem: Problem, plan: ParallelPlan) -> int:
 
 
 def step_s(problem: Problem, plan: ParallelPlan) -> float:
-    """Of one plan, in seconds."""
+    """Step of one plan, in seconds."""
     return float(estimate(problem, PlanBatch.of([plan], problem.model.num_layers)).step_s[0])
 
 

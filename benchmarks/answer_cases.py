@@ -149,7 +149,7 @@ def _num_devices(cluster: str) -> int:
 
 
 def _read_back_flags(target: str, model: str, cluster: str, seq_len: str) -> list[str]:
-    """What the files of `target` do not say."""
+    """Flags for what the files of `target` do not say."""
     devices = ["--devices", str(_num_devices(cluster))]
     batch = ["--set", "PER_DEVICE_TRAIN_BATCH_SIZE=1", "--set", "GRADIENT_ACCUMULATION_STEPS=8"]
     if target in ("deepspeed", "fsdp2", "accelerate"):

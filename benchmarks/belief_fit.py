@@ -38,14 +38,14 @@ def main() -> None:
 
 
 def log_evidence(group: Group) -> float:
-    """Of the steps of all its finished plans."""
+    """Log evidence of the steps of all finished plans of a group."""
     steps = [(at, one.step_s) for at, one in enumerate(group.answers)]
     measured = pooled([Measured(at=at, step_s=step_s) for at, step_s in steps if step_s is not None])
     return Belief.of(group.plans, measured).log_evidence
 
 
 def evidences(groups: Sequence[Group]) -> Floats:
-    """Of every group under every pair: shape (scatters, shares, groups)."""
+    """Log evidence of every group under every pair: shape (scatters, shares, groups)."""
     found = np.empty((len(SCATTERS), len(SHARES), len(groups)))
     usual = belief.SCATTER, belief.DEGREES_SHARE
     for (row, scatter), (column, share) in itertools.product(enumerate(SCATTERS), enumerate(SHARES)):

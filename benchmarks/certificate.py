@@ -83,7 +83,7 @@ class Case:
     space: Space
 
     def on(self, num_nodes: int) -> tuple[Problem, Space]:
-        """The same on so many nodes."""
+        """Return the problem on so many nodes."""
         problem = resized(self.problem, num_nodes)
         return problem, make_space(problem, self.batch, **self.wishes)
 
@@ -116,7 +116,7 @@ def _one_of(kinds: dict[str, list[str]], rng: Rng) -> str:
 
 
 def kind_of(model: ModelSpec) -> str:
-    """What is new in its layers."""
+    """Kind of its layers."""
     return "hybrid" if model.layer_pattern else "MLA" if model.mla else "MoE" if model.moe else "dense"
 
 
@@ -163,7 +163,7 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
 
 
 def _allowed(rng: Rng, problem: Problem, batch: str, share: float) -> list[str]:
-    """What may be allowed of this framework, as large a share of it."""
+    """Random share of what may be allowed of this framework."""
     found = []
     for choice in ALLOWED:
         # Zero-bubble pipelines are priced pass by pass, which takes long where there are many micro-batches.
@@ -244,7 +244,7 @@ class Priced:
         return cls(batch=batch, pace=pace, joules=joules, memory=memory, verdict=verdict)
 
     def wanted(self) -> Ints:
-        """Those that fit; where none does, those that may."""
+        """Plans that fit; where none does, those that may."""
         return np.flatnonzero(self.verdict == min(int(self.verdict.min(initial=2)), 1))
 
 
@@ -253,7 +253,7 @@ def _pace(one: RankedPlan) -> float:
 
 
 def wrong_with_search(case: Case, priced: Priced, result: SearchResult) -> Iterator[str]:
-    """What full enumeration says against a search."""
+    """Contradictions of a search by full enumeration."""
     space, certificate = case.space, result.certificate
     candidates = space.candidates(space.cells())
     names = [name for name in PlanBatch.__slots__ if name not in ("layouts", "placement")]
@@ -285,7 +285,7 @@ def wrong_with_search(case: Case, priced: Priced, result: SearchResult) -> Itera
 
 
 def wrong_with_gap(case: Case, best: float | None, seed: int) -> Iterator[str]:
-    """What the proven best says against the gap that a search states which looked at a few random cells."""
+    """Contradiction, by the proven best, of the gap that a search of a few random cells states."""
     try:
         result = search(case.problem, case.space, sampling=Sampling(name="random", trials=3, seed=seed, warm=False))
     except NoPlanError:
@@ -300,7 +300,7 @@ def wrong_with_gap(case: Case, best: float | None, seed: int) -> Iterator[str]:
 
 
 def wrong_with_objectives(case: Case, rng: Rng) -> Iterator[str]:
-    """What full enumeration of some sizes of the cluster says against a search for random objectives."""
+    """Contradictions of a search for random objectives by full enumeration of some sizes of the cluster."""
     names = rng.choice(list(OBJECTIVES), size=int(rng.integers(1, 4)), replace=False).tolist()
     objectives = find_objectives(names)
     priced_cluster = replace(case.problem.cluster, price_per_device_hour=2.0)
@@ -355,7 +355,7 @@ def wrong_with_objectives(case: Case, rng: Rng) -> Iterator[str]:
 
 
 def wrong_with_plans(priced: Priced, result: SearchResult) -> Iterator[str]:
-    """What any plans say against a search."""
+    """Contradictions of a search by any plans."""
     best = result.ranked[0] if result.ranked else None
     verdict = VERDICTS.index(best.verdict) if best else len(VERDICTS) - 1
     safer = np.flatnonzero(priced.verdict < verdict)
@@ -370,7 +370,7 @@ def wrong_with_plans(priced: Priced, result: SearchResult) -> Iterator[str]:
 
 
 def cell_of(one: RankedPlan) -> Cell:
-    """Where a plan stands."""
+    """Cell of a plan."""
     return Cell(**{name: getattr(one.plan, name) for name in Cell.__slots__})
 
 
@@ -379,7 +379,7 @@ def cell_of(one: RankedPlan) -> Cell:
 
 @dataclass(slots=True)
 class Tally:
-    """What was seen of small problems."""
+    """Counts over small problems."""
 
     problems: int = 0
     enumerated: int = 0
@@ -485,7 +485,7 @@ def _row(one: Large) -> str:
 
 
 def report(tally: Tally, rows: Sequence[Large], seed: int, cpu_s: float) -> str:
-    """What both parts have shown."""
+    """Report of both parts."""
     wrong = [*tally.wrong, *(text for one in rows for text in one.wrong)]
     gaps = [one for one in rows if not one.result.certificate.proven]
     lines = [

@@ -43,7 +43,7 @@ class Pairs:
     weight: Floats
 
     def half_width(self, own: float) -> Floats:
-        """Of the 90 % interval of the ratio's logarithm."""
+        """Half of the 90 % interval of the ratio's logarithm."""
         return NORMAL_90 * ratio_spreads(self.apart, self.variance, own)
 
     def coverage(self, own: float, *, near: bool = False) -> float:

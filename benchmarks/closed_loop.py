@@ -172,7 +172,7 @@ def label(plan: ParallelPlan) -> str:
 
 
 def family(plan: ParallelPlan) -> str:
-    """What a plan does with its ranks, or on a single one."""
+    """Use that a plan makes of its ranks, or of a single one."""
     if plan.num_devices == 1:
         return f"recompute {plan.recompute}"
     return plan.schedule if plan.pp > 1 else "tp" if plan.tp > 1 else f"dp {plan.sharding}"
@@ -202,12 +202,12 @@ class Launch:
 
     @property
     def seconds(self) -> float:
-        """Of its steps, the middle one."""
+        """Median of its steps."""
         return float(np.median(self.step_s))
 
 
 def kept(folder: Path) -> list[Launch]:
-    """What earlier calls left, on a machine that trained in the same precision."""
+    """Results that earlier calls left, on a machine that trained in the same precision."""
     path = folder / "launches.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     launches = [msgspec.json.decode(line, type=Launch) for line in lines]
@@ -419,7 +419,7 @@ class Compared:
 
     @property
     def bytes_errors(self) -> Floats:
-        """The same of its peak; NaN where that was not counted."""
+        """Errors of its peak; NaN where that was not counted."""
         return self.bytes_needed / self.bytes_held - 1
 
 
@@ -487,7 +487,7 @@ def as_good_as_a_launch(found: Compared) -> tuple[float, float]:
 
 
 def choice(found: Compared, cap_bytes: float) -> str:
-    """What is picked under a cap, and how much longer it takes than the best plan that fits."""
+    """Plan that is picked under a cap, and how much longer it takes than the best plan that fits."""
     fits, seems_to_fit = found.held <= cap_bytes, found.bytes_needed <= cap_bytes
     pick = int(np.argmin(np.where(seems_to_fit, found.predicted_s, np.inf)))
     best = int(np.argmin(np.where(fits, found.measured_s, np.inf)))
@@ -507,7 +507,7 @@ def percent(share: float) -> str:
 
 
 def told(name: str, found: Compared) -> list[str]:
-    """What is found of a model, as Markdown."""
+    """Findings on a model, as Markdown."""
     model, seq_len = MODELS[name]
     errors = np.abs(found.errors)
     correlation, pairs = spearman(found.measured_s, found.predicted_s, FAR_APART)
@@ -562,7 +562,7 @@ def told(name: str, found: Compared) -> list[str]:
 
 
 def told_of_truth(found: Compared) -> str:
-    """How many predictions of the time and of the peak are true, and how far off those of the peak are."""
+    """Sentence on how many predictions of time and peak are true, and how far off those of the peak are."""
     counted = found.bytes_errors[~np.isnan(found.bytes_errors)]
     within = f"{(np.abs(found.errors) <= TRUE_S).sum()} of {len(found.errors)} steps within {percent(TRUE_S)}"
     if not len(counted):

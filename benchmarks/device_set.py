@@ -124,7 +124,7 @@ def measure(folder: Path, budget_s: float) -> None:
 
 
 def records_of(folder: Path) -> list[Record]:
-    """What settled."""
+    """Records that settled."""
     with open_store(str(folder / "timings.db")) as store:
         found = [one for one in store.records() if one.status == "ok"]
     if not found:

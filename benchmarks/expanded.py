@@ -76,7 +76,7 @@ def expand(cluster: ClusterSpec) -> Graph:
 
 
 def _paths(cluster: ClusterSpec) -> list[tuple[Hashable, ...]]:
-    """Of every node the site, where there are several, and the switches above it, outermost first."""
+    """Path of every node: its site, where there are several, and the switches above it, outermost first."""
     if cluster.nodes:
         return list(named_paths(cluster))
     paths: list[tuple[Hashable, ...]] = []

@@ -81,7 +81,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was seen of one cluster; errors in percent, one for each draw where there are several."""
+    """Errors on one cluster in percent, one for each draw where there are several."""
 
     name: str
     num_runs: int
@@ -96,12 +96,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Of the median error after to that of the full fit."""
+        """Ratio of the median error after to that of the full fit."""
         return float(np.median(self.after)) / self.full
 
     @property
     def worse(self) -> float:
-        """By how many points the median over the draws is worse than before."""
+        """Points by which the median over the draws is worse than before."""
         return float(np.median(self.after) - np.median(self.before))
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
 
 
 def prior_of(clusters: Sequence[Cluster]) -> ClusterPrior:
-    """How clusters differ: by medians, so that none of them decides."""
+    """Prior of how clusters differ: by medians, so that none of them decides."""
     errors = [log_errors(one.cases, one.base) for one in clusters]
     levels = np.array([np.median(some) for some in errors])
     scatter = [np.median(np.abs(some - level)) for some, level in zip(errors, levels, strict=True)]
@@ -217,7 +217,7 @@ def under(case: Case, base: Calibration) -> Case:
 
 
 def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
-    """What a few of its runs teach, beside what all teach."""
+    """Judge a fit to a few of its runs beside the fit to all."""
     cases, base = cluster.cases, cluster.base
     runs = [case.measured for case in cases]
     plain = -log_errors(cases, base)
@@ -269,7 +269,7 @@ class Oracle:
 
     @classmethod
     def of(cls, errors: Floats) -> Oracle:
-        """That of a cluster with these errors, smoothed by half their median."""
+        """Distribution of a cluster with these errors, smoothed by half their median."""
         levels = np.linspace(-0.3, 0.3, 1201)
         best = float(levels[np.argmin([_median(errors + level) for level in levels])])
         around = errors + best
@@ -279,7 +279,7 @@ class Oracle:
         return cls(best=best, points=points, log_density=np.log(density + 1e-12))
 
     def level(self, errors: Floats) -> float:
-        """What to add to all errors, given a few of them: the median of the posterior from a flat prior."""
+        """Level to add to all errors, given a few of them: the median of the posterior from a flat prior."""
         levels = np.linspace(-1.5, 1.5, 3001)
         log_posterior = sum(np.interp(error + levels, self.points, self.log_density) for error in errors)
         below = np.cumsum(np.exp(log_posterior - np.max(log_posterior)))

@@ -87,7 +87,7 @@ class Seed:
 
 
 class Forbidden(BaseException):
-    """What a reader did beside reading; no `except Exception` of a reader can hide it."""
+    """Deed of a reader beside reading; no `except Exception` of a reader can hide it."""
 
 
 class Guard:
@@ -130,7 +130,7 @@ def readers() -> tuple[Reader, ...]:
 
 
 def exports() -> Iterator[Seed]:
-    """What export writes for some plans, of every target and version that takes them, and the plan files themselves."""
+    """Files that export writes for some plans, for every target and version that takes them, and the plan files."""
     cluster, training = load_cluster("h100-sxm:4x8"), TrainingSpec(seq_len=4096)
     frameworks = {one.rules: one for one in map(load_framework, reversed(preset_frameworks()))}
     for model in map(load_model, ("llama3-8b", "mixtral-8x7b")):
@@ -235,7 +235,7 @@ def _out_of_time(number: int, frame: FrameType | None) -> None:
 
 
 def fuzz(seconds: float, seed: int, folders: Sequence[Path], out: Path) -> int:
-    """How many files went wrong; they are kept in `out`."""
+    """Fuzz the readers; return the number of files that went wrong, which are kept in `out`."""
     signal.signal(signal.SIGPROF, _out_of_time)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     seeds, known, dice, guard = [*exports(), *examples(folders)], readers(), random.Random(seed), Guard()

@@ -145,7 +145,7 @@ def _without_curve(link: LinkLevel, rows: Floats) -> Floats:
 
 
 def _by_operation(measurements: Iterable[Measurement]) -> dict[Operation, list[Measurement]]:
-    """What is looked at here: bf16 kernels, and NCCL in fp16; in ascending order of shape."""
+    """Measurements looked at: bf16 kernels, and NCCL in fp16; in ascending order of shape."""
     result: dict[Operation, list[Measurement]] = defaultdict(list)
     for one in sorted(measurements, key=lambda one: one.shape):
         nccl = one.kernel == COLLECTIVES_KERNEL and one.dtype == "fp16"
@@ -183,7 +183,7 @@ def _table_s(operation: Operation, known: fit.Points, shapes: Floats) -> Floats:
 
 
 def _radial_s(operation: Operation, known: fit.Points, shapes: Floats) -> Floats:
-    """By linear radial basis functions of the 50 nearest points: log of time per product of sizes, over their logs.
+    """Times by linear radial basis functions of the 50 nearest points: log of time per product of sizes.
 
     Of collectives those of as many devices.
     """
@@ -200,7 +200,7 @@ def _radial_s(operation: Operation, known: fit.Points, shapes: Floats) -> Floats
 
 
 def _curve_s(cluster: ClusterSpec, operation: Operation, shapes: Floats) -> Floats:
-    """By the curves that the device and its innermost link ship with; NaN where they have none."""
+    """Times by the curves that the device and its innermost link ship with; NaN where they have none."""
     device, link = cluster.device, cluster.levels[-1]
     if operation == "gemm":
         return fit.gemm_s(device, device.gemm, device.gemm.burst_efficiency, shapes)

@@ -22,5 +22,5 @@ def with_answers(path: Path, runs: Iterable[Run]) -> Iterator[tuple[Run, dict[st
 
 
 def source_of(run: Run) -> str:
-    """Who published a run: its identifier without its number."""
+    """Publisher of a run: its identifier without its number."""
     return re.sub(r"-\d+$", "", run.id)

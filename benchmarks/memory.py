@@ -74,7 +74,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Who shares fitted traits: a framework on one generation of devices."""
+        """Framework and generation of devices, which share fitted traits."""
         return self.problem.framework.name, self.problem.cluster.device.generation
 
 
@@ -113,13 +113,13 @@ def read_cases(path: Path) -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What the model says of cases: one element a case."""
+    """Predictions for cases: one element a case."""
 
     logged_gib: Floats
     oom_z: Floats  # distance to the capacity in standard deviations
 
     def take(self, which: Sequence[int]) -> Predicted:
-        """Of some of the cases."""
+        """Return the predictions of some of the cases."""
         return Predicted(logged_gib=self.logged_gib[list(which)], oom_z=self.oom_z[list(which)])
 
 
@@ -151,7 +151,7 @@ class Pricer:
 
 
 def predicted(cases: Sequence[Case], traits: dict[str, float]) -> Predicted:
-    """What the model says of `cases`."""
+    """Predict `cases`."""
     return Pricer(cases)(traits)
 
 
@@ -277,7 +277,7 @@ def _f1(cases: Sequence[Case], said: Predicted) -> str:
 
 
 def show_probabilities(cases: Sequence[Case], said: Predicted) -> None:
-    """How often runs ran out of memory, by the probability that was given."""
+    """Print how often runs ran out of memory, by the probability that was given."""
     probability = np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in said.oom_z])
     true = np.array([case.is_oom for case in cases])
     print("\nprobability of running out of memory    runs   mean said   happened")
@@ -324,7 +324,7 @@ def likeliest_spread(cases: Sequence[Case], log_ratio: Floats) -> float:
 
 
 def show_source(source: str, cases: Sequence[Case], worst: int) -> None:
-    """What the errors are without each term, and the worst runs of one source with their terms."""
+    """Print the errors without each term, and the worst runs of one source with their terms."""
     measured = [case for case in cases if case.peak_gib is not None]
     if not measured:
         return

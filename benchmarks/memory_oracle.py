@@ -139,7 +139,7 @@ def predicted(question: Question) -> list[float]:
 
 
 def tracked(question: Question) -> list[float]:
-    """The same, of the first real rank of every stage."""
+    """Bytes tracked on the first real rank of every stage."""
     plan = question.plan
     report = run_task(
         Task(
@@ -157,7 +157,7 @@ def tracked(question: Question) -> list[float]:
 
 
 def counted(question: Question) -> list[float]:
-    """The same, by the oracle."""
+    """Bytes counted by the oracle for every stage."""
     return [peak for _, peak in sorted(ask(question, budget_s=600.0).items())]
 
 

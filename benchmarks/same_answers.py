@@ -356,7 +356,7 @@ def print_summary(out: Path, cases: list[Case], times_s: Mapping[str, float], wa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renames:
-    """What may differ: names of JSON fields, by the old ones, and lines that match patterns."""
+    """Differences that are allowed: names of JSON fields, by the old ones, and lines that match patterns."""
 
     fields: dict[str, str] = field(default_factory=dict)
     lines: tuple[re.Pattern[str], ...] = ()
@@ -399,7 +399,7 @@ def comparable_page(page: str, renames: Renames) -> str:
 
 
 def comparable(title: str, text: str, renames: Renames) -> str:
-    """What of a section is compared."""
+    """Part of a section that is compared."""
     if not VERBATIM.match(title):
         is_page = title.endswith(".html")
         text = comparable_page(text, renames) if is_page else comparable_json(text, renames) or text

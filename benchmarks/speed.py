@@ -113,14 +113,14 @@ print(len(sys.modules))
 
 
 def modules_loaded(arguments: Sequence[str]) -> int:
-    """How many modules a command has imported when it ends."""
+    """Number of modules that a command has imported when it ends."""
     command = [sys.executable, "-c", MODULES, *arguments]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
 def start_up(num_runs: int) -> list[str]:
-    """What it takes to begin: the wall time of `--help`, and the modules that it and the smallest search load."""
+    """Cost of starting up: the wall time of `--help`, and the modules that it and the smallest search load."""
     walls = []
     for _ in range(num_runs + 1):
         start = time.perf_counter()

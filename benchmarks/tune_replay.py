@@ -143,7 +143,7 @@ def _group(
 
 
 def _answer(outcomes: Sequence[RunOutcome]) -> TrialResult:
-    """What running a plan comes to; of repeats that finished, the mean."""
+    """Result of running a plan; of repeats that finished, the mean."""
     steps = [one.step_s for one in outcomes if one.is_finished and one.step_s is not None]
     if steps:
         return TrialResult(how="measured", step_s=float(np.mean(steps)))
@@ -172,7 +172,7 @@ Policy = Callable[[Group, int], Iterator[int]]  # plans of a group, by seed
 
 
 def tuned(group: Group, seed: int) -> Iterator[int]:
-    """As `autoplan tune` chooses, beyond the point where it would stop."""
+    """Order in which `autoplan tune` chooses, beyond the point where it would stop."""
     trials: list[TunedTrial] = []
     while len(trials) < len(group.plans):
         view = look(group.plans, trials)
@@ -200,28 +200,28 @@ def spoiled(group: Group, seed: int) -> Group:
 
 
 def tuned_spoiled(group: Group, seed: int) -> Iterator[int]:
-    """As `autoplan tune` chooses with worse predictions."""
+    """Order in which `autoplan tune` chooses with worse predictions."""
     return tuned(spoiled(group, seed), seed)
 
 
 def in_spoiled_order(group: Group, seed: int) -> Iterator[int]:
-    """As predicted, worse."""
+    """Order by worse predictions."""
     return in_order(spoiled(group, seed), seed)
 
 
 def in_order(group: Group, seed: int) -> Iterator[int]:
-    """As predicted: plans that fit, then those at risk, then those that do not fit, each the fastest first."""
+    """Order by prediction: plans that fit, then those at risk, then those that do not fit, each the fastest first."""
     level = {"fits": 0, "risky": 1, "oom": 2}
     yield from sorted(range(len(group.plans)), key=lambda at: (level[group.plans[at].verdict], pace(group.plans[at])))
 
 
 def at_random(group: Group, seed: int) -> Iterator[int]:
-    """In any order."""
+    """Random order."""
     yield from np.random.default_rng(seed).permutation(len(group.plans)).tolist()
 
 
 def by_tpe(group: Group, seed: int, *, warm: bool = False) -> Iterator[int]:
-    """As Optuna's TPE proposes; what was no plan of the group or was proposed before costs no trial."""
+    """Order in which Optuna's TPE proposes; what was no plan of the group or was proposed before costs no trial."""
     first = list(in_order(group, seed))[:ENQUEUED] if warm else []
     words = [sorted({row[column] for row in group.axes}) for column in range(len(group.axes[0]))]
     distributions: dict[str, BaseDistribution] = {
@@ -280,7 +280,7 @@ def trials_to_find(group: Group, order: Iterator[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """Where `autoplan tune` stops by itself."""
+    """Point where `autoplan tune` stops by itself."""
 
     trials: int
     regret: float
@@ -288,7 +288,7 @@ class Ended:
 
 
 def stopped(group: Group) -> Ended:
-    """As if there was no other budget."""
+    """Trials until it stops, as if there was no other budget."""
     trials: list[TunedTrial] = []
     while (view := look(group.plans, trials)).stop != "separated" and view.next is not None:
         answer = group.answers[view.next]
@@ -300,7 +300,7 @@ def stopped(group: Group) -> Ended:
 
 
 def left_to_itself(groups: Sequence[Group]) -> str:
-    """Where it stops, and how far from the best, in words."""
+    """Words on where it stops, and how far from the best."""
     ends = [stopped(group) for group in groups]
     regrets = np.array([one.regret for one in ends])
     counted = [one.trials for one in ends]

@@ -27,7 +27,7 @@ def _check(curve: Any, *, fractions: tuple[str, ...] = (), others: tuple[str, ..
 
 
 class _Sourced:
-    """What has a source."""
+    """Curve or figure with a source."""
 
     __slots__ = ()
     source: str
@@ -64,7 +64,7 @@ class GemmCurve(_Sourced):
         _check(self, fractions=("burst_efficiency",), others=halves)
 
     def slowdown(self, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0) -> Floats:
-        """How many times longer than at the plateau the m x n x k product computes, without its start; at least 1.
+        """Time of the m x n x k product over its time at the plateau's rate, without its start; at least 1.
 
         `pace` is the plateau's rate in the type of the inputs over that in 16 bits, of which the curve is: a tile's
         prologue and epilogue last as long, beside a loop that is as much shorter.
@@ -100,7 +100,7 @@ class AttentionCurve(_Sourced):
         )
 
     def slowdown(self, seq_len: Floats | float, blocks_per_unit: Floats, head_dim: Floats | float) -> Floats:
-        """How many times longer than at the plateau the kernel computes, without its start; at least 1.
+        """Time of the kernel over its time at the plateau's rate, without its start; at least 1.
 
         `blocks_per_unit` is the number of thread blocks of 128 queries over that of the device's compute units.
         """
@@ -130,7 +130,7 @@ class CollectiveCurve:
         check_positive("half_fill_bytes", self.half_fill_bytes)
 
     def slowdown(self, members: Floats) -> Floats:
-        """How many times longer than at the plateau the bytes take among `members` devices (2 or more)."""
+        """Time of the bytes among `members` devices (2 or more) over their time at the plateau's rate."""
         return 1 + self.pair_slowdown / np.maximum(members - 1, 1)
 
     def overhead_s(self, steps: Floats, buffer_bytes: Floats) -> Floats:

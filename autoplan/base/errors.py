@@ -38,5 +38,5 @@ class StoreError(AutoplanError):
 
 
 def refused(refusals: Iterable[tuple[bool, str]]) -> str:
-    """What the first (is refused, what) says that holds; empty where none does."""
+    """Return the text of the first (is refused, text) that is refused; empty where none is."""
     return next((what for is_refused, what in refusals if is_refused), "")

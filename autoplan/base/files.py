@@ -139,7 +139,7 @@ def _words_at(kind: type, place: str) -> tuple[str, ...]:
 
 
 def _as_written(error: OutOfRangeError, place: str, written: dict[str, tuple[str, float]]) -> str:
-    """What `error` says, under the key and in the unit that stand in the file."""
+    """Return the text of `error` with the key and the unit of the file."""
     field, dot, part = error.name.partition(".")
     key, factor = written.get(f"{place}.{field}", (field, 1.0))
     return str(OutOfRangeError(f"{key}{dot}{part}", error.value / factor, error.rule))

@@ -49,7 +49,7 @@ def _parts(text: str) -> list[tuple[int, str]]:
 
 
 def _pieces(part: str, column: int) -> list[tuple[int, str]]:
-    """What is inside and outside of brackets, and where it begins in the part."""
+    """Yield texts inside and outside of brackets, and where each begins in the part."""
     pieces = [(match.start(), match[0]) for match in re.finditer(r"\[[^\]]*\]|[^\[\]]+", part)]
     for at, piece in pieces:
         if not piece.startswith("[") and not _TEXT.fullmatch(piece):

@@ -121,7 +121,7 @@ def _fitted(products: Floats, seconds: Floats) -> Floats:
 
 
 def _coordinates(sizes: Floats) -> Floats:
-    """Where shapes lie: the logarithm of each size, and how empty the emptiest of their last tiles is."""
+    """Coordinates of shapes: the logarithm of each size, and how empty the emptiest of their last tiles is."""
     return np.column_stack([np.log(sizes), PADDING * np.max(-sizes % TILE / TILE, axis=1)])
 
 

@@ -228,7 +228,7 @@ class Children:
         return self.answer()
 
     def answer(self) -> Any:
-        """What rank 0 says next."""
+        """Return the next message of rank 0."""
         return self._answer(self._answer_s)
 
     def follow(self) -> None:
@@ -255,7 +255,7 @@ class Children:
                 raise CrewError(f"no answer within {limit_s:.0f} s")
 
     def _lost(self, first: Fault | None = None) -> CrewError:
-        """Why ranks are gone: one out of memory explains it, else one that was killed what the others then missed.
+        """Error that explains lost ranks: one out of memory before one that was killed, before what others then missed.
 
         NCCL aborts the ranks that miss another one.
         """
@@ -344,7 +344,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _server(preload: list[str]) -> ForkServerContext:
-    """What ranks are forked from: a process that has loaded torch once for all of them, and has touched no device.
+    """Fork server of the ranks: a process that has loaded torch once for all of them, and has touched no device.
 
     A child of this program itself could not use CUDA if the program had.
     """

@@ -119,7 +119,7 @@ class _Config:
                 raise InputError(f"{key} = {_show(found)} is not covered for {self.kind}, only {_show(allowed)}")
 
     def given(self, key: str) -> Any:
-        """What the file says under a key whose dots enter tables."""
+        """Value in the file under a key whose dots enter tables."""
         value: Any = self.config
         for step in key.split("."):
             if value is _ABSENT or value is None:
@@ -130,7 +130,7 @@ class _Config:
         return value
 
     def assumed(self, key: str) -> Any:
-        """What the file says, or else the transformers class."""
+        """Value in the file, or else the default of the transformers class."""
         value = self.given(key)
         return self.rules.get("absent", {}).get(key, _ABSENT) if value is _ABSENT else value
 

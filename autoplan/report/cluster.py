@@ -56,7 +56,7 @@ def rates_text(link: Link) -> str:
 
 
 def fault_text(share: float) -> str:
-    """What a fault leaves; nothing where there is none."""
+    """Share that a fault leaves, as text; empty where there is no fault."""
     return "" if share == 1 else f"{100 * share:.3g} % left by a fault"
 
 
@@ -78,12 +78,12 @@ def place_name(group: Group) -> str:
 
 
 def halves_bytes_per_s(cluster: ClusterSpec) -> float | None:
-    """What one half of the nodes, in order, can send to the other; None for a single node."""
+    """Rate from one half of the nodes, in order, to the other; None for a single node."""
     return bisection_bytes_per_s(cluster, cluster.num_nodes // 2) if cluster.num_nodes > 1 else None
 
 
 def component_text(component: Component, count: int) -> str:
-    """How many components of a kind, in words: '8 NICs', '1 leaf switch'."""
+    """Number of components of a kind, in words: '8 NICs', '1 leaf switch'."""
     name = f"{component.name} switch" if component.kind == "switch" else component.name
     if count == 1 or component.kind in ("device", "fabric"):
         return f"{count:,} {name}"
@@ -216,7 +216,7 @@ def print_mixed_topology(console: Console, cluster: MixedCluster) -> None:
 
 
 def between_text(between: BetweenSpec) -> str:
-    """What joins the parts of a mixed cluster, one direction."""
+    """Links between the parts of a mixed cluster in words, one direction."""
     words = []
     if between.device_bytes_per_s is not None:
         words.append(f"{format_rate(between.device_bytes_per_s)} for each device")

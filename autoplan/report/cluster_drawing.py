@@ -76,7 +76,7 @@ class _Box:
     width: float
 
     def end(self, other: _Box) -> float:
-        """Where a line to a box above or below it ends: upright under the other's middle, or at its own."""
+        """End of a line to a box above or below: upright under the other's middle, or at its own."""
         is_under = self.width > other.width and abs(self.x - other.x) <= self.width / 2
         return other.x if is_under else self.x
 

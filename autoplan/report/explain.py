@@ -64,7 +64,7 @@ def print_explanation(console: Console, file: PlanFile, found: Explanation, name
 
 
 def print_mixed_explanation(console: Console, file: MixedPlanFile, found: MixedExplanation) -> None:
-    """The same of a plan of a mixed cluster, with the plans that one change makes of it."""
+    """Print the explanation of a plan of a mixed cluster, with the plans that one change makes of it."""
     names = file.cluster.part_names
     print_mixed_answer(console, file)
     console.print()
@@ -126,7 +126,7 @@ def _faster(ratio: float) -> str:
 
 
 def _needs(near: Neighbour, found: Explanation) -> str:
-    """How much faster it is, and what it lacks."""
+    """Speed-up of a neighbour, and what it lacks."""
     parts = [f"{format_seconds(near.plan.step_s)}, {_faster(near.ratio)}"]
     if near.plan.verdict != "fits":
         parts.append(_room(near, found.capacity_bytes))
@@ -187,7 +187,7 @@ def _binding(found: MixedExplanation, names: Sequence[str]) -> Iterator[tuple[st
 
 
 def _needed(plan: MixedCost, names: Sequence[str]) -> str:
-    """What the stage that is nearest to the capacity of its devices takes of it."""
+    """Memory of the stage that is nearest to the capacity of its devices."""
     stages = [stage for kind in plan.kinds for stage in kind.stages]
     worst = max(stages, key=lambda stage: stage.memory_bytes / stage.capacity_bytes)
     return f"needs {format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)} on {names[worst.part]}"

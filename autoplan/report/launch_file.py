@@ -27,7 +27,7 @@ def print_launch(
     matters: Sequence[tuple[str, str, str]],
     rest: Sequence[tuple[str, str, str]],
 ) -> None:
-    """What was read, then the options that were not: (option, value, why)."""
+    """Print the plan of a launch file, then its options that were not read: (option, value, why)."""
     model, training, plan = spec
     print_part(console, escape(headline))
     console.print()
@@ -74,7 +74,7 @@ def model_line(model: ModelSpec) -> str:
 
 
 def print_today(console: Console, today: Today, names: dict[str, str]) -> None:
-    """How good the plan of a launch file is, what each change of it would bring, and which options change.
+    """Print how good the plan of a launch file is, the gain of each change, and the options that change.
 
     `names` are those of axes that are not called on screen as they are inside.
     """
@@ -101,7 +101,7 @@ def print_today(console: Console, today: Today, names: dict[str, str]) -> None:
 
 
 def gap_line(today: Today) -> str:
-    """How much slower the file's plan is than the best, and whether the model can tell."""
+    """Sentence on how much slower the file's plan is than the best, and whether the model can tell."""
     gap = today.gap
     assert gap is not None
     behind, width = gap.ratio - 1.0, format_percent(gap.high / gap.ratio - 1.0)

@@ -43,7 +43,7 @@ def sizes(cluster: MixedCluster) -> str:
 
 
 def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
-    """What was asked, and the plan with its figures."""
+    """Print the question, and the plan with its figures."""
     names, best = file.cluster.part_names, file.best
     print_part(
         console,
@@ -85,7 +85,7 @@ def print_mixed(console: Console, file: MixedPlanFile) -> None:
 
 
 def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str:
-    """How far the answer is from what its parts reach alone, in one sentence."""
+    """Sentence on how far the answer is from the sum of its parts alone."""
     rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
     side = "below" if certificate.gap >= 0 else "above"
     return (

@@ -44,12 +44,12 @@ class Row:
 
     @property
     def figures(self) -> RunFigures | None:
-        """Those of the best plan, or the bound."""
+        """Figures of the best plan, or the bound."""
         return self.best.figures if self.best else self.least
 
 
 def print_run(console: Console, report: RunReport) -> None:
-    """What the run takes, then the front where there are several objectives, then all sizes where there are several."""
+    """Print the figures of the run, then the front of several objectives, then all sizes where there are several."""
     console.print()
     grid = labelled()
     for label, text in run_lines(report.best):

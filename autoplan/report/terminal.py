@@ -105,7 +105,7 @@ def print_part(console: Console, part: Table | Panel | str) -> None:
 
 
 def term_name(name: str) -> str:
-    """What a term of an estimate is called on screen."""
+    """Name of a term of an estimate on screen."""
     return TERM_NAMES.get(name, name.replace("_", " "))
 
 
@@ -172,7 +172,7 @@ def runs(counts: Iterable[object]) -> str:
 
 
 def layers_line(file: PlanFile) -> str:
-    """Where the layers really are, if they are spread unevenly over stages or chunks."""
+    """Layers of every stage or chunk, if they are spread unevenly."""
     plan = file.best.plan
     chunks = chunk_layers(plan, file.model.num_layers)
     if len(set(chunks)) == 1:
@@ -218,7 +218,7 @@ def _answer(file: PlanFile) -> Table:
 
 
 def mfu_convention(file: PlanFile) -> str:
-    """What an MFU is the share of.  The peak of a CPU is worked out from its clock, which no datasheet does."""
+    """Peak rate that an MFU refers to.  That of a CPU is worked out from its clock, which no datasheet does."""
     device = file.cluster.device
     name, peak = datasheet_peak(device, file.training.precision)
     told = "peak" if device.vendor == "cpu" else "datasheet peak"
@@ -248,7 +248,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def rests_on(shares: Mapping[Provenance, float]) -> str:
-    """On which kinds of times a step rests, in words."""
+    """Shares of measured, interpolated, reference and datasheet times in a step, in words."""
     shown = (f"{format_percent(share)} {name}" for name, share in shares.items() if share >= LEAST_SHOWN_SHARE)
     return ", ".join(shown)
 
@@ -284,7 +284,7 @@ def _summed(terms_s: dict[str, float]) -> dict[str, float]:
 
 
 def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False) -> str:
-    """Why the winner beats the runner-up: the terms in which their times per sequence differ most."""
+    """Reason why the winner beats the runner-up: the terms in which their times per sequence differ most."""
     gained = _gained(best, second)
     total = sum(gained.values())
     if total < 1e-6 * best.step_s:
@@ -307,7 +307,7 @@ def reasons(one: RankedPlan | MixedCost, other: RankedPlan | MixedCost) -> str:
 
 
 def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dict[str, float]:
-    """By how much every term of the second plan is longer, for as many sequences as the best has in a step."""
+    """Time by which every term of the second plan is longer, for as many sequences as the best has in a step."""
     scale = best.plan.global_batch / second.plan.global_batch
     terms, others = best.terms_s, second.terms_s
     if (terms.get("head", 0.0) > 0) != (others.get("head", 0.0) > 0):
@@ -318,7 +318,7 @@ def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dic
 
 
 def certificate_line(certificate: Certificate, choice: Confidence | None = None) -> str:
-    """Why there is no better plan, and what the model cannot tell from it, in one sentence."""
+    """Sentence on why there is no better plan, and what the model cannot tell from it."""
     least = certificate.least_left
     if not certificate.proven:
         assert least is not None, "of the cells that were not looked at"
@@ -345,12 +345,12 @@ def certificate_line(certificate: Certificate, choice: Confidence | None = None)
 
 
 def slower(behind: float) -> str:
-    """By which share of its time a step is slower or, where `behind` is negative, faster."""
+    """Share by which a step is slower or, where `behind` is negative, faster."""
     return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
 
 
 def _runner_up(choice: Confidence, least_left: float | None) -> str:
-    """How far off the runner-up is, and whether the model can tell.
+    """Sentence on how far off the runner-up is, and whether the model can tell.
 
     Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval.
     """
@@ -380,7 +380,7 @@ def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, st
 
 
 def _lost(best: RankedPlan, one: Obvious) -> str:
-    """What an alternative lacks: memory, or time in the terms that grow most."""
+    """Reason why an alternative lost: memory, or time in the terms that grow most."""
     if one.excess_bytes > 0:
         return f"does not fit by {format_bytes(one.excess_bytes)} ({one.plan.plan.describe()})"
     lost = _gained(best, one.plan)
@@ -396,7 +396,7 @@ def _lost(best: RankedPlan, one: Obvious) -> str:
 
 
 def print_answer(console: Console, file: PlanFile) -> None:
-    """What was asked, and the plan with its figures."""
+    """Print the question, and the plan with its figures."""
     print_part(console, escape(_headline(file)))
     console.print()
     answer = _answer(file)
@@ -424,14 +424,14 @@ def print_search(console: Console, file: PlanFile) -> None:
 
 
 def print_next_steps(console: Console, *steps: tuple[str, str]) -> None:
-    """What to do next, by label, each on one line whatever the width, so that it can be copied."""
+    """Print next steps by label, each on one line whatever the width, so that it can be copied."""
     console.print()
     for label, text in steps:
         console.print(f"{label}:  {escape(text)}", soft_wrap=True)
 
 
 def print_estimate(console: Console, file: PlanFile) -> None:
-    """Where time and memory of one plan go: terms of the step, then every pipeline rank."""
+    """Print time and memory of one plan: terms of the step, then every pipeline rank."""
     print_answer(console, file)
     console.print()
     print_terms(console, file.best, has_sum=True)
@@ -464,7 +464,7 @@ def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
 
 
 def print_terms(console: Console, best: RankedPlan | MixedCost, *, has_sum: bool = False) -> None:
-    """Where the time of a step goes, a row a term, and in all if asked."""
+    """Print the time of a step, a row a term, and in all if asked."""
     rows = [
         (term_name(name), format_seconds(value), format_percent(value / best.step_s))
         for name, value in best.terms_s.items()
@@ -527,7 +527,7 @@ def summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
 
 
 def print_memory(console: Console, file: PlanFile) -> None:
-    """Where the memory of one plan goes, stage by stage, and which change would free how much."""
+    """Print the memory of one plan, stage by stage, and how much each change would free."""
     print_answer(console, file)
     print_waterfall(console, placed(file.stages, file.best.plan.num_microbatches, file.capacity_bytes))
     console.print()

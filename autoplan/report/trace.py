@@ -85,7 +85,7 @@ def _slice(pid: int, tid: int, event: Event, start: int, end: int) -> dict[str, 
 
 
 def _nanoseconds(seconds: float) -> int:
-    """To which readers round, so that here neighbours keep a common border."""
+    """Round as readers of traces do, so that neighbours keep a common border."""
     return round(seconds * 1e9)
 
 

@@ -23,7 +23,7 @@ OPERATION_NAMES = {
 
 
 def print_traffic(console: Console, step: StepTraffic) -> None:
-    """What a device sends in a step over the links of every level, one direction."""
+    """Print what a device sends in a step over the links of every level, one direction."""
     console.print()
     console.print(
         f"What a device of stage {step.stage} sends in a step, exposed or not; over links that many share its part",
@@ -52,7 +52,7 @@ def print_traffic(console: Console, step: StepTraffic) -> None:
 
 
 def traffic_json(step: StepTraffic) -> dict[str, Any]:
-    """The same in SI units."""
+    """Traffic of a step in SI units, for JSON."""
     return {
         "stage": step.stage,
         "levels": [

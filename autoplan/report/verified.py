@@ -32,5 +32,5 @@ def print_verified(console: Console, file: PlanFile, peak_bytes: Mapping[int, fl
 
 
 def tensor_bytes(stage: StageCost) -> float:
-    """What is predicted for the tensors alone."""
+    """Predicted bytes of the tensors alone."""
     return sum(size for name, size in stage.memory_terms_bytes.items() if name not in _BEYOND_TENSORS)

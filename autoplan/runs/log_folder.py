@@ -189,13 +189,13 @@ def _named_like(name: str, launches: list[Path]) -> list[Path]:
 
 
 def _what(launch: Launch) -> tuple[object, ...]:
-    """What a launch file starts, whatever the model is called there, and however even layers are written."""
+    """Plan and problem of a launch file, whatever its model is called, and however even layers are written."""
     model, plan = replace(launch.model, name="any", aliases=(), sources=()), replace(launch.plan, layers_per_chunk=None)
     return launch.framework, model, launch.training, plan, chunk_layers(launch.plan, model.num_layers)
 
 
 def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:
-    """What the logs of one run say, one after the other."""
+    """Read the logs of one run, one after the other."""
     plan = launch.plan
     batch = Batch(num_sequences=plan.global_batch, seq_len=launch.training.seq_len, num_devices=plan.num_devices)
     reader = LogReader(batch)

@@ -23,7 +23,7 @@ from autoplan.spec.timing import Calibration
 
 
 def predict(run: Run) -> Prediction:
-    """What the model says of one run."""
+    """Predict one run."""
     filled = f"filled: {', '.join(run.filled)}" if run.filled else ""
     note = "; ".join(part for part in (run.refusal, filled) if part)
     if run.problem is None or run.plan is None:
@@ -50,7 +50,7 @@ def predict(run: Run) -> Prediction:
 
 
 def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:
-    """What the model says of every run of a table, with a calibration in place of the shipped ones if it is given."""
+    """Predict every run of a table, with a calibration in place of the shipped ones if it is given."""
     return [predict(run.calibrated(calibration) if calibration else run) for run in read_runs(path)]
 
 

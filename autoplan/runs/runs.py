@@ -61,7 +61,7 @@ class Run:
     filled: tuple[str, ...]
 
     def calibrated(self, calibration: Calibration) -> Run:
-        """The same run under another calibration."""
+        """Return the run under another calibration."""
         return replace(self, problem=self.problem and replace(self.problem, calibration=calibration))
 
 
@@ -400,7 +400,7 @@ def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
 
 
 def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
-    """Where a row does not say: 1, or if the experts of a stage do not fit on a device so, all ranks that may share."""
+    """Default `ep`: 1, or if the experts of a stage do not fit on a device so, all ranks that may share them."""
     moe = problem.model.moe
     if moe is None:
         return 1
@@ -411,14 +411,14 @@ def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
 
 
 def _usual_vp(problem: Problem, pp: int, num_microbatches: int) -> int:
-    """Where a row does not say: 1, or as many chunks as a stage has layers."""
+    """Default `vp`: 1, or as many chunks as a stage has layers."""
     model = problem.model
     can = pp > 1 and model.moe is None and model.num_layers % pp == 0 and num_microbatches % pp == 0
     return model.num_layers // pp if can and problem.framework.interleaves_layers else 1
 
 
 def _usual_recompute(problem: Problem) -> Recompute:
-    """Where a row does not say: nothing, or the core of an attention that would keep its scores."""
+    """Default recomputation: nothing, or the core of an attention that would keep its scores."""
     return Recompute.NONE if problem.training.attention != "flash" or problem.fuses_attention else Recompute.SELECTIVE
 
 
@@ -429,7 +429,7 @@ def _recompute_modules(problem: Problem, recompute: str) -> tuple[RecomputeModul
 
 
 def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int:
-    """Where a row does not say: a sequence, or what makes as many micro-batches as the pipeline has ranks."""
+    """Default micro-batch: a sequence, or what makes as many micro-batches as the pipeline has ranks."""
     if framework.microbatch_per_rank and pp > 1 and row.has("global_batch"):
         return max(row.integer("global_batch") // (dp * pp), 1)
     return 1

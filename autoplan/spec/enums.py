@@ -75,14 +75,14 @@ class RecomputeModule(CodedEnum):
 
 
 class ContextParallelKind(CodedEnum):
-    """How context-parallel ranks exchange what attention needs of other parts of the sequence."""
+    """Exchange between context-parallel ranks of what attention needs of other parts of the sequence."""
 
     RING = "ring"
     ALL_TO_ALL = "all_to_all"
 
 
 class Offload(CodedEnum):
-    """What is kept in the host's memory."""
+    """States kept in the host's memory."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -101,7 +101,7 @@ class Precision(CodedEnum):
 
 
 class RankOrder(CodedEnum):
-    """Which ranks are neighbours: the axis whose groups are closest comes first."""
+    """Order of axes over ranks: the axis whose groups are closest comes first."""
 
     DP_BEFORE_PP = "tp-cp-ep-dp-pp"
     PP_BEFORE_DP = "tp-cp-ep-pp-dp"

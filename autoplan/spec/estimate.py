@@ -22,7 +22,7 @@ RISKY_Z, OOM_Z = -1.6448536269514722, 0.0  # the same as quantiles of the normal
 
 
 def probability_above(z: float) -> float:
-    """Of a normal variable whose mean lies `z` standard deviations above the bound."""
+    """Probability that a normal variable exceeds a bound, its mean `z` standard deviations above that."""
     return 0.5 * math.erfc(-z / math.sqrt(2.0))
 
 
@@ -80,7 +80,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlace:
-    """Where a pipeline stage sits, in every replica of its kind."""
+    """Location of a pipeline stage, in every replica of its kind."""
 
     kind: str = ""  # of replica: a letter where they are unlike
     stage: int
@@ -90,7 +90,7 @@ class StagePlace:
 
     @property
     def name(self) -> str:
-        """What the stage is called."""
+        """Name of the stage."""
         return f"{self.kind}{self.stage}"
 
     @property
@@ -108,12 +108,12 @@ class PlacedStage:
 
     @property
     def fill(self) -> float:
-        """Its memory over the capacity of its own devices."""
+        """Memory over the capacity of its own devices."""
         return self.cost.memory_bytes / self.place.capacity_bytes
 
     @property
     def busy_s(self) -> float:
-        """Its work in a step."""
+        """Time of its work in a step."""
         return self.place.num_microbatches * sum(self.cost.terms_s.values())
 
 

@@ -41,7 +41,7 @@ class WalkStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Today:
-    """How good the plan of a launch file is beside the best one, and what leads from one to the other.
+    """Plan of a launch file beside the best one, and the changes that lead from one to the other.
 
     The first step of the walk changes the file's plan, the last one ends at the best; all of them are legal and as safe
     as the best.  There is none where the file's plan cannot be priced.
@@ -94,7 +94,7 @@ class Versus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a plan takes as long as it does, and why no other one was taken."""
+    """Reasons why a plan takes as long as it does, and why no other one was taken."""
 
     command: str
     plan: RankedPlan
@@ -119,7 +119,7 @@ class MixedNeighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedExplanation:
-    """Why a plan of a mixed cluster takes as long as it does, and why no other one was taken."""
+    """Reasons why a plan of a mixed cluster takes as long as it does, and why no other one was taken."""
 
     command: str
     plan: MixedCost

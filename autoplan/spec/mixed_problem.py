@@ -102,7 +102,7 @@ class MixedPlan:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """What the kinds are called, A and so on; a single one needs no name."""
+        """Names of the kinds, A and so on; a single one needs no name."""
         if len(self.kinds) == 1:
             return ("",)
         return tuple(ascii_uppercase[at % 26] * (at // 26 + 1) for at in range(len(self.kinds)))
@@ -219,7 +219,7 @@ class MixedProblem:
         )
 
     def between(self, part: int, used: frozenset[int], num_senders: int) -> Level:
-        """What `num_senders` devices of `part` meet that send to the other parts in use at once."""
+        """Level that `num_senders` devices of `part` share when they send to the other parts in use at once."""
         spec, fabrics = self.cluster.between, [self._fabric(one, used) for one in used]
         latency = max(fabric.latency_s for fabric in fabrics) if spec.latency_s is None else spec.latency_s
         rate = min(fabric.bytes_per_s for fabric in fabrics)
@@ -276,7 +276,7 @@ def check_mixed(problem: MixedProblem, plan: MixedPlan) -> None:
 
 
 def mixes_vendors(problem: MixedProblem, plan: MixedPlan) -> str | None:
-    """Which collective of the plan spans two vendors where that is not possible; messages may."""
+    """Name the collective of the plan that spans two vendors where that is not possible; messages may."""
     if problem.cluster.between.cross_vendor_collectives:
         return None
     vendors = problem.cluster.vendors

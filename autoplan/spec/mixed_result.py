@@ -53,13 +53,13 @@ class MixedCost:
 
     @property
     def verdict(self) -> Verdict:
-        """As `CostEstimate.verdict` has it."""
+        """Verdict by the same bounds as `CostEstimate.verdict`."""
         return VERDICTS[(self.oom_z > RISKY_Z) + (self.oom_z > OOM_Z)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedCertificate:
-    """What a search on a mixed cluster did, and how far its answer is from what its parts reach alone."""
+    """Extent of a search on a mixed cluster, and how far its answer is from what its parts reach alone."""
 
     structures: int  # ways to form pipelines that were looked at
     plans: int  # priced

@@ -21,7 +21,7 @@ from autoplan.topology.mixed_cluster import MixedCluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceFlags:
-    """Which plans were searched, as typed: from it and the problem the same space is made again."""
+    """Flags of the searched space, as typed: with the problem they make the same space again."""
 
     global_batch: str
     fix: tuple[str, ...] = ()

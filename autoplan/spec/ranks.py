@@ -31,7 +31,7 @@ def host_order(cluster: ClusterSpec, plan: ParallelPlan) -> tuple[str, ...]:
 
 
 def coordinates(plan: ParallelPlan) -> dict[str, Ints]:
-    """For each of tp, cp, dp and pp, the index of every rank along it: shape (ranks)."""
+    """Index of every rank along each of tp, cp, dp and pp: shape (ranks)."""
     axes = [axis for axis in plan.rank_order.split("-") if axis != "ep"]  # experts re-use the ranks of the others
     below = 1
     result = {}

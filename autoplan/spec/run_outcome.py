@@ -24,7 +24,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How one run ended; `decision` and `plan` are its cells in the columns above."""
+    """Outcome of one measured run; `decision` and `plan` are its cells in these columns of `runs.outcomes`."""
 
     id: str
     source: str  # the id without its number

@@ -9,7 +9,7 @@ from autoplan.spec.search_result import RankedPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """What training with a plan takes beside its step; None where that needs something that was not given."""
+    """Figures of training with a plan beside its step; None where they need something that was not given."""
 
     num_devices: int
     seconds_per_sequence: float
@@ -39,7 +39,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeOutcome:
-    """What is known of a number of nodes: its best plan, or a bound that shows why none was looked for."""
+    """Result for a number of nodes: its best plan, or a bound that shows why none was looked for."""
 
     num_nodes: int
     best: RunPlan | None  # in the first objective

@@ -12,7 +12,7 @@ from autoplan.spec.plan import ParallelPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Why no plan of the space is better: what was neither priced nor too large has a bound that is no better.
+    """Proof that no plan of the space is better: what was neither priced nor too large has a bound that is no better.
 
     A bound is a time that a plan cannot beat (`search.bounds`).
     """
@@ -135,7 +135,7 @@ class Obvious:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """What the answer hangs on: relative growth of the step with each number, and the numbers that would change it."""
+    """Sensitivity of the answer: relative growth of the step with each number, and the numbers that would change it."""
 
     elasticities: dict[str, float]  # by quantity; -0.4: 1 % more of it makes the step 0.4 % shorter
     flips: tuple[Flip, ...]  # nearest first
@@ -143,7 +143,7 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confidence:
-    """How sure the choice is.  Contenders are plans in the interval of their ratio to the best, fastest first."""
+    """Confidence in the choice.  Contenders are plans in the interval of their ratio to the best, fastest first."""
 
     runner_up: RankedPlan | None  # the best plan that differs in more than details
     ratio: float | None  # of its time per sequence to that of the best

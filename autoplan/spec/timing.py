@@ -142,7 +142,7 @@ def check_shape(operation: str, shape: tuple[int, ...]) -> None:
 
 
 class Match(IntEnum):
-    """How near the machine of a measurement is to the one that is planned for, nearest first."""
+    """Likeness of the machine of a measurement to the one that is planned for, nearest first."""
 
     EXACT = 0  # device, torch, library of collectives and links
     RUNTIME = 1  # device and major version of CUDA or ROCm
@@ -150,7 +150,7 @@ class Match(IntEnum):
 
     @property
     def spread(self) -> float:
-        """What it adds, in quadrature, to the standard deviation of the logarithm of a step."""
+        """Share of the standard deviation of a step's logarithm that it adds, in quadrature."""
         return _MATCH_SPREADS[self]
 
 
@@ -163,7 +163,7 @@ DISTURBED_SPREAD = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """How long one operation of one shape took on one device: the numbers of `shape` are those that `SHAPES` names."""
+    """Time of one operation of one shape on one device: the numbers of `shape` are those that `SHAPES` names."""
 
     operation: Operation
     shape: tuple[int, ...]
@@ -219,12 +219,12 @@ class Lookup:
 
     @classmethod
     def refused(cls, size: int | tuple[int, ...]) -> Lookup:
-        """That of a table which holds none of so many shapes."""
+        """Result of a table that holds none of so many shapes."""
         none = np.zeros(size, dtype=np.bool_)
         return cls(seconds=np.full(size, np.nan), is_exact=none, is_disturbed=none.copy())
 
     def take(self, which: Ints) -> Lookup:
-        """Those of the shapes at the given indices."""
+        """Return the results of the shapes at the given indices."""
         return replace(
             self,
             seconds=self.seconds[which],
@@ -255,7 +255,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Times:
-    """What was measured of one operation in one type."""
+    """Measured times of one operation in one type."""
 
     exact: Mapping[tuple[int, ...], float]  # seconds of each shape
     disturbed: frozenset[tuple[int, ...]]  # of them, those that stand in for clean ones
@@ -314,7 +314,7 @@ class TimingTable:
 
     @property
     def spread(self) -> float:
-        """What its measurements add, in quadrature, to the standard deviation of the logarithm of a step."""
+        """Share of the standard deviation of a step's logarithm that its measurements add, in quadrature."""
         kinds = self.times.values()
         disturbed = sum(len(one.disturbed) for one in kinds) / max(sum(len(one.exact) for one in kinds), 1)
         return math.hypot(self.match.spread, DISTURBED_SPREAD * disturbed)
@@ -381,7 +381,7 @@ NO_TIMINGS = TimingTable()  # one for all, so that problems without measured tim
 def burst_factors(
     device: DeviceSpec, calibration: Calibration | None = None
 ) -> dict[Operation | tuple[Operation, str], float]:
-    """How much longer operations take in training than in short benchmarks at burst clocks (`modelling` C2, C9).
+    """Time of operations in training over that in short benchmarks at burst clocks (`modelling` C2, C9).
 
     Bursts tell the shape, not the level: that stays the one of the reference, whose `calibration` thus holds for them.
     Products in 8 or 4 bits stand apart where the device sustains those at a rate of its own.
@@ -409,7 +409,7 @@ def burst_factors(
 
 
 def line_of(operation: Operation) -> int:
-    """Which number of an operation's shapes grows with the batch."""
+    """Index of the number in an operation's shapes that grows with the batch."""
     return _columns(operation)[0][0]
 
 

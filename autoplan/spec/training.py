@@ -33,5 +33,5 @@ class TrainingSpec:
 
     @property
     def element_bytes(self) -> float:
-        """Of activations, of their gradients and of weights as products read them: 16 bits where some are quantised."""
+        """Bytes per element of activations, gradients and weights as products read them: 2 where some are quantised."""
         return 4.0 if self.precision == "fp32" else 2.0

@@ -28,7 +28,7 @@ class TriedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport:
-    """What trials came to."""
+    """Result of measured trials."""
 
     ended: str  # why there were no more of them, in words
     is_separated: bool  # no plan is left that is likely to be faster

@@ -95,7 +95,7 @@ class LinkLevel:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """Of one device while all send: its own links, or its part of the bridge that all go through."""
+        """Rate of one device while all send: its own links, or its part of the bridge that all go through."""
         bridge = math.inf if self.host_bridge_bytes_per_s is None else self.host_bridge_bytes_per_s
         return min(self.bandwidth_bytes_per_s, bridge / self.num_devices)
 
@@ -117,7 +117,7 @@ class SwitchTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanSpec:
-    """What joins sites of `nodes_per_site` nodes; all devices of a site share it."""
+    """Link between sites of `nodes_per_site` nodes; all devices of a site share it."""
 
     nodes_per_site: int
     bandwidth_bytes_per_s: float  # out of one site, one direction
@@ -133,7 +133,7 @@ class WanSpec:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """What leaves a site: its links, or flows that wait for a round trip after every window (`modelling` F)."""
+        """Rate out of a site: its links, or flows that wait for a round trip after every window (`modelling` F)."""
         return min(self.bandwidth_bytes_per_s, self.num_flows * self.window_bytes / (2 * self.latency_s))
 
 
@@ -227,7 +227,7 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpec:
-    """By what the timing database knows nodes like these, beside their device.  Blank is unknown."""
+    """Fingerprint of the nodes in the timing database, beside their device.  Blank is unknown."""
 
     runtime: str = ""  # cuda 13.0, rocm 7.1, cpu
     torch: str = ""
@@ -326,7 +326,7 @@ class ClusterSpec:
         raise InputError(f"a fault is of switch {switch!r}, which no node is below: name one that nodes hang on")
 
     def slowest_share(self, part: str, tier: int | None = None) -> float:
-        """What the worst fault of such parts, or of the uplinks of a tier, leaves of their rate; 1 without faults."""
+        """Share of their rate that the worst fault of such parts, or of a tier's uplinks, leaves; 1 without faults."""
         return min(
             (
                 fault.rate_share

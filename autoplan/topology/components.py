@@ -137,7 +137,7 @@ def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
 
 
 def fabric_link(level: LinkLevel, *, peers: int = 0, share: float = 1.0) -> Link:
-    """From a device to the switch of a fabric, or to one of its `peers` in a mesh."""
+    """Link from a device to the switch of a fabric, or to one of its `peers` in a mesh."""
     link = Link(
         kind=level.kind,
         bytes_per_s=level.bandwidth_bytes_per_s / max(peers, 1),
@@ -169,7 +169,7 @@ def num_rails(cluster: ClusterSpec) -> int:
 
 
 def nic_link(cluster: ClusterSpec, share: float = 1.0) -> Link:
-    """From a NIC to its switch: half of the latency between two nodes."""
+    """Link from a NIC to its switch: half of the latency between two nodes."""
     network, (_, rate) = cluster.network, nics_of_node(cluster)
     link = Link(
         kind=network.kind,
@@ -182,7 +182,7 @@ def nic_link(cluster: ClusterSpec, share: float = 1.0) -> Link:
 
 
 def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: float = 1.0) -> Link:
-    """Out of a switch of a tier (innermost 0) with `num_nodes` below it; all its links to the next tier as one.
+    """Link out of a switch of a tier (innermost 0) with `num_nodes` below it; all its links to the next tier as one.
 
     Of an oversubscribed switch the nodes of the job have the share that is theirs when all of its ports are busy.
     """
@@ -200,7 +200,7 @@ def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: f
 
 
 def site_link(cluster: ClusterSpec) -> Link:
-    """From a site to what joins all sites."""
+    """Link from a site to the WAN."""
     assert cluster.wan is not None
     wan = cluster.wan
     return Link(
@@ -233,7 +233,7 @@ def node_faults(cluster: ClusterSpec) -> dict[int, Faults]:
 
 
 def uplink_faults(cluster: ClusterSpec) -> dict[int, dict[int, float]]:
-    """Of every node below a switch with slow uplinks, by its place: tiers (innermost 0) and the share that is left."""
+    """Slow uplinks above every node, by its place: tiers (innermost 0) and the share that is left."""
     found: dict[int, dict[int, float]] = {}
     for fault in cluster.faults:
         if fault.part != "uplink" or fault.switch is None:
@@ -258,7 +258,7 @@ def place_names(cluster: ClusterSpec) -> tuple[str, ...]:
 
 
 def named_paths(cluster: ClusterSpec) -> list[tuple[str, ...]]:
-    """Of every node of an allocation: its site where there are several, and its switches, outermost first."""
+    """Path of every node of an allocation: its site where there are several, and its switches, outermost first."""
     return [
         ((group.site,) if cluster.wan else ()) + tuple(reversed(group.switches))
         for group in cluster.nodes

@@ -94,7 +94,7 @@ class _Switch:
         return sum(len(node.faults) + len(node.uplinks) for node in self.nodes)
 
     def share(self, tier: int) -> float:
-        """What faults leave of the uplinks, where it is a switch of that tier."""
+        """Share that faults leave of the uplinks, for a switch of that tier."""
         return dict(next(iter(self.nodes)).uplinks).get(tier, 1.0)
 
 
@@ -114,12 +114,12 @@ def quotient(cluster: ClusterSpec, *, split: int = 0) -> ClusterGraph:
 
 
 def _merged(runs: Iterable[tuple[_Node, int]]) -> Runs:
-    """The same with equal neighbours put together."""
+    """Merge equal neighbours."""
     return tuple((node, sum(count for _, count in same)) for node, same in groupby(runs, key=lambda run: run[0]))
 
 
 def bisection_bytes_per_s(cluster: ClusterSpec, num_nodes: int) -> float:
-    """What the first `num_nodes` nodes can send to the others at most: sustained, one direction, all links together."""
+    """Rate from the first `num_nodes` nodes to the others at most: sustained, one direction, all links together."""
     if not 0 < num_nodes < cluster.num_nodes:
         raise InputError(f"a part of the {cluster.num_nodes} nodes must be at least 1 and not all, got {num_nodes}")
     graph = quotient(cluster, split=num_nodes).graph

@@ -21,7 +21,7 @@ from autoplan.topology.placement import Group, Pattern, Seats, fills_evenly, swi
 
 
 class Gaps(NamedTuple):
-    """Where other ranks come between those of a group: after each `run` of them the next begins `step` further on."""
+    """Gaps in a group where other ranks come between: after each `run` of ranks the next begins `step` further on."""
 
     run: Ints
     step: Ints
@@ -66,7 +66,7 @@ class Topology:
     def members(
         self, stride: Ints, size: Ints, *, gaps: Gaps | None = None, pattern: Pattern = "ring"
     ) -> Ints | Floats:
-        """How many members of each group share one domain of each level: shape (levels, *groups).
+        """Members of each group that share one domain of each level: shape (levels, *groups).
 
         A group whose span does not divide the domain straddles two domains for some of its siblings; the step waits
         for those, so they decide.  Where nodes fill switches unevenly the numbers are effective ones, of a pattern.
@@ -125,7 +125,7 @@ def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
 
 
 def _domains(cluster: ClusterSpec, placement: Sequence[str] | None) -> list[tuple[int, Seats | None]]:
-    """For each tier of the network, and last for the sites, how many devices the fullest holds, and which node."""
+    """Devices of the fullest switch of each tier, and last of the fullest site, and every node's switch."""
     sites = cluster.wan.nodes_per_site if cluster.wan else cluster.num_nodes
     if not cluster.nodes and placement is None:
         nodes = [*(tier.num_nodes for tier in cluster.network.tiers), sites]

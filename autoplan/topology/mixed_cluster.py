@@ -14,7 +14,7 @@ MAX_PARTS = 4  # a search looks at every way to group them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenSpec:
-    """What joins any two parts, one direction; what is left out is that of the slower of their two networks.
+    """Link between any two parts, one direction; what is left out is that of the slower of their two networks.
 
     `device_bytes_per_s` is what one device sends at most, sustained; `bandwidth_bytes_per_s` a link out of each part
     that all its devices share, over at most `num_flows` connections with `window_bytes` in a round trip.
@@ -35,7 +35,7 @@ class BetweenSpec:
         check_positive("window_bytes", self.window_bytes)
 
     def shared_bytes_per_s(self, latency_s: float) -> float | None:
-        """What leaves a part over a shared link: its rate, or flows that wait for a round trip after every window."""
+        """Rate out of a part over a shared link: its own, or flows that wait for a round trip after every window."""
         if self.bandwidth_bytes_per_s is None:
             return None
         return min(self.bandwidth_bytes_per_s, self.num_flows * self.window_bytes / (2 * latency_s))
@@ -65,7 +65,7 @@ class MixedCluster:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Of the parts; those that share a name are numbered."""
+        """Names of the parts; those that share a name are numbered."""
         names = [part.name for part in self.parts]
         return tuple(f"{name}#{at}" if names.count(name) > 1 else name for at, name in enumerate(names))
 

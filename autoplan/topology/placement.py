@@ -23,7 +23,7 @@ Pattern = Literal["ring", "all_to_all", "chain"]
 
 
 class Group(NamedTuple):
-    """Who talks to whom: `size` ranks, `stride` apart; after each `run` of them the next begins `step` further on."""
+    """Groups of `size` ranks, `stride` apart; after each `run` of them the next begins `step` further on."""
 
     pattern: Pattern
     stride: int
@@ -59,7 +59,7 @@ class Seats:
 
 
 def effective_members(group: Group, leaving: float) -> float:
-    """How many members a switch of a regular network holds where this share of a member's traffic leaves it.
+    """Members below a switch of a regular network where this share of a member's traffic leaves it.
 
     Of a ring that leaves a switch no more than half is taken to be below it, as in regular networks: the two parts have
     as much to tell each other whatever their sizes are.
@@ -135,7 +135,7 @@ def node_names(cluster: ClusterSpec) -> tuple[str, ...]:
 
 
 def switches_of_nodes(cluster: ClusterSpec, placement: Sequence[str] | None) -> tuple[Ints, ...]:
-    """For each tier of the network, and last for the sites, the number of what every node hangs on.
+    """Number of every node's switch in each tier of the network, and last of its site.
 
     Nodes stand in the order of `placement`, or as listed.  Switches of one name in different pods or sites differ.
     """

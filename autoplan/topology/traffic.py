@@ -21,7 +21,7 @@ from autoplan.topology.levels import Level, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Where the members of groups are: shape (levels, groups).
+    """Members of groups by level: shape (levels, groups).
 
     A fabric is a level inside the node or rack, or the network with all its tiers.
     """
@@ -33,7 +33,7 @@ class Spans:
 
     @classmethod
     def of(cls, topology: Topology, members: Ints | Floats) -> Spans:
-        """Those of groups with so many `members` in one domain of each level."""
+        """Return the spans of groups with so many `members` in one domain of each level."""
         here = members.astype(np.float64)
         inner = np.concatenate([np.ones((1, *here.shape[1:])), here[:-1]])
         base, reach = inner.copy(), here.copy()
@@ -50,7 +50,7 @@ class Spans:
 
     @property
     def hops(self) -> Floats:
-        """How many hops a ring of the domains of a fabric has over each of its levels, the last one to close it aside.
+        """Hops of a ring of the domains of a fabric over each of its levels, the last one to close it aside.
 
         NCCL's rings know no tiers of switches, nodes follow one another as their ranks do.
         """

@@ -112,7 +112,7 @@ class _Watch:
         self._tracker.forget_peak()
 
     def enter(self, moment: Moment) -> None:
-        """From here on peaks are those of `moment`."""
+        """Count peaks for `moment` from now on."""
         self._peaks[self._now] = max(self._peaks.get(self._now, 0), self._tracker.peak_bytes)
         self._tracker.forget_peak()
         self._now = moment

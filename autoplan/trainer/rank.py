@@ -72,7 +72,7 @@ def join(place: Place, limit_s: float) -> torch.device:
 
 
 def last_words(error: BaseException) -> Fault:
-    """What caused an error, in one line."""
+    """Cause of an error, in one line."""
     while error.__cause__ is not None:  # a pipeline says where its stage failed, not of what
         error = error.__cause__
     return Fault(text=describe(error), is_out_of_memory=is_out_of_memory(error))
@@ -170,7 +170,7 @@ def compared(task: Task, rank: int, device: torch.device) -> Check:
 
 
 def alone(task: Task) -> Task:
-    """The same for one process."""
+    """Return the task for one process."""
     plan = task.plan
     return replace(
         task, plan=ParallelPlan(global_batch=plan.global_batch, micro_batch=plan.micro_batch, sharding=Sharding.NONE)
@@ -178,7 +178,7 @@ def alone(task: Task) -> Task:
 
 
 def trained(task: Task, device: torch.device) -> State:
-    """What some steps make of this rank's weights, in fp32."""
+    """Weights of this rank after some steps, in fp32."""
     training = Training(
         task.model,
         task.plan,
@@ -207,7 +207,7 @@ def collected(state: State, rank: int) -> State:
 
 
 def differences(spread: State, whole: State) -> Check:
-    """How far what all ranks trained together is from what one process did."""
+    """Compare what all ranks trained together with what one process did."""
     missing = whole[1].keys() ^ spread[1].keys()
     if missing:
         raise AutoplanError(f"the plan trains other weights than the model has: {', '.join(sorted(missing)[:3])}")

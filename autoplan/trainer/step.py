@@ -22,7 +22,7 @@ from autoplan.trainer.transformer import plain_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Of one step on this rank, in seconds."""
+    """Times of one step on this rank, in seconds."""
 
     step_s: float
     passes_s: float  # forward and backward, with what they wait for
@@ -87,7 +87,7 @@ class Training:
         return times, self._mean(losses)
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """Of the micro-batches of all replicas, on every rank."""
+        """Mean over the micro-batches of all replicas, on every rank."""
         summed = torch.zeros(2, dtype=torch.float64, device=self.device)
         for loss in losses:
             value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
@@ -110,7 +110,7 @@ class Training:
         return {name: _whole(weight) for part in self.parts for name, weight in _named(part)}
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """As `whole_weights`, of the gradients that the last backward passes left."""
+        """Gradients that the last backward passes left, unsharded as in `whole_weights`."""
         found = {}
         for part in self.parts:
             for name, weight in _named(part):

@@ -42,7 +42,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """How far a plan is from one process: the largest difference of a loss, and of a tensor over its norm."""
+    """Differences of a plan from one process: the largest of a loss, and of a tensor over its norm."""
 
     loss: float
     gradients: float
@@ -56,7 +56,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a run measured: by step after the warm-up, and by rank; empty is what a program of the user does not say."""
+    """Measurements of a run, by step after the warm-up, and by rank; empty where the user's program does not tell."""
 
     losses: tuple[float, ...]
     step_s: tuple[float, ...]  # of the slowest rank
@@ -71,7 +71,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a run should take, on the device of the plan's cluster; `terms_s` add up to `step_s`."""
+    """Prediction for a run, on the device of the plan's cluster; `terms_s` add up to `step_s`."""
 
     device: str
     step_s: float

@@ -154,7 +154,7 @@ class MoE(nn.Module):
         return total.view_as(x)
 
     def _counts(self, chosen: Tensor) -> list[int]:
-        """How many tokens every expert gets; where tensors have no data, as many as the others."""
+        """Tokens of every expert; where tensors have no data, as many as of the others."""
         num_experts = len(self.router)
         if isinstance(chosen, FakeTensor):
             share, rest = divmod(chosen.numel(), num_experts)

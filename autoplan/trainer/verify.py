@@ -33,7 +33,7 @@ Moment = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the oracle is asked: a plan, and which of its pipeline ranks."""
+    """Question to the oracle: a plan, and one of its pipeline ranks."""
 
     model: ModelSpec
     plan: ParallelPlan
@@ -108,7 +108,7 @@ def _with_microbatches(question: Question, count: int) -> Question:
 
 
 def _with_layers(question: Question, num_layers: int) -> Question:
-    """With chunks of `num_layers`."""
+    """Return the plan with chunks of `num_layers`."""
     plan = question.plan
     model = replace(question.model, num_layers=num_layers * plan.pp * plan.vp)
     return replace(question, model=model, plan=replace(plan, layers_per_chunk=None))

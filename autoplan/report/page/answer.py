@@ -15,7 +15,7 @@ VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
 
 
 def headline(content: PlanContent) -> Markup:
-    """What was asked."""
+    """Question as the headline of the page."""
     file = content.file
     cluster, training = file.cluster, file.training
     places = f"{cluster.num_nodes:,} × {cluster.devices_per_node} {cluster.device.name}"
@@ -121,7 +121,7 @@ def figure(label: str, value: str, drawn: Child, says: str) -> Markup:
 
 
 def _more(file: PlanFile) -> Iterator[tuple[str, Child]]:
-    """What else belongs to the answer, where there is something to say."""
+    """Further lines of the answer, where there are any."""
     if layers := layers_line(file):
         yield "layers", layers
     choice = file.choice

@@ -24,7 +24,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What any page shows; a part that could not be had is empty, and `missing` says why, by the part's name."""
+    """Content of any page; a part that could not be had is empty, and `missing` says why, by the part's name."""
 
     file: PlanFile | MixedPlanFile
     stages: tuple[PlacedStage, ...]
@@ -33,7 +33,7 @@ class Content:
     missing: dict[str, str]
 
     def why_not(self, part: str) -> str:
-        """Why a part is not shown, as a sentence."""
+        """Sentence on why a part is not shown."""
         return f"Not shown: {self.missing[part]}."
 
 

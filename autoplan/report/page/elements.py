@@ -67,12 +67,12 @@ def _table(caption: str, head: Iterable[Markup], body: Iterable[Markup], style: 
 
 
 def scrolling(label: str, *children: Child) -> Markup:
-    """What may be wider than the page: the keyboard can scroll it as well."""
+    """Wrap content that may be wider than the page, so that the keyboard can scroll it as well."""
     return tag("div", *children, class_="scrolling", role="region", aria_label=label, tabindex="0")
 
 
 def folded(summary: str, *children: Child) -> Markup:
-    """What only some readers want to see."""
+    """Fold content that only some readers want to see."""
     return tag("details", tag("summary", summary), *children)
 
 
@@ -109,7 +109,7 @@ def bars(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Child]], st
 
 
 def key(entries: Iterable[tuple[str, str]]) -> Markup:
-    """What the colours mean: (colour, name)."""
+    """Key of colours: (colour, name)."""
     items = (tag("li", tag("span", class_=f"swatch {colour}"), name) for colour, name in entries)
     return tag("ul", *items, class_="key")
 

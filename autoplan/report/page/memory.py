@@ -72,7 +72,7 @@ def _free_bytes(stage: PlacedStage) -> float:
 
 
 def _capacities(stages: Iterable[PlacedStage]) -> str:
-    """That of every part of the cluster that is in use."""
+    """Capacity of a device on every part of the cluster that is in use."""
     there = {one.place.part: format_bytes(one.place.capacity_bytes) for one in stages}
     return ", ".join(f"{size} on {part}" if part else size for part, size in there.items())
 

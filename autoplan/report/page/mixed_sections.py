@@ -22,7 +22,7 @@ SHOWN_PLANS = 10
 
 
 def headline(content: MixedContent) -> Markup:
-    """What was asked."""
+    """Question as the headline of the page."""
     file = content.file
     asked = (
         f"{sizes(file.cluster)}; {file.training.precision}, {file.training.seq_len:,} tokens a sequence, global batch "

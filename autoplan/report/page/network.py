@@ -15,7 +15,7 @@ from autoplan.topology.graph import quotient
 
 
 def network(content: PlanContent) -> Markup:
-    """What a device of the busiest stage sends, and the cluster with what its links carry."""
+    """Traffic of a device of the busiest stage, and the cluster with the traffic of its links."""
     step, cluster = content.traffic, content.file.cluster
     drawing = Markup(draw(cluster, quotient(cluster), step))
     return section(

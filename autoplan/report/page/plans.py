@@ -104,7 +104,7 @@ def _beside(value: str, first: str) -> Child:
 
 
 def _lost(file: PlanFile) -> Markup | None:
-    """Why the plans that a person would think of first lost."""
+    """Reasons why the plans that a person would think of first lost."""
     if not file.choice or not file.choice.obvious:
         return None
     texts = [text for label, text in choice_lines(file.best, file.choice) if label in ("not", "")]
@@ -165,7 +165,7 @@ def _says(front: Sequence[RankedPlan]) -> str:
 
 
 def _front_of_run(found: Sequence[RunPlan], objectives: Sequence[str]) -> Markup:
-    """As a table: the objectives may be any two or more."""
+    """Front of a run as a table: the objectives may be any two or more."""
     from autoplan.report.run_report import FIGURES, SHOWN_FRONT
 
     shown = found[:SHOWN_FRONT]

@@ -69,7 +69,7 @@ def _micro_batches(found: Timeline) -> str:
 
 
 def _waits_s(rank: RankTimeline, until_s: float) -> float:
-    """What a rank waits before the step ends."""
+    """Time that a rank waits before the step ends."""
     return sum(one.duration_s for one in rank.others if one.stream == "wait" and one.start_s < until_s)
 
 
@@ -187,7 +187,7 @@ def _colour(kind: str) -> str:
 
 
 def _table(found: Timeline) -> Markup:
-    """What every stage spends its step on; rows add up to the step."""
+    """Table of how every stage spends its step; rows add up to the step."""
     names = {name: None for rank in found.ranks for name, seconds in rank.terms_s().items() if seconds > 0}
     columns = [("stage", False), ("ranks", False), *((term_name(name), True) for name in names)]
     rows = (

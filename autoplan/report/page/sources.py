@@ -38,7 +38,7 @@ def sources(content: PlanContent) -> Markup:
 
 
 def mixed_sources(content: MixedContent) -> Markup:
-    """What the sources of each part are; shares of the step are not told apart."""
+    """Sources of each part of a mixed cluster, without shares of the step."""
     file = content.file
     parts = zip(file.cluster.part_names, file.cluster.parts, file.calibrations, strict=True)
     says = "Nothing was measured on this cluster: the step time rests on what was published of its parts."
@@ -48,7 +48,7 @@ def mixed_sources(content: MixedContent) -> Markup:
 def sources_section(
     file: PlanFile | MixedPlanFile, parts: Sequence[tuple[str, ClusterSpec, Calibration]], says: str, *shares: Child
 ) -> Markup:
-    """What the numbers of the (name, cluster, calibration) of every part were taken from, after their shares."""
+    """Section of sources: shares of the step, then the sources of every part's (name, cluster, calibration)."""
     return section(
         "sources",
         "Where the numbers come from",

@@ -80,7 +80,7 @@ def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str,
 
 
 def _stages(content: Content) -> Markup | None:
-    """What every stage does in a step beside the step's time, where there are several."""
+    """Busy time of every stage beside the step's time, where there are several."""
     if len(content.stages) == 1:
         return None
     step_s = content.file.best.step_s
@@ -131,7 +131,7 @@ def dense(rows: Sequence[object]) -> str:
 
 
 def stage_name(stages: Sequence[PlacedStage]) -> str:
-    """What a row of stages that are alike is called."""
+    """Name of a row of equal stages."""
     first, last = stages[0].place, stages[-1].place
     names = first.name if first == last else f"{first.name}–{last.name}"
     return f"{names} on {first.part}" if first.part else names
