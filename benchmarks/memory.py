@@ -143,7 +143,7 @@ class Pricer:
         """Predictions with these traits in place of the framework's own."""
         logged, z = np.empty(self.size), np.empty(self.size)
         for indices, problem, batch in self.groups:
-            framework = replace(problem.framework, **traits) if traits else problem.framework  # type: ignore[arg-type]
+            framework = problem.framework.changed(**traits)
             peak, reserved = peaks(replace(problem, framework=framework), batch)
             logged[indices] = peak / GIB
             z[indices] = np.log(reserved / problem.capacity_bytes) / problem.calibration.memory_spread
@@ -205,7 +205,7 @@ def _fill(
 def fitted(cases: Sequence[Case], framework: Framework, names: Sequence[str]) -> dict[str, float]:
     """The traits under which `cases` are likeliest: one after another is moved by ever smaller factors."""
     pricer = Pricer(cases)
-    traits = {name: getattr(framework, name) for name in names}
+    traits = {name: framework.trait(name) for name in names}
     best = surprise(cases, pricer(traits))
     for step in STEPS:
         moved = True
@@ -335,7 +335,7 @@ def show_source(source: str, cases: Sequence[Case], worst: int) -> None:
     logged = np.array([float(cost.logged_memory_bytes[0]) for cost in costs])
     peak = np.array([(case.peak_gib or 0.0) * GIB for case in measured])
     print(f"\n{source}: median error without each term")
-    kind = measured[0].problem.framework.logs_memory
+    kind = measured[0].problem.framework.memory.logs_memory
     for name in MEMORY_TERMS:
         if name in ALLOCATED_TERMS or kind == "device" or (kind == "reserved" and name in ("fragmentation", "cached")):
             term = np.array([float(cost.memory_terms_bytes[name][0]) for cost in costs])

@@ -108,14 +108,14 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, known: Collection[TaskKe
         for dtype in hello.dtypes:
             for operation, shape, count, suffix in (
                 *_kernels(scope, hello),
-                *(_units(scope, hello) if scope.framework.eager_layers else ()),
+                *(_units(scope, hello) if scope.framework.kernels.eager_layers else ()),
                 *_collectives(scope, hello),
             ):
                 is_windowed = operation.startswith("attention") and shape[-1] > 0
                 way = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
                 if way and (not scope.only or operation in scope.only):
                     # FSDP2 casts the weights as it gathers them: no copy in the type of the products is left to make.
-                    is_bare = operation == "optimizer" and scope.framework.fsdp2_states
+                    is_bare = operation == "optimizer" and scope.framework.memory.fsdp2_states
                     task = Task(
                         operation=operation,
                         shape=shape,
@@ -160,12 +160,12 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     counts = Counter(block for layer in model.layers for block in layer)
     for tp in scope.tps:
         batch = PlanBatch.of([ParallelPlan(global_batch=1, tp=tp)], model.num_layers)
-        multiple = scope.framework.pads_vocab_to * tp
+        multiple = scope.framework.memory.pads_vocab_to * tp
         columns = math.ceil(model.vocab_size / multiple) * multiple // tp
         heads, kv_heads = model.num_heads // tp, max(model.kv_heads // tp, 1)
         for micro_batch in scope.micro_batches:
             tokens = micro_batch * seq_len
-            part = tokens // tp if scope.framework.sequence_parallel else tokens  # between the cut matrices
+            part = tokens // tp if scope.framework.network.sequence_parallel else tokens  # between the cut matrices
             for block, count in counts.items():
                 for linear in shapes[block].linears:
                     if linear.is_expert:

@@ -93,7 +93,7 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
         sharding, group = book.usual_shardings[0], None  # means nothing: the plain one
     schedule, vp = value.get("schedule", ("1f1b", 1)) if pp > 1 else ("1f1b", 1)
     recompute, modules, repeated = value["recompute"]
-    fits_sp = problem.framework.sequence_parallel and problem.training.seq_len // cp % tp == 0
+    fits_sp = problem.framework.network.sequence_parallel and problem.training.seq_len // cp % tp == 0
     table = {
         **degrees,
         "micro_batch": value["micro_batch"],

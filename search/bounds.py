@@ -291,7 +291,7 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     framework = problem.framework
     counts = np.array([model.layers.count(layer) for layer in model.layer_kinds])
     mean = ((counts * part).sum(axis=-1) / batch.pp for part in (dense, expert))
-    rest_s = framework.step_overhead_s + _update_s(problem, batch, *mean)
+    rest_s = framework.host.step_overhead_s + _update_s(problem, batch, *mean)
     if first is not None and problem.timings.is_empty:
         rest_s = rest_s + _reductions_s(problem, batch, dense.min(axis=-1), expert.min(axis=-1), first)
     return KindCosts(
@@ -305,8 +305,8 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
         rest_s=rest_s,
         factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
         kept_bytes=_kept_bytes(problem, batch),
-        stored_bytes=framework.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
-        boundary_bytes=framework.reserved_factor * boundary_bytes(problem, batch),
+        stored_bytes=framework.memory.reserved_factor * stored_bytes(problem, batch) * len(model.layers[0]),
+        boundary_bytes=framework.memory.reserved_factor * boundary_bytes(problem, batch),
         fixed_bytes=_fixed_bytes(problem, batch),
         **_held_bytes(problem, batch),
     )
@@ -343,8 +343,8 @@ def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float
     column = np.ones((len(batch), 1))
     one = StageParameters(dense=dense * column, expert=expert * column, ends=ends * column)
     weights, gradients, optimizer = states(problem, batch, one, groups(batch))
-    held = weights + optimizer + (0.0 if problem.framework.fsdp2_states else gradients)
-    return problem.framework.reserved_factor * held[:, 0]
+    held = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
+    return problem.framework.memory.reserved_factor * held[:, 0]
 
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -353,7 +353,7 @@ def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
         block: kept_bytes(problem, batch, activation_parts(problem, batch, block, shape))
         for block, shape in block_shapes(problem.model).items()
     }
-    return problem.framework.reserved_factor * _per_layer(problem.model, kept)
+    return problem.framework.memory.reserved_factor * _per_layer(problem.model, kept)
 
 
 def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -362,7 +362,11 @@ def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     none = np.zeros(shape, dtype=np.int64)
     blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)
     buffers = wgrad_buffer_bytes(problem, batch, blocks)[:, 0]
-    return framework.fixed_bytes + framework.reserved_factor * buffers + communicator_bytes(problem, groups(batch))
+    return (
+        framework.memory.fixed_bytes
+        + framework.memory.reserved_factor * buffers
+        + communicator_bytes(problem, groups(batch))
+    )
 
 
 def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> Floats:
@@ -399,9 +403,11 @@ def _reductions_s(
     )
     reduce, gather = (times[:, 0] for times in reduction_s(problem, batch, blocks, held, Links.of(problem)))
     last_bucket = 1.0 / np.maximum(most * per_layer, 1)
-    may_hide = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
+    may_hide = np.where(
+        batch.sharding == 0, framework.overlap.grad_reduce_overlap, framework.overlap.sharded_reduce_overlap
+    )
     hidden = reduce * (last_bucket + CONTENTION_SHARE * (1.0 - last_bucket))
-    gathers_early = batch.param_gather_overlap & framework.param_gather_overlap
+    gathers_early = batch.param_gather_overlap & framework.overlap.param_gather_overlap
     return np.where(may_hide, hidden, reduce) + gather * np.where(gathers_early, last_bucket, 1.0)
 
 
@@ -431,7 +437,7 @@ def plan_bounds(problem: Problem, space: Space, costs: KindCosts) -> Iterator[Pl
             yield PlanBounds(
                 inside=inside,
                 kinds=some,
-                step_s=own.step_s(spread, overlaps=problem.framework.p2p_overlap),
+                step_s=own.step_s(spread, overlaps=problem.framework.overlap.p2p_overlap),
                 memory_bytes=own.memory_bytes(spread),
             )
 
@@ -446,7 +452,7 @@ def kind_bounds(problem: Problem, space: Space, costs: KindCosts, most_bytes: fl
         if len(inside):
             own, parts = costs.take(kinds), _parts(problem.model, inside)
             needed = own.memory_bytes(parts)
-            step_s = own.step_s(parts, overlaps=problem.framework.p2p_overlap)
+            step_s = own.step_s(parts, overlaps=problem.framework.overlap.p2p_overlap)
             time[kinds] = np.where(needed <= most_bytes, step_s, np.inf).min(axis=1)
             least_bytes[kinds] = needed.min(axis=1)
     return time, least_bytes
@@ -462,7 +468,7 @@ def group_bounds(
     time, least_bytes = np.full(len(groups), np.inf), np.full(len(groups), np.inf)
     for start in range(0, len(groups), BLOCK_GROUPS):
         plain, lean, like = space.extremes(groups.take(np.arange(start, min(start + BLOCK_GROUPS, len(groups)))))
-        overhead_s = np.full(len(plain), problem.framework.step_overhead_s)
+        overhead_s = np.full(len(plain), problem.framework.host.step_overhead_s)
         costs = replace(kind_costs(problem, plain), rest_s=overhead_s, **_held_bytes(problem, lean))
         step_s, needed = kind_bounds(problem, space, costs, most_bytes)
         np.minimum.at(time, start + like, step_s)

@@ -61,7 +61,7 @@ def _changes(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
         yield f"states sharded over all {plan.dp * plan.cp} replicas", dict(whole)
     if plan.offload == "none":
         yield "optimizer on the host", {"offload": "optimizer"}
-    if plan.tp > 1 and not plan.sp and problem.framework.sequence_parallel:
+    if plan.tp > 1 and not plan.sp and problem.framework.network.sequence_parallel:
         yield "sequence parallelism", {"sp": True}
     if plan.vp > 1:
         yield f"interleave {plan.vp} -> none", {"vp": 1, "schedule": "1f1b", "layers_per_chunk": None}
@@ -105,7 +105,7 @@ def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
             continue
         changes[source] = getattr(plan, source) // 2
         if axis == "tp":
-            changes["sp"] = plan.sp or (plan.tp == 1 and problem.framework.sequence_parallel)
+            changes["sp"] = plan.sp or (plan.tp == 1 and problem.framework.network.sequence_parallel)
             changes["etp"] = doubled if plan.etp == plan.tp and problem.model.moe else plan.etp
         if axis == "pp":
             split = book_of(problem.framework).split

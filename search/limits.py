@@ -154,7 +154,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
             ("micro_batch", MAX_MICRO_BATCH),
         ),
         shard_domains=tuple(domains[:-1]) if book.shards_over_part else (),  # the last domain is the whole cluster
-        sequence_parallel=problem.framework.sequence_parallel,
+        sequence_parallel=problem.framework.network.sequence_parallel,
         shardings=book.usual_shardings,
         schedules=tuple(name for name in USUAL_SCHEDULES if name in book.words("schedule")),
         recomputes=_recomputes(problem, book),
@@ -176,7 +176,7 @@ def _order_matters(problem: Problem) -> bool:
 
 def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:
     """Selective recomputation gives memory back where scores are stored or more than attention is repeated."""
-    gives_back = stores_scores(problem) or problem.framework.selective_recompute_share > 0
+    gives_back = stores_scores(problem) or problem.framework.kernels.selective_recompute_share > 0
     return tuple(name for name in book.words("recompute") if gives_back or name != "selective")
 
 

@@ -46,7 +46,7 @@ def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
     most, degrees = min(cluster.levels[-1].num_devices, cluster.num_devices), []
     for power in range(most.bit_length()):
         tp = 2**power
-        sp = tp > 1 and problem.framework.sequence_parallel and problem.training.seq_len % tp == 0
+        sp = tp > 1 and problem.framework.network.sequence_parallel and problem.training.seq_len % tp == 0
         etp = tp if problem.model.moe else 1
         plan = ParallelPlan(global_batch=1, tp=tp, sp=sp, etp=etp, precision=problem.training.precision)
         workload = Workload(model=problem.model, training=problem.training, num_devices=tp)

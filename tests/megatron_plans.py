@@ -93,12 +93,12 @@ MATRIX: dict[str, PlanFile] = {
     "experts": plan_file_of(MIXTRAL, ep=8, dp_shard=8),
     "experts, dispatched once": replace(
         plan_file_of(MIXTRAL, ep=8, dp_shard=8),
-        framework=Framework(name="nemo", dispatches_once=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
+        framework=Framework(name="nemo").changed(dispatches_once=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0),
     ),
     "experts, dropped tokens": replace(
         plan_file_of(MIXTRAL, ep=8, dp_shard=8),
-        framework=Framework(
-            name="nemo", dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0
+        framework=Framework(name="nemo").changed(
+            dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0, bytes_per_reduced_grad=2.0
         ),
     ),
     "experts, tensors": plan_file_of(MIXTRAL, tp=2, sp=True, ep=4, etp=2, dp_shard=8, pp=2),

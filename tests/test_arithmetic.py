@@ -78,8 +78,8 @@ TINY = ModelSpec(
     head_dim=32,
     ffn_size=640,
 )
-BARE = Framework(
-    name="bare", pads_vocab_to=1, fixed_bytes=0.0, communicator_bytes=0.0, reserved_factor=1.0, bytes_per_logit=2.0
+BARE = Framework(name="bare").changed(
+    pads_vocab_to=1, fixed_bytes=0.0, communicator_bytes=0.0, reserved_factor=1.0, bytes_per_logit=2.0
 )
 
 
@@ -105,7 +105,7 @@ def held(model: ModelSpec, **plan: Any) -> tuple[float, ...]:
         model=model, training=TrainingSpec(seq_len=512), cluster=load_cluster("h100-sxm:64x8"), framework=BARE
     )
     stages = stage_costs(problem, ParallelPlan(global_batch=64, sharding="none", **plan))
-    return tuple(stage.memory_terms_bytes["weights"] / BARE.bytes_per_weight for stage in stages)
+    return tuple(stage.memory_terms_bytes["weights"] / BARE.memory.bytes_per_weight for stage in stages)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

@@ -62,8 +62,7 @@ MODELS = {
     )
 }
 # Nothing is launched, overlapped in part or added by hand, so that each term stands alone.
-PLAIN = Framework(
-    name="plain",
+PLAIN = Framework(name="plain").changed(
     host_s_per_block_forward=0.0,
     host_s_per_block_backward=0.0,
     host_s_per_collective=0.0,
@@ -230,7 +229,7 @@ def single(**changes: Any) -> ParallelPlan:
 
 def test_gradients_added_up_outside_the_products_move_bytes_in_every_micro_batch() -> None:
     fused = problem_of(framework=PLAIN)
-    eager = problem_of(framework=dataclasses.replace(PLAIN, bytes_moved_per_accumulated_grad=6.0))
+    eager = problem_of(framework=PLAIN.changed(bytes_moved_per_accumulated_grad=6.0))
     plan = single(tp=2, sp=True, global_batch=4)
     # A layer: q, k and v of 16 + 2 x 8 heads of 64, the output, the three matrices of the MLP, all halved; two norms.
     matrices = 1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096
@@ -263,7 +262,7 @@ LAYER_PARAMETERS = 1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024
 def test_gathered_weights_and_gradients_to_reduce_are_copied_in_the_passes(
     pp: int, passes: int, reductions: int
 ) -> None:
-    copying = dataclasses.replace(PLAIN, bytes_copied_per_gathered=4.0, bytes_copied_per_reduced=6.0)
+    copying = PLAIN.changed(bytes_copied_per_gathered=4.0, bytes_copied_per_reduced=6.0)
     plan = ParallelPlan(global_batch=32, dp_shard=8, pp=pp, sharding="zero3")
     plain, copied = (terms_of(problem_of(framework=framework), plan) for framework in (PLAIN, copying))
     moved = (4.0 * passes + 6.0 * reductions) * 8 / pp * LAYER_PARAMETERS
@@ -280,7 +279,7 @@ def moved_s(num_bytes: float) -> float:
 
 
 def test_products_of_their_own_add_up_the_gradients_of_their_input() -> None:
-    joined, separate = problem_of(), problem_of(framework=dataclasses.replace(PLAIN, separate_inputs=True))
+    joined, separate = problem_of(), problem_of(framework=PLAIN.changed(separate_inputs=True))
     plan = single(tp=2, sp=True)
     before, after = terms_of(joined, plan), terms_of(separate, plan)
     # Three gradients of the attention's input and two of the MLP's are read and their sums written, on every rank.
@@ -294,8 +293,8 @@ def test_products_of_their_own_add_up_the_gradients_of_their_input() -> None:
 
 
 def test_layers_repeated_by_a_share_spare_their_last_matrix_where_recomputation_stops_early() -> None:
-    share = dataclasses.replace(PLAIN, selective_recompute_share=0.5)
-    early = dataclasses.replace(share, recompute_stops_early=True)
+    share = PLAIN.changed(selective_recompute_share=0.5)
+    early = share.changed(recompute_stops_early=True)
     some, whole = single(recompute="selective"), single(recompute="full")
     for framework in (share, early):
         problem = problem_of(framework=framework)
@@ -303,7 +302,7 @@ def test_layers_repeated_by_a_share_spare_their_last_matrix_where_recomputation_
 
 
 def test_heads_whose_rows_are_no_multiples_of_16_bytes_take_longer() -> None:
-    unpadded = dataclasses.replace(PLAIN, pads_vocab_to=1)
+    unpadded = PLAIN.changed(pads_vocab_to=1)
 
     def head_s(vocab_size: int, framework: Framework = unpadded, **training: Any) -> float:
         model = dataclasses.replace(DENSE, vocab_size=vocab_size)
@@ -313,14 +312,14 @@ def test_heads_whose_rows_are_no_multiples_of_16_bytes_take_longer() -> None:
 
     whole, narrow, odd = head_s(50304), head_s(50260), head_s(50257)
     assert 1.1 * whole < narrow < odd < 3 * whole
-    assert head_s(50257, dataclasses.replace(PLAIN, pads_vocab_to=64)) == whole
-    eager = dataclasses.replace(unpadded, eager_layers=True)
+    assert head_s(50257, PLAIN.changed(pads_vocab_to=64)) == whole
+    eager = unpadded.changed(eager_layers=True)
     assert head_s(50257, eager, precision="fp32") == pytest.approx(head_s(50304, eager, precision="fp32"), rel=0.01)
 
 
 def test_recomputation_that_stops_early_leaves_out_the_last_matrix_and_its_reduction() -> None:
     whole = problem_of()
-    early = dataclasses.replace(whole, framework=dataclasses.replace(PLAIN, recompute_stops_early=True))
+    early = dataclasses.replace(whole, framework=PLAIN.changed(recompute_stops_early=True))
     plan = single(tp=2, sp=True, global_batch=4, recompute="full")
     saved = terms_of(whole, plan)["recompute"] - terms_of(early, plan)["recompute"]
     batch = PlanBatch.of([plan], 8)
@@ -338,8 +337,8 @@ def tensor_pair() -> tuple[Any, Any]:
 
 
 def test_selective_recomputation_may_save_attention() -> None:
-    half = dataclasses.replace(PLAIN, selective_recompute_share=0.5)
-    saving = dataclasses.replace(half, selective_saves_attention=True)
+    half = PLAIN.changed(selective_recompute_share=0.5)
+    saving = half.changed(selective_saves_attention=True)
     plan = single(recompute="selective")
 
     def again(framework: Framework, attention: float) -> float:
@@ -353,7 +352,7 @@ def test_selective_recomputation_may_save_attention() -> None:
 
 def test_eight_bit_plans_may_gather_their_inputs_as_quantised() -> None:
     wide = problem_of()
-    narrow = dataclasses.replace(wide, framework=dataclasses.replace(PLAIN, narrow_tp_gathers=True))
+    narrow = dataclasses.replace(wide, framework=PLAIN.changed(narrow_tp_gathers=True))
     plan = single(tp=2, sp=True, precision="fp8")
     size, links = np.full(1, 2.0 * 2048 * 1024), Links.of(wide)
     saved = links.all_gather_s(*tensor_pair(), size)[0] - links.all_gather_s(*tensor_pair(), size / 2)[0]
@@ -366,7 +365,7 @@ def test_eight_bit_plans_may_gather_their_inputs_as_quantised() -> None:
 
 def test_a_scale_of_the_tensor_itself_takes_another_look_at_it() -> None:
     problem = problem_of()
-    looking = dataclasses.replace(problem, framework=dataclasses.replace(PLAIN, scales_by_own_largest=True))
+    looking = dataclasses.replace(problem, framework=PLAIN.changed(scales_by_own_largest=True))
     plan = single(precision="fp8")
     more = terms_of(looking, plan)["memory_bound"] - terms_of(problem, plan)["memory_bound"]
     inputs, gradients = 3 * 1024 + 4096, 2048 + 1024 + 2 * 4096 + 1024
@@ -374,7 +373,7 @@ def test_a_scale_of_the_tensor_itself_takes_another_look_at_it() -> None:
 
 
 def test_expanded_keys_and_values_travel_once_per_query_head_and_hide_under_the_own_ones_alone() -> None:
-    framework = dataclasses.replace(PLAIN, expands_kv=True)
+    framework = PLAIN.changed(expands_kv=True)
     plan = single(cp=4, sharding="zero1")
     few, many = (
         terms_of(problem_of(dataclasses.replace(DENSE, num_kv_heads=heads), framework=framework), plan)
@@ -385,7 +384,7 @@ def test_expanded_keys_and_values_travel_once_per_query_head_and_hide_under_the_
 
 
 def test_attention_piece_by_piece_takes_longer_for_the_keys_of_other_ranks() -> None:
-    framework = dataclasses.replace(PLAIN, ring_attention_factor=1.5)
+    framework = PLAIN.changed(ring_attention_factor=1.5)
     for kind, factor in (("ring", 1 + 0.5 * 3 / 4), ("all_to_all", 1.0)):
         plan = single(cp=4, sharding="zero1", cp_kind=kind)
         plain, longer = (terms_of(problem_of(framework=one), plan)["attention"] for one in (PLAIN, framework))
@@ -393,8 +392,8 @@ def test_attention_piece_by_piece_takes_longer_for_the_keys_of_other_ranks() -> 
 
 
 def test_a_scattered_message_is_a_slice_and_its_gather_at_the_receiver() -> None:
-    whole = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=False))
-    scattered = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=True))
+    whole = problem_of(framework=PLAIN.changed(scatter_gather_p2p=False))
+    scattered = problem_of(framework=PLAIN.changed(scatter_gather_p2p=True))
     size = 2.0 * 2048 * 1024
     links = Links.of(whole).topology
     pair = (np.ones(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
@@ -407,8 +406,8 @@ def test_a_scattered_message_is_a_slice_and_its_gather_at_the_receiver() -> None
 
 @pytest.mark.parametrize("changes", [{"tp": 2, "sp": True}, {"tp": 1}])
 def test_a_message_that_is_a_slice_already_is_not_gathered(changes: dict[str, Any]) -> None:
-    whole = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=False))
-    scattered = problem_of(framework=dataclasses.replace(PLAIN, scatter_gather_p2p=True))
+    whole = problem_of(framework=PLAIN.changed(scatter_gather_p2p=False))
+    scattered = problem_of(framework=PLAIN.changed(scatter_gather_p2p=True))
     plan = single(pp=2, global_batch=4, **changes)
     assert terms_of(whole, plan) == terms_of(scattered, plan)
 
@@ -421,7 +420,7 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
     # Without what a kernel takes to start: a long sequence of few heads.
     times = [
         terms_of(
-            problem_of(framework=dataclasses.replace(PLAIN, flash_kernel=one), cluster=cluster, seq_len=65536),
+            problem_of(framework=PLAIN.changed(flash_kernel=one), cluster=cluster, seq_len=65536),
             single(),
         )["attention"]
         for one in (kernel, "flash")
@@ -432,7 +431,7 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
 def test_a_wide_softmax_output_is_kept_written_cast_and_read_once_more() -> None:
     narrow = problem_of(framework=PLAIN)
     narrow = dataclasses.replace(narrow, training=TrainingSpec(seq_len=2048, attention="megatron-fused"))
-    wide = dataclasses.replace(narrow, framework=dataclasses.replace(PLAIN, bytes_per_fused_score=6.0))
+    wide = dataclasses.replace(narrow, framework=PLAIN.changed(bytes_per_fused_score=6.0))
     scores = 2048**2 * 16 * 8  # of all heads and layers
     device = narrow.cluster.device
     rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
@@ -445,7 +444,7 @@ def test_a_wide_softmax_output_is_kept_written_cast_and_read_once_more() -> None
 @pytest.mark.parametrize("width", [1.0, 17.0, float("nan")])
 def test_a_softmax_output_has_a_width(width: float) -> None:
     with pytest.raises(InputError, match="bytes_per_fused_score"):
-        dataclasses.replace(PLAIN, bytes_per_fused_score=width)
+        PLAIN.changed(bytes_per_fused_score=width)
 
 
 # -- what is not there costs nothing ----------------------------------------------------------------------------------
@@ -499,9 +498,7 @@ def test_a_tied_embedding_is_reduced_between_first_and_last_stage() -> None:
 
 
 def test_overlap_hides_a_reduction_under_the_backward_pass_of_a_large_batch() -> None:
-    framework = dataclasses.replace(
-        PLAIN, grad_reduce_overlap=True, sharded_reduce_overlap=True, param_gather_overlap=True
-    )
+    framework = PLAIN.changed(grad_reduce_overlap=True, sharded_reduce_overlap=True, param_gather_overlap=True)
     plan = ParallelPlan(global_batch=64, micro_batch=8, dp_shard=8)
     shown = terms_of(problem_of(framework=framework), plan)
     whole = terms_of(problem_of(), plan)
@@ -707,7 +704,7 @@ def test_a_factor_on_the_network_slows_collectives_between_nodes_only() -> None:
 
 def test_a_factor_on_the_host_changes_only_what_waits_for_launches() -> None:
     assert changed_by("host", SPREAD) == {}
-    slow_host = dataclasses.replace(PLAIN, host_s_per_block_forward=1.0, host_s_per_block_backward=1.0)
+    slow_host = PLAIN.changed(host_s_per_block_forward=1.0, host_s_per_block_backward=1.0)
     problem = problem_of(framework=slow_host)
     slower = dataclasses.replace(problem, calibration=Calibration(host=2.0))
     plan = ParallelPlan(global_batch=8)
@@ -801,7 +798,7 @@ def test_a_sequence_beyond_the_learned_positions_is_refused() -> None:
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_larger_vocabulary_costs_more_gathers_under_zero3(pp: int) -> None:
     plan = ParallelPlan(global_batch=64, dp_shard=16, pp=pp, sharding="zero3")
-    framework = dataclasses.replace(PLAIN, zero3_regathers_in_pipeline=True)
+    framework = PLAIN.changed(zero3_regathers_in_pipeline=True)
     small, large = (
         price(problem_of(dataclasses.replace(DENSE, vocab_size=size), framework=framework), plan).terms_s
         for size in (32000, 320000)
@@ -874,7 +871,7 @@ def test_products_in_pieces_show_a_piece_of_the_reductions_and_are_slower_the_fe
     plan = ParallelPlan(global_batch=8, micro_batch=4, tp=2, sp=True, tp_overlap=True)
 
     def shown_s(plan: ParallelPlan, seq_len: int = 2048, **traits: Any) -> float:
-        problem = problem_of(wide, framework=dataclasses.replace(PLAIN, **traits), seq_len=seq_len)
+        problem = problem_of(wide, framework=PLAIN.changed(**traits), seq_len=seq_len)
         return terms_of(problem, plan)["tp_communication"]
 
     userbuffers = {"tp_overlap_share": 0.75, "tp_overlap_pieces": 4}
@@ -898,7 +895,7 @@ def test_weights_kept_in_8_bits_of_one_scale_are_gathered_so() -> None:
 def test_gpt_keeps_its_dropout_where_recipes_say_so() -> None:
     gpt = dataclasses.replace(DENSE, gated_mlp=False, position_embedding="learned", max_positions=2048)
     llama = dataclasses.replace(DENSE, gated_mlp=False)
-    keeping = dataclasses.replace(PLAIN, gpt_dropout=True)
+    keeping = PLAIN.changed(gpt_dropout=True)
     assert terms_of(problem_of(llama, framework=keeping), single()) == terms_of(problem_of(llama), single())
     without, kept = (terms_of(problem_of(gpt, framework=one), single()) for one in (PLAIN, keeping))
     assert kept["attention"] == pytest.approx(DROPOUT_ATTENTION_TIME * without["attention"])
@@ -907,7 +904,7 @@ def test_gpt_keeps_its_dropout_where_recipes_say_so() -> None:
 
 def test_a_squared_relu_without_a_kernel_of_its_own_moves_more() -> None:
     model = dataclasses.replace(DENSE, gated_mlp=False, squared_relu=True)
-    eager = dataclasses.replace(PLAIN, fused_squared_relu=False)
+    eager = PLAIN.changed(fused_squared_relu=False)
     fused_s, eager_s = (terms_of(problem_of(model, framework=one), single())["memory_bound"] for one in (PLAIN, eager))
     assert eager_s - fused_s == pytest.approx(moved_s(18.0 * 8 * 2048 * 4096))
 
@@ -916,7 +913,7 @@ def test_a_squared_relu_without_a_kernel_of_its_own_moves_more() -> None:
 def test_the_reduction_of_input_gradients_hides_beside_weight_gradients(sp: bool) -> None:
     def shown_s(hidden_size: int, **traits: Any) -> float:
         model = dataclasses.replace(DENSE, hidden_size=hidden_size, ffn_size=4 * hidden_size, vocab_size=128)
-        problem = problem_of(model, framework=dataclasses.replace(PLAIN, **traits))
+        problem = problem_of(model, framework=PLAIN.changed(**traits))
         return terms_of(problem, ParallelPlan(global_batch=8, tp=2, sp=sp))["tp_communication"]
 
     whole = shown_s(8192)
@@ -932,7 +929,7 @@ def test_a_block_that_takes_the_device_long_makes_up_for_one_that_is_launched_la
     batch = PlanBatch.of([ParallelPlan(global_batch=1)], MODELS["dense"].num_layers)
 
     def costs(host_s: float) -> list[BlockCost]:
-        framework = dataclasses.replace(PLAIN, host_s_per_block_forward=host_s)
+        framework = PLAIN.changed(host_s_per_block_forward=host_s)
         return list(block_costs(problem_of(framework=framework), batch).values())
 
     busy = [cost.total_forward_s[0] for cost in costs(0.0)]
@@ -1002,7 +999,7 @@ TWO_NODES = ParallelPlan(global_batch=32, dp_shard=16, sharding="none")  # 2 mic
 
 def priced(plan: ParallelPlan, **traits: Any) -> dict[str, float]:
     """Terms of a step on two nodes of eight under the plain framework with other traits."""
-    return terms_of(dataclasses.replace(problem_of(), framework=dataclasses.replace(PLAIN, **traits)), plan)
+    return terms_of(dataclasses.replace(problem_of(), framework=PLAIN.changed(**traits)), plan)
 
 
 def test_a_zero1_that_all_reduces_moves_twice_what_a_reduce_scatter_does() -> None:
@@ -1099,7 +1096,7 @@ def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_f
 )
 def test_traits_of_a_steps_end_are_refused_outside_their_range(traits: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(traits))):
-        Framework(name="wrong", **traits)  # type: ignore[arg-type]
+        Framework(name="wrong").changed(**traits)
 
 
 @pytest.mark.parametrize(("num_devices", "beyond"), [(1, 0.0), (8, 0.0), (64, 2.34 - 1.43), (512, 3.03 - 1.43)])

@@ -29,8 +29,8 @@ MODEL = ModelSpec(
     num_heads=8,
     moe=Experts(num_experts=32, experts_per_token=2, expert_ffn_size=512),
 )
-FRAMEWORK = replace(
-    load_framework("megatron-core"), moe_sync_s=1e-3, s_per_local_expert=1e-5, expert_compute_units=33
+FRAMEWORK = load_framework("megatron-core").changed(
+    moe_sync_s=1e-3, s_per_local_expert=1e-5, expert_compute_units=33
 )  # a quarter of the 132 units of an H100
 PROBLEM = Problem(
     model=MODEL,
@@ -51,14 +51,14 @@ def test_every_pass_waits_for_the_host_and_for_the_kernels_of_each_local_expert(
 
 
 def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
-    graphed = replace(PROBLEM, framework=replace(FRAMEWORK, syncs_overlapped_experts=False))
+    graphed = replace(PROBLEM, framework=FRAMEWORK.changed(syncs_overlapped_experts=False))
     assert _experts_wait_s(graphed, batch_of(ep_overlap=True))[0] == 0.0
     assert _experts_wait_s(graphed, batch_of())[0] > 0.0
 
 
 def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token() -> None:
-    once = replace(FRAMEWORK, dispatches_once=True)
-    dropping = replace(PROBLEM, framework=replace(once, drops_tokens=True))
+    once = FRAMEWORK.changed(dispatches_once=True)
+    dropping = replace(PROBLEM, framework=once.changed(drops_tokens=True))
     assert _experts_wait_s(dropping, batch_of())[0] == 0.0
     assert dispatched_copies(replace(PROBLEM, framework=once)) == 2  # what one transfer stands for
     assert dispatched_copies(dropping) == 1
@@ -68,10 +68,12 @@ def test_permuting_tokens_by_capacity_moves_three_times_as_much() -> None:
     """Of 4 bytes for each of 2 copies of 4,096 tokens of width 1,024, in and out, times that of its own kernels."""
     batch, shape = batch_of(), block_shapes(MODEL)[Block.MOE]
     apart, dropping = (
-        kernel_times(replace(PROBLEM, framework=replace(FRAMEWORK, drops_tokens=drops)), batch, Block.MOE, shape)
+        kernel_times(replace(PROBLEM, framework=FRAMEWORK.changed(drops_tokens=drops)), batch, Block.MOE, shape)
         for drops in (False, True)
     )
-    twice_s = memory_bound_s(PROBLEM, np.array([2 * FRAMEWORK.kernel_bytes_factor * 2 * 4.0 * 4096 * 2 * 1024]))[0]
+    twice_s = memory_bound_s(
+        PROBLEM, np.array([2 * FRAMEWORK.kernels.kernel_bytes_factor * 2 * 4.0 * 4096 * 2 * 1024])
+    )[0]
     assert (dropping.memory_forward_s - apart.memory_forward_s)[0] == pytest.approx(twice_s)
 
 
@@ -127,8 +129,8 @@ def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> Non
     """Not `kernel_bytes_factor` times: in and out, each read and written in 16 bits."""
     batch, shape = batch_of(), block_shapes(MODEL)[Block.MOE]
     apart = kernel_times(PROBLEM, batch, Block.MOE, shape)
-    fused = kernel_times(replace(PROBLEM, framework=replace(FRAMEWORK, dispatches_once=True)), batch, Block.MOE, shape)
-    spared = FRAMEWORK.kernel_bytes_factor - 1
+    fused = kernel_times(replace(PROBLEM, framework=FRAMEWORK.changed(dispatches_once=True)), batch, Block.MOE, shape)
+    spared = FRAMEWORK.kernels.kernel_bytes_factor - 1
     once_s = memory_bound_s(PROBLEM, np.array([spared * 2 * 4.0 * 4096 * 2 * 1024]))[0]
     assert (apart.memory_forward_s - fused.memory_forward_s)[0] == pytest.approx(once_s)
     assert (apart.memory_backward_s - fused.memory_backward_s)[0] == pytest.approx(once_s)
@@ -141,7 +143,7 @@ def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> Non
 def test_mixtures_of_experts_may_attend_in_eight_bits(precision: str, is_moe: bool, share: float) -> None:
     model = MODEL if is_moe else replace(MODEL, moe=None, ffn_size=4096)
     shape, batch = block_shapes(model)[Block.ATTENTION], batch_of(ep=1, precision=precision)
-    narrow = replace(FRAMEWORK, narrow_attention=("fp8",))
+    narrow = FRAMEWORK.changed(narrow_attention=("fp8",))
     wide, found = (
         kernel_times(replace(PROBLEM, model=model, framework=one), batch, Block.ATTENTION, shape)
         for one in (FRAMEWORK, narrow)

@@ -294,7 +294,7 @@ def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected:
 
 
 def test_experts_that_drop_tokens_have_a_capacity_and_the_plain_dispatcher() -> None:
-    framework = Framework(name="nemo", dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0)
+    framework = Framework(name="nemo").changed(dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0)
     words = words_of(megatron_core_groups(replace(plan_file_of(GPT_OSS, ep=8, dp_shard=8), framework=framework)))
     at = words.index("--moe-token-dispatcher-type")
     assert words[at : at + 5] == [

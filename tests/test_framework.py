@@ -7,33 +7,57 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.presets import framework_called, framework_schema, load_framework
+from autoplan.spec.framework import GROUP_OF, GROUPS
 
 
 def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:
     base, later = load_framework("nemo"), load_framework("nemo-26.06")
     differ = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(later, f.name)}
-    own = {"overlaps_experts", "syncs_overlapped_experts", "narrow_attention", "sources"}
-    assert differ == own | {"name", "aliases", "calibrated_as"}
+    assert differ == {"name", "aliases", "calibrated_as", "sources", "experts"}
+    traits = {trait for trait in GROUP_OF if base.trait(trait) != later.trait(trait)}
+    assert traits == {"overlaps_experts", "syncs_overlapped_experts", "narrow_attention"}
     assert later.calibration_name == "nemo"
 
 
 def test_a_file_may_extend_a_shipped_framework(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('name = "mine"\nextends = "torchtitan"\nflash_kernel = "cudnn"\n')
+    path.write_text('name = "mine"\nextends = "torchtitan"\n[kernels]\nflash_kernel = "cudnn"\n')
     base, mine = load_framework("torchtitan"), load_framework(str(path))
-    expected = dataclasses.replace(base, name="mine", flash_kernel="cudnn", aliases=(), calibrated_as="torchtitan")
+    expected = dataclasses.replace(base, name="mine", aliases=(), calibrated_as="torchtitan").changed(
+        flash_kernel="cudnn"
+    )
     assert mine == expected
 
 
 def test_what_was_fitted_is_inherited_unless_it_is_stated_anew(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('name = "mine"\nextends = "nemo"\nmoe_sync_s = 1e-3\ns_per_local_expert = 1e-5\n')
+    path.write_text('name = "mine"\nextends = "nemo"\n[experts]\nmoe_sync_s = 1e-3\ns_per_local_expert = 1e-5\n')
     assert set(load_framework("nemo").fitted) - set(load_framework(str(path)).fitted) == {
         "moe_sync_s",
         "s_per_local_expert",
     }
-    path.write_text(path.read_text() + 'step_overhead_s = 1e-2\nfitted = ["step_overhead_s", "moe_sync_s"]\n')
+    path.write_text(
+        'fitted = ["step_overhead_s", "moe_sync_s"]\n' + path.read_text() + "[host]\nstep_overhead_s = 1e-2\n"
+    )
     assert load_framework(str(path)).fitted == ("kernel_bytes_factor", "step_overhead_s", "moe_sync_s")
+
+
+def test_a_file_without_groups_is_read_as_one_with_them(tmp_path: Path) -> None:
+    head = 'name = "mine"\nextends = "deepspeed-zero"\nfitted = ["bucket_bytes"]\n'
+    (tmp_path / "flat.toml").write_text(head + 'bucket_gib = 0.5\nflash_kernel = "cudnn"\n')
+    (tmp_path / "mine.toml").write_text(head + '[memory]\nbucket_gib = 0.5\n[kernels]\nflash_kernel = "cudnn"\n')
+    assert load_framework(str(tmp_path / "flat.toml")) == load_framework(str(tmp_path / "mine.toml"))
+
+
+def test_a_trait_is_given_once(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nbucket_gib = 0.5\n[memory]\nbucket_gib = 0.25\n')
+    with pytest.raises(InputError, match=r"'bucket_gib' is given twice, alone and in \[memory\]"):
+        load_framework(str(path))
+
+
+def test_every_trait_has_a_name_of_its_own() -> None:
+    assert len(GROUP_OF) == sum(len(dataclasses.fields(kind)) for kind in GROUPS.values())
 
 
 @pytest.mark.parametrize("name", ["nothing", "nemo-24.07"])

@@ -161,7 +161,7 @@ def test_latent_attention_is_looked_up_by_the_widths_of_its_keys_and_values() ->
 
 
 def test_a_slower_flash_kernel_takes_longer_than_the_measured_one_by_its_share() -> None:
-    plain = problem_of(framework=dataclasses.replace(PLAIN, flash_kernel="flash2"))  # on H100: .70 of the rate
+    plain = problem_of(framework=PLAIN.changed(flash_kernel="flash2"))  # on H100: .70 of the rate
     known = with_times(
         plain, {("attention", 1, 2048, 16, 8, 64, 0): 0.70, ("attention_backward", 1, 2048, 16, 8, 64, 0): 1.40}
     )
@@ -191,13 +191,13 @@ def test_memory_bound_kernels_bring_their_own_starts() -> None:
     expected = 8 * (2 * (1e-3 + 2e-3) + 3e-3 + 5e-3 + 7e-3 - references)
     found = changes(problem, with_times(problem, times), plan)
     assert found["memory_bound"] == pytest.approx(expected)
-    loss = 2 * float(memory_bound_s(problem, np.array(1.25 * PLAIN.bytes_per_logit * 2048 * 32000)))
+    loss = 2 * float(memory_bound_s(problem, np.array(1.25 * PLAIN.memory.bytes_per_logit * 2048 * 32000)))
     assert found["head"] == pytest.approx(11e-3 - loss)
     assert set(found) == {"memory_bound", "head", "optimizer"}  # far beyond 100 parameters the rate stays
 
 
 def test_a_framework_with_heavier_kernels_takes_longer_than_the_measured_fused_ones() -> None:
-    heavy = problem_of(framework=dataclasses.replace(PLAIN, kernel_bytes_factor=2.0))
+    heavy = problem_of(framework=PLAIN.changed(kernel_bytes_factor=2.0))
     times: Times = {("swiglu", 2048, 4096): 1.0, ("swiglu_backward", 2048, 4096): 2.0}
     added = terms_of(with_times(heavy, times), single())["memory_bound"] - terms_of(heavy, single())["memory_bound"]
     assert added == pytest.approx(8 * 2 * 3.0, rel=1e-3)
@@ -313,7 +313,7 @@ def test_factors_of_components_multiply_references_and_not_measured_times() -> N
 
 
 def test_the_whole_step_and_the_host_are_calibrated_with_measured_times_too() -> None:
-    framework = dataclasses.replace(PLAIN, host_s_per_block_forward=1.0, host_s_per_block_backward=2.0)
+    framework = PLAIN.changed(host_s_per_block_forward=1.0, host_s_per_block_backward=2.0)
     known, plan = with_times(problem_of(framework=framework), LAYER), single()
     before = terms_of(known, plan)
     doubled = terms_of(dataclasses.replace(known, calibration=Calibration(overall=2.0)), plan)
@@ -355,10 +355,10 @@ def times_of(problem: Problem, plan: ParallelPlan) -> Times:
         times[name, *shape] = moving_s(each[0] * size) + KERNEL_START_S
         times[f"{name}_backward", *shape] = moving_s(each[1] * size) + 2 * KERNEL_START_S
     times["rope", 2048, 24, 64] = moving_s(8.0 * 2048 * 24 * 64) + 3 * KERNEL_START_S
-    times["cross_entropy", 2048, 32000] = moving_s(2.5 * PLAIN.bytes_per_logit * 2048 * 32000)
+    times["cross_entropy", 2048, 32000] = moving_s(2.5 * PLAIN.memory.bytes_per_logit * 2048 * 32000)
     parameters = problem.model.num_layers * (1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
     parameters += 2 * 32000 * 1024 + 1024
-    times["optimizer", parameters] = moving_s(PLAIN.bytes_moved_per_update * parameters)
+    times["optimizer", parameters] = moving_s(PLAIN.kernels.bytes_moved_per_update * parameters)
     return times
 
 
@@ -370,7 +370,7 @@ def test_a_table_of_the_references_own_times_gives_the_reference_and_says_that_a
     residuals = 8 * 2 * 12.0 * 2048 * 1024
     between = 8 * (2 * (KERNELS_FORWARD + KERNELS_BACKWARD) - 4 * 3) * KERNEL_START_S
     parameters = next(kind[1] for kind in times_of(problem, plan) if kind[0] == "optimizer")
-    left = float(memory_bound_s(problem, np.array(residuals + PLAIN.bytes_per_grad * parameters))) + between
+    left = float(memory_bound_s(problem, np.array(residuals + PLAIN.memory.bytes_per_grad * parameters))) + between
     found = shares(known, batch_of(plan))
     assert found["reference"][0] == pytest.approx(left / price(known, plan).step_s[0], rel=1e-4)
     assert found["measured"][0] == pytest.approx(1 - found["reference"][0], rel=1e-6)
@@ -442,7 +442,9 @@ def test_what_no_curve_was_fitted_to_rests_on_datasheets() -> None:
 
 
 def test_what_hides_behind_other_work_has_no_share() -> None:
-    host = Framework(name="host", host_s_per_block_forward=1.0, host_s_per_block_backward=2.0, step_overhead_s=0.0)
+    host = Framework(name="host").changed(
+        host_s_per_block_forward=1.0, host_s_per_block_backward=2.0, step_overhead_s=0.0
+    )
     known = with_times(problem_of(framework=host), LAYER)
     found = shares(known, batch_of(single()))
     # Every layer waits for the host: of the kernels only the head shows.

@@ -242,7 +242,7 @@ def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
 def test_megatron_bridge_is_told_of_attention_in_8_bits_where_it_is_priced() -> None:
     line = "cfg.mixed_precision.fp8_dot_product_attention = True"
     usual = plan_file_of(MIXTRAL, ep=8, dp_shard=8)
-    narrow = replace(usual.framework, narrow_attention=("mxfp8",))
+    narrow = usual.framework.changed(narrow_attention=("mxfp8",))
     cluster = replace(usual.cluster, device=replace(usual.cluster.device, generation="blackwell"))
     for model, precision, told in ((MIXTRAL, "mxfp8", True), (MIXTRAL, "bf16", False), (LLAMA_8B, "mxfp8", False)):
         file = plan_file_of(model, cluster, ep=8 if model.moe else 1, dp_shard=8, precision=precision)

@@ -40,8 +40,7 @@ KEPT = TOKENS * (8 * 64 + 2 * 16 * 12 + 4 * 4 + 6 * 128)
 # Four experts of width 32 in place of the MLP, no shared ones.
 EXPERTS = dataclasses.replace(SMALL, ffn_size=0, moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=32))
 EXPERT_WEIGHTS = 4 * 3 * 64 * 32  # of one layer
-BARE = Framework(
-    name="bare",
+BARE = Framework(name="bare").changed(
     pads_vocab_to=1,
     fixed_bytes=0.0,
     communicator_bytes=0.0,
@@ -80,7 +79,7 @@ def test_the_small_model_has_the_parameters_of_the_hand_count() -> None:
 
 
 def test_gradients_that_gather_over_micro_batches_before_they_are_reduced_are_whole() -> None:
-    problem = problem_of(framework=dataclasses.replace(BARE, zero2_reduces_every_microbatch=False))
+    problem = problem_of(framework=BARE.changed(zero2_reduces_every_microbatch=False))
     (several,) = stages_of(problem, dp_shard=4, sharding="zero2")
     (one,) = stages_of(problem, dp_shard=4, sharding="zero2", micro_batch=16)
     assert several.memory_terms_bytes["gradients"] == 4 * one.memory_terms_bytes["gradients"]
@@ -126,14 +125,14 @@ def test_first_stage_holds_the_embedding_and_last_stage_the_head() -> None:
 
 
 def test_a_framework_with_16_bit_gradients_and_an_fp32_copy_beside_them_keeps_both() -> None:
-    framework = dataclasses.replace(BARE, bytes_per_grad=2.0, bytes_per_bf16_grad_accumulator=4.0)
+    framework = BARE.changed(bytes_per_grad=2.0, bytes_per_bf16_grad_accumulator=4.0)
     (stage,) = stages_of(problem_of(framework=framework), dp_shard=4, sharding="zero1")
     assert states(stage) == pytest.approx((2 + 6 + 12 / 4) * TOTAL)
 
 
 @pytest.mark.parametrize(("sharding", "per_parameter"), [("none", 18 + 2), ("zero1", 6 + 12 / 4)])
 def test_buckets_hold_another_gradient_where_ranks_do_not_shard(sharding: Any, per_parameter: float) -> None:
-    problem = problem_of(framework=dataclasses.replace(BARE, bytes_per_bucket_grad=2.0))
+    problem = problem_of(framework=BARE.changed(bytes_per_bucket_grad=2.0))
     (stage,) = stages_of(problem, dp_shard=4, sharding=sharding)
     assert states(stage) == pytest.approx(per_parameter * TOTAL)
     (alone,) = stages_of(problem, sharding="none")
@@ -161,7 +160,7 @@ def test_an_offloaded_optimizer_takes_no_device_memory() -> None:
 
 @pytest.mark.parametrize(("sharding", "per_parameter"), [("zero1", 2 + 4), ("zero3", 2 / 4)])
 def test_an_optimizer_on_the_host_may_take_the_gradients_of_zero3_along(sharding: Any, per_parameter: float) -> None:
-    problem = problem_of(framework=dataclasses.replace(BARE, offloads_grads=True))
+    problem = problem_of(framework=BARE.changed(offloads_grads=True))
     (stage,) = stages_of(problem, dp_shard=4, sharding=sharding, offload="optimizer")
     assert states(stage) == pytest.approx(per_parameter * TOTAL)
     (kept,) = stages_of(problem, dp_shard=4, sharding=sharding)
@@ -195,7 +194,7 @@ def step_bytes(stage: StageCost) -> float:
 
 
 def test_a_step_copies_what_the_rank_updates() -> None:
-    problem = problem_of(framework=dataclasses.replace(BARE, bytes_per_update_copy=1200.0))
+    problem = problem_of(framework=BARE.changed(bytes_per_update_copy=1200.0))
     for sharding, ranks in (("none", 1), ("zero1", 4), ("zero3", 4)):
         (stage,) = stages_of(problem, dp_shard=4, sharding=sharding)
         assert step_bytes(stage) == pytest.approx(1200 / ranks * TOTAL)
@@ -204,7 +203,7 @@ def test_a_step_copies_what_the_rank_updates() -> None:
 
 
 def test_a_bf16_step_gathers_all_weights_into_a_copy_and_an_fp16_step_goes_through_buckets() -> None:
-    framework = dataclasses.replace(BARE, bytes_per_bf16_gathered_weight=200.0, bucket_bytes=1e8)
+    framework = BARE.changed(bytes_per_bf16_gathered_weight=200.0, bucket_bytes=1e8)
     plan = {"dp_shard": 4, "sharding": "zero1"}
     (whole,) = stages_of(problem_of(framework=framework), **plan)
     assert step_bytes(whole) == pytest.approx(200 * TOTAL)
@@ -217,7 +216,7 @@ def test_a_bf16_step_gathers_all_weights_into_a_copy_and_an_fp16_step_goes_throu
 @pytest.mark.parametrize(("sharding", "beside"), [("zero1", 0), ("zero2", 1000), ("zero3", 1000)])
 def test_gradients_reduced_in_backward_passes_have_their_bucket_beside_activations(sharding: Any, beside: int) -> None:
     with_bucket, without = (
-        stages_of(problem_of(framework=dataclasses.replace(BARE, bucket_bytes=size)), dp_shard=4, sharding=sharding)[0]
+        stages_of(problem_of(framework=BARE.changed(bucket_bytes=size)), dp_shard=4, sharding=sharding)[0]
         for size in (1000.0, 0.0)
     )
     assert with_bucket.memory_terms_bytes["gathered"] - without.memory_terms_bytes["gathered"] == pytest.approx(beside)
@@ -228,13 +227,13 @@ def test_a_step_counts_where_it_needs_more_than_the_passes(per_parameter: float,
     plain = price(problem_of(), ParallelPlan(global_batch=1))
     passes = sum(float(plain.memory_terms_bytes[name][0]) for name in PASS_TERMS)
     assert TOTAL < passes < 1000 * TOTAL
-    problem = problem_of(framework=dataclasses.replace(BARE, bytes_per_update_copy=per_parameter))
+    problem = problem_of(framework=BARE.changed(bytes_per_update_copy=per_parameter))
     stepped = price(problem, ParallelPlan(global_batch=1))
     assert stepped.memory_bytes[0] - plain.memory_bytes[0] == pytest.approx(max(added - passes, 0))
 
 
 def test_a_device_shows_the_blocks_of_passes_and_step_until_it_is_full() -> None:
-    device, full = (dataclasses.replace(BARE, logs_memory="device", bytes_per_update_copy=size) for size in (1.0, 1e9))
+    device, full = (BARE.changed(logs_memory="device", bytes_per_update_copy=size) for size in (1.0, 1e9))
     cost = price(problem_of(framework=device), ParallelPlan(global_batch=1))
     assert cost.logged_memory_bytes[0] == pytest.approx(cost.memory_bytes[0] + TOTAL)
     cost = price(problem_of(framework=full), ParallelPlan(global_batch=1))
@@ -278,7 +277,7 @@ def test_sequence_parallelism_divides_what_the_norms_keep() -> None:
 
 
 def test_a_framework_that_does_not_gather_again_keeps_the_outputs_of_norms_whole() -> None:
-    problem = problem_of(framework=dataclasses.replace(BARE, regathers_norm_output=False))
+    problem = problem_of(framework=BARE.changed(regathers_norm_output=False))
     whole, sliced = (activations(problem=one, tp=2, sp=True)[0] for one in (problem, problem_of()))
     assert whole - sliced == pytest.approx(2 * 2 * 2 * (TOKENS - TOKENS / 2) * 64)  # layers x norms x bytes
     assert activations(problem=problem, tp=2) == activations(tp=2)
@@ -308,7 +307,7 @@ def test_unfused_attention_keeps_its_scores_unless_they_are_recomputed() -> None
 
 
 def test_a_framework_with_a_softmax_kernel_runs_unfused_attention_with_it() -> None:
-    framework = dataclasses.replace(BARE, fuses_softmax=True)
+    framework = BARE.changed(fuses_softmax=True)
     unfused, fused = (
         dataclasses.replace(
             problem_of(framework=one),
@@ -320,9 +319,9 @@ def test_a_framework_with_a_softmax_kernel_runs_unfused_attention_with_it() -> N
 
 
 def test_a_swiglu_that_works_in_place_needs_one_gradient_of_the_mlp_width_not_two() -> None:
-    framework = dataclasses.replace(BARE, keeps_logits=True)
+    framework = BARE.changed(keeps_logits=True)
     (two,), (one,) = (
-        stages_of(problem_of(framework=dataclasses.replace(framework, in_place_activation=is_in_place)))
+        stages_of(problem_of(framework=framework.changed(in_place_activation=is_in_place)))
         for is_in_place in (False, True)
     )
     assert two.memory_terms_bytes["transients"] - one.memory_terms_bytes["transients"] == pytest.approx(
@@ -396,13 +395,13 @@ def test_logits_are_kept_by_the_last_stage_and_cut_by_vocabulary_parallelism() -
     first, last = (many - few for many, few in zip(logits(1024, pp=2, tp=2), logits(512, pp=2, tp=2), strict=True))
     assert first == 0
     assert last == pytest.approx(2 * TOKENS * 512 / 2)
-    whole = dataclasses.replace(BARE, shards_logits=False)
+    whole = BARE.changed(shards_logits=False)
     assert logits(1024, whole, tp=2)[0] - logits(512, whole, tp=2)[0] == pytest.approx(2 * TOKENS * 512)
 
 
 def test_logits_that_are_gathered_whole_take_more_where_there_is_something_to_gather() -> None:
-    whole = dataclasses.replace(BARE, shards_logits=False)
-    gathered = dataclasses.replace(whole, bytes_per_gathered_logit=4.0)
+    whole = BARE.changed(shards_logits=False)
+    gathered = whole.changed(bytes_per_gathered_logit=4.0)
     assert logits(512, gathered) == logits(512, whole)
     assert logits(512, gathered, tp=2)[0] - logits(512, whole, tp=2)[0] == pytest.approx(4 * TOKENS * 512)
 
@@ -414,7 +413,7 @@ def test_the_head_keeps_its_inputs_and_their_gradients_beside_the_logits() -> No
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_the_tensor_parallel_degree() -> None:
-    padded = dataclasses.replace(BARE, pads_vocab_to=384)
+    padded = BARE.changed(pads_vocab_to=384)
     assert logits(512, padded, tp=2) == logits(768, tp=2)
     (stage,) = stages_of(problem_of(framework=padded), tp=2)
     assert stage.memory_terms_bytes["weights"] == pytest.approx(
@@ -423,7 +422,7 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_the_tensor_parallel_degree() 
 
 
 def test_the_head_has_a_weight_gradient_buffer_on_the_last_stage() -> None:
-    framework = dataclasses.replace(BARE, dummy_wgrad_buffers=True)
+    framework = BARE.changed(dummy_wgrad_buffers=True)
     with_buffers, without = (stages_of(problem_of(framework=one), pp=2) for one in (framework, BARE))
     first, last = (
         one.memory_terms_bytes["wgrad_buffers"] - other.memory_terms_bytes["wgrad_buffers"]
@@ -434,7 +433,7 @@ def test_the_head_has_a_weight_gradient_buffer_on_the_last_stage() -> None:
 
 
 def test_zero3_gathers_embedding_and_head_and_layers_one_after_another() -> None:
-    framework = dataclasses.replace(BARE, fsdp_prefetch_units=2, bytes_per_reduced_grad=4.0)
+    framework = BARE.changed(fsdp_prefetch_units=2, bytes_per_reduced_grad=4.0)
     plans = [{"dp_shard": 4, "sharding": sharding} for sharding in ("zero2", "zero3")]
     zero2, zero3 = (stages_of(problem_of(framework=framework), **plan)[0].memory_terms_bytes for plan in plans)
     assert zero3["gathered"] - zero2["gathered"] == pytest.approx((2 * 2 + 4) * LAYER + (2 + 4) * (2 * TABLE + 64))
@@ -451,7 +450,7 @@ def test_a_framework_that_keeps_what_it_sends_keeps_it_for_every_chunk_in_flight
     model = dataclasses.replace(SMALL, num_layers=8)
     plan = {"pp": 4, "vp": vp, "schedule": "interleaved", "global_batch": 8}
     kept, freed = (
-        activations(problem=problem_of(model, dataclasses.replace(BARE, bytes_per_boundary_hidden=size)), **plan)
+        activations(problem=problem_of(model, BARE.changed(bytes_per_boundary_hidden=size)), **plan)
         for size in (2.0, 0.0)
     )
     assert np.subtract(kept, freed) == pytest.approx([2 * TOKENS * 64 * chunk for chunk in chunks])
@@ -460,25 +459,25 @@ def test_a_framework_that_keeps_what_it_sends_keeps_it_for_every_chunk_in_flight
 @pytest.mark.parametrize(("kv_heads", "again"), [(4, 2 * 2 * 64), (2, 0)])
 def test_a_packed_qkv_output_stays_beside_copies_of_k_and_v(kv_heads: int, again: int) -> None:
     model = dataclasses.replace(SMALL, num_kv_heads=kv_heads)
-    packed = dataclasses.replace(BARE, keeps_packed_qkv=True)
+    packed = BARE.changed(keeps_packed_qkv=True)
     (kept,), (freed,) = (activations(problem=problem_of(model, framework)) for framework in (packed, BARE))
     assert kept - freed == pytest.approx(2 * TOKENS * again)
 
 
 def test_gathered_hidden_states_stay_on_every_stage_and_count_with_the_logits_on_the_last() -> None:
-    gathers = problem_of(framework=dataclasses.replace(BARE, bytes_per_gathered_hidden=4.0))
+    gathers = problem_of(framework=BARE.changed(bytes_per_gathered_hidden=4.0))
     stages = zip(*(stages_of(problem, tp=2, sp=True, pp=2) for problem in (gathers, problem_of())), strict=True)
     more = [kept.memory_terms_bytes["transients"] - freed.memory_terms_bytes["transients"] for kept, freed in stages]
     assert more == pytest.approx([4 * TOKENS * 64, 0])
 
 
 def test_eager_gradients_of_a_layer_take_what_it_keeps_beyond_its_input() -> None:
-    first, _ = stages_of(problem_of(framework=dataclasses.replace(BARE, transient_layers=1.0)), pp=2)
+    first, _ = stages_of(problem_of(framework=BARE.changed(transient_layers=1.0)), pp=2)
     assert first.memory_terms_bytes["transients"] == pytest.approx(KEPT - 2 * TOKENS * 64)
 
 
 def test_copies_of_the_weights_at_the_end_of_a_step_count_beyond_what_is_free_by_then() -> None:
-    framework = dataclasses.replace(BARE, whole_gather_copies=2)
+    framework = BARE.changed(whole_gather_copies=2)
     (stage,) = stages_of(problem_of(framework=framework, seq_len=1), dp_shard=4, sharding="zero1")
     terms = stage.memory_terms_bytes
     freed = terms["activations"] + terms["logits"] + terms["transients"]
@@ -489,7 +488,7 @@ def test_copies_of_the_weights_at_the_end_of_a_step_count_beyond_what_is_free_by
 
 # -- what the allocator caches ----------------------------------------------------------------------------------------
 
-CACHES = dataclasses.replace(BARE, counts_cached_blocks=True)
+CACHES = BARE.changed(counts_cached_blocks=True)
 
 
 def cached(problem: Problem, **plan: Any) -> list[float]:
@@ -522,8 +521,7 @@ def test_gradients_that_fit_into_no_freed_activation_are_cached(seq_len: int, fi
     ],
 )
 def test_outputs_wait_for_their_reduction_as_far_as_the_host_is_ahead(plan: dict[str, Any], ahead: float) -> None:
-    framework = dataclasses.replace(
-        CACHES,
+    framework = CACHES.changed(
         bytes_per_unreduced_hidden=4.0,
         host_lead_layers=3.0,
         host_lead_tokens_per_layer=2048.0,
@@ -534,7 +532,7 @@ def test_outputs_wait_for_their_reduction_as_far_as_the_host_is_ahead(plan: dict
 
 
 def test_no_more_outputs_wait_than_the_passes_in_flight_have() -> None:
-    framework = dataclasses.replace(CACHES, bytes_per_unreduced_hidden=4.0, host_lead_layers=100.0)
+    framework = CACHES.changed(bytes_per_unreduced_hidden=4.0, host_lead_layers=100.0)
     for global_batch, passes in ((1, 2), (64, 6)):  # forward through two layers, and backward before that
         got = cached(problem_of(framework=framework), tp=2, sp=True, global_batch=global_batch)
         assert got == pytest.approx([4 * TOKENS * 64 * passes])
@@ -551,7 +549,7 @@ def at_step_end(problem: Problem, **plan: Any) -> list[float]:
 def test_a_gather_takes_new_blocks_where_activations_left_none_of_its_size() -> None:
     # All 8 pieces fit into freed logits, the whole of them into no block; the moments of Adam had taken as many bytes
     # as they have of the freed blocks, and forward passes take them back from the gather's.
-    problem = problem_of(framework=dataclasses.replace(CACHES, whole_gather_copies=2))
+    problem = problem_of(framework=CACHES.changed(whole_gather_copies=2))
     assert at_step_end(problem, dp_shard=8, sharding="zero1") == pytest.approx([2 * TOTAL - 8 * TOTAL / 8])
     assert at_step_end(problem, dp_shard=4, sharding="zero1") == [0]
     assert at_step_end(problem, dp_replicate=8, sharding="none") == [0]
@@ -559,9 +557,7 @@ def test_a_gather_takes_new_blocks_where_activations_left_none_of_its_size() -> 
 
 @pytest.mark.parametrize(("width", "fits"), [(4.0, True), (1e8, False)])
 def test_a_log_of_what_is_reserved_shows_the_cache_until_the_device_is_full(width: float, fits: bool) -> None:
-    framework = dataclasses.replace(
-        CACHES, logs_memory="reserved", bytes_per_unreduced_hidden=width, host_lead_layers=2.0
-    )
+    framework = CACHES.changed(logs_memory="reserved", bytes_per_unreduced_hidden=width, host_lead_layers=2.0)
     cost = price(problem_of(framework=framework), ParallelPlan(global_batch=64, tp=2, sp=True))
     cache = width * TOKENS * 64 * 2
     rest = cost.memory_bytes[0] - CACHED_SHARE * cache
@@ -585,7 +581,7 @@ def test_prediction_layers_keep_activations_on_the_last_stage() -> None:
 
 
 def test_every_active_group_costs_a_communicator() -> None:
-    framework = dataclasses.replace(BARE, fixed_bytes=100.0, communicator_bytes=10.0)
+    framework = BARE.changed(fixed_bytes=100.0, communicator_bytes=10.0)
     problem = problem_of(framework=framework)
     for plan, buffers in (({}, 0), ({"tp": 2}, 10), ({"tp": 2, "pp": 2, "dp_shard": 2}, 30)):
         for stage in stages_of(problem, **plan):
@@ -594,7 +590,7 @@ def test_every_active_group_costs_a_communicator() -> None:
 
 
 def test_fragmentation_grows_all_but_the_fixed_part() -> None:
-    framework = dataclasses.replace(BARE, fixed_bytes=1000.0, reserved_factor=1.25)
+    framework = BARE.changed(fixed_bytes=1000.0, reserved_factor=1.25)
     tight, loose = (price(problem_of(framework=one), ParallelPlan(global_batch=8)) for one in (BARE, framework))
     assert loose.memory_bytes[0] == pytest.approx(1.25 * tight.memory_bytes[0] + 1000)
 
@@ -650,7 +646,7 @@ MIXED = dataclasses.replace(
     WIDE, moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=512, shared_expert_ffn_size=256)
 )
 # The fixed part is left out: a group of two needs a communicator that a group of one does not.
-MEGATRON = dataclasses.replace(load_framework("megatron-core"), fixed_bytes=0.0, communicator_bytes=0.0)
+MEGATRON = load_framework("megatron-core").changed(fixed_bytes=0.0, communicator_bytes=0.0)
 PROBLEMS = {model.name: problem_of(model, MEGATRON, 1024) for model in (WIDE, dataclasses.replace(MIXED, name="moe"))}
 
 
@@ -736,7 +732,7 @@ def test_more_recomputation_never_takes_more_memory(case: tuple[Problem, Paralle
     cost = price(problem, *(dataclasses.replace(plan, recompute=recompute) for recompute in Recompute))  # type: ignore[arg-type]
     # A stage of one layer and one micro-batch in flight has nothing to save: then no more than a layer's input.
     stored = 2 * plan.micro_batch * 1024 / plan.cp * 512
-    assert np.all(np.diff(cost.memory_bytes) <= stored * problem.framework.reserved_factor * (1 + 1e-9))
+    assert np.all(np.diff(cost.memory_bytes) <= stored * problem.framework.memory.reserved_factor * (1 + 1e-9))
 
 
 @pytest.mark.parametrize("model", sorted(PROBLEMS))
@@ -780,7 +776,7 @@ def test_weights_of_all_stages_and_shards_are_two_bytes_a_parameter(
 ) -> None:
     problem, plan = case
     model = dataclasses.replace(problem.model, tied_embeddings=is_tied)
-    problem = problem_of(model, dataclasses.replace(MEGATRON, pads_vocab_to=1), 1024)
+    problem = problem_of(model, MEGATRON.changed(pads_vocab_to=1), 1024)
     plan = dataclasses.replace(plan, tp=1, sp=False, ep=1, sharding="none")
     weights = sum(stage.memory_terms_bytes["weights"] for stage in stage_costs(problem, plan))
     second_table = 32000 * 512 if is_tied and plan.pp > 1 else 0
@@ -791,8 +787,8 @@ def test_weights_of_all_stages_and_shards_are_two_bytes_a_parameter(
 
 # SimuMax, docs/b200/b200_release_v1.2_summary.md: `max allocated` of Megatron-LM on one node of B200, sequences of
 # 4,096, micro-batch 1, fused cross entropy.  Allocated bytes exclude context and communicators.
-SIMUMAX = dataclasses.replace(
-    load_framework("megatron-core"), bytes_per_logit=2.0, fixed_bytes=0.0, communicator_bytes=0.0, reserved_factor=1.0
+SIMUMAX = load_framework("megatron-core").changed(
+    bytes_per_logit=2.0, fixed_bytes=0.0, communicator_bytes=0.0, reserved_factor=1.0
 )
 LLAMA_70B = ModelSpec(
     name="70b", num_layers=12, hidden_size=8192, vocab_size=128256, num_heads=64, num_kv_heads=8, ffn_size=28672

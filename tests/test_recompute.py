@@ -39,7 +39,7 @@ LATENT = ModelSpec(
     mla=LatentAttention(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, q_lora_rank=48),
     moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=32, shared_expert_ffn_size=48, num_dense_layers=1),
 )
-BARE = Framework(name="bare", pads_vocab_to=1, fixed_bytes=0.0, communicator_bytes=0.0, reserved_factor=1.0)
+BARE = Framework(name="bare").changed(pads_vocab_to=1, fixed_bytes=0.0, communicator_bytes=0.0, reserved_factor=1.0)
 
 
 def problem_of(model: ModelSpec, **training: Any) -> Problem:
@@ -139,7 +139,7 @@ def test_narrow_gemms_keep_their_inputs_as_quantised(precision: Any, size: float
     (wide,), (narrow,) = (activations(problem, "none", precision=kind) for kind in ("bf16", precision))
     per_token = (2.0 - size) * (2 * 64 + 128) - size * 4 * 16
     assert wide - narrow == pytest.approx(8 * TOKENS * per_token)
-    eager = dataclasses.replace(problem, framework=dataclasses.replace(BARE, keeps_narrow_copies=False))
+    eager = dataclasses.replace(problem, framework=BARE.changed(keeps_narrow_copies=False))
     assert activations(eager, "none", precision=precision) == activations(eager, "none")
 
 
@@ -150,7 +150,7 @@ def test_narrow_gemms_keep_their_inputs_as_quantised(precision: Any, size: float
 def test_eager_code_keeps_more_where_it_is_made_of_parts(norm: Any, gated: bool, more: int) -> None:
     """Two RMSNorms keep 4 h more each, SwiGLU 2 f; a layer norm and GELU are one kernel of torch each."""
     problem = problem_of(dataclasses.replace(DENSE, norm=norm, gated_mlp=gated))
-    parts = dataclasses.replace(problem, framework=dataclasses.replace(BARE, fused_norm=False, fused_activation=False))
+    parts = dataclasses.replace(problem, framework=BARE.changed(fused_norm=False, fused_activation=False))
     (eager,), (fused,) = (activations(one, "none") for one in (parts, problem))
     assert eager - fused == pytest.approx(8 * TOKENS * more)
 

@@ -14,6 +14,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model
 from autoplan.search.ranking import ranked
+from autoplan.spec.framework import GROUPS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
 from autoplan.spec.problem import Problem
@@ -51,6 +52,15 @@ def table() -> dict[str, Any]:
 
 def test_a_plan_file_that_agrees_with_itself_is_read() -> None:
     assert decode(PlanFile, msgspec.json.decode(msgspec.json.encode(table())), "plan.json").best.verdict == "fits"
+
+
+def test_a_plan_file_of_version_2_is_read_whose_traits_stand_in_no_groups() -> None:
+    file = msgspec.json.decode(msgspec.json.encode(table()))
+    today = decode(PlanFile, file, "plan.json")
+    traits = [file["framework"].pop(group) for group in GROUPS]
+    file["framework"] |= {name: value for group in traits for name, value in group.items()}
+    older = decode(PlanFile, file | {"schema_version": 2}, "plan.json")
+    assert older.framework == today.framework
 
 
 @pytest.mark.parametrize(

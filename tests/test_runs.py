@@ -196,7 +196,7 @@ def test_tables_say_behind_a_model_whether_its_experts_drop_tokens(
 ) -> None:
     (run,) = runs_of(tmp_path, MIXTURE | {"framework": framework, "model": model, "ep": "16"})
     assert run.problem is not None
-    assert run.problem.framework.drops_tokens == drops
+    assert run.problem.framework.experts.drops_tokens == drops
 
 
 @pytest.mark.parametrize(

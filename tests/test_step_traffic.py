@@ -25,8 +25,8 @@ from test_estimate import PLAIN, price, problem_of, terms_of
 from test_traffic import cluster_of
 
 # Nothing hides, and nothing is gathered twice; 8-bit plans gather in 8 bits.
-OPEN = dataclasses.replace(
-    PLAIN, fsdp_unhidden_share=1.0, regathers_norm_output=False, narrow_tp_gathers=True, narrow_weights=("fp8",)
+OPEN = PLAIN.changed(
+    fsdp_unhidden_share=1.0, regathers_norm_output=False, narrow_tp_gathers=True, narrow_weights=("fp8",)
 )
 
 
@@ -112,7 +112,7 @@ def test_recomputed_blocks_send_again() -> None:
 
 
 def test_a_message_and_the_gather_behind_it_take_as_long_as_the_estimate_says() -> None:
-    problem = problem_of("tied", cluster="h100-sxm:8x8", framework=dataclasses.replace(PLAIN, scatter_gather_p2p=True))
+    problem = problem_of("tied", cluster="h100-sxm:8x8", framework=PLAIN.changed(scatter_gather_p2p=True))
     plan = ParallelPlan(global_batch=64, tp=4, pp=4, dp_shard=4, sp=False)
     found, links = list(transfers(problem, plan)), Links.of(problem)
     sent = sum(float(one.seconds(links)[0] / one.times[0]) for one in found if one.communicator == "pp")

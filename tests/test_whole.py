@@ -59,7 +59,7 @@ def test_a_measured_layer_takes_the_place_of_its_kernels() -> None:
 
 
 def test_launches_are_in_a_measured_layer() -> None:
-    slow = dataclasses.replace(PLAIN, host_s_per_block_forward=10.0, host_s_per_block_backward=20.0)
+    slow = PLAIN.changed(host_s_per_block_forward=10.0, host_s_per_block_backward=20.0)
     for recompute in ("none", "full"):
         plan = single(recompute=recompute)
         assert terms_of(problem_of(framework=slow), plan)["launch"] > 0
@@ -82,7 +82,7 @@ def test_a_layer_over_tensor_parallel_ranks_has_its_collectives_in_it() -> None:
 
 
 def test_gradients_are_added_up_in_a_measured_layer() -> None:
-    framework = dataclasses.replace(PLAIN, bytes_moved_per_accumulated_grad=6.0)
+    framework = PLAIN.changed(bytes_moved_per_accumulated_grad=6.0)
     assert work_s(problem_of(framework=framework), single()) > work_s(problem_of(), single())
     without = work_s(eager(problem_of(), LAYER), single())
     assert work_s(eager(problem_of(framework=framework), LAYER), single()) == pytest.approx(without)
@@ -104,7 +104,7 @@ def test_a_schedule_that_takes_the_backward_pass_apart_runs_its_measured_halves(
     alike, longer = (price(eager(problem_of(), one), plan).step_s[0] for one in (halves, dearer))
     # Four layers of each stage and eight micro-batches: each takes a second longer, the pipeline hides none of it.
     assert longer - alike >= 4 * 8 * 1.0
-    whole = dataclasses.replace(PLAIN, splits_first_chunk=False)
+    whole = PLAIN.changed(splits_first_chunk=False)
     # The gradient that the first stage owes nobody comes later: nothing is gained, and nothing split there.
     assert price(eager(problem_of(framework=whole), halves), plan).step_s[0] == pytest.approx(alike, rel=0.05)
     assert price(eager(problem_of(framework=whole), dearer), plan).step_s[0] < longer
@@ -201,8 +201,8 @@ def test_a_framework_with_kernels_of_its_own_takes_no_whole_layers() -> None:
 
 
 def test_eager_kernels_are_taken_as_they_were_measured() -> None:
-    heavy = problem_of(framework=dataclasses.replace(PLAIN, kernel_bytes_factor=2.0, fused_norm=False))
-    slow = problem_of(framework=dataclasses.replace(PLAIN, flash_kernel="flash2"))
+    heavy = problem_of(framework=PLAIN.changed(kernel_bytes_factor=2.0, fused_norm=False))
+    slow = problem_of(framework=PLAIN.changed(flash_kernel="flash2"))
     swiglu: Times = {("swiglu", 2048, 4096): 1.0, ("swiglu_backward", 2048, 4096): 2.0}
     norm: Times = {("norm", 2048, 1024): 1.0, ("norm_backward", 2048, 1024): 2.0}
     assert changes(heavy, eager(heavy, swiglu), single())["memory_bound"] == pytest.approx(8 * 3.0, rel=1e-2)
@@ -264,10 +264,10 @@ def test_timings_of_the_database_are_plain_torchs_own_and_others_leave_what_they
     assert not megatron.timings.is_own
     assert not megatron.timings.holds("rope", "bf16")
     # Its norms alone, forward and backward, in its own kernels.
-    heavier = megatron.framework.kernel_bytes_factor
+    heavier = megatron.framework.kernels.kernel_bytes_factor
     assert work_s(megatron, single()) == pytest.approx(8 * 2 * 3.0 * heavier, rel=0.02)
 
 
 def test_plain_torch_runs_what_is_measured_and_nobody_else_says_so() -> None:
-    assert [name for name in preset_frameworks() if load_framework(name).eager_layers] == ["torch"]
-    assert not Framework(name="mine").eager_layers
+    assert [name for name in preset_frameworks() if load_framework(name).kernels.eager_layers] == ["torch"]
+    assert not Framework(name="mine").kernels.eager_layers

@@ -11,7 +11,7 @@ import tempfile
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import cache
@@ -102,7 +102,8 @@ def shipped(folder: str = "") -> dict[str, Path]:
 def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     """`table` as the dataclass `kind`; unknown keys, missing keys and wrong types are refused.
 
-    Keys may carry the human units of `units.FILE_UNITS`.  `where` names the file in messages.
+    Keys may carry the human units of `units.FILE_UNITS`.  `where` names the file in messages.  A class that has
+    `upgraded` brings tables of older files into the form of today.
     """
     written: dict[str, tuple[str, float]] = {}
     try:
@@ -175,7 +176,8 @@ def _to_fields(kind: type, table: dict[str, Any], place: str, written: dict[str,
     """
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {}
-    for key, value in table.items():
+    upgraded: Callable[[dict[str, Any]], dict[str, Any]] = getattr(kind, "upgraded", dict)
+    for key, value in upgraded(table).items():
         name = key
         if name not in hints:
             for field in hints:

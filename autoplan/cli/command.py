@@ -152,7 +152,7 @@ def _as_report(problem: Problem, logged: LoggedRun) -> Report:
     """What the log says, as the trainer reports; memory only where the log tells the peak that was predicted."""
     from autoplan.trainer.task import Report
 
-    peak = logged.allocated_bytes if problem.framework.logs_memory == "allocated" else logged.reserved_bytes
+    peak = logged.allocated_bytes if problem.framework.memory.logs_memory == "allocated" else logged.reserved_bytes
     return Report(
         losses=logged.losses,
         step_s=logged.step_s,

@@ -278,7 +278,7 @@ class PlanFlags:
             "placement": self.placement.split(",") if self.placement else None,
             "tp_overlap": self.tp_overlap,
             "ep_overlap": self.ep_overlap,
-            "sp": self.sp and self.tp > 1 and problem.framework.sequence_parallel,
+            "sp": self.sp and self.tp > 1 and problem.framework.network.sequence_parallel,
             "param_gather_overlap": self.sharding != "none",
             "precision": problem.training.precision,
         }

@@ -247,14 +247,14 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
     measurements = _published(problem) if source == "aiconfigurator" else usable_timings(problem, url)
     if not measurements:
         raise InputError(f"{source} has no timings of {problem.cluster.device.name}: leave --timings out")
-    return with_measurements(problem, measurements, is_own=source == "db" and problem.framework.eager_layers)
+    return with_measurements(problem, measurements, is_own=source == "db" and problem.framework.kernels.eager_layers)
 
 
 def with_measurements(problem: Problem, measurements: list[Measurement], *, is_own: bool | None = None) -> Problem:
     """The problem with measured times: own ones are of the very kernels and layers that the framework runs."""
     from autoplan.spec.timing import TimingTable, burst_factors
 
-    own = problem.framework.eager_layers if is_own is None else is_own
+    own = problem.framework.kernels.eager_layers if is_own is None else is_own
     factors = burst_factors(problem.cluster.device, problem.calibration)
     return replace(problem, timings=TimingTable.of(measurements, slower=factors, is_own=own))
 
@@ -275,7 +275,7 @@ def usable_operations(framework: Framework) -> list[Operation]:
     """The operations whose times in the database are those of the kernels that the framework runs."""
     from autoplan.spec.timing import SHAPES
 
-    return [one for one in SHAPES if framework.eager_layers or one not in _FUSED]
+    return [one for one in SHAPES if framework.kernels.eager_layers or one not in _FUSED]
 
 
 def usable_timings(problem: Problem, url: str | None) -> list[Measurement]:
@@ -322,7 +322,7 @@ def check_framework(framework: Framework) -> None:
 
 def check_tp_overlap(framework: Framework) -> None:
     """Refuse tp_overlap where the framework hides none of the traffic: it would be accepted and change nothing."""
-    if framework.tp_overlap_share == 0:
+    if framework.overlap.tp_overlap_share == 0:
         raise InputError(
             f"{framework.name} does not overlap tensor-parallel traffic (tp_overlap_share is 0): leave tp_overlap out, "
             "or use --framework nemo or a framework TOML of your own"

@@ -124,7 +124,7 @@ def profile(
             only=parse_words(only, "--only", SHAPES) if only else (),  # type: ignore[arg-type]
         )
     # As plans are made for the built-in trainer unless told otherwise, on every device.
-    usual = ("bf16",) if scope is not None and scope.framework.eager_layers else ()
+    usual = ("bf16",) if scope is not None and scope.framework.kernels.eager_layers else ()
     job = Job(
         dtypes=parse_words(dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8"))
         if dtypes

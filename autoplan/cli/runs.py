@@ -181,7 +181,7 @@ def past_record(problem: Problem, past: PastRun) -> RunRecord:
     logged = None if past.is_out_of_memory else past.logged
     status, peak = "ok" if logged else "oom" if past.is_out_of_memory else "failed", None
     if logged:
-        is_allocated = problem.framework.logs_memory == "allocated"
+        is_allocated = problem.framework.memory.logs_memory == "allocated"
         peak = logged.allocated_bytes if is_allocated else logged.reserved_bytes
     return RunRecord(
         fingerprint=_as_described(problem.cluster),

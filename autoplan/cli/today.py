@@ -87,7 +87,7 @@ def allowed_for(problem: Problem, plan: ParallelPlan) -> list[str]:
         wishes.append("offload")
     if plan.schedule not in USUAL_SCHEDULES:
         wishes.append(f"schedule={plan.schedule}")
-    if plan.tp_overlap and problem.framework.tp_overlap_share:
+    if plan.tp_overlap and problem.framework.overlap.tp_overlap_share:
         wishes.append("tp_overlap")
     if plan.recompute_num_layers is not None and usual.partial_recomputes:
         wishes.append("partial_recompute")

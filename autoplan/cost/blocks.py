@@ -314,14 +314,14 @@ def ends_tp_s(
     if not batch.sp.all():
         reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, hidden))
     reduce = reduce + meeting
-    if problem.framework.shards_logits:
+    if problem.framework.memory.shards_logits:
         numbers = links.all_reduce_s(*group, BYTES_PER_REDUCED_TOKEN * rank_tokens(problem, batch))
         loss = LOSS_REDUCTIONS * (numbers + far + wait) + host  # they follow one another, and the hosts have met
     else:
         logits = problem.training.element_bytes * rank_tokens(problem, batch) * padded_vocab(problem, batch)
         loss = links.all_gather_s(*group, logits) + meeting
     tables, heads = int(has_table), int(has_head) * (1 + problem.model.num_mtp_layers)
-    beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.tp_reduce_overlap else none
+    beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.overlap.tp_reduce_overlap else none
     head = heads * (gather + loss), heads * reduce - (1.0 - CONTENTION_SHARE) * beside
     return (tables * reduce, tables * gather), head
 
@@ -333,7 +333,7 @@ def shared_scales_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
     Source: Transformer Engine pytorch/quantization.py, reduce_and_update_fp8_tensors; Megatron-LM
     core/parallel_state.py, get_amax_reduction_group.
     """
-    agrees = (batch.precision == Precision.FP8.code) & (not problem.framework.scales_by_own_largest)
+    agrees = (batch.precision == Precision.FP8.code) & (not problem.framework.kernels.scales_by_own_largest)
     if not agrees.any():
         return np.zeros(len(batch))
     return np.where(agrees, links.short_all_reduce_s(np.ones_like(batch.tp), batch.tp * batch.cp * batch.dp), 0.0)
@@ -347,7 +347,7 @@ def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
     and with experts for the device in every layer, so that what it is ahead counts as nothing.
     """
     framework = problem.framework
-    launched = framework.host_s_per_block_forward + framework.host_s_per_block_backward
+    launched = framework.host.host_s_per_block_forward + framework.host.host_s_per_block_backward
     runs_ahead = (batch.pp == 1) & (Block.MOE not in block_shapes(problem.model))
     return np.where(runs_ahead, np.maximum(head_s - problem.calibration.host * launched, 0.0), 0.0)
 
@@ -356,8 +356,8 @@ def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     """What a tensor-parallel collective waits for: (the host of every rank to launch it, members on other nodes)."""
     framework, host = problem.framework, problem.calibration.host
     leaves = batch.tp > problem.cluster.levels[-1].num_devices
-    far = np.where(leaves, host * framework.cross_node_s_per_member * (batch.tp - 1), 0.0)
-    return np.where(batch.tp > 1, host * framework.host_s_per_collective, 0.0), far
+    far = np.where(leaves, host * framework.network.cross_node_s_per_member * (batch.tp - 1), 0.0)
+    return np.where(batch.tp > 1, host * framework.host.host_s_per_collective, 0.0), far
 
 
 def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
@@ -370,8 +370,8 @@ def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
 def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
     """Time of the hosts in front of a tensor-parallel collective in pipelines that cross nodes."""
     framework, domain = problem.framework, problem.cluster.levels[-1].num_devices
-    waits = framework.cross_node_pipeline_s_per_tp * batch.tp
-    waits = waits + framework.cross_node_pipeline_s_per_far_tp * np.maximum(batch.tp - domain, 0)
+    waits = framework.network.cross_node_pipeline_s_per_tp * batch.tp
+    waits = waits + framework.network.cross_node_pipeline_s_per_far_tp * np.maximum(batch.tp - domain, 0)
     crosses = (batch.pp > 1) & (batch.num_devices > domain) & (batch.tp > 1)
     return np.where(crosses, problem.calibration.host * waits, 0.0)
 
@@ -394,17 +394,17 @@ def _tp_s(
     forward, gather, reduce = link_s[1:]
     meeting = add_up(_meeting_s(problem, batch))
     meetings = np.where(batch.sp, 2, 1) * meeting
-    beside = np.minimum(reduce + meeting, columns_s) if framework.tp_reduce_overlap else np.zeros_like(reduce)
+    beside = np.minimum(reduce + meeting, columns_s) if framework.overlap.tp_reduce_overlap else np.zeros_like(reduce)
     plain = forward + meetings, gather + reduce + meetings - (1.0 - CONTENTION_SHARE) * beside
-    if framework.tp_overlap_pieces:
+    if framework.overlap.tp_overlap_pieces:
         pieces = _in_pieces_s(problem, batch, shape, link_s, kernels)
         overlapped = pieces[0], pieces[1] + reduce - (1.0 - CONTENTION_SHARE) * np.minimum(beside, reduce)
     else:
         # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
         alone = gather + np.maximum(reduce - beside, 0.0)
         overlapped = (
-            plain[0] - framework.tp_overlap_share * np.minimum(forward, kernels.gemm_forward_s),
-            plain[1] - framework.tp_overlap_share * np.minimum(alone, kernels.gemm_backward_s),
+            plain[0] - framework.overlap.tp_overlap_share * np.minimum(forward, kernels.gemm_forward_s),
+            plain[1] - framework.overlap.tp_overlap_share * np.minimum(alone, kernels.gemm_backward_s),
         )
     return np.where(batch.tp_overlap, overlapped[0], plain[0]), np.where(batch.tp_overlap, overlapped[1], plain[1])
 
@@ -420,8 +420,8 @@ def _in_pieces_s(
     26e42fa, launcher_scripts/conf/training/tp_overlap, where rings of 8 take two pieces at a time ("aggregate").
     """
     inputs, forward, gather, _ = link_s
-    reduce, share, curve = forward - inputs, problem.framework.tp_overlap_share, problem.device.gemm
-    splits = np.where(batch.tp > 1, problem.framework.tp_overlap_pieces, 1)
+    reduce, share, curve = forward - inputs, problem.framework.overlap.tp_overlap_share, problem.device.gemm
+    splits = np.where(batch.tp > 1, problem.framework.overlap.tp_overlap_pieces, 1)
     rows = rank_tokens(problem, batch) + curve.half_m
 
     def times_s(split: str, pieces: Ints) -> tuple[Floats, Floats]:
@@ -452,7 +452,7 @@ def _cp_s(
     if (batch.cp == 1).all():
         return np.zeros(len(batch)), np.zeros(len(batch))
     kv, heads = cp_buffer_bytes(problem, batch)
-    if problem.framework.expands_kv:
+    if problem.framework.kernels.expands_kv:
         return _gathered_cp_s(batch, links, places, heads, attention_s)
     ring = links.all_gather_s(*places.cp, kv * batch.cp)
     steps = np.maximum(batch.cp - 1, 1)
@@ -491,7 +491,7 @@ def _ep_s(problem: Problem, batch: PlanBatch, links: Links, places: Groups) -> F
     # Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
     ones = np.ones(len(batch), dtype=np.int64)
     spread = links.all_gather_s(ones, batch.etp, gathered) + links.reduce_scatter_s(ones, batch.etp, gathered)
-    host = problem.calibration.host * problem.framework.host_s_per_collective
+    host = problem.calibration.host * problem.framework.host.host_s_per_collective
     return exchange + spread + 2 * host * (batch.ep > 1)
 
 
@@ -511,7 +511,7 @@ def _overlapped_ep_s(problem: Problem, batch: PlanBatch, ep_s: Floats, work_s: F
     Both passes of a layer have `work_s` to hide 2 `ep_s` under.  What hides costs the compute units that its kernels
     occupy.
     """
-    device, occupied = problem.cluster.device, problem.framework.expert_compute_units
+    device, occupied = problem.cluster.device, problem.framework.experts.expert_compute_units
     hidden = np.minimum(ep_s, work_s / 2)
     paired = ep_s - hidden * (1.0 - min(occupied / device.compute_units, 1.0))
     alone = _unpaired_share(batch)
@@ -522,8 +522,8 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
     """Time in one pass of a MoE block that the device waits for the host to see the routing and launch the experts."""
     framework, moe = problem.framework, problem.model.moe
     assert moe is not None
-    waits = framework.moe_sync_s + framework.s_per_local_expert * moe.num_experts / batch.ep
-    is_static = framework.drops_tokens | (batch.ep_overlap & (not framework.syncs_overlapped_experts))
+    waits = framework.experts.moe_sync_s + framework.experts.s_per_local_expert * moe.num_experts / batch.ep
+    is_static = framework.experts.drops_tokens | (batch.ep_overlap & (not framework.experts.syncs_overlapped_experts))
     return np.where(is_static, 0.0, problem.calibration.host * waits)
 
 
@@ -538,7 +538,7 @@ def fsdp_s(
     """
     framework = problem.framework
     is_zero3 = batch.sharding == Sharding.ZERO3.code
-    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.zero2_reduces_every_microbatch
+    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.network.zero2_reduces_every_microbatch
     forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
     rows = np.flatnonzero(is_zero3 | is_zero2)
     if not len(rows):
@@ -551,7 +551,7 @@ def fsdp_s(
     gather = gather + links.all_gather_s(*expert_shard, element * expert)
     reduce = links.reduce_scatter_s(*shard, problem.bytes_per_reduced_grad * dense, gaps)
     reduce = reduce + links.reduce_scatter_s(*expert_shard, problem.bytes_per_reduced_grad * expert)
-    once = ((batch.pp > 1) & (not framework.zero3_regathers_in_pipeline))[rows]
+    once = ((batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline))[rows]
     times = np.where(once, 1.0 / batch.num_microbatches[rows], 1.0)
     forward[rows] = np.where(is_zero3, gather * times, 0.0)
     backward[rows] = np.where(is_zero3, np.where(once, 0.0, gather) + reduce * times, reduce)
@@ -565,17 +565,17 @@ def copied_s(problem: Problem, batch: PlanBatch, parameters: Floats) -> tuple[Fl
     """
     framework = problem.framework
     is_zero3 = batch.sharding == Sharding.ZERO3.code
-    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.zero2_reduces_every_microbatch
-    stays = is_zero3 & (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
+    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.network.zero2_reduces_every_microbatch
+    stays = is_zero3 & (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
     copied = np.where(stays, parameters / batch.num_microbatches, parameters)
-    weights = framework.bytes_copied_per_gathered * copied * is_zero3
-    grads = framework.bytes_copied_per_reduced * copied * (is_zero3 | is_zero2)
+    weights = framework.kernels.bytes_copied_per_gathered * copied * is_zero3
+    grads = framework.kernels.bytes_copied_per_reduced * copied * (is_zero3 | is_zero2)
     return memory_bound_s(problem, weights), memory_bound_s(problem, np.where(stays, 0.0, weights) + grads)
 
 
 def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floats:
     """What recomputing a whole layer leaves out of one block: the last matrix and what travels behind it."""
-    if not (framework.recompute_stops_early and block is Block.MLP):
+    if not (framework.kernels.recompute_stops_early and block is Block.MLP):
         return np.zeros_like(parts.tp_inputs)
     return parts.kernels.matrix_forward_s["fc2"] + parts.tp[0] - parts.tp_inputs
 
@@ -633,8 +633,8 @@ def _block_cost(
     late = again_late = _finish(framework, backward, reductions, host_backward, wait)
     repeat = dict.fromkeys(TERMS, zeros)
     if (batch.recompute == FULL).any():
-        again = problem.calibration.host * framework.host_s_per_block_forward * ~parts.is_whole
-        again = again * (framework.host_factor_moe if block is Block.MOE else 1.0)
+        again = problem.calibration.host * framework.host.host_s_per_block_forward * ~parts.is_whole
+        again = again * (framework.experts.host_factor_moe if block is Block.MOE else 1.0)
         again_late = _finish(framework, repeated, reductions, host_backward + again, 2 * wait)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
         if parts.is_whole.any():
@@ -654,11 +654,14 @@ def _block_cost(
 def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> tuple[Floats, Floats]:
     """(forward, backward) time of the host to launch one block, where it was not measured with its layer."""
     framework = problem.framework
-    host = problem.calibration.host * (framework.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole
+    host = problem.calibration.host * (framework.experts.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole
     wait = _hosts_wait_s(problem, batch) * ~is_whole
     forward = np.where(batch.sp, 2, 1) * wait
-    backward = np.where(batch.sp, 2 + framework.regathers_norm_output, 1) * wait
-    return host * framework.host_s_per_block_forward + forward, host * framework.host_s_per_block_backward + backward
+    backward = np.where(batch.sp, 2 + framework.memory.regathers_norm_output, 1) * wait
+    return (
+        host * framework.host.host_s_per_block_forward + forward,
+        host * framework.host.host_s_per_block_backward + backward,
+    )
 
 
 def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:
@@ -668,7 +671,7 @@ def _finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, lau
     """
     busy = add_up(terms.values())
     # The longer of computing and moving shows, and a part of the shorter one (first unit, contention).
-    terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.fsdp_unhidden_share * np.minimum(
+    terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.overlap.fsdp_unhidden_share * np.minimum(
         traffic, busy
     )
     terms["launch"] = wait

@@ -156,7 +156,7 @@ def _sharded_ends(
     table, head = share * ends[:, 0], share * (ends * blocks.is_last).sum(axis=1)
     embedding = fsdp_s(problem, batch, work.links, places, table, none)
     forward, backward = fsdp_s(problem, batch, work.links, places, head, none)
-    unhidden = problem.framework.fsdp_unhidden_share
+    unhidden = problem.framework.overlap.fsdp_unhidden_share
     forward, backward = unhidden * forward, unhidden * backward
     copies = [copied_s(problem, batch, held) for held in (table, head)]
     embedding = embedding[0] + copies[0][0], embedding[1] + copies[0][1]
@@ -182,9 +182,9 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     if blocks.num_stages > 1:
         return np.zeros_like(memory.reserved_bytes)
     needed = memory.reserved_bytes + memory.pass_spare_bytes
-    short = needed > framework.retries_above_share * problem.capacity_bytes
+    short = needed > framework.host.retries_above_share * problem.capacity_bytes
     layers = add_up(blocks.count.values()) / len(problem.model.layers[0])
-    return framework.allocator_retry_s * layers * short
+    return framework.host.allocator_retry_s * layers * short
 
 
 def _made_up_s(
@@ -271,9 +271,9 @@ def message_s(problem: Problem, batch: PlanBatch, across: Links | None = None) -
     sent, gathered = message_bytes(problem, batch)
     message = (across or links).send_s(*places.pp, sent)
     framework = problem.framework
-    is_polled = batch.num_devices >= framework.message_poll_from_nodes * problem.cluster.devices_per_node
-    is_polled |= batch.tp >= framework.message_poll_from_tp
-    polls = np.where((batch.pp > 1) & is_polled, framework.message_poll_s, 0.0)
+    is_polled = batch.num_devices >= framework.network.message_poll_from_nodes * problem.cluster.devices_per_node
+    is_polled |= batch.tp >= framework.network.message_poll_from_tp
+    polls = np.where((batch.pp > 1) & is_polled, framework.network.message_poll_s, 0.0)
     return message + polls + links.all_gather_s(*places.tp, gathered)
 
 
@@ -288,7 +288,7 @@ def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
         m[:, None],
         chunks,
         (laid.forward_s / chunks, laid.backward_s / chunks),
-        overlaps=problem.framework.p2p_overlap,
+        overlaps=problem.framework.overlap.p2p_overlap,
     )
     whole, critical = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp, by_stage)
     sends = np.broadcast_to(by_stage, laid.forward_s.shape)[np.arange(len(batch)), critical]
@@ -351,7 +351,7 @@ def _chunk_times(
         backward[:, chunk] += ends[1][rows]
     weight[:, -1] += laid.head_weight_s[rows]
     action = laid.work.action_s[rows, None]
-    if not problem.framework.splits_first_chunk:
+    if not problem.framework.kernels.splits_first_chunk:
         weight[:, 0], split[:, 0] = backward[:, 0], 0.0
     return forward + action, backward + split + 2 * action, weight + action
 
@@ -425,7 +425,7 @@ def _price(problem: Problem, laid: Stages) -> tuple[dict[str, Floats], dict[str,
     terms["pipeline_bubble"] = np.maximum(makespan - work - terms["head"], 0.0)  # rounding may leave -0
     terms["pipeline_send"] = sends
     terms |= _end_of_step(problem, laid)
-    terms["overhead"] = np.full(len(batch), problem.framework.step_overhead_s)
+    terms["overhead"] = np.full(len(batch), problem.framework.host.step_overhead_s)
     terms["stragglers"] = straggler_share(batch.num_devices) * add_up(terms.values())
     terms = {name: problem.calibration.overall * value for name, value in terms.items()}
     worst = np.argmax(laid.memory.reserved_bytes, axis=1)

@@ -168,7 +168,7 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
     terms = {name: float(value[0]) for name, value in estimate(problem, batch).terms_s.items()}
     laid = lay_out(problem, batch, plan.pp)
     overall, stage_of = problem.calibration.overall, coordinates(plan)["pp"]
-    has_room = plan.vp == 1 or (not problem.framework.p2p_overlap and plan.num_microbatches >= plan.pp)
+    has_room = plan.vp == 1 or (not problem.framework.overlap.p2p_overlap and plan.num_microbatches >= plan.pp)
     both = reduction_s(problem, batch, laid.blocks, laid.parameters, laid.work.links)
     pipeline = Pipeline(
         schedule=plan.schedule,
@@ -441,7 +441,7 @@ def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, F
     allocated = add_up(terms[name] for name in ALLOCATED_TERMS)
     update = np.where(terms["update"] > 0, allocated, update)
     outside = add_up(terms[name] for name in ("cached", "communicators", "context"))
-    factor = problem.framework.reserved_factor
+    factor = problem.framework.memory.reserved_factor
     levels = {"forward": forward, "backward": backward, "update": update}
     return {name: factor * level + outside for name, level in levels.items()} | {"activations": factor * activations}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, schema, shipped
-from autoplan.spec.framework import Framework
+from autoplan.spec.framework import GROUPS, Framework
 
 
 @lru_cache(maxsize=64)
@@ -33,11 +33,19 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
         name = table.pop("extends")
         if name not in (known := _extendable()):  # it may be anything
             raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(known)}")
-        base = _table(name)
-        inherited = [trait for trait in base.get("fitted", []) if trait not in table]
-        fitted = inherited + [trait for trait in table.get("fitted", []) if trait not in inherited]
-        table = {"calibrated_as": name, **base, "aliases": [], **table, "fitted": fitted}
+        table = _extended(_table(name), Framework.upgraded(table))
+        table = {"calibrated_as": name, **table}
     return decode(Framework, table, where)
+
+
+def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """`base` with what `table` says instead, group by group; what is stated anew is fitted only if `table` says so."""
+    own = {group: traits for group in GROUPS if isinstance(traits := table.get(group), dict)}
+    stated = {trait for traits in own.values() for trait in traits}
+    inherited = [trait for trait in base.get("fitted", []) if trait not in stated]
+    fitted = inherited + [trait for trait in table.get("fitted", []) if trait not in inherited]
+    merged = {group: {**base.get(group, {}), **traits} for group, traits in own.items()}
+    return {**base, "aliases": [], **table, **merged, "fitted": fitted}
 
 
 def preset_frameworks() -> tuple[str, ...]:

@@ -158,8 +158,8 @@ def _problem(row: _Row) -> Problem:
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
     )
     model = _model(row, framework)
-    if (drops := _drops_tokens(row.text("model"), framework)) != framework.drops_tokens:
-        framework = replace(framework, drops_tokens=drops)
+    if (drops := _drops_tokens(row.text("model"), framework)) != framework.experts.drops_tokens:
+        framework = framework.changed(drops_tokens=drops)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
     cluster = _cluster(row)
@@ -190,7 +190,7 @@ def find_preset(name: str) -> ModelSpec | None:
 
 def _drops_tokens(model: str, framework: Framework) -> bool:
     """Whether experts take a fixed number of tokens, which tables say behind the name of a model."""
-    return "(tokendrop)" in model or (framework.drops_tokens and "(dropless)" not in model)
+    return "(tokendrop)" in model or (framework.experts.drops_tokens and "(dropless)" not in model)
 
 
 def _trains_mtp(model: str, framework: Framework) -> bool:
@@ -329,7 +329,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         raise UnpricedError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not num_gpus {num_gpus}")
     ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
     etp = row.integer("etp", 1, most=MOST_DEGREE) or 1  # 0: not used
-    sp = row.flag("sp", tp > 1 and problem.framework.sequence_parallel) and tp > 1
+    sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel) and tp > 1
     sharding = row.text("sharding", "zero1")
     offload = sharding.endswith("+offload")
     sharding = sharding.removesuffix("+offload")
@@ -363,7 +363,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         recompute_modules=_recompute_modules(problem, recompute),
         precision=problem.training.precision,
         offload=Offload.OPTIMIZER if offload else Offload.NONE,
-        tp_overlap=problem.framework.tp_overlap_share > 0,
+        tp_overlap=problem.framework.overlap.tp_overlap_share > 0,
         ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp, ep),
     )
 
@@ -404,7 +404,7 @@ def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
     moe = problem.model.moe
     if moe is None:
         return 1
-    held = problem.framework.bytes_per_weight + problem.framework.bytes_per_grad
+    held = problem.framework.memory.bytes_per_weight + problem.framework.memory.bytes_per_grad
     experts = 3 * problem.model.hidden_size * moe.expert_ffn_size * moe.num_experts * problem.model.num_layers
     fits = held * experts / moe.interval / pp < problem.capacity_bytes
     return 1 if fits else math.gcd(moe.num_experts, num_gpus // pp)
@@ -444,8 +444,8 @@ def _overlaps_experts(problem: Problem, pp: int, vp: int, ep: int) -> bool:
     framework = problem.framework
     can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))
     is_far = ep > problem.cluster.levels[-1].num_devices and pp > 1
-    by_choice = is_far and framework.overlaps_far_experts and not framework.drops_tokens
-    return can and (by_choice or problem.training.precision in framework.overlaps_experts)
+    by_choice = is_far and framework.experts.overlaps_far_experts and not framework.experts.drops_tokens
+    return can and (by_choice or problem.training.precision in framework.experts.overlaps_experts)
 
 
 def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:

@@ -1,27 +1,34 @@
-"""Which software runs the plan?  What a training framework overlaps, keeps and spends on the host, as data."""
+"""Traits of a training framework: what it keeps, computes, sends, overlaps and spends on the host, as data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from autoplan.base.errors import InputError
-from autoplan.base.units import check_count, check_not_negative, check_positive
+from autoplan.base.units import check_count, check_not_negative, check_positive, file_keys
 from autoplan.spec.enums import RankOrder
 
 
+def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[float, float]) -> None:
+    """Refuse numbers outside their range, else those that are negative or, where so named, not positive."""
+    for trait in fields(traits):  # type: ignore[arg-type]
+        value = getattr(traits, trait.name)
+        if trait.name in ranges:
+            least, most = ranges[trait.name]
+            if not least <= value <= most:
+                raise InputError(f"{trait.name} must lie in [{least}, {most}], got {value:g}")
+        elif trait.type == "float":
+            (check_positive if trait.name in positive else check_not_negative)(trait.name, value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Framework:
-    """Traits of one framework (and era) that decide what the same plan costs in it.
+class Memory:
+    """What a rank keeps, what its allocator adds, and which peak the log shows.
 
-    The defaults are those of Megatron-Core as its sources and `modelling` B, C6, D and E5 give them; communicator,
-    fragmentation, host and overlap figures are judged there, and a preset that was fitted to runs says so.
-
-    Bytes are per element unless a name says otherwise; shares lie between 0 (nothing) and 1 (all).
+    Bytes are per element unless a name says otherwise.
     """
 
-    name: str
-    # -- memory -------------------------------------------------------------------------------------------------
     bytes_per_weight: float = 2.0  # the copy of the weights that the matrix products read
     bytes_per_grad: float = 4.0  # persistent gradient buffer
     bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
@@ -29,43 +36,41 @@ class Framework:
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
     bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
     offloads_grads: bool = False  # under zero3, an optimizer on the host takes the gradients along
+    drops_grads: bool = False  # after the optimizer's step, where others set them to zero
+    # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
+    # copies, and gradients that live from their backward pass to the optimizer's step: a step has several peaks.
+    fsdp2_states: bool = False
+    fsdp_prefetch_units: int = 2  # gathered units alive at once under zero3
+    keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
+    # Precisions in which those copies are all that is kept of the weights of narrow GEMMs (--fp8-param-gather).
+    narrow_weights: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
+    dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     # The optimizer's step, when no activations live:
     bytes_per_update_copy: float = 0.0  # fp32 gradients and Adam's temporaries, per parameter that the rank updates
     bytes_per_bf16_gathered_weight: float = 0.0  # a bf16 zero1 step gathers all weights of the rank into one more copy
     bucket_bytes: float = 0.0  # through which gradients are reduced, and under zero1 weights gathered, in pieces
+    whole_gather_copies: int = 0  # of a rank's weights, alive while zero1 gathers the shards at the end of a step
     bytes_per_logit: float = 8.0  # at the peak of head and loss: bf16 logits, fp32 copy, bf16 gradient (`modelling` B3)
     bytes_per_gathered_logit: float = 0.0  # more of them where tp > 1: the pieces that ranks gather whole logits from
     keeps_logits: bool = False  # logits stay through the backward pass of the layers, not only of the head
     shards_logits: bool = True  # vocabulary-parallel cross entropy
     pads_vocab_to: int = 128  # multiple of this times tp
-    fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
     # What an eager RMSNorm keeps beyond its input and output: an fp32 copy instead of the input, and the normalised
     # input in 16 bits.  6 where that is in fp32, too (`modelling` B2).
     bytes_per_eager_norm: float = 4.0
-    fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
-    fused_squared_relu: bool = True  # else a ReLU and a power with kernels of their own
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
-    # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
-    # copies, and gradients that live from their backward pass to the optimizer's step: a step has several peaks.
-    fsdp2_states: bool = False
     in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
-    fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
-    bytes_per_fused_score: float = 2.0  # kept of an attention score by that kernel: its output
+    bytes_per_fused_score: float = 2.0  # kept of an attention score by a kernel that fuses the softmax: its output
     keeps_packed_qkv: bool = False  # without shared kv heads, the qkv output stays beside a copy of its k and v
-    keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
-    # Precisions in which those copies are all that is kept of the weights of narrow GEMMs (--fp8-param-gather).
-    narrow_weights: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
-    dropout: bool = False
-    gpt_dropout: bool = False  # of models of the shape of GPT, whose recipes keep it
-    dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
+    # Inputs and outputs that a stage keeps, per live micro-batch, token slice and hidden element.
+    bytes_per_boundary_hidden: float = 0.0
+    # Persistent buffers that tensor-parallel ranks gather hidden states into, per token of the whole width.
+    bytes_per_gathered_hidden: float = 0.0
+    # What the gradients of a layer's tensors take at least in its backward pass, of what the layer keeps.
+    transient_layers: float = 0.0
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
     communicator_bytes: float = 0.3 * 2**30  # NCCL buffers of one active group
     reserved_factor: float = 1.05  # what the allocator reserves over what it hands out
-    # What the gradients of a layer's tensors take at least in its backward pass, of what the layer keeps.
-    transient_layers: float = 0.0
-    # Persistent buffers that tensor-parallel ranks gather hidden states into, per token of the whole width.
-    bytes_per_gathered_hidden: float = 0.0
-    whole_gather_copies: int = 0  # of a rank's weights, alive while zero1 gathers the shards at the end of a step
     # Whether the peak counts blocks that the allocator keeps beyond its tensors and gives back when memory runs short.
     counts_cached_blocks: bool = False
     # Of them, outputs of whole width that wait for a collective, per token, hidden element and pass through a layer,
@@ -73,65 +78,84 @@ class Framework:
     host_lead_layers: float = 0.0  # for as many layers as the host launches ahead of the device at most
     host_lead_tokens_per_layer: float = 1.0  # of a step; it is ahead by one layer more for so many tokens
     pipeline_lead_tokens_per_layer: float = 1.0  # the same in a pipeline, of tokens divided by tp
-    # Inputs and outputs that a stage keeps, per live micro-batch, token slice and hidden element.
-    bytes_per_boundary_hidden: float = 0.0
     # Which peak its log, or people who use it, report: handed out by the allocator, held by it, or taken on the device.
     logs_memory: Literal["allocated", "reserved", "device"] = "allocated"
     logs_first_rank: bool = False  # of rank 0 alone, not of the worst rank
-    fsdp_prefetch_units: int = 2  # gathered units alive at once under zero3
-    # What `recompute = "selective"` repeats: the attention core alone, or this share of all that a layer does (SAC).
-    selective_recompute_share: float = 0.0
-    # -- time ---------------------------------------------------------------------------------------------------
-    # Of the products alone that share is repeated, attention and what reduces its output and the MLP's are not, and all
-    # else is.
-    selective_saves_attention: bool = False
-    # Recomputing a whole layer ends before its last matrix, whose output no gradient needs.
-    recompute_stops_early: bool = False
-    sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
-    # Tensor-parallel ranks reduce the gradient of a matrix's inputs while they compute that of its weights.
-    tp_reduce_overlap: bool = True
-    tp_overlap_share: float = 0.0  # of the tensor-parallel collectives that hides under GEMMs
-    # Overlapped products run in so many pieces, each beside the traffic of another one; 0: they stay as they are.
-    tp_overlap_pieces: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
+        check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
+        check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
+        _check(
+            self,
+            positive=(
+                "bytes_per_weight",
+                "bytes_per_grad",
+                "bytes_per_optimizer_state",
+                "bytes_per_logit",
+                "host_lead_tokens_per_layer",
+                "pipeline_lead_tokens_per_layer",
+            ),
+            bytes_per_fused_score=(2, 16),
+            reserved_factor=(1, 10),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What the passes compute, repeat and move through the memory of the device, and with which kernels."""
+
+    fused_norm: bool = True  # an eager norm keeps and moves fp32 copies
+    fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
+    fused_squared_relu: bool = True  # else a ReLU and a power with kernels of their own
+    fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
+    dropout: bool = False
+    gpt_dropout: bool = False  # of models of the shape of GPT, whose recipes keep it
+    # Its layers and other units are the built-in trainer's, which a profile measures; else kernels of its own.
+    eager_layers: bool = False
+    # What it runs where a plan says flash; flash stands for the best that the device has.
+    flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn"] = "flash"
+    widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
     # Narrow products scale by the largest value of the tensor that they take, found in a pass of its own.
     scales_by_own_largest: bool = False
-    narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised, gradients too
     # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
     # whose ranks gather all of them at once, beside attention to their own.
     expands_kv: bool = False
     # Time of attention to the keys of other ranks of a ring, piece by piece, over that of the same work in one piece.
     ring_attention_factor: float = 1.0
-    grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
-    sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
-    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire, where no wider accumulator is reduced
+    # Whether schedules that take the backward pass apart do so with the first chunk, whose input has no gradient.
+    splits_first_chunk: bool = True
+    # What `recompute = "selective"` repeats: the attention core alone, or this share of all that a layer does (SAC).
+    selective_recompute_share: float = 0.0
+    # Of the products alone that share is repeated, attention and what reduces its output and the MLP's are not, and all
+    # else is.
+    selective_saves_attention: bool = False
+    # Recomputing a whole layer ends before its last matrix, whose output no gradient needs.
+    recompute_stops_early: bool = False
+    kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
+    bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`
+    bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
+    # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
+    bytes_moved_per_accumulated_grad: float = 0.0
+    bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
     # Copied on the device per weight that zero3 gathers, into tensors of their own, and per gradient that is reduced.
     bytes_copied_per_gathered: float = 0.0
     bytes_copied_per_reduced: float = 0.0
-    # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
-    bytes_moved_per_accumulated_grad: float = 0.0
-    zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
-    zero3_regathers_in_pipeline: bool = False  # else stages of a pipeline gather and reduce once a step
-    fsdp_unhidden_share: float = 0.15  # of the shorter of computing and gathering that does not hide behind the longer
-    param_gather_overlap: bool = True  # under the next step's first forward pass
-    p2p_overlap: bool = True  # interleaved schedules send while they compute
-    scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
-    zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
-    # Its layers and other units are the built-in trainer's, which a profile measures; else kernels of its own.
-    eager_layers: bool = False
-    drops_grads: bool = False  # after the optimizer's step, where others set them to zero
-    # Whether schedules that take the backward pass apart do so with the first chunk, whose input has no gradient.
-    splits_first_chunk: bool = True
-    # What it runs where a plan says flash; flash stands for the best that the device has.
-    flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn"] = "flash"
-    widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
-    bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`
-    bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
-    kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
-    bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
-    host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
-    host_s_per_block_backward: float = 250e-6
+
+    def __post_init__(self) -> None:
+        check_count("widest_blackwell_head", self.widest_blackwell_head, most=2**16)
+        _check(self, positive=("ring_attention_factor", "kernel_bytes_factor"), selective_recompute_share=(0, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """How a mixture of experts runs: its traffic, its waits for the host and the kernels of its experts."""
+
+    # Its experts take a fixed number of tokens each and drop the rest: shapes are static, so that nothing waits for the
+    # host, and tokens travel by plain all-to-all.
+    drops_tokens: bool = False
     # A token goes to another rank or node once, however many experts it visits there, and one kernel brings it into the
     # order of its experts, or back (DeepEP, HybridEP).
     dispatches_once: bool = False
@@ -146,13 +170,35 @@ class Framework:
     overlaps_experts: tuple[Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"], ...] = ()
     # Likewise, in interleaved pipelines, expert traffic that leaves the scale-up domain.
     overlaps_far_experts: bool = False
-    # Its experts take a fixed number of tokens each and drop the rest: shapes are static, so that nothing waits for the
-    # host, and tokens travel by plain all-to-all.
-    drops_tokens: bool = False
     # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
     narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
-    host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
+
+    @property
+    def sends_tokens_once(self) -> bool:
+        """Whether a token goes to another rank once: Megatron-LM drops tokens with the all-to-all dispatcher alone."""
+        return self.dispatches_once and not self.drops_tokens
+
+    def __post_init__(self) -> None:
+        check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)
+        _check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What is sent between ranks, how often, and what that costs beyond the time on the wire."""
+
+    sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
+    narrow_tp_gathers: bool = False  # 8-bit plans gather what enters the matrices as quantised, gradients too
+    scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
+    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire, where no wider accumulator is reduced
+    # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
+    reduce_bucket_bytes: float = 0.0
+    zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
+    zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
+    zero3_regathers_in_pipeline: bool = False  # else stages of a pipeline gather and reduce once a step
+    # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
+    sharded_wire_factor: float = 1.0
     # Added to a tensor-parallel collective that leaves the scale-up domain, for every further member of the group.
     cross_node_s_per_member: float = 0.0
     # Added on the host to every tensor-parallel collective, per member of its group, in pipelines across nodes; once
@@ -165,11 +211,41 @@ class Framework:
     message_poll_s: float = 0.0
     message_poll_from_nodes: int = 1
     message_poll_from_tp: int = 1
-    # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
-    sharded_wire_factor: float = 1.0
-    # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
-    reduce_bucket_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_count("message_poll_from_nodes", self.message_poll_from_nodes)
+        check_count("message_poll_from_tp", self.message_poll_from_tp)
+        _check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Which communication runs beside computation, and how much of it hides there."""
+
+    # Tensor-parallel ranks reduce the gradient of a matrix's inputs while they compute that of its weights.
+    tp_reduce_overlap: bool = True
+    tp_overlap_share: float = 0.0  # of the tensor-parallel collectives that hides under GEMMs
+    # Overlapped products run in so many pieces, each beside the traffic of another one; 0: they stay as they are.
+    tp_overlap_pieces: int = 0
+    grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
     grad_reduce_overlap_share: float = 1.0  # of the first stage's last backward pass that can hide an all-reduce
+    sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
+    param_gather_overlap: bool = True  # under the next step's first forward pass
+    fsdp_unhidden_share: float = 0.15  # of the shorter of computing and gathering that does not hide behind the longer
+    p2p_overlap: bool = True  # interleaved schedules send while they compute
+
+    def __post_init__(self) -> None:
+        check_count("tp_overlap_pieces", self.tp_overlap_pieces, least=0, most=1000)
+        _check(self, tp_overlap_share=(0, 1), grad_reduce_overlap_share=(0, 1), fsdp_unhidden_share=(0, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What the host spends on launching kernels, on collectives, on its allocator and on a step as such."""
+
+    host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
+    host_s_per_block_backward: float = 250e-6
+    host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
     host_s_per_gathered_piece: float = 0.0
     # A layer takes so much longer, in both passes, where the allocator has to give its cache back to go on: from this
@@ -177,6 +253,26 @@ class Framework:
     allocator_retry_s: float = 0.0
     retries_above_share: float = 1.0
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
+
+    def __post_init__(self) -> None:
+        _check(self, retries_above_share=(0, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """Traits of one framework (and era) that decide what the same plan costs in it.
+
+    The defaults are those of Megatron-Core as its sources and `modelling` B, C6, D and E5 give them; communicator,
+    fragmentation, host and overlap figures are judged there, and a preset that was fitted to runs says so.
+    """
+
+    name: str
+    memory: Memory = field(default_factory=Memory)
+    kernels: Kernels = field(default_factory=Kernels)
+    experts: Experts = field(default_factory=Experts)
+    network: Network = field(default_factory=Network)
+    overlap: Overlap = field(default_factory=Overlap)
+    host: Host = field(default_factory=Host)
     # -- rules --------------------------------------------------------------------------------------------------
     # Which plans it admits.
     rules: Literal["megatron-lm", "primus", "torchtitan", "nanotron", "deepspeed", "fsdp2", "trainer", "unknown"] = (
@@ -201,91 +297,47 @@ class Framework:
     fitted: tuple[str, ...] = ()  # traits whose values were fitted to measured runs; all others have a source
 
     @property
-    def sends_tokens_once(self) -> bool:
-        """Whether a token goes to another rank once: Megatron-LM drops tokens with the all-to-all dispatcher alone."""
-        return self.dispatches_once and not self.drops_tokens
-
-    @property
     def calibration_name(self) -> str:
         """The framework whose calibrations hold for it."""
         return self.calibrated_as or self.name
 
     def __post_init__(self) -> None:
-        check_count("pads_vocab_to", self.pads_vocab_to, most=2**20)
-        check_count("widest_blackwell_head", self.widest_blackwell_head, most=2**16)
-        check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, most=1000)
-        check_count("message_poll_from_nodes", self.message_poll_from_nodes)
-        check_count("message_poll_from_tp", self.message_poll_from_tp)
-        check_count("tp_overlap_pieces", self.tp_overlap_pieces, least=0, most=1000)
-        check_count("whole_gather_copies", self.whole_gather_copies, least=0, most=10)
-        check_count("expert_compute_units", self.expert_compute_units, least=0, most=1000)
-        for name in (
-            "bytes_per_weight",
-            "bytes_per_grad",
-            "bytes_per_optimizer_state",
-            "bytes_per_logit",
-            "host_lead_tokens_per_layer",
-            "pipeline_lead_tokens_per_layer",
-            "ring_attention_factor",
-            "kernel_bytes_factor",
-        ):
-            check_positive(name, getattr(self, name))
-        for name in (
-            "bytes_per_bf16_grad_accumulator",
-            "bytes_per_fp16_unscaled_grad",
-            "bytes_per_update_copy",
-            "bytes_per_eager_norm",
-            "bytes_per_bf16_gathered_weight",
-            "bucket_bytes",
-            "bytes_per_gathered_logit",
-            "bytes_per_boundary_hidden",
-            "bytes_per_bucket_grad",
-            "transient_layers",
-            "bytes_per_gathered_hidden",
-            "bytes_per_unreduced_hidden",
-            "host_lead_layers",
-            "fixed_bytes",
-            "communicator_bytes",
-            "host_s_per_block_forward",
-            "host_s_per_block_backward",
-            "host_s_per_collective",
-            "step_overhead_s",
-            "bytes_per_reduced_grad",
-            "bytes_moved_per_accumulated_grad",
-            "bytes_copied_per_gathered",
-            "bytes_copied_per_reduced",
-            "bytes_per_unfused_score",
-            "bytes_moved_per_update",
-            "host_factor_moe",
-            "bytes_per_dispatched",
-            "bytes_moved_per_logit",
-            "moe_sync_s",
-            "s_per_local_expert",
-            "cross_node_s_per_member",
-            "cross_node_pipeline_s_per_tp",
-            "cross_node_pipeline_s_per_far_tp",
-            "cross_node_pipeline_s_per_dp",
-            "message_poll_s",
-            "sharded_wire_factor",
-            "reduce_bucket_bytes",
-            "allocator_retry_s",
-            "host_s_per_gathered_piece",
-        ):
-            check_not_negative(name, getattr(self, name))
-        for name in (
-            "tp_overlap_share",
-            "fsdp_unhidden_share",
-            "selective_recompute_share",
-            "grad_reduce_overlap_share",
-            "retries_above_share",
-        ):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} must lie in [0, 1], got {getattr(self, name):g}")
         if not self.rank_orders:
             raise InputError("rank_orders must name at least one")
-        if strange := set(self.fitted) - {field.name for field in fields(self)}:
+        if strange := set(self.fitted) - GROUP_OF.keys():
             raise InputError(f"fitted names no trait of a framework: {', '.join(sorted(strange))}")
-        if not 2 <= self.bytes_per_fused_score <= 16:
-            raise InputError(f"bytes_per_fused_score must lie in [2, 16], got {self.bytes_per_fused_score:g}")
-        if not 1 <= self.reserved_factor <= 10:
-            raise InputError(f"reserved_factor must lie in [1, 10], got {self.reserved_factor:g}")
+
+    def trait(self, name: str) -> Any:
+        """Return the trait called `name`, whichever group holds it."""
+        return getattr(getattr(self, GROUP_OF[name]), name)
+
+    def changed(self, **traits: Any) -> Framework:
+        """Return the framework with other values of traits, whichever groups hold them."""
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in traits.items():
+            groups.setdefault(GROUP_OF[name], {})[name] = value
+        return replace(self, **{group: replace(getattr(self, group), **own) for group, own in groups.items()})
+
+    @staticmethod
+    def upgraded(table: dict[str, Any]) -> dict[str, Any]:
+        """Return the table of a file with every trait in its group; in older files they stand beside the name."""
+        grouped = dict(table)
+        for key in _FLAT_KEYS.keys() & table.keys():
+            group = _FLAT_KEYS[key]
+            own = grouped.get(group, {})
+            if not isinstance(own, dict) or key in own:
+                raise InputError(f"{key!r} is given twice, alone and in [{group}]")
+            grouped[group] = {**own, key: grouped.pop(key)}
+        return grouped
+
+
+GROUPS: dict[str, type] = {
+    "memory": Memory,
+    "kernels": Kernels,
+    "experts": Experts,
+    "network": Network,
+    "overlap": Overlap,
+    "host": Host,
+}
+GROUP_OF = {trait.name: group for group, kind in GROUPS.items() for trait in fields(kind)}
+_FLAT_KEYS = {key: group for trait, group in GROUP_OF.items() for key in file_keys(trait)}

@@ -244,7 +244,7 @@ def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: i
         global_batch=kind.micro_batch * kind.num_microbatches * replicas,
         micro_batch=kind.micro_batch,
         tp=tp,
-        sp=tp > 1 and problem.framework.sequence_parallel and training.seq_len % tp == 0,
+        sp=tp > 1 and problem.framework.network.sequence_parallel and training.seq_len % tp == 0,
         pp=len(kind.stages),
         layers_per_chunk=tuple(stage.layers for stage in kind.stages),
         etp=tp if problem.model.moe else 1,

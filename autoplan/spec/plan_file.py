@@ -34,7 +34,8 @@ class SpaceFlags:
         return bool(self.fix or self.at_most)
 
 
-PLAN_FILE_VERSION = 2
+PLAN_FILE_VERSION = 3
+_READABLE_PLAN_FILES = (2, PLAN_FILE_VERSION)  # in 2 a framework's traits stood in no groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class PlanFile:
         return self.cluster.device.visible_memory_bytes - self.reserve_bytes
 
     def __post_init__(self) -> None:
-        if self.schema_version != PLAN_FILE_VERSION:
+        if self.schema_version not in _READABLE_PLAN_FILES:
             raise InputError(
                 f"schema_version is {self.schema_version}, this autoplan reads {PLAN_FILE_VERSION}: "
                 "make the file again with this version"
@@ -86,7 +87,8 @@ class PlanFile:
                 )
 
 
-MIXED_FILE_VERSION = 1
+MIXED_FILE_VERSION = 2
+_READABLE_MIXED_FILES = (1, MIXED_FILE_VERSION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class MixedPlanFile:
     certificate: MixedCertificate | None
 
     def __post_init__(self) -> None:
-        if self.mixed_schema_version != MIXED_FILE_VERSION:
+        if self.mixed_schema_version not in _READABLE_MIXED_FILES:
             raise InputError(
                 f"mixed_schema_version is {self.mixed_schema_version}, this autoplan reads {MIXED_FILE_VERSION}: "
                 "make the file again with this version"

@@ -59,7 +59,7 @@ class Problem:
         device, precision = self.cluster.device, self.training.precision
         if precision not in (usable := precisions_of(device)):
             raise InputError(f"device {device.name} has no {precision} matrix units: use {' or '.join(usable)}")
-        if precision == "fp32" and not self.framework.eager_layers:
+        if precision == "fp32" and not self.framework.kernels.eager_layers:
             raise InputError(f"fp32 is priced for the built-in trainer alone, not for {self.framework.name}: use bf16")
         if not 0 <= self.reserve_bytes < device.visible_memory_bytes:
             raise InputError(
@@ -91,7 +91,7 @@ class Problem:
     def fuses_attention(self) -> bool:
         """Whether a kernel computes attention without storing its scores."""
         width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
-        return self.training.attention.startswith("flash") and width <= self.framework.widest_blackwell_head
+        return self.training.attention.startswith("flash") and width <= self.framework.kernels.widest_blackwell_head
 
     @property
     def bytes_per_reduced_grad(self) -> float:
@@ -100,17 +100,17 @@ class Problem:
         Sources: Megatron-LM megatron/arguments.py, bf16 implies accumulate_allreduce_grads_in_fp32; DeepSpeed
         runtime/bf16_optimizer.py get_grads_for_reduction and runtime/engine.py communication_data_type.
         """
-        return max(self.framework.bytes_per_reduced_grad, self._bytes_per_accumulator)
+        return max(self.framework.network.bytes_per_reduced_grad, self._bytes_per_accumulator)
 
     @property
     def bytes_moved_per_accumulated_grad(self) -> float:
         """Per parameter and micro-batch: an fp32 accumulator is read and written instead of 16 bits."""
-        moved = self.framework.bytes_moved_per_accumulated_grad
+        moved = self.framework.kernels.bytes_moved_per_accumulated_grad
         return moved and moved + self._bytes_per_accumulator
 
     @property
     def _bytes_per_accumulator(self) -> float:
-        return 0.0 if self.training.precision == "fp16" else self.framework.bytes_per_bf16_grad_accumulator
+        return 0.0 if self.training.precision == "fp16" else self.framework.memory.bytes_per_bf16_grad_accumulator
 
     @property
     def workload(self) -> Workload:

@@ -38,16 +38,16 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
 
 def reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
     """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
-    if not framework.reduce_bucket_bytes:
+    if not framework.network.reduce_bucket_bytes:
         return np.ones_like(parameters)
-    return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.reduce_bucket_bytes), 1.0)
+    return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.network.reduce_bucket_bytes), 1.0)
 
 
 def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
     """Time of the hosts in front of a data-parallel collective in pipelines that cross nodes: shape (plans, 1)."""
     crosses = (batch.pp > 1) & (batch.num_devices > problem.cluster.levels[-1].num_devices)
     members = np.where(batch.cp * batch.dp > 1, batch.cp * batch.dp, 0)
-    waits = problem.calibration.host * problem.framework.cross_node_pipeline_s_per_dp * members * crosses
+    waits = problem.calibration.host * problem.framework.network.cross_node_pipeline_s_per_dp * members * crosses
     return waits[:, None]
 
 
@@ -107,10 +107,10 @@ def _sharded_s(
 ) -> tuple[Floats, Floats]:
     """(reduction, gather) of plans that shard some of their states."""
     framework, places = problem.framework, groups(batch)
-    wire, dearer = problem.bytes_per_reduced_grad, framework.sharded_wire_factor
+    wire, dearer = problem.bytes_per_reduced_grad, framework.network.sharded_wire_factor
     dense, expert, gaps = parameters.dense, parameters.expert, _gaps(places)
     shard, expert_shard, replicate = _each(places.shard), _each(places.expert_shard), _each(places.replicate)
-    reduce_first = links.all_reduce_s if framework.zero1_grad_all_reduce else links.reduce_scatter_s
+    reduce_first = links.all_reduce_s if framework.network.zero1_grad_all_reduce else links.reduce_scatter_s
     first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
     wait = _hosts_wait_s(problem, batch)
     # Copies of a shard group reduce the shard that each holds.
@@ -121,10 +121,10 @@ def _sharded_s(
 
     kind = batch.sharding[:, None]
     zero1, zero2 = Sharding.ZERO1.code, Sharding.ZERO2.code
-    once = (kind == zero1) | ((kind == zero2) & (not framework.zero2_reduces_every_microbatch))
+    once = (kind == zero1) | ((kind == zero2) & (not framework.network.zero2_reduces_every_microbatch))
     reduce = np.where(once, dearer * first + wait + across, across)
     pieces = _weight_tensors(problem, blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
-    host_s = problem.calibration.host * framework.host_s_per_gathered_piece * pieces
+    host_s = problem.calibration.host * framework.host.host_s_per_gathered_piece * pieces
     return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather + wait + host_s, 0.0)
 
 
@@ -134,7 +134,7 @@ def gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     Those with scales of blocks are gathered in 16 bits and quantised then: either copy is needed.
     Source: Megatron-LM core/distributed/param_and_grad_buffer.py, and reuse_grad_buf_for_mxfp8_param_ag.
     """
-    is_narrow = (batch.precision == Precision.FP8.code) & ("fp8" in problem.framework.narrow_weights)
+    is_narrow = (batch.precision == Precision.FP8.code) & ("fp8" in problem.framework.memory.narrow_weights)
     return np.where(is_narrow, 1.0, problem.training.element_bytes)
 
 
@@ -149,7 +149,9 @@ def shown_reduce_s(
     Source: Megatron-LM core/pipeline_parallel/schedules.py, grad_sync_func.
     """
     framework = problem.framework
-    can_overlap = np.where(batch.sharding == 0, framework.grad_reduce_overlap, framework.sharded_reduce_overlap)
+    can_overlap = np.where(
+        batch.sharding == 0, framework.overlap.grad_reduce_overlap, framework.overlap.sharded_reduce_overlap
+    )
     # Where tensor parallelism leaves the scale-up domain its collectives need the network all through a pass.
     is_free = batch.tp <= problem.cluster.levels[-1].num_devices
     overlapped = (batch.grad_reduce_overlap & can_overlap & is_free)[:, None]
@@ -161,7 +163,7 @@ def shown_reduce_s(
     backward = backward_s / batch.vp[:, None]
     slack = np.cumsum(backward, axis=1) - backward
     in_one = overlapped[:, 0] & (_chunks(batch) == 1)
-    slack[:, 0] = np.where(in_one, framework.grad_reduce_overlap_share * backward_s[:, 0], 0.0)
+    slack[:, 0] = np.where(in_one, framework.overlap.grad_reduce_overlap_share * backward_s[:, 0], 0.0)
     # The last bucket is ready only when the backward pass is over.
     exposed = np.maximum((late_s - slack).max(axis=1), reduce_s[:, 0] / first.num_blocks)
     return exposed + CONTENTION_SHARE * np.minimum(reduce_s[:, 0], slack[:, 0] + hidden_s[:, 0])
@@ -171,7 +173,7 @@ def shown_gather_s(
     problem: Problem, batch: PlanBatch, forward_s: Floats, first: FirstStage, gather_s: Floats
 ) -> Floats:
     """What shows of the gather of parameters, which may hide under the next forward passes, chunk by chunk."""
-    hidden = batch.param_gather_overlap & problem.framework.param_gather_overlap
+    hidden = batch.param_gather_overlap & problem.framework.overlap.param_gather_overlap
     own, one = gather_s[:, 0], forward_s[:, 0] / _chunks(batch)
     between = _between_chunks_s(batch, forward_s)[:, 0]
     shown = np.maximum(first.chunk_share(batch) * own, own - between) - one
@@ -220,11 +222,11 @@ class FirstStage:
 def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
     """Time of the optimizer on a device that updates `own` parameters and holds the gradients of `held`."""
     framework = problem.framework
-    update = memory_bound_s(problem, framework.bytes_moved_per_update * own)
+    update = memory_bound_s(problem, framework.kernels.bytes_moved_per_update * own)
     measured = find(problem.timings, "optimizer", ("bf16", "fp16", "fp32"), own[:, None])
     update = measured.scaled(1 / problem.device_share).otherwise(update)
     # Gradients that live from step to step are set to zero.
-    kept = 0.0 if framework.drops_grads else framework.bytes_per_grad
+    kept = 0.0 if framework.memory.drops_grads else framework.memory.bytes_per_grad
     return update + memory_bound_s(problem, kept * held)
 
 
@@ -232,6 +234,6 @@ def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -
     """The same where each plan has its optimizer, on the device or on the host: shape (plans)."""
     # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
-    moved = framework.bytes_moved_per_update + framework.bytes_per_grad + problem.training.element_bytes
+    moved = framework.kernels.bytes_moved_per_update + framework.memory.bytes_per_grad + problem.training.element_bytes
     on_host = own * moved / link
     return np.where(batch.offload == Offload.OPTIMIZER.code, on_host, update_s(problem, own, held))

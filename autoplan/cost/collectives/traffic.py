@@ -169,7 +169,7 @@ def _passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block: Bloc
     if problem.model.num_mtp_layers:
         predicting = problem.model.num_mtp_layers * problem.model.mtp_layer.count(block) * blocks.is_last[0]
         count, repeated = count + predicting, repeated + predicting * repeats_mtp(batch)
-    share = problem.framework.selective_recompute_share
+    share = problem.framework.kernels.selective_recompute_share
     if batch.recompute[0] == SELECTIVE and share:
         repeated = share * count
     elif (block is Block.MLP and batch.repeats(RecomputeModule.MLP)[0]) or (
@@ -195,7 +195,7 @@ def _tensor(
         yield Transfers(communicator="tp", operation="all_reduce", group=group, buffer_bytes=buffer, times=passes)
         return
     # The inputs are gathered once more for the weight gradient, unless they are kept whole.
-    again = backward * (1 + problem.framework.regathers_norm_output)
+    again = backward * (1 + problem.framework.memory.regathers_norm_output)
     gathered = np.repeat(tp_gathered_bytes(problem, batch), len(forward))
     times = forward + again
     yield Transfers(communicator="tp", operation="all_gather", group=group, buffer_bytes=gathered, times=times)
@@ -210,9 +210,9 @@ def _tensor_ends(problem: Problem, batch: PlanBatch, places: Groups, blocks: Sta
     tokens, none = rank_tokens(problem, batch), np.zeros(stages)
     hidden = tp_buffer_bytes(problem, batch)
     sums: Operation = "reduce_scatter" if batch.sp[0] else "all_reduce"
-    gathers = tables + heads * (1 + framework.regathers_norm_output) if batch.sp[0] else none
+    gathers = tables + heads * (1 + framework.memory.regathers_norm_output) if batch.sp[0] else none
     kinds: list[tuple[Operation, Floats, Floats]] = [(sums, hidden, tables + heads), ("all_gather", hidden, gathers)]
-    if framework.shards_logits:
+    if framework.memory.shards_logits:
         kinds.append(("all_reduce", BYTES_PER_REDUCED_TOKEN * tokens, LOSS_REDUCTIONS * heads))
     else:
         kinds.append(("all_gather", problem.training.element_bytes * tokens * padded_vocab(problem, batch), heads))
@@ -234,7 +234,7 @@ def _context(
     kv, heads = (np.repeat(one, len(forward)) for one in cp_buffer_bytes(problem, batch))
     if batch.plan(0).cp_kind == "ring":
         whole, times = kv * batch.cp, forward + 2 * backward
-        if problem.framework.expands_kv:  # fp32 gradients
+        if problem.framework.kernels.expands_kv:  # fp32 gradients
             whole, times = heads * batch.cp, forward + 3 * backward
         yield Transfers(communicator="cp", operation="all_gather", group=group, buffer_bytes=whole, times=times)
         return
@@ -288,11 +288,11 @@ def _units(
     """Gathers and reductions of sharded blocks as `fsdp_s` has them."""
     framework, sharding = problem.framework, batch.plan(0).sharding
     wire = problem.bytes_per_reduced_grad
-    if sharding == "zero2" and framework.zero2_reduces_every_microbatch:
+    if sharding == "zero2" and framework.network.zero2_reduces_every_microbatch:
         yield from _sharded(places, held, "reduce_scatter", wire, passes)
     if sharding != "zero3":
         return
-    once = batch.pp[0] > 1 and not framework.zero3_regathers_in_pipeline
+    once = batch.pp[0] > 1 and not framework.network.zero3_regathers_in_pipeline
     reduces = passes / batch.num_microbatches if once else passes
     yield from _sharded(places, held, "all_gather", problem.training.element_bytes, reduces if once else 2 * passes)
     yield from _sharded(places, held, "reduce_scatter", wire, reduces)
@@ -322,8 +322,8 @@ def _end_of_step(
                 gaps=between,
             )
     else:
-        if sharding == "zero1" or (sharding == "zero2" and not framework.zero2_reduces_every_microbatch):
-            operation: Operation = "all_reduce" if framework.zero1_grad_all_reduce else "reduce_scatter"
+        if sharding == "zero1" or (sharding == "zero2" and not framework.network.zero2_reduces_every_microbatch):
+            operation: Operation = "all_reduce" if framework.network.zero1_grad_all_reduce else "reduce_scatter"
             yield from _sharded(places, held, operation, wire, ones)
         if sharding != "zero3":
             width, ends = gathered_bytes(problem, batch), parameters.ends[0]

@@ -130,7 +130,7 @@ def head_factor(problem: Problem, batch: PlanBatch, logits: tuple[Floats, Floats
     """
     if not problem.timings.is_own:
         return np.ones(len(batch))
-    fits = _fits(batch) & ((batch.tp == 1) | problem.framework.shards_logits)
+    fits = _fits(batch) & ((batch.tp == 1) | problem.framework.memory.shards_logits)
     return _only(find_kernels(problem, batch, "head", *logits, batch.tp), fits).otherwise(kernels_s) / kernels_s
 
 

@@ -304,7 +304,7 @@ def _matrices_s(
 
 def _pieces(problem: Problem, linear: Linear) -> tuple[Linear, ...]:
     """The products that a framework makes of a matrix: one, or one for q, k, v, gate and up each."""
-    if not problem.framework.separate_inputs:
+    if not problem.framework.kernels.separate_inputs:
         return (linear,)
     if linear.name == "qkv":
         shared = linear.grouped_out_size // 2
@@ -340,7 +340,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     widths = model.qk_head_dim + model.v_head_dim
     elsewhere = np.where(batch.cp_kind == ContextParallelKind.RING.code, (batch.cp - 1) / batch.cp, 0.0)
-    factor = problem.calibration.attention * (1.0 + (problem.framework.ring_attention_factor - 1.0) * elsewhere)
+    factor = problem.calibration.attention * (1.0 + (problem.framework.kernels.ring_attention_factor - 1.0) * elsewhere)
     if not problem.fuses_attention:
         scores = tokens * heads * training.seq_len  # the whole square: an unfused softmax masks, it does not skip
         rate = peak * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
@@ -348,8 +348,8 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)
         products = 2.0 * scores * widths * narrow
         fused = training.attention == "megatron-fused"
-        wide = FUSED_SOFTMAX_PASSES * (problem.framework.bytes_per_fused_score - 2.0)
-        moved = FUSED_SOFTMAX_BYTES + wide if fused else problem.framework.bytes_per_unfused_score
+        wide = FUSED_SOFTMAX_PASSES * (problem.framework.memory.bytes_per_fused_score - 2.0)
+        moved = FUSED_SOFTMAX_BYTES + wide if fused else problem.framework.kernels.bytes_per_unfused_score
         softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward
         forward = factor * products / rate + softmax
         return forward, 2.0 * forward
@@ -357,7 +357,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
         factor = factor * DROPOUT_ATTENTION_TIME
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
-    kernel = problem.framework.flash_kernel if training.attention == "flash" else training.attention
+    kernel = problem.framework.kernels.flash_kernel if training.attention == "flash" else training.attention
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
         efficiency *= {"cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}.get(kernel, FLASH2_ON_HOPPER)
@@ -375,7 +375,7 @@ def _attention_s(problem: Problem, batch: PlanBatch, block: Block) -> tuple[Floa
 
 def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
     """Which plans run the core of the attention in 8 bits."""
-    precisions = problem.framework.narrow_attention if problem.model.moe else ()
+    precisions = problem.framework.experts.narrow_attention if problem.model.moe else ()
     return np.isin(batch.precision, [Precision(precision).code for precision in precisions])
 
 
@@ -438,10 +438,10 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
     pieces = max((len(_pieces(problem, one)) for one in block_shapes(model)[block].linears), default=1)
     if pieces > 1:  # each has a gradient of the block's whole input, and they are added up
         moved["input_gradients"] = (0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
-    factors = dict.fromkeys(moved, framework.kernel_bytes_factor)
-    if framework.sends_tokens_once:
+    factors = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
+    if framework.experts.sends_tokens_once:
         factors["permute"] = 1.0  # in a kernel of the dispatcher, not in several
-    if framework.drops_tokens and "permute" in factors:
+    if framework.experts.drops_tokens and "permute" in factors:
         factors["permute"] *= DROPPING_PERMUTE
     wider = problem.training.element_bytes / 2.0
     return {
@@ -453,21 +453,21 @@ def _traffic_bytes(problem: Problem, batch: PlanBatch, block: Block) -> dict[str
 def has_dropout(problem: Problem) -> bool:
     """Whether hidden states and attention scores are dropped at random."""
     is_gpt = problem.model.position_embedding == "learned"
-    return problem.framework.dropout or (problem.framework.gpt_dropout and is_gpt)
+    return problem.framework.kernels.dropout or (problem.framework.kernels.gpt_dropout and is_gpt)
 
 
 def _activation_bytes(problem: Problem) -> tuple[float, float]:
     """(forward, backward) bytes that an MLP's activation moves per token and element of its width."""
     if problem.model.gated_mlp:
         return 6.0, 10.0
-    if problem.model.squared_relu and not problem.framework.fused_squared_relu:
+    if problem.model.squared_relu and not problem.framework.kernels.fused_squared_relu:
         return 8.0, 20.0  # backward a copy, its double, that times the gradient, and the threshold
     return 4.0, 6.0
 
 
 def _norm_traffic(problem: Problem) -> float:
     """Of a norm, over that of a fused one."""
-    fused = problem.framework.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
+    fused = problem.framework.kernels.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
     return 1.0 if fused else EAGER_NORM_FACTOR
 
 
@@ -492,7 +492,7 @@ def _measured_beyond_s(
     its traffic a measured kernel brings its own start, of which there are twice as many backward.
     """
     model, is_own = problem.model, problem.timings.is_own
-    factor = 1.0 if is_own else problem.framework.kernel_bytes_factor
+    factor = 1.0 if is_own else problem.framework.kernels.kernel_bytes_factor
     start_s = KERNEL_START_S * problem.calibration.memory_bound
     forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
 
@@ -540,12 +540,12 @@ def _cast_bytes(shape: BlockShape, problem: Problem, batch: PlanBatch) -> tuple[
     """(forward, backward) bytes moved to quantise the inputs of narrow GEMMs; zero for 16-bit plans."""
     framework, is_fp8 = problem.framework, batch.precision == Precision.FP8.code
     moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
-    moved = moved + LARGEST_BYTES * (is_fp8 & framework.scales_by_own_largest)
+    moved = moved + LARGEST_BYTES * (is_fp8 & framework.kernels.scales_by_own_largest)
     # Blackwell's products take matrices of 8 bits as they lie.
     copies = is_fp8 & (problem.device.generation != "blackwell")
     moved = moved - (is_fp8 & ~copies)
     # What is gathered as quantised was so in slices; its transposed copy is made of the whole.
-    in_slices = is_fp8 & batch.sp & framework.narrow_tp_gathers
+    in_slices = is_fp8 & batch.sp & framework.network.narrow_tp_gathers
     of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
     forward = backward = np.zeros(len(batch))
     for linear in shape.linears:
@@ -609,7 +609,7 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
 
 def padded_vocab(problem: Problem, batch: PlanBatch) -> Floats:
     """Rows of the vocabulary after padding to a multiple of `pads_vocab_to` x tp."""
-    multiple = problem.framework.pads_vocab_to * batch.tp
+    multiple = problem.framework.memory.pads_vocab_to * batch.tp
     return np.ceil(problem.model.vocab_size / multiple) * multiple
 
 
@@ -624,9 +624,9 @@ def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
     hidden, columns = np.full(len(batch), 1.0 * model.hidden_size), padded_vocab(problem, batch) / batch.tp
     once, data, weight = products_s(problem, wide, rate, tokens, columns, hidden)
     # A loss that is not vocabulary-parallel works on gathered logits.
-    logits = columns if framework.shards_logits else padded_vocab(problem, batch)
+    logits = columns if framework.memory.shards_logits else padded_vocab(problem, batch)
     # Cross entropy reads and writes the logits about as often as their peak copies weigh (`modelling` C5).
-    moved = (framework.bytes_moved_per_logit or 1.25 * framework.bytes_per_logit) * (tokens * logits)
+    moved = (framework.kernels.bytes_moved_per_logit or 1.25 * framework.memory.bytes_per_logit) * (tokens * logits)
     loss = memory_bound_s(problem, moved)
     if not problem.timings.is_empty:
         loss = find_kernels(problem, wide, "cross_entropy", tokens, logits).otherwise(2 * loss) / 2

@@ -38,7 +38,7 @@ def cached_bytes(
     The latter go back without harm: nothing lives then that another library or a pass would miss.  `group` is how many
     ranks share a copy of the states.
     """
-    if not problem.framework.counts_cached_blocks:
+    if not problem.framework.memory.counts_cached_blocks:
         return blocks.zeros(), blocks.zeros()
     passes = _layers(problem.model, blocks) * _in_flight(batch, blocks.num_stages)
     kept = _kept_tensors(problem, batch, blocks, passes)
@@ -65,12 +65,12 @@ def unreduced_bytes(problem: Problem, batch: PlanBatch, passes: Floats) -> Float
     """
     framework = problem.framework
     tokens = batch.num_microbatches * rank_tokens(problem, batch)
-    in_pipeline = tokens / batch.tp / framework.pipeline_lead_tokens_per_layer
-    lead = np.where(batch.pp > 1, in_pipeline, tokens / framework.host_lead_tokens_per_layer)
-    lead = np.minimum(lead, framework.host_lead_layers)
+    in_pipeline = tokens / batch.tp / framework.memory.pipeline_lead_tokens_per_layer
+    lead = np.where(batch.pp > 1, in_pipeline, tokens / framework.memory.host_lead_tokens_per_layer)
+    lead = np.minimum(lead, framework.memory.host_lead_layers)
     has_backward = batch.num_microbatches[:, None] > _in_flight(batch, passes.shape[1])
     ahead = np.minimum(lead[:, None], passes * np.where(has_backward, 3, 1))
-    width = framework.bytes_per_unreduced_hidden * rank_tokens(problem, batch) * problem.model.hidden_size
+    width = framework.memory.bytes_per_unreduced_hidden * rank_tokens(problem, batch) * problem.model.hidden_size
     return (width * batch.sp)[:, None] * ahead
 
 
@@ -140,5 +140,5 @@ def _unfit_gather(
     fitting = parameters - np.where(slice_bytes * table > _largest(kept), ends * table, 0.0)
     fitting = fitting - np.where(slice_bytes * fc1 > _largest(kept), _layers(problem.model, blocks) * fc1, 0.0)
     gathers = (batch.sharding == Sharding.ZERO1.code)[:, None] & (ranks > 1)
-    twice = problem.framework.whole_gather_copies > 1
+    twice = problem.framework.memory.whole_gather_copies > 1
     return np.where(gathers & twice, np.maximum(missing - MOMENT_BYTES / ranks * fitting, 0.0), 0.0)

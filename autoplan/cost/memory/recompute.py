@@ -67,7 +67,7 @@ def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     Queries, keys, values and residuals stay in 16 bits (Transformer Engine; `modelling` B2).
     """
     element = problem.training.element_bytes
-    if not problem.framework.keeps_narrow_copies:
+    if not problem.framework.memory.keeps_narrow_copies:
         return np.full(len(batch), element)
     return np.array([NARROW_BYTES.get(precision, element) for precision in Precision])[batch.precision]
 
@@ -102,9 +102,9 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         parts[RecomputeModule.LAYERNORM] = output
     else:
         rest = rest + output
-    if not framework.regathers_norm_output:
+    if not framework.memory.regathers_norm_output:
         gathered = element * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
-        if not framework.fsdp2_states:
+        if not framework.memory.fsdp2_states:
             rest = rest + gathered
         elif block is Block.MLP:  # gathered inside of what is repeated, which begins with the norm's output
             parts[RecomputeModule.MLP] = parts[RecomputeModule.MLP] + gathered
@@ -124,8 +124,10 @@ def eager_norm_bytes(problem: Problem) -> float:
         return 0.0
     framework, told = problem.framework, problem.training.fused_norm
     # Torch has no fused kernel for its norms on the host.
-    fused = framework.fused_norm and not (framework.fsdp2_states and problem.cluster.device.vendor == "cpu")
-    kept = framework.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
+    fused = framework.kernels.fused_norm and not (
+        framework.memory.fsdp2_states and problem.cluster.device.vendor == "cpu"
+    )
+    kept = framework.memory.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
     return 0.0 if (fused if told is None else told) else kept
 
 
@@ -159,13 +161,13 @@ def _attention_parts(problem: Problem, batch: PlanBatch) -> Parts:
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
         kept = tokens * model.qk_head_dim * (element * (heads + 2.0 * kv_heads) + _output_bytes(problem, batch) * heads)
-        if framework.keeps_packed_qkv and model.kv_heads == model.num_heads:
+        if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
             kept = kept + tokens * element * model.qk_head_dim * 2 * kv_heads
-        if framework.fsdp2_states and model.qk_norm == "head":
+        if framework.memory.fsdp2_states and model.qk_norm == "head":
             kept = kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (heads + kv_heads)
     if stores_scores(problem):
-        is_fused = framework.fuses_softmax or training.attention == "megatron-fused"
-        score = framework.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES
+        is_fused = framework.kernels.fuses_softmax or training.attention == "megatron-fused"
+        score = framework.memory.bytes_per_fused_score if is_fused else UNFUSED_SCORE_BYTES
         score += SCORE_DROPOUT_BYTES if has_dropout(problem) else 0.0
         parts[RecomputeModule.CORE_ATTN] = score * tokens * heads * training.seq_len
     else:
@@ -182,7 +184,7 @@ def _output_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def _bytes_per_width(problem: Problem, batch: PlanBatch) -> Floats:
     """fc1's output (gate and up) and the activation that feeds fc2; an eager SwiGLU keeps the gated half as well."""
-    gated = 2 if problem.framework.fused_activation else 3
+    gated = 2 if problem.framework.kernels.fused_activation else 3
     return (gated if problem.model.gated_mlp else 1) * problem.training.element_bytes + input_bytes(problem, batch)
 
 
@@ -194,7 +196,7 @@ def _moe_parts(problem: Problem, batch: PlanBatch) -> Parts:
     routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs = narrow * routed * (moe.latent_size or model.hidden_size)
-    if problem.framework.fsdp2_states:  # outputs for the gradients of the scores, and once more weighted by them
+    if problem.framework.memory.fsdp2_states:  # outputs for the gradients of the scores, and once more weighted by them
         inputs = 3.0 * inputs
     return {
         RecomputeModule.MOE: 12.0 * norm_tokens(problem, batch) * moe.num_experts
@@ -217,7 +219,7 @@ def kept_bytes(problem: Problem, batch: PlanBatch, parts: Parts) -> Floats:
         if module is not None:
             given_back = np.logical_or.reduce([batch.repeats(name) for name in GIVEN_BACK_BY[module]])
             kept = kept + np.where(given_back, 0.0, size)
-    share = problem.framework.selective_recompute_share
+    share = problem.framework.kernels.selective_recompute_share
     return np.where(batch.recompute == SELECTIVE, 1.0 - share, 1.0) * kept
 
 
@@ -238,9 +240,9 @@ def selective_s(
     """
     zeros = np.zeros(len(batch))
     selective = batch.recompute == SELECTIVE
-    if share := problem.framework.selective_recompute_share:
+    if share := problem.framework.kernels.selective_recompute_share:
         again = share * (forward_s - never_repeated_s)
-        if problem.framework.selective_saves_attention:
+        if problem.framework.kernels.selective_saves_attention:
             again = share * kernels.gemm_forward_s + kernels.memory_forward_s + inputs_s
         return np.where(selective, again, 0.0)
     if not batch.recompute_modules.any():
@@ -270,7 +272,7 @@ def _module_s(
     forward_s: Floats,
 ) -> Floats:
     """Forward time of one part of a layer."""
-    factor = problem.framework.kernel_bytes_factor
+    factor = problem.framework.kernels.kernel_bytes_factor
     if module == "core_attn":
         return kernels.attention_forward_s
     if module in ("mlp", "moe"):

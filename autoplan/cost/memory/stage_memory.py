@@ -109,12 +109,12 @@ def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, re
     if model.moe:
         width = max(width, model.moe.shared_expert_ffn_size + model.moe.experts_per_token * model.moe.expert_ffn_size)
     # The gradient of fc1's output, or where that needs no memory of its own, of fc2's input.
-    gate = 2 if model.gated_mlp and not problem.framework.in_place_activation else 1
+    gate = 2 if model.gated_mlp and not problem.framework.memory.in_place_activation else 1
     element = problem.training.element_bytes
     transient = element * tokens * gate * width / batch.tp + element * tokens * model.hidden_size
     transient = transient + 3 * element * sliced * model.hidden_size
-    transient = np.maximum(transient, problem.framework.transient_layers * repeat_bytes)
-    buffers = problem.framework.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
+    transient = np.maximum(transient, problem.framework.memory.transient_layers * repeat_bytes)
+    buffers = problem.framework.memory.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
     # The head's hidden states count with the logits.
     gathers = ~blocks.is_last
     return (transient[:, None] + np.where(blocks.repeats_chunk, repeat_bytes[:, None], 0.0)) + buffers[
@@ -126,8 +126,10 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Logits and hidden states at the peak of head and loss on the last stage (`modelling` B3, B7)."""
     framework, hidden = problem.framework, problem.model.hidden_size
     tokens = rank_tokens(problem, batch)
-    split = batch.tp if framework.shards_logits else np.ones(len(batch), dtype=np.int64)
-    per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
+    split = batch.tp if framework.memory.shards_logits else np.ones(len(batch), dtype=np.int64)
+    per_logit = framework.memory.bytes_per_logit + np.where(
+        batch.tp > 1, framework.memory.bytes_per_gathered_logit, 0.0
+    )
     logits = per_logit * tokens * padded_vocab(problem, batch) / split
     # The gathered hidden states and their gradient, and both again as every rank holds them between blocks.
     states = 2 * problem.training.element_bytes * (tokens + norm_tokens(problem, batch)) * hidden
@@ -154,14 +156,16 @@ def _gathered_bytes(
     for layer in set(layers):
         unit = np.maximum(unit, add_up(spread(*local_parameters(batch, shapes[block])) for block in layer))
     element = problem.training.element_bytes
-    in_turn = unit * (framework.fsdp_prefetch_units * element + framework.bytes_per_reduced_grad)
-    root = (parameters.ends.T * dense_spread).T * (element + framework.bytes_per_reduced_grad)
-    stage = spread(parameters.dense.T, parameters.expert.T).T * (element + framework.bytes_per_reduced_grad)
-    whole = (batch.pp > 1) & (not framework.zero3_regathers_in_pipeline)
+    in_turn = unit * (framework.memory.fsdp_prefetch_units * element + framework.network.bytes_per_reduced_grad)
+    root = (parameters.ends.T * dense_spread).T * (element + framework.network.bytes_per_reduced_grad)
+    stage = spread(parameters.dense.T, parameters.expert.T).T * (element + framework.network.bytes_per_reduced_grad)
+    whole = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == Sharding.ZERO3.code
-    copies = framework.whole_gather_copies + framework.whole_gather_copies / np.maximum(places.shard[1], 1) / 2
+    copies = (
+        framework.memory.whole_gather_copies + framework.memory.whole_gather_copies / np.maximum(places.shard[1], 1) / 2
+    )
     at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
-    zero1 = (batch.sharding == Sharding.ZERO1.code) & (framework.whole_gather_copies > 0)
+    zero1 = (batch.sharding == Sharding.ZERO1.code) & (framework.memory.whole_gather_copies > 0)
     gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
     return np.where(zero3[:, None], np.where(whole[:, None], stage, in_turn[:, None] + root), gathered)
 
@@ -285,7 +289,7 @@ def _most_alive(
 
 def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """The tensors at its ends that every chunk in flight keeps."""
-    per_hidden = problem.framework.bytes_per_boundary_hidden
+    per_hidden = problem.framework.memory.bytes_per_boundary_hidden
     return per_hidden * norm_tokens(problem, batch) * problem.model.hidden_size * (batch.pp > 1)
 
 
@@ -300,7 +304,7 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
 
     The head's is on the last stage (Megatron-LM core/tensor_parallel/layers.py get_dummy_wgrad).
     """
-    if not problem.framework.dummy_wgrad_buffers:
+    if not problem.framework.memory.dummy_wgrad_buffers:
         return blocks.zeros()
     total = np.zeros(len(batch))
     seen: set[tuple[int, int, str]] = set()
@@ -330,23 +334,23 @@ def states(
     sharding = batch.sharding
     zero1 = sharding >= Sharding.ZERO1.code
     # A buffer that gathers the gradients of several micro-batches before they are reduced holds all of them.
-    reduces = framework.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
+    reduces = framework.network.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
     zero2 = (sharding > Sharding.ZERO2.code) | ((sharding == Sharding.ZERO2.code) & reduces)
     zero3 = sharding >= Sharding.ZERO3.code
     spread = partial(_spread_bytes, parameters, places)
     fp16 = batch.precision == Precision.FP16.code
-    weights = spread(framework.bytes_per_weight, zero1 if framework.fsdp2_states else zero3) + _narrow_weight_bytes(
-        problem, batch, parameters
-    )
-    gradients = spread(framework.bytes_per_grad, zero2)
-    gradients += spread(framework.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
+    weights = spread(
+        framework.memory.bytes_per_weight, zero1 if framework.memory.fsdp2_states else zero3
+    ) + _narrow_weight_bytes(problem, batch, parameters)
+    gradients = spread(framework.memory.bytes_per_grad, zero2)
+    gradients += spread(framework.memory.bytes_per_bf16_grad_accumulator, zero2) * ~fp16[:, None]
     buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
-    gradients += spread(framework.bytes_per_bucket_grad, zero1) * buckets[:, None]
+    gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
     on_device = batch.offload != Offload.OPTIMIZER.code
-    if framework.offloads_grads:
+    if framework.memory.offloads_grads:
         gradients *= (on_device | ~zero3)[:, None]
-    optimizer = spread(framework.bytes_per_optimizer_state, zero1) * on_device[:, None]
-    optimizer += spread(framework.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
+    optimizer = spread(framework.memory.bytes_per_optimizer_state, zero1) * on_device[:, None]
+    optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
     return weights, gradients, optimizer
 
 
@@ -358,12 +362,12 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
     module/base.py get_weight_workspace).  Weights that are gathered for every pass are not kept.  Where a framework
     holds no weights of these products beside the copies, less those in 16 bits.
     """
-    if not problem.framework.keeps_narrow_copies:
+    if not problem.framework.memory.keeps_narrow_copies:
         return np.zeros_like(parameters.dense)
     one_layout = problem.cluster.device.generation == "blackwell"
     copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
-    for name in problem.framework.narrow_weights:
-        copies[name] -= problem.framework.bytes_per_weight
+    for name in problem.framework.memory.narrow_weights:
+        copies[name] -= problem.framework.memory.bytes_per_weight
     per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
     per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
     return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
@@ -374,12 +378,12 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     framework = problem.framework
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = batch.offload != Offload.OPTIMIZER.code
-    copies = _spread_bytes(parameters, places, framework.bytes_per_update_copy, zero1) * on_device[:, None]
+    copies = _spread_bytes(parameters, places, framework.memory.bytes_per_update_copy, zero1) * on_device[:, None]
     # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
     # do without buckets, all at once.
-    whole = (batch.precision != Precision.FP16.code) & (framework.bytes_per_bf16_gathered_weight > 0)
-    gathered = framework.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
-    buckets = np.where(whole[:, None], gathered, framework.bucket_bytes)
+    whole = (batch.precision != Precision.FP16.code) & (framework.memory.bytes_per_bf16_gathered_weight > 0)
+    gathered = framework.memory.bytes_per_bf16_gathered_weight * (parameters.dense + parameters.expert)
+    buckets = np.where(whole[:, None], gathered, framework.memory.bucket_bytes)
     return copies + buckets * (batch.sharding == Sharding.ZERO1.code)[:, None]
 
 
@@ -426,7 +430,9 @@ def _held(
     gate = 2 if model.gated_mlp else 1
     element = problem.training.element_bytes
     transients = element * tokens * ((gate + 1) * _width(problem) / batch.tp + model.hidden_size)
-    per_logit = framework.bytes_per_logit + np.where(batch.tp > 1, framework.bytes_per_gathered_logit, 0.0)
+    per_logit = framework.memory.bytes_per_logit + np.where(
+        batch.tp > 1, framework.memory.bytes_per_gathered_logit, 0.0
+    )
     # Where weights are neither cast nor gathered the passes read them where they are.
     has_copies = (batch.dp > 1) | (problem.training.precision != "fp32")
     return Held(
@@ -526,7 +532,7 @@ def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape
 
 def _num_logits(problem: Problem, batch: PlanBatch) -> Floats:
     """Logits of a micro-batch that a rank with the head holds."""
-    split = np.where(problem.framework.shards_logits, batch.tp, 1)
+    split = np.where(problem.framework.memory.shards_logits, batch.tp, 1)
     return rank_tokens(problem, batch) * padded_vocab(problem, batch) / split
 
 
@@ -553,14 +559,14 @@ def _last_matrix(problem: Problem, batch: PlanBatch) -> Floats:
 def communicator_bytes(problem: Problem, places: Groups) -> Floats:
     """Buffers of the communicators that a rank takes part in: shape (plans)."""
     sizes = (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp)
-    return problem.framework.communicator_bytes * add_up((size > 1).astype(np.float64) for _, size in sizes)
+    return problem.framework.memory.communicator_bytes * add_up((size > 1).astype(np.float64) for _, size in sizes)
 
 
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
     """What every pipeline rank needs at its peak: states, and what the passes or the optimizer's step need beside."""
     model, framework = problem.model, problem.framework
     places = groups(batch)
-    if framework.fsdp2_states and model.moe:
+    if framework.memory.fsdp2_states and model.moe:
         places = _dealt(places, model.moe.num_experts)
     stages = blocks.num_stages
     weights, gradients, optimizer = states(problem, batch, parameters, places)
@@ -582,15 +588,15 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "optimizer": optimizer,
         "activations": _activations(problem, batch, blocks, kept),
         "logits": logits,
-        "transients": transients if framework.keeps_logits else np.maximum(transients - logits, 0.0),
+        "transients": transients if framework.memory.keeps_logits else np.maximum(transients - logits, 0.0),
         "wgrad_buffers": wgrad_buffer_bytes(problem, batch, blocks),
     }
     freed = terms["activations"] + logits + terms["transients"]
     terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
     # Gradients that are reduced during backward passes have their bucket beside the activations.
-    terms["gathered"] += (framework.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
+    terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     moments: Moments = {}
-    if framework.fsdp2_states:
+    if framework.memory.fsdp2_states:
         held = _held(problem, batch, blocks, parameters, places, kept, repeat)
         pipelined = stages > 1
         moments = stage_terms(_held_by_stage(problem, batch, blocks, held, kept)) if pipelined else pass_terms(held)
@@ -598,12 +604,12 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, places)
     terms["update"] = np.maximum(update - passes, 0.0)
-    terms["fragmentation"] = (framework.reserved_factor - 1.0) * add_up(terms.values())
+    terms["fragmentation"] = (framework.memory.reserved_factor - 1.0) * add_up(terms.values())
     cached, at_end = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, places.shard[1])
     terms["cached"] = CACHED_SHARE * cached
     terms["communicators"] = blocks.at_all(communicator_bytes(problem, places))
-    terms["context"] = np.full_like(cached, framework.fixed_bytes)
-    spare = at_end + framework.reserved_factor * np.minimum(update, passes)
+    terms["context"] = np.full_like(cached, framework.memory.fixed_bytes)
+    spare = at_end + framework.memory.reserved_factor * np.minimum(update, passes)
     return StageMemory(
         terms=terms,
         reserved_bytes=add_up(terms.values()),
@@ -634,15 +640,15 @@ class StageMemory:
     def logged_bytes(self, problem: Problem) -> Floats:
         """The peak that the framework's log shows, of the worst rank or of rank 0: shape (plans)."""
         framework = problem.framework
-        if framework.logs_memory == "allocated":
+        if framework.memory.logs_memory == "allocated":
             per_stage = add_up(self.terms[name] for name in ALLOCATED_TERMS)
         else:
             # Only a full device makes the allocator give blocks back.
             kept = self.reserved_bytes + self.pass_spare_bytes + self.step_spare_bytes
             per_stage = np.minimum(kept, problem.capacity_bytes)
-            if framework.logs_memory == "reserved":
+            if framework.memory.logs_memory == "reserved":
                 per_stage = per_stage - self.terms["communicators"] - self.terms["context"]
-        return per_stage[:, 0] if framework.logs_first_rank else per_stage.max(axis=1)
+        return per_stage[:, 0] if framework.memory.logs_first_rank else per_stage.max(axis=1)
 
 
 def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
@@ -668,8 +674,8 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     framework, places = problem.framework, groups(batch)
     on_host = (batch.offload == Offload.OPTIMIZER.code)[:, None]
     offloaded = own_parameters(batch, parameters) * on_host
-    offloaded = offloaded * (framework.bytes_per_optimizer_state + framework.bytes_per_grad)
+    offloaded = offloaded * (framework.memory.bytes_per_optimizer_state + framework.memory.bytes_per_grad)
     saved = parameters.dense / places.dense_copies[1][:, None] + parameters.expert / places.expert_copies[1][:, None]
-    staged = saved * (framework.bytes_per_weight + framework.bytes_per_optimizer_state)
+    staged = saved * (framework.memory.bytes_per_weight + framework.memory.bytes_per_optimizer_state)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
     return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))

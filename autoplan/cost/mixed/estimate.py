@@ -193,7 +193,7 @@ def _step(problem: MixedProblem, plan: MixedPlan, kinds: Sequence[_KindPrice]) -
     terms = dict(last.terms_s)
     terms |= {name: max(kind.end_s[name] for kind in kinds) for name in END}
     overall = max(problem.calibrations[part].overall for part in plan.parts)
-    terms["overhead"] = overall * problem.framework.step_overhead_s
+    terms["overhead"] = overall * problem.framework.host.step_overhead_s
     slower = float(straggler_share(np.array([plan.num_devices]))[0])
     terms["stragglers"] = slower * sum(value for name, value in terms.items() if name != "stragglers")
     terms = {name: terms[name] for name in STEP_TERMS}

@@ -120,7 +120,9 @@ def _share_factors(sheet: Sheet, members: Sequence[Member]) -> Floats:
 def _shared_terms(sheet: Sheet, member: Member) -> tuple[str, ...]:
     """The terms of memory that grow with a replica's share of states."""
     sharding, names = member.plan.sharding, _SHARDED[member.plan.sharding]
-    accumulates = not sheet.problem.framework.zero2_reduces_every_microbatch and member.kind.num_microbatches > 1
+    accumulates = (
+        not sheet.problem.framework.network.zero2_reduces_every_microbatch and member.kind.num_microbatches > 1
+    )
     return tuple(name for name in names if not (name == "gradients" and sharding == "zero2" and accumulates))
 
 
@@ -130,7 +132,7 @@ def _sharded_bytes(sheet: Sheet, members: Sequence[Member]) -> Floats:
     result = np.zeros_like(sheet.laid.forward_s)
     for row, at in enumerate(sheet.member):
         for name in _shared_terms(sheet, members[at]):
-            result[row] += framework.reserved_factor * terms[name][row]
+            result[row] += framework.memory.reserved_factor * terms[name][row]
     return result
 
 
@@ -142,7 +144,7 @@ def memory_terms(sheet: Sheet, members: Sequence[Member], row: int) -> dict[str,
         added = more * terms[name]
         terms |= {
             name: terms[name] + added,
-            "fragmentation": terms["fragmentation"] + (framework.reserved_factor - 1.0) * added,
+            "fragmentation": terms["fragmentation"] + (framework.memory.reserved_factor - 1.0) * added,
         }
     return terms
 

@@ -86,7 +86,7 @@ def tp_buffer_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def tp_gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """The same where it, or its gradient, enters a block's matrices: as quantised, if the framework gathers it so."""
-    is_narrow = problem.framework.narrow_tp_gathers & (batch.precision == Precision.FP8.code)
+    is_narrow = problem.framework.network.narrow_tp_gathers & (batch.precision == Precision.FP8.code)
     return np.where(is_narrow, 0.5, 1.0) * tp_buffer_bytes(problem, batch)
 
 
@@ -108,19 +108,19 @@ def ep_buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats,
     width = moe.latent_size or problem.model.hidden_size
     routed = norm_tokens(problem, batch) * moe.experts_per_token * width
     gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
-    return problem.framework.bytes_per_dispatched * routed, 2.0 * routed, gathered
+    return problem.framework.experts.bytes_per_dispatched * routed, 2.0 * routed, gathered
 
 
 def dispatched_copies(problem: Problem) -> int:
     """How often a buffer of experts holds each token, as its dispatcher knows."""
     assert problem.model.moe is not None
-    return problem.model.moe.experts_per_token if problem.framework.sends_tokens_once else 1
+    return problem.model.moe.experts_per_token if problem.framework.experts.sends_tokens_once else 1
 
 
 def message_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     """(what a rank sends to the next stage, what tensor-parallel ranks gather of such slices, 0 for whole states)."""
     tokens = norm_tokens(problem, batch)
-    scatters = problem.framework.scatter_gather_p2p & ~batch.sp
+    scatters = problem.framework.network.scatter_gather_p2p & ~batch.sp
     sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
     hidden = problem.model.hidden_size
     element = problem.training.element_bytes

@@ -91,7 +91,7 @@ def _settings(plan_file: PlanFile) -> dict[str, Any]:
             "shard_over": ["dp_shard", "cp"] if is_sharded else [],
             "reshard_after_forward": plan.sharding == "zero3",
             "param_dtype": dtype,
-            "reduce_dtype": dtype if plan_file.framework.bytes_per_reduced_grad == 2 else "float32",
+            "reduce_dtype": dtype if plan_file.framework.network.bytes_per_reduced_grad == 2 else "float32",
         },
         "sequence_parallel": plan.sp,
         "recompute_layers": plan.recompute_num_layers if plan.recompute == "full" else 0,  # of a stage; null: all

@@ -121,7 +121,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
     if plan.sharding in ("zero2", "zero3"):
         table["ddp.average_in_collective"] = False
     table.pop("comm_overlap.tp_comm_overlap", None)
-    fused = framework.bytes_per_logit < 4  # what a loss that works in place keeps
+    fused = framework.memory.bytes_per_logit < 4  # what a loss that works in place keeps
     table["model.cross_entropy_loss_fusion"] = fused
     if fused:
         table["model.cross_entropy_fusion_impl"] = "te"
@@ -149,8 +149,8 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     for section, rows in groupby(ordered, key=lambda one: one[0].partition(".")[0]):
         lines += [] if section == "model" else [""]
         lines += [f"cfg.{path} = {_written(value)}" for path, value in rows]
-    reduces_wide = plan_file.framework.bytes_per_reduced_grad >= 4
-    narrows_attention = model.moe and plan.precision in plan_file.framework.narrow_attention
+    reduces_wide = plan_file.framework.network.bytes_per_reduced_grad >= 4
+    narrows_attention = model.moe and plan.precision in plan_file.framework.experts.narrow_attention
     return [
         *lines,
         "",

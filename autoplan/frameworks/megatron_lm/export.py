@@ -64,7 +64,7 @@ def megatron_core_groups(
     if rules is RULES and (others := _SCHEDULED_BY.get(plan.schedule)):
         raise InputError(f"{says} has no schedule {plan.schedule!r}: plan and export for {others}, or plan with 1f1b")
     check_legal(rules, model, training, plan, f"{says} does not accept the plan")
-    dropout = [] if plan_file.framework.dropout else [["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]]
+    dropout = [] if plan_file.framework.kernels.dropout else [["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]]
     sizes = [*_sizes(plan_file), *_attention(model), *_window(model), *_form(model), *dropout]
     groups = [
         Group(
@@ -136,7 +136,7 @@ def _sizes(plan_file: PlanFile) -> list[Line]:
             "--vocab-size",
             str(model.vocab_size),
             "--make-vocab-size-divisible-by",
-            str(plan_file.framework.pads_vocab_to),
+            str(plan_file.framework.memory.pads_vocab_to),
         ],
     ]
 
@@ -221,10 +221,10 @@ def _experts(plan_file: PlanFile, moe: Experts) -> list[Line]:
 
 def _dispatcher(plan_file: PlanFile) -> Line:
     """How tokens reach their experts, as the framework was priced with."""
-    if plan_file.framework.drops_tokens:
+    if plan_file.framework.experts.drops_tokens:
         capacity = ["--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"]
         return ["--moe-token-dispatcher-type", "alltoall", *capacity]
-    if not plan_file.framework.sends_tokens_once or plan_file.best.plan.ep == 1:
+    if not plan_file.framework.experts.sends_tokens_once or plan_file.best.plan.ep == 1:
         return ["--moe-token-dispatcher-type", "alltoall"]
     return ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
 

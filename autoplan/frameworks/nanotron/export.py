@@ -35,8 +35,8 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
             "model_config": _model_config(model, training.seq_len),
             "init_method": {"std": 0.02},
             "dtype": _DTYPES[plan.precision],
-            "make_vocab_size_divisible_by": plan_file.framework.pads_vocab_to,
-            "ddp_bucket_cap_mb": round(plan_file.framework.reduce_bucket_bytes / 2**20) or 25,
+            "make_vocab_size_divisible_by": plan_file.framework.memory.pads_vocab_to,
+            "ddp_bucket_cap_mb": round(plan_file.framework.network.reduce_bucket_bytes / 2**20) or 25,
         },
         "parallelism": _parallelism(plan),
         "tokens": {
@@ -47,7 +47,7 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
         },
         "optimizer": {
             "zero_stage": _ZERO_STAGES[plan.sharding],
-            "accumulate_grad_in_fp32": plan_file.framework.bytes_per_grad == 4,
+            "accumulate_grad_in_fp32": plan_file.framework.memory.bytes_per_grad == 4,
             "weight_decay": 0.1,
             "clip_grad": 1.0,
             "optimizer_factory": {
