@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.api.problem import make_problem, make_space
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import AutoplanError, NoPlanError
 from autoplan.base.files import write_text
-from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.objectives import resized
 from autoplan.cost.energy import step_energy_j
 from autoplan.cost.estimate import estimate
@@ -137,8 +137,7 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
     batch = f"{some}:{some * 3 // 2}" if rng.random() < 0.25 else str(some if rng.random() < 0.9 else some // 2 + 1)
     wishes: dict[str, list[str]] = {"fix": [], "at_most": [], "allow": []}
     try:
-        flags = TrainingFlags(**parts, seq_len=seq_len, attention="flash", reserve_memory="0")
-        problem = make_problem(flags)
+        problem = make_problem(**parts, seq_len=seq_len)
         # Sometimes with so little memory that only few plans fit.
         if rng.random() < 0.3:
             problem = replace(problem, reserve_bytes=float(rng.uniform(0.3, 0.95)) * problem.capacity_bytes)

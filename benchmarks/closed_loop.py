@@ -32,12 +32,14 @@ import msgspec
 import numpy as np
 import torch
 
+from autoplan.api.problem import make_space
+from autoplan.api.timings import with_timings
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import write_text
 from autoplan.base.processes import Children, CrewError, Place
 from autoplan.base.units import format_volume
-from autoplan.cli.inputs import make_space, parse_duration, with_timings
+from autoplan.base.values import parse_duration
 from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.provenance import shares

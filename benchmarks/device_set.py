@@ -25,7 +25,7 @@ from reports import curve_toml, make_parser, write_report
 
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import AutoplanError, InputError
-from autoplan.cli.inputs import parse_duration
+from autoplan.base.values import parse_duration
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler import fit
 from autoplan.profiler.crew import Crew

@@ -28,9 +28,9 @@ from types import FrameType
 from typing import Any
 
 import autoplan
+from autoplan.api.plan_files import make_plan_file
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode, write_text
-from autoplan.cli.planfile import make_plan_file
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.launch_files import READERS

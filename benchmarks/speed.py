@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from autoplan.api.problem import make_problem, make_space
 from autoplan.base.files import read_table, write_text
-from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds
@@ -218,19 +218,13 @@ def growth() -> list[str]:
 
 def _problem(name: str) -> tuple[Problem, Space]:
     table = read_table(SPACES / f"{name}.toml")
-    flags = TrainingFlags(
-        model=table["model"],
+    problem = make_problem(
+        table["model"],
         cluster=table["cluster"],
         seq_len=table["seq_len"],
-        precision="bf16",
-        attention="flash",
         framework=table.get("framework", FRAMEWORK),
-        reserve_memory="0",
     )
-    problem = make_problem(flags)
-    return problem, make_space(
-        problem, table["global_batch"], fix=[], at_most=table.get("at_most", []), allow=table["allow"]
-    )
+    return problem, make_space(problem, table["global_batch"], at_most=table.get("at_most", []), allow=table["allow"])
 
 
 def _per_s(count: int, run: Callable[[], object]) -> float:

@@ -26,9 +26,9 @@ from statistics import median
 import numpy as np
 from reports import make_parser, write_report
 
+from autoplan.api.plan_files import make_plan_file
+from autoplan.api.problem import make_problem, make_space
 from autoplan.base.files import encode, write_text
-from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
-from autoplan.cli.planfile import make_plan_file
 from autoplan.cli.trials import Budget, Trials, read_result
 from autoplan.frameworks.logs import LogReader
 from autoplan.jobs.job import AUTOPLAN, OUTCOME, PLAN, JobStatus, LocalJobs
@@ -77,11 +77,14 @@ def main() -> None:
     if not options.unmeasured:
         profile(model, timings)
     problem = make_problem(
-        TrainingFlags(
-            model=str(model), cluster="cpu:1x2", seq_len=SEQ_LEN, precision=PRECISION, attention="flash",
-            framework="torch", reserve_memory="0", timings=None if options.unmeasured else "db", db=str(timings),
-        )
-    )  # fmt: skip
+        model,
+        cluster="cpu:1x2",
+        seq_len=SEQ_LEN,
+        precision=PRECISION,
+        framework="torch",
+        timings=None if options.unmeasured else "db",
+        db=str(timings),
+    )
     plans = distinct(search(problem, make_space(problem, GLOBAL_BATCH, fix=[], at_most=[], allow=[]), margin=MARGIN))
     tried = tune(problem, plans, options.folder, options.trials, until_s)
     truth = measure(problem, plans, options.folder / "truth", options.rounds, until_s)

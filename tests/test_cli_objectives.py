@@ -8,8 +8,9 @@ import pytest
 
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode
+from autoplan.base.values import parse_tokens
 from autoplan.cli import make_app
-from autoplan.cli.objectives import parse_sizes, parse_tokens
+from autoplan.cli.objectives import parse_sizes
 from autoplan.spec.plan_file import PlanFile
 from test_cli import LLAMA
 

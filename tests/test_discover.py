@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.api.discovery import local_cluster
+from autoplan.api.timings import stored_timings
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table
 from autoplan.base.processes import Place
 from autoplan.base.units import GIB, MIB
 from autoplan.cli import main
-from autoplan.cli.discover import local_cluster
-from autoplan.cli.inputs import stored_timings
 from autoplan.profiler.discover import local, nvidia_smi, report
 from autoplan.profiler.discover.allocation import describe_all, found_in, gather, job_hosts, switches_above
 from autoplan.profiler.discover.describe import Description, describe, training_nics
@@ -687,7 +687,7 @@ def test_cluster_local_says_what_to_do_where_it_cannot_be_told(
 ) -> None:
     nameless = Report(seen=(nvidia_smi.parse(matrix(8, "NV18")),))
     with monkeypatch.context() as patch:
-        patch.setattr("autoplan.cli.discover._look", lambda: ([nameless], None))
+        patch.setattr("autoplan.api.discovery.look", lambda: ([nameless], None))
         status, _, err = typed("topo", "local")
     assert (status, err.count("\n")) == (1, 1)
     assert "pass --device, such as" in err

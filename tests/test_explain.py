@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autoplan.api.plan_files import make_plan_file
 from autoplan.base.errors import InputError
-from autoplan.cli.planfile import make_plan_file
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.rulebooks import book_of

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.api.plan_files import make_mixed_file
 from autoplan.base.errors import InputError
-from autoplan.cli.planfile import make_mixed_file
 from autoplan.cost.estimate import STEP_TERMS, stage_costs
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline

@@ -17,8 +17,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from autoplan.api.timings import with_timings
 from autoplan.base.processes import Children
-from autoplan.cli.inputs import with_timings
 from autoplan.cli.run import of_trainer
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.presets import load_framework

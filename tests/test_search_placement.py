@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autoplan.api.problem import make_space
 from autoplan.base.arrays import Floats
-from autoplan.cli.inputs import make_space
 from autoplan.cost.estimate import estimate
 from autoplan.search.placement import best_placement, is_fragmented, place_best
 from autoplan.search.study import search

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.api.timings import with_timings
 from autoplan.base.errors import InputError
-from autoplan.cli.inputs import with_timings
 from autoplan.cost.estimate import estimate
 from autoplan.cost.provenance import shares
 from autoplan.frameworks.presets import load_framework

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.api.plan_files import make_plan_file
+from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode
-from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
-from autoplan.cli.planfile import make_plan_file
 from autoplan.cli.trials import Budget, Trials, read_result
 from autoplan.frameworks.logs import LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Cause, JobStatus, LocalJobs, SilentError
@@ -43,12 +43,7 @@ TINY = 'name = "tiny"\nnum_layers = 4\nhidden_size = 64\nnum_heads = 4\nffn_size
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return make_problem(
-        TrainingFlags(
-            model="llama3-8b", cluster="h100-sxm:1x8", seq_len=4096, precision="bf16", attention="flash",
-            framework="megatron-core", reserve_memory="0",
-        )
-    )  # fmt: skip
+    return make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=4096)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.cli.inputs import with_timings
+from autoplan.api.timings import with_timings
 from autoplan.cost.blocks import layer_parameters
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.provenance import shares, term_shares

@@ -1,4 +1,8 @@
-"""Errors that the user can mend; the command line prints them as one line and exits with 1."""
+"""Errors that a user can mend, as one family, and warnings.
+
+The command line prints an error in one line and exits with 1.  Messages call an argument by its flag: --global-batch is
+`global_batch` of a function.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,22 @@ from collections.abc import Iterable
 
 
 class AutoplanError(Exception):
-    """The rule that was broken, the values that broke it, and the way out, in one line."""
+    """The root of all errors that a user can mend: its text has the rule that was broken, the values and the way out.
+
+    Raised itself where none of the classes below fits, such as for a run that failed or was interrupted.
+    """
 
 
 class InputError(AutoplanError, ValueError):
-    """A file, a flag or a value that cannot be used.
+    """A file, a flag or a value cannot be used: it is not there, not well-formed, out of range or contradicts another.
 
-    It is a ValueError, so that msgspec adds the place in the file when a
-    dataclass refuses its values while it is being decoded.
+    It is a ValueError, so that msgspec adds the place in the file when a dataclass refuses its values while it is being
+    decoded.
     """
 
 
 class OutOfRangeError(InputError):
-    """A quantity outside its range; it knows both, so that the reader of a file can name the key that was written."""
+    """A quantity lies outside its range; both are kept, so that the reader of a file can name the key in it."""
 
     def __init__(self, name: str, value: float, rule: str) -> None:
         super().__init__(f"{name} {rule}, got {value:g}")
@@ -26,15 +33,23 @@ class OutOfRangeError(InputError):
 
 
 class NoPlanError(AutoplanError):
-    """No legal plan exists, or none fits in memory."""
+    """No plan is there to be returned: none is legal, none fits in memory, or the one given cannot be started."""
 
 
 class UnpricedError(AutoplanError):
-    """The model of costs does not cover what was asked for."""
+    """The cost model does not cover what was asked for, such as a framework whose rules are not known."""
 
 
 class StoreError(AutoplanError):
     """The timing database cannot be read or written: not reachable, not allowed, full, damaged, too new."""
+
+
+class AutoplanWarning(UserWarning):
+    """Something that a user should know without having asked; the command line prints it on stderr."""
+
+
+class StoreWarning(AutoplanWarning):
+    """The timing database holds rows that this version does not understand and passes over."""
 
 
 def refused(refusals: Iterable[tuple[bool, str]]) -> str:

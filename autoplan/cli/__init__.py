@@ -15,6 +15,7 @@ import typer
 from autoplan import __version__
 from autoplan.base.errors import AutoplanError
 from autoplan.base.urls import redact_arguments
+from autoplan.cli.remarks import shown_warnings
 
 # In the order of the help: each is a function, or an app of its own, of the module with its name.
 COMMANDS = (
@@ -48,11 +49,12 @@ def _show_version(value: bool) -> None:
 
 
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    pass
+    context.with_resource(shown_warnings())
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:

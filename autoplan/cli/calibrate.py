@@ -78,8 +78,8 @@ def calibrate(
 
 
 def _from_table(runs: Path, out: Path, *, force: bool, as_json: bool, quiet: bool) -> None:
+    from autoplan.api.calibrations import LEAST_RUNS
     from autoplan.base.files import write_text
-    from autoplan.cli.runs import LEAST_RUNS
     from autoplan.cost.calibration import MeasuredRun, calibrated
     from autoplan.read.calibration import calibration_text
     from autoplan.runs.outcomes import read_outcomes

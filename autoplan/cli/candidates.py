@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 
 if TYPE_CHECKING:
+    from autoplan.api.problem import ProblemOptions
     from autoplan.spec.plan_file import PlanFile, SpaceFlags
     from autoplan.spec.problem import Problem
     from autoplan.spec.search_result import RankedPlan
@@ -25,33 +25,36 @@ class Candidates:
 
     def trial_file(self, at: int) -> PlanFile:
         """What a trial of one of them is started from: it names no timings, which are not where it runs."""
-        from autoplan.cli.planfile import make_plan_file
+        from autoplan.api.plan_files import make_plan_file
 
         return make_plan_file(self.problem, [self.plans[at]], None)
 
 
 def kept_candidates(path: Path, db: str | None) -> Candidates:
     """The plans that a search kept in a plan file."""
-    from autoplan.cli.planfile import load_plan_file, problem_of
+    from autoplan.api.plan_files import load_plan_file, problem_of
 
     file = load_plan_file(path)
     return Candidates(problem=problem_of(file, db), plans=(file.best, *file.alternatives), timings=file.timings)
 
 
-def searched_candidates(flags: TrainingFlags, asked: SpaceFlags) -> Candidates:
+def searched_candidates(
+    model: str, cluster: str, seq_len: int, options: ProblemOptions, asked: SpaceFlags, *, quiet: bool
+) -> Candidates:
     """The best plan of each kind in the space that is asked for."""
+    from autoplan.api.problem import make_problem, make_space
     from autoplan.cli.progress import progress_bar
     from autoplan.search.advice import check_result
     from autoplan.search.choice import distinct
     from autoplan.search.study import search
     from autoplan.search.tune import MARGIN, MOST_PLANS
 
-    problem = make_problem(flags)
+    problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
     space = make_space(problem, asked.global_batch, fix=asked.fix, at_most=asked.at_most, allow=asked.allow)
-    with progress_bar(quiet=flags.quiet) as advance:
+    with progress_bar(quiet=quiet) as advance:
         result = search(problem, space, advance, margin=MARGIN)
     check_result(problem, space, result)
-    return Candidates(problem=problem, plans=distinct(result)[:MOST_PLANS], timings=flags.timings or "")
+    return Candidates(problem=problem, plans=distinct(result)[:MOST_PLANS], timings=options.get("timings") or "")
 
 
 def trainable(candidates: Candidates) -> Candidates:

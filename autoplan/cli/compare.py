@@ -84,8 +84,9 @@ def compare(
     """
     import msgspec
 
+    from autoplan.api.problem import make_problem, make_space
     from autoplan.base.files import write_text
-    from autoplan.cli.inputs import TrainingFlags, check_output, make_problem, make_space, whole_url
+    from autoplan.cli.inputs import check_output, problem_options
     from autoplan.cli.objectives import make_run, parse_sizes, priced
     from autoplan.cli.progress import progress_bar
     from autoplan.report.compare import Compared, draw_rates, print_compared
@@ -109,22 +110,10 @@ def compare(
     def space_of(one: Problem) -> Space:
         return make_space(one, global_batch, fix=fix or [], at_most=max_ or [], allow=allow or [])
 
+    options = problem_options(context)
     problems = {
         name: priced(
-            make_problem(
-                TrainingFlags(
-                    model=model,
-                    cluster=name,
-                    seq_len=seq_len,
-                    precision=precision,
-                    attention=attention,
-                    framework=framework,
-                    reserve_memory=reserve_memory,
-                    timings=timings,
-                    db=whole_url(context, url),
-                    quiet=quiet,
-                )
-            ),
+            make_problem(model, cluster=name, seq_len=seq_len, **options),
             prices.get(name, prices.get("")),
         )
         for name in cluster

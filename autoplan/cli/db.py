@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from autoplan.base.errors import InputError
-from autoplan.cli.inputs import opened_store, whole_url
+from autoplan.cli.inputs import whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption
 
 if TYPE_CHECKING:
@@ -320,6 +320,7 @@ def unhide(
 
 def _change(context: typer.Context, keys: list[str], reason: str, url: str | None, *, hides: bool, json: bool) -> int:
     """Hide or unhide; how many that changed."""
+    from autoplan.api.timings import opened_store
     from autoplan.base.units import cleaned
     from autoplan.base.user import user_name
 
@@ -335,6 +336,8 @@ def _change(context: typer.Context, keys: list[str], reason: str, url: str | Non
 
 
 def _open(context: typer.Context, url: str | None, *, writable: bool = True) -> AbstractContextManager[Store]:
+    from autoplan.api.timings import opened_store
+
     return opened_store(whole_url(context, url), writable=writable)
 
 

@@ -13,15 +13,7 @@ import typer
 
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.complete import clusters, presets
-from autoplan.cli.inputs import (
-    TrainingFlags,
-    check_output,
-    check_untyped,
-    is_typed,
-    make_problem,
-    uniform_cluster,
-    whole_url,
-)
+from autoplan.cli.inputs import check_output, check_untyped, problem_options
 from autoplan.cli.options import (
     AsOption,
     AttentionOption,
@@ -129,7 +121,8 @@ def estimate(
 
     The data-parallel degree is what the other degrees leave of the cluster.
     """
-    from autoplan.cli.planfile import is_mixed_file, is_plan_file, load_mixed_file, read_plan
+    from autoplan.api.plan_files import is_mixed_file, is_plan_file, load_mixed_file, read_plan
+    from autoplan.api.problem import load_cluster, make_problem
 
     if verify_memory and json:
         raise InputError("--verify-memory prints a table: leave out --json")
@@ -145,19 +138,7 @@ def estimate(
             raise InputError("--verify-memory is not there for mixed clusters: leave it out")
         estimate_saved(load_mixed_file(Path(model)), output)
         return
-    flags = TrainingFlags(
-        model=model or "",
-        cluster=cluster or "",
-        seq_len=seq_len or 0,
-        precision=precision,
-        attention=attention,
-        framework=framework,
-        reserve_memory=reserve_memory,
-        calibration=calibration,
-        timings=timings,
-        db=whole_url(context, url),
-        quiet=quiet,
-    )
+    options = problem_options(context)
     if launch_file is not None:
         from autoplan.cli.today import start_from
 
@@ -166,22 +147,30 @@ def estimate(
         )
         if cluster is None:
             raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
-        typed = {name for name in context.params if is_typed(context, name)}
         batch = None if global_batch is None else str(global_batch)
-        place = uniform_cluster(cluster, quiet=quiet)
-        started = start_from(launch_file, flags, batch, place, typed=typed, variables=variables, target=target)
-        problem, plan = make_problem(started.flags), started.plan
+        place = load_cluster(cluster)
+        started = start_from(
+            launch_file,
+            place,
+            options,
+            model=model,
+            seq_len=seq_len,
+            global_batch=batch,
+            variables=variables,
+            target=target,
+        )
+        problem, plan = make_problem(started.launch.model, cluster=place, **started.options), started.plan
     elif variables or target:
         raise InputError("--set and --as are about a launch file: give --from FILE")
     elif model is None:
         context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
     elif is_plan_file(Path(model)):
         check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
-        problem, plan, timings = read_plan(Path(model), flags.db)
+        problem, plan, timings = read_plan(Path(model), options.get("db"))
     else:
         if cluster is None or global_batch is None or seq_len is None:
             raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
-        problem = make_problem(flags)
+        problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
         wanted = PlanFlags(
             tp=tp,
             cp=cp,
@@ -288,8 +277,9 @@ class PlanFlags:
 def _price(problem: Problem, plan: ParallelPlan, timings: str, output: EstimateFlags) -> None:
     """Price a legal plan, print it and write what was asked for; `timings` says whose the measured times are."""
     import autoplan.cost.estimate as cost
+    from autoplan.api.plan_files import make_plan_file
     from autoplan.base.files import encode, write_text
-    from autoplan.cli.planfile import make_plan_file, write_trace
+    from autoplan.cli.trace import write_trace
     from autoplan.search.ranking import ranked
     from autoplan.spec.plan import PlanBatch
 
@@ -375,7 +365,7 @@ def _layers(text: str | None) -> list[int] | None:
 
 def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     """The rules that the plan obeys; refused with the first that it breaks."""
-    from autoplan.cli.inputs import check_rank_order, check_tp_overlap
+    from autoplan.api.problem import check_rank_order, check_tp_overlap
     from autoplan.frameworks.common.rules import broken
     from autoplan.frameworks.rulebooks import book_of
     from autoplan.spec.plan import chunk_layers

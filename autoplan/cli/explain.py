@@ -36,9 +36,10 @@ def explain(
     Looks at all plans that differ in one or two choices, legal or not; where the parts of a cluster are unlike, at
     plans with one change of sharding, recomputation, micro-batches or layers.
     """
+    from autoplan.api.plan_files import load_any_plan_file, problem_of
     from autoplan.base.files import encode
     from autoplan.cli.inputs import check_output, whole_url
-    from autoplan.cli.planfile import load_any_plan_file, problem_of, write_trace
+    from autoplan.cli.trace import write_trace
     from autoplan.cost.timeline import timeline
     from autoplan.search.explain import explain as explained
     from autoplan.spec.plan_file import MixedPlanFile
@@ -70,8 +71,8 @@ def explain(
 
 def _versus(problem: Problem, best: ParallelPlan, against: str, url: str | None) -> Versus:
     """The other plan: of a file with its own problem, or this one with changes."""
+    from autoplan.api.plan_files import read_plan
     from autoplan.base.files import is_file
-    from autoplan.cli.planfile import read_plan
     from autoplan.search.explain import changed, versus
 
     path = Path(against)

@@ -45,10 +45,10 @@ def export(
     ] = False,
 ) -> None:
     """Write the files that start a plan."""
+    from autoplan.api.plan_files import load_any_plan_file
     from autoplan.base.files import check_folder, write_folder
     from autoplan.base.units import format_bytes
     from autoplan.cli.nearest import startable
-    from autoplan.cli.planfile import load_any_plan_file
     from autoplan.cli.starting import NOT_STARTED
     from autoplan.launch.targets import exported
     from autoplan.spec.plan_file import MixedPlanFile

@@ -53,11 +53,11 @@ def import_logs(
     quiet: bool,
 ) -> None:
     """Keep the runs in the database, calibrate the frameworks that ran, and say what became of every log."""
+    from autoplan.api.problem import load_cluster
     from autoplan.base.files import encode, write_text
-    from autoplan.cli.inputs import uniform_cluster
     from autoplan.read.calibration import calibration_text
 
-    place = uniform_cluster(cluster, quiet=quiet)
+    place = load_cluster(cluster)
     imported = _imported(folder, place, given, url)
     if as_json:
         typer.echo(encode(imported), nl=False)
@@ -76,7 +76,8 @@ def import_logs(
 
 
 def _imported(folder: Path, cluster: ClusterSpec, given: Given, url: str | None) -> Imported:
-    from autoplan.cli.runs import calibration_of, past_record, problem_of
+    from autoplan.api.calibrations import calibration_of
+    from autoplan.api.past_runs import past_record, problem_of
     from autoplan.cost.estimate import estimate
     from autoplan.frameworks.launch_files import read_launch_on_part
     from autoplan.frameworks.presets import load_framework

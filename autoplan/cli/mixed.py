@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.cli.inputs import OutputFlags, parse_batches
+from autoplan.base.values import parse_batches
+from autoplan.cli.inputs import OutputFlags
 from autoplan.spec.enums import Sharding
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ SHARDINGS = ("zero2", "zero3")  # that may be allowed
 
 def search_parts(problem: MixedProblem, asked: SpaceFlags, output: OutputFlags) -> None:
     """Find the fastest plan of a mixed cluster, print it and write it to a file, and its page."""
+    from autoplan.api.plan_files import make_mixed_file
     from autoplan.base.files import encode, write_text
-    from autoplan.cli.planfile import make_mixed_file
     from autoplan.search.mixed import search_mixed
 
     if asked.narrows:
@@ -99,8 +100,8 @@ def _show(file: MixedPlanFile, text: str, *, json: bool) -> None:
 
 def estimate_saved(file: MixedPlanFile, output: EstimateFlags) -> None:
     """Price the plan of a file again, and print it."""
+    from autoplan.api.plan_files import make_mixed_file, mixed_problem_of
     from autoplan.base.files import encode, write_text
-    from autoplan.cli.planfile import make_mixed_file, mixed_problem_of
     from autoplan.cost.mixed.estimate import estimate_mixed
 
     problem = mixed_problem_of(file)
@@ -123,8 +124,8 @@ def estimate_saved(file: MixedPlanFile, output: EstimateFlags) -> None:
 
 def explain_saved(file: MixedPlanFile, trace: Path | None, *, force: bool, json: bool, quiet: bool) -> None:
     """Say where time and memory of the plan of a file go, and why others lost."""
+    from autoplan.api.plan_files import mixed_problem_of
     from autoplan.base.files import encode
-    from autoplan.cli.planfile import mixed_problem_of
     from autoplan.report.explain import print_mixed_explanation
     from autoplan.report.terminal import make_console
     from autoplan.search.explain_mixed import explain_mixed
@@ -140,7 +141,7 @@ def explain_saved(file: MixedPlanFile, trace: Path | None, *, force: bool, json:
 
 
 def _trace(problem: MixedProblem, file: MixedPlanFile, path: Path, *, force: bool, quiet: bool) -> None:
-    from autoplan.cli.planfile import write_trace
+    from autoplan.cli.trace import write_trace
     from autoplan.cost.mixed.stages import mixed_timeline
     from autoplan.report.mixed_search import describe
 

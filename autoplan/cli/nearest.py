@@ -46,7 +46,7 @@ def startable(file: PlanFile, to: str, version: str | None, *, or_nearest: bool)
 
 
 def _nearest(file: PlanFile, to: str, version: str | None, *, most_changes: int) -> Near | None:
-    from autoplan.cli.planfile import problem_of
+    from autoplan.api.plan_files import problem_of
     from autoplan.launch.targets import job_of
     from autoplan.search.nearest import nearest
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.base.errors import InputError
-from autoplan.base.units import TOKEN_UNITS
-from autoplan.cli.inputs import parse_duration, parse_numbers
+from autoplan.base.values import parse_duration, parse_numbers, parse_positive, parse_tokens
 from autoplan.cli.options import whole_number
 
 if TYPE_CHECKING:
@@ -80,21 +79,6 @@ class RunFlags:
     def are_given(self) -> bool:
         """Whether one of them was typed."""
         return any(getattr(self, one.name) not in (None, []) for one in fields(self))
-
-
-def parse_tokens(text: str) -> float:
-    """Tokens of '15T', '445B', '2e12' or '1000000'."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([TBM]?)", text.strip(), re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
-        raise InputError(f"--tokens {text!r}: write a number of tokens, such as 15T or 300B")
-    return float(match[1]) * next((size for size, unit in TOKEN_UNITS if unit == match[2].upper()), 1.0)
-
-
-def parse_positive(text: str, flag: str) -> float:
-    """A positive decimal number."""
-    if not re.fullmatch(r"[0-9]{1,12}(?:\.[0-9]{1,12})?", text.strip()) or float(text) <= 0:
-        raise InputError(f"{flag} {text!r}: write a number above 0, such as 2.5")
-    return float(text)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import typer
 
 from autoplan.base.errors import AutoplanError
 from autoplan.cli.complete import clusters, presets, words
+from autoplan.cli.remarks import hide_remarks
 from autoplan.launch.names import TARGETS
 
 
@@ -92,7 +93,9 @@ AsOption = Annotated[
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=hide_remarks, help="No progress and no remarks on stderr.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan file instead of tables.")]
 TraceOption = Annotated[
     Path | None,

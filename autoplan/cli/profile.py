@@ -83,8 +83,9 @@ def profile(
     the database holds is not measured again: after an interrupt, or when the budget is spent, run it once more.
     With --for it says first how sure the order of the best plans is and what the measurements are expected to settle.
     """
+    from autoplan.api.problem import load_cluster
     from autoplan.base.units import check_count
-    from autoplan.cli.inputs import parse_duration, parse_numbers, parse_words, uniform_cluster
+    from autoplan.base.values import parse_duration, parse_numbers, parse_words
     from autoplan.cli.process import check_torch, leave_on_sigterm
     from autoplan.frameworks.presets import load_framework
     from autoplan.read.model import load_model
@@ -101,7 +102,7 @@ def profile(
     check_count("--visits", visits)
     if place and ranks:
         raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
-    job_cluster, budget_s = uniform_cluster(cluster, quiet=quiet) if cluster else None, parse_duration(budget)
+    job_cluster, budget_s = load_cluster(cluster) if cluster else None, parse_duration(budget)
     modes: tuple[Mode, ...] = parse_words(mode, "--mode", ("sustained", "burst"))  # type: ignore[assignment]
     deciding, scope = None, None
     if plan_file is not None:

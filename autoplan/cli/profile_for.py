@@ -90,7 +90,7 @@ class Deciding:
 
     def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[Group, list[RankedTask]]]:
         """What can be measured here and is not known; what settings have in common is of the first of them."""
-        from autoplan.cli.inputs import usable_operations
+        from autoplan.api.timings import usable_operations
         from autoplan.profiler.protocol import BESIDE, COLLECTIVES
         from autoplan.profiler.tasks import ranked_tasks
         from autoplan.search.worth import family_of
@@ -119,19 +119,19 @@ class Deciding:
         return self._stored()
 
     def _stored(self) -> list[Measurement]:
-        from autoplan.cli.inputs import usable_timings
+        from autoplan.api.timings import usable_timings
 
         return usable_timings(self._problem, self._url)
 
     @cached_property
     def _problem(self) -> Problem:
-        from autoplan.cli.planfile import problem_of
+        from autoplan.api.plan_files import problem_of
 
         return problem_of(replace(self.file, timings=""))
 
     def _timed(self, more: Sequence[Measurement]) -> Problem:
         """The problem with the times of the database and some more."""
-        from autoplan.cli.inputs import with_measurements
+        from autoplan.api.timings import with_measurements
 
         held = self._held
         return with_measurements(self._problem, [*held, *more]) if held or more else self._problem

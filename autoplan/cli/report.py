@@ -41,8 +41,8 @@ def report(
     What the file does not hold is searched and priced again: plans that none beats in time and memory, the best plans
     on fewer and more nodes, and the numbers that the answer hangs on.
     """
+    from autoplan.api.plan_files import load_any_plan_file
     from autoplan.cli.inputs import check_output, whole_url
-    from autoplan.cli.planfile import load_any_plan_file
 
     check_output(out, force=force)
     write_page(load_any_plan_file(plan), plan, out, url=whole_url(context, url), force=force, quiet=quiet)
@@ -52,8 +52,8 @@ def write_page(
     file: PlanFile | MixedPlanFile, path: Path, out: Path, *, url: str | None, force: bool, quiet: bool
 ) -> None:
     """The page of `file`, which lies at `path`, into the file `out`."""
+    from autoplan.api.plan_files import problem_of
     from autoplan.base.files import write_text
-    from autoplan.cli.planfile import problem_of
     from autoplan.report.page.page import page
     from autoplan.spec.plan_file import PlanFile
 
@@ -69,7 +69,7 @@ def write_page(
 
 def _mixed_content(file: MixedPlanFile, path: Path) -> MixedContent:
     """What the page of a plan of a mixed cluster shows."""
-    from autoplan.cli.planfile import mixed_problem_of
+    from autoplan.api.plan_files import mixed_problem_of
     from autoplan.cli.starting import NOT_STARTED
     from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
     from autoplan.report.page.content import MixedContent
@@ -132,7 +132,7 @@ def _content(file: PlanFile, path: Path, problem: Problem, *, quiet: bool) -> Pl
 
 def _space(file: PlanFile, problem: Problem) -> Space:
     """The space that was searched, or the same on another number of nodes."""
-    from autoplan.cli.inputs import make_space
+    from autoplan.api.problem import make_space
 
     if file.space is None:
         raise InputError("the plan file holds one plan that was priced, not the answer of a search")

@@ -74,8 +74,9 @@ def run(
     DeepSpeed or HF Trainer, and it is ended after the steps.
     """
     from autoplan.base.processes import CrewError, place_from
+    from autoplan.base.values import parse_duration
     from autoplan.cli.command import ProgramError, run_command
-    from autoplan.cli.inputs import check_output, parse_duration, whole_url
+    from autoplan.cli.inputs import check_output, whole_url
     from autoplan.cli.runs import RunKeeper
     from autoplan.trainer.task import RunFile
 
@@ -153,7 +154,7 @@ def _hand_over(
 
 def plan_to_run(path: Path, url: str | None) -> tuple[Problem, ParallelPlan, str]:
     """The plan of a file, with times of the database at `url`, or of the user's own where that is for the run alone."""
-    from autoplan.cli.planfile import read_plan
+    from autoplan.api.plan_files import read_plan
 
     try:
         return read_plan(path, url)
@@ -226,7 +227,7 @@ def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
 
     Of the database whose times are in it, the trainer's own units count then too.
     """
-    from autoplan.cli.inputs import with_timings
+    from autoplan.api.timings import with_timings
     from autoplan.frameworks.presets import load_framework
     from autoplan.read.calibration import built_in_calibration
 

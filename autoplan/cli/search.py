@@ -12,7 +12,7 @@ import typer
 
 from autoplan.base.errors import InputError
 from autoplan.cli.complete import presets, words
-from autoplan.cli.inputs import OutputFlags, TrainingFlags, is_typed, make_mixed_problem, named_cluster, whole_url
+from autoplan.cli.inputs import OutputFlags, is_typed, problem_options, whole_url
 from autoplan.cli.objectives import (
     CheckpointOption,
     DeadlineOption,
@@ -153,6 +153,7 @@ def search(
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
+    from autoplan.api.problem import load_any_cluster, make_mixed_problem
     from autoplan.cli.searching import Asked, Sharing, check_for_parts, searched
     from autoplan.spec.plan_file import SpaceFlags
     from autoplan.topology.mixed_cluster import MixedCluster
@@ -166,65 +167,67 @@ def search(
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
         context.fail("give MODEL, --global-batch and --seq-len, or a launch file that has them: --from FILE")
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
+    parts = load_any_cluster(cluster)
+    options = problem_options(context)
+    run = RunFlags(
+        objectives=objective or [],
+        nodes=nodes,
+        max_nodes=max_nodes,
+        tokens=tokens,
+        deadline=deadline,
+        gpu_hours=gpu_hours,
+        price=price,
+        device_mtbf=device_mtbf,
+        checkpoint_time=checkpoint_time,
+        restart_time=restart_time,
+        pue=pue,
+    )
+    space = SpaceFlags(
+        global_batch=global_batch or "", fix=tuple(fix or ()), at_most=tuple(bounds), allow=tuple(allow or ())
+    )
+    sharing = Sharing(storage=storage, url=whole_url(context, storage), study=study, workers=workers)
+    started, trained = None, model or ""
+    if launch_file is not None:
+        from autoplan.cli.today import start_from
+
+        if isinstance(parts, MixedCluster) or run.are_given or robust is not None:
+            raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
+        started = start_from(
+            launch_file,
+            parts,
+            options,
+            model=model,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            variables=variables,
+            target=target,
+        )
+        options, space = started.options, replace(space, global_batch=started.global_batch)
+    elif variables or target:
+        raise InputError("--set and --as are about a launch file: give --from FILE")
+    if isinstance(parts, MixedCluster):
+        from autoplan.cli.mixed import search_parts
+
+        check_for_parts(run, sharing, sampler=sampler, robust=robust, why=why)
+        search_parts(make_mixed_problem(trained, cluster=parts, seq_len=seq_len, **options), space, output)
+        return
     asked = Asked(
-        training=TrainingFlags(
-            model=model or "",
-            cluster=cluster,
-            seq_len=seq_len or 0,
-            precision=precision,
-            attention=attention,
-            framework=framework,
-            reserve_memory=reserve_memory,
-            calibration=calibration,
-            timings=timings,
-            db=whole_url(context, url),
-            quiet=quiet,
-        ),
-        space=SpaceFlags(
-            global_batch=global_batch or "", fix=tuple(fix or ()), at_most=tuple(bounds), allow=tuple(allow or ())
-        ),
-        run=RunFlags(
-            objectives=objective or [],
-            nodes=nodes,
-            max_nodes=max_nodes,
-            tokens=tokens,
-            deadline=deadline,
-            gpu_hours=gpu_hours,
-            price=price,
-            device_mtbf=device_mtbf,
-            checkpoint_time=checkpoint_time,
-            restart_time=restart_time,
-            pue=pue,
-        ),
-        sharing=Sharing(storage=storage, url=whole_url(context, storage), study=study, workers=workers),
+        model=started.launch.model if started else trained,
+        cluster=parts,
+        seq_len=seq_len,
+        options=options,
+        quiet=quiet,
+        space=space,
+        run=run,
+        sharing=sharing,
         sampler=sampler,
         trials=trials,
         seed=seed,
         robust=robust,
         why=why,
     )
-    parts = named_cluster(cluster, quiet=quiet)
-    started = None
-    if launch_file is not None:
-        from autoplan.cli.today import start_from
-
-        if isinstance(parts, MixedCluster) or asked.run.are_given or robust is not None:
-            raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
-        typed = {name for name in context.params if is_typed(context, name)}
-        started = start_from(
-            launch_file, asked.training, global_batch, parts, typed=typed, variables=variables, target=target
-        )
-        asked = replace(asked, training=started.flags, space=replace(asked.space, global_batch=started.global_batch))
-    elif variables or target:
-        raise InputError("--set and --as are about a launch file: give --from FILE")
-    if isinstance(parts, MixedCluster):
-        from autoplan.cli.mixed import search_parts
-
-        check_for_parts(asked)
-        search_parts(make_mixed_problem(asked.training, parts), asked.space, output)
-        return
     file = searched(asked, started)
-    _hand_over(file, output, db=asked.training.db)
+    _hand_over(file, output, db=options.get("db"))
 
 
 def _hand_over(file: PlanFile, output: OutputFlags, *, db: str | None) -> None:

@@ -10,24 +10,30 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.api.problem import ProblemOptions, make_problem, make_space
 from autoplan.base.errors import InputError
-from autoplan.cli.inputs import TrainingFlags, make_problem, make_space
 from autoplan.cli.objectives import RunFlags, search_run
 
 if TYPE_CHECKING:
     from autoplan.cli.today import Started
     from autoplan.search.space import Space
     from autoplan.search.study import Shared
+    from autoplan.spec.model import ModelSpec
     from autoplan.spec.plan_file import PlanFile, SpaceFlags
     from autoplan.spec.problem import Problem
     from autoplan.spec.search_result import Confidence, SearchResult
+    from autoplan.topology.cluster import ClusterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What a search is asked, by the flags as typed."""
 
-    training: TrainingFlags
+    model: str | ModelSpec
+    cluster: ClusterSpec
+    seq_len: int | None
+    options: ProblemOptions
+    quiet: bool
     space: SpaceFlags
     run: RunFlags
     sharing: Sharing
@@ -68,24 +74,24 @@ class Sharing:
         return bool(self.storage or self.study or self.workers != 1)
 
 
-def check_for_parts(asked: Asked) -> None:
+def check_for_parts(run: RunFlags, sharing: Sharing, *, sampler: str, robust: float | None, why: bool) -> None:
     """Refuse what a search of a mixed cluster does not do yet."""
-    if asked.robust is not None or asked.why:
-        raise InputError(f"{'--why' if asked.why else '--robust'} is not there for mixed clusters yet: leave it out")
-    if asked.sharing.is_given or asked.sampler != "bound":
+    if robust is not None or why:
+        raise InputError(f"{'--why' if why else '--robust'} is not there for mixed clusters yet: leave it out")
+    if sharing.is_given or sampler != "bound":
         raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
-    if asked.run.are_given:
+    if run.are_given:
         raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
 
 
 def searched(asked: Asked, started: Started | None) -> PlanFile:
     """The plan file of what was asked of a cluster of equal nodes."""
     storage = asked.sharing.storage
-    if storage and not storage.startswith("grpc:") and not asked.training.quiet:
+    if storage and not storage.startswith("grpc:") and not asked.quiet:
         from autoplan.cli.progress import say_how_to_watch
 
         say_how_to_watch(storage)
-    problem = make_problem(asked.training)
+    problem = make_problem(asked.model, cluster=asked.cluster, seq_len=asked.seq_len, **asked.options)
     if started and not asked.space.narrows:
         from autoplan.cli.today import allowed_for
 
@@ -103,7 +109,7 @@ def searched(asked: Asked, started: Started | None) -> PlanFile:
 
 def _best_for_run(problem: Problem, asked: Asked, space_of: Callable[[Problem], Space]) -> PlanFile:
     """The plans that are best in the objectives of a run, of all its numbers of nodes."""
-    from autoplan.cli.planfile import make_plan_file
+    from autoplan.api.plan_files import make_plan_file
     from autoplan.cli.progress import progress_bar
     from autoplan.search.workers import helped
 
@@ -114,13 +120,13 @@ def _best_for_run(problem: Problem, asked: Asked, space_of: Callable[[Problem], 
         raise InputError(f"--sampler {asked.sampler} is for step times on one cluster: leave objectives and runs out")
     with asked.sharing.opened() as shared:
         join = partial(search_run, problem, asked.run, space_of, shared=shared)
-        with helped(join, asked.sharing.workers - 1), progress_bar(quiet=asked.training.quiet, unit="sizes") as advance:
+        with helped(join, asked.sharing.workers - 1), progress_bar(quiet=asked.quiet, unit="sizes") as advance:
             chosen = join(progress=advance)
     return make_plan_file(
         chosen.problem,
         chosen.plans,
         chosen.certificate,
-        timings=asked.training.timings or "",
+        timings=asked.options.get("timings") or "",
         run=chosen.report,
         space=asked.space,
     )
@@ -131,7 +137,7 @@ def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started
 
     Of several that are as fast the best is the one nearest to what runs today, where no flag narrows the space.
     """
-    from autoplan.cli.planfile import make_plan_file
+    from autoplan.api.plan_files import make_plan_file
     from autoplan.cli.progress import progress_bar
     from autoplan.search.advice import check_result
     from autoplan.search.choice import choice_of, robust_margin, robust_order
@@ -147,7 +153,7 @@ def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started
         sampling = Sampling(name=asked.sampler, trials=asked.trials, seed=asked.seed)
     with asked.sharing.opened() as shared:
         join = partial(run, problem, space, margin=margin, shared=shared, sampling=sampling)
-        with helped(join, asked.sharing.workers - 1), progress_bar(quiet=asked.training.quiet) as advance:
+        with helped(join, asked.sharing.workers - 1), progress_bar(quiet=asked.quiet) as advance:
             result = join(progress=advance)
     check_result(problem, space, result)
     result = place_best(problem, result)
@@ -160,7 +166,7 @@ def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started
     choice = choice_of(result)
     if asked.why:
         choice = _explained(choice, problem, space, result, margin)
-    timings = asked.training.timings or ""
+    timings = asked.options.get("timings") or ""
     file = make_plan_file(problem, result.rivals, result.certificate, timings=timings, choice=choice, space=asked.space)
     if started is None:
         return file

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.base.errors import AutoplanError, InputError
-from autoplan.cli.inputs import TrainingFlags, check_rank_order
 from autoplan.cli.read import make_given
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
+    from autoplan.api.problem import ProblemOptions
     from autoplan.frameworks.common.launch import Given, Launch
     from autoplan.frameworks.common.rules import Rule
     from autoplan.search.space import Space
@@ -31,46 +31,40 @@ class Started:
     path: Path
     given: Given
     launch: Launch
-    flags: TrainingFlags
+    options: ProblemOptions
     global_batch: str
     plan: ParallelPlan
 
 
 def start_from(
     path: Path,
-    flags: TrainingFlags,
-    global_batch: str | None,
     cluster: ClusterSpec,
+    options: ProblemOptions,
     *,
-    typed: Collection[str],
-    variables: list[str] | None,
-    target: str | None,
+    model: str | None = None,
+    seq_len: int | None = None,
+    global_batch: str | None = None,
+    variables: list[str] | None = None,
+    target: str | None = None,
 ) -> Started:
-    """Read the launch file on `cluster`; what stands in `typed` wins over what the file says.
+    """Read the launch file on `cluster`; what is given beside it wins over what the file says.
 
     A range of batches leaves the file's plan at its own, one number changes it.
     """
     from autoplan.frameworks.launch_files import read_launch_on
 
-    model = str(flags.model) if "model" in typed else None
-    given = make_given(model, None, None, flags.seq_len if "seq_len" in typed else None, variables)
+    given = make_given(model, None, None, seq_len, variables)
     try:
         launch = read_launch_on(path, given, cluster, target)
     except InputError as error:
         raise InputError(str(error).replace("--model", "MODEL")) from None  # which is an argument of a search
-    training = launch.training
-    found = {
-        "seq_len": training.seq_len,
-        "precision": training.precision,
-        "attention": training.attention,
-        "framework": launch.framework,
-    }
-    found = {name: value for name, value in found.items() if name not in typed}
-    flags = replace(flags, model=launch.model, training=training, **found)  # type: ignore[arg-type]
+    training = launch.training if seq_len is None else replace(launch.training, seq_len=seq_len)
+    options = {"framework": launch.framework, **options, "training": training}
     batch = global_batch or str(launch.plan.global_batch)
     asked = int(batch) if batch.isascii() and batch.isdigit() and 0 < len(batch) < 10 else launch.plan.global_batch
-    plan = replace(launch.plan, precision=flags.precision, global_batch=asked)  # type: ignore[arg-type]
-    return Started(path=path, given=given, launch=launch, flags=flags, global_batch=batch, plan=plan)
+    precision = options.get("precision", training.precision)
+    plan = replace(launch.plan, precision=precision, global_batch=asked)  # type: ignore[arg-type]
+    return Started(path=path, given=given, launch=launch, options=options, global_batch=batch, plan=plan)
 
 
 def allowed_for(problem: Problem, plan: ParallelPlan) -> list[str]:
@@ -140,6 +134,7 @@ def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchR
 
 def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:
     """Why the framework refuses a plan; empty where it does not."""
+    from autoplan.api.problem import check_rank_order
     from autoplan.frameworks.rulebooks import book_of
 
     faults = _broken(problem, plan, book_of(problem.framework).rules)

@@ -29,8 +29,9 @@ def topo(
     """Show a cluster as a tree of switches, nodes and links with their rates, or draw it; or the traffic of a plan."""
     import msgspec
 
+    from autoplan.api.problem import load_any_cluster
     from autoplan.base.files import write_text
-    from autoplan.cli.inputs import check_output, named_cluster
+    from autoplan.cli.inputs import check_output
     from autoplan.report.cluster import mixed_json, print_mixed_topology, print_topology, topology_json
     from autoplan.report.cluster_drawing import draw
     from autoplan.report.terminal import make_console
@@ -40,7 +41,7 @@ def topo(
 
     if svg is not None:
         check_output(svg, force=force)
-    spec = named_cluster(cluster, quiet=False)
+    spec = load_any_cluster(cluster)
     if isinstance(spec, MixedCluster):
         if plan is not None or svg is not None:
             raise InputError(f"{cluster} has unlike parts: --plan and --svg show a cluster of equal nodes, name a part")
@@ -65,7 +66,7 @@ def topo(
 
 def _step_traffic(path: Path, cluster: ClusterSpec) -> StepTraffic:
     """What the plan of a file moves on `cluster`, which need not be the one that it was made for."""
-    from autoplan.cli.planfile import load_plan_file, problem_of
+    from autoplan.api.plan_files import load_plan_file, problem_of
     from autoplan.cost.collectives.traffic import step_traffic
 
     file = replace(load_plan_file(path), timings="")  # bytes rest on none

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.base.errors import InputError, NoPlanError
+from autoplan.base.values import parse_duration, parse_positive
 from autoplan.cli.complete import clusters, presets
-from autoplan.cli.inputs import TrainingFlags, check_output, check_untyped, parse_duration, whole_url
-from autoplan.cli.objectives import parse_positive
+from autoplan.cli.inputs import check_output, check_untyped, problem_options, whole_url
 from autoplan.cli.options import (
     AttentionOption,
     CalibrationOption,
@@ -131,8 +131,8 @@ def tune(
     likely to be faster than the best, or the budget is spent.  A run that fails, for want of memory or otherwise,
     is told with its reason.  Interrupted, or killed, the same call goes on where it was.
     """
+    from autoplan.api.plan_files import is_plan_file
     from autoplan.cli.candidates import kept_candidates, searched_candidates
-    from autoplan.cli.planfile import is_plan_file
     from autoplan.cli.run import warn_of_emulation
     from autoplan.cli.runners import TrialFlags, runner_of
     from autoplan.cli.trials import Budget
@@ -167,23 +167,12 @@ def tune(
     else:
         if cluster is None or global_batch is None or seq_len is None:
             context.fail("give MODEL with --cluster, --global-batch and --seq-len, or a plan.json")
-        flags = TrainingFlags(
-            model=model,
-            cluster=cluster,
-            seq_len=seq_len,
-            precision=precision,
-            attention=attention,
-            framework=framework or "torch",
-            reserve_memory=reserve_memory,
-            calibration=calibration,
-            timings=timings,
-            db=db,
-            quiet=quiet,
-        )
+        options = problem_options(context)
+        options.setdefault("framework", "torch")
         space = SpaceFlags(
             global_batch=str(global_batch), fix=tuple(fix or ()), at_most=tuple(max_ or ()), allow=tuple(allow or ())
         )
-        candidates = searched_candidates(flags, space)
+        candidates = searched_candidates(model, cluster, seq_len, options, space, quiet=quiet)
     runner = runner_of(asked, candidates)
     if not (program or template or quiet):
         warn_of_emulation(candidates.problem)
@@ -276,8 +265,8 @@ def _tuned(asked: TrialFlags, runner: Runner, spend: Budget, place: StudyFlags, 
 
 def _hand_over(tuned: _Tuned, out: Path, *, force: bool, json: bool, quiet: bool) -> None:
     """Write the best plan, and print what the trials told."""
+    from autoplan.api.plan_files import make_plan_file
     from autoplan.base.files import encode, write_text
-    from autoplan.cli.planfile import make_plan_file
 
     report, candidates = _report(tuned), tuned.candidates
     if report.best is None:

@@ -1,4 +1,4 @@
-"""What goes into `plan.json`?"""
+"""Plan files: read, made from plans, and turned into problems again."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from autoplan import __version__
+from autoplan.api.timings import with_timings
 from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.files import decode, is_file, read_table
 from autoplan.base.urls import redact_arguments
-
-if TYPE_CHECKING:
-    from autoplan.cost.timeline import Timeline
-    from autoplan.spec.mixed_problem import MixedProblem
-    from autoplan.spec.mixed_result import MixedCertificate, MixedCost
-    from autoplan.spec.plan import ParallelPlan
-    from autoplan.spec.plan_file import MixedPlanFile, PlanFile, SpaceFlags
-    from autoplan.spec.problem import Problem
-    from autoplan.spec.run_report import RunReport
-    from autoplan.spec.search_result import Certificate, Confidence, RankedPlan
+from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.cost.provenance import shares
+from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan_file import MIXED_FILE_VERSION, PLAN_FILE_VERSION, MixedPlanFile, PlanFile, SpaceFlags
+from autoplan.spec.problem import Problem
+from autoplan.spec.ranks import hosts
+from autoplan.spec.run_report import RunReport
+from autoplan.spec.search_result import Certificate, Confidence, RankedPlan
 
 KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
 
 def is_plan_file(path: Path) -> bool:
     """Whether a path names a plan file of a cluster of equal nodes."""
-    from autoplan.base.files import is_file, read_table
-
     return path.suffix == ".json" and is_file(path) and "schema_version" in read_table(path)
 
 
 def is_mixed_file(path: Path) -> bool:
     """Whether a path names a plan file of a mixed cluster."""
-    from autoplan.base.files import is_file, read_table
-
     return path.suffix == ".json" and is_file(path) and "mixed_schema_version" in read_table(path)
 
 
@@ -48,9 +47,6 @@ def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan
 
 def load_plan_file(path: Path) -> PlanFile:
     """The plan file at `path`, of a cluster of equal nodes."""
-    from autoplan.base.files import decode, read_table
-    from autoplan.spec.plan_file import PlanFile
-
     table = read_table(path)
     if "schema_version" not in table:
         what = (
@@ -62,24 +58,16 @@ def load_plan_file(path: Path) -> PlanFile:
 
 def load_mixed_file(path: Path) -> MixedPlanFile:
     """The plan file at `path`, of a mixed cluster."""
-    from autoplan.base.files import decode, read_table
-    from autoplan.spec.plan_file import MixedPlanFile
-
     return decode(MixedPlanFile, read_table(path), str(path))
 
 
 def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
     """The plan file at `path`, of whatever cluster."""
-    from autoplan.base.files import read_table
-
     return load_mixed_file(path) if "mixed_schema_version" in read_table(path) else load_plan_file(path)
 
 
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:
     """The problem that a plan file answers, with the timings that it names."""
-    from autoplan.cli.inputs import with_timings
-    from autoplan.spec.problem import Problem
-
     problem = Problem(
         model=file.model,
         training=file.training,
@@ -110,12 +98,6 @@ def make_plan_file(
     space: SpaceFlags | None = None,
 ) -> PlanFile:
     """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
-    from autoplan.cost.estimate import estimate, stage_costs
-    from autoplan.cost.provenance import shares
-    from autoplan.spec.plan import PlanBatch
-    from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
-    from autoplan.spec.ranks import hosts
-
     best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
     listed = replace(best, placement=None)
     return PlanFile(
@@ -142,20 +124,8 @@ def make_plan_file(
     )
 
 
-def write_trace(line: Timeline, plan: str, path: Path, *, force: bool, quiet: bool) -> None:
-    """One step of a plan, which is told in words, as a Chrome trace."""
-    from autoplan.base.files import write_text
-    from autoplan.report.trace import trace_json
-
-    write_text(path, trace_json(line, plan), force=force)
-    if not quiet:
-        print(f"wrote {path}: open it in ui.perfetto.dev", file=sys.stderr)
-
-
 def mixed_problem_of(file: MixedPlanFile) -> MixedProblem:
     """The problem that the plan file of a mixed cluster answers."""
-    from autoplan.spec.mixed_problem import MixedProblem
-
     return MixedProblem(
         model=file.model,
         training=file.training,
@@ -170,8 +140,6 @@ def make_mixed_file(
     problem: MixedProblem, plans: Sequence[MixedCost], certificate: MixedCertificate | None
 ) -> MixedPlanFile:
     """The plan file of `plans` of a mixed cluster, best first."""
-    from autoplan.spec.plan_file import MIXED_FILE_VERSION, MixedPlanFile
-
     return MixedPlanFile(
         mixed_schema_version=MIXED_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
@@ -195,9 +163,6 @@ def _command() -> str:
 
 def _versions(*, searched: bool) -> dict[str, str]:
     """Of what the numbers of a file rest on."""
-    from importlib.metadata import version
-
-    from autoplan import __version__
 
     libraries = ("msgspec", "numpy", *(("optuna",) if searched else ()))
     named = {name: version(name) for name in libraries}

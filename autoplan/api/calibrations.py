@@ -1,0 +1,83 @@
+"""Calibrations from the training runs that the timing database holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+
+from autoplan.api.timings import opened_store
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.cost.calibration import Fitted, MeasuredRun, calibrated
+from autoplan.profiler.record import Fingerprint
+from autoplan.profiler.run_record import RunRecord
+from autoplan.read.calibration import built_in_calibration
+from autoplan.read.cluster import of_size
+from autoplan.spec.framework import Framework
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.topology.cluster import ClusterSpec
+
+LEAST_RUNS = 3  # for a calibration
+
+
+def described_machine(cluster: ClusterSpec) -> Fingerprint:
+    """Return what a description of a cluster says of its machines."""
+    return Fingerprint(
+        device=cluster.device.name,
+        memory_bytes=int(cluster.device.memory_bytes),
+        devices_per_node=cluster.devices_per_node,
+        num_hosts=cluster.num_nodes,
+        **(asdict(cluster.machine) if cluster.machine else {}),
+    )
+
+
+def calibration_of(cluster: ClusterSpec, framework: Framework, url: str | None) -> Fitted:
+    """Fit a calibration of `framework` on nodes like those of `cluster`, from its finished runs in the database.
+
+    Runs on the nearest machines that have `LEAST_RUNS` of them count (`Match`), else those on any with the device.
+    """
+    found = list(_measured(cluster, framework, url))
+    if len(found) < LEAST_RUNS:
+        raise InputError(
+            f"the database holds {len(found)} finished runs of {framework.name} on {cluster.device.name} that can be "
+            f"priced, a calibration needs {LEAST_RUNS}: add some with autoplan calibrate --from-logs, or leave "
+            "--calibration db out"
+        )
+    return calibrated(found, name=f"{framework.name} on {cluster.device.name}, from {len(found)} runs in the database")
+
+
+def _measured(cluster: ClusterSpec, framework: Framework, url: str | None) -> Iterator[MeasuredRun]:
+    from autoplan.profiler.store.match import match  # brings SQLAlchemy
+
+    wanted = described_machine(cluster)
+    by_match: dict[int, list[RunRecord]] = {}
+    with opened_store(url, writable=False) as store:
+        for run in store.runs(device=cluster.device.name):
+            if run.framework in (framework.name, framework.calibration_name) and run.status == "ok":
+                by_match.setdefault(match(run.fingerprint, wanted) or 0, []).append(run)
+    chosen: list[RunRecord] = []
+    for _, runs in sorted(by_match.items()):
+        chosen += runs
+        if len(chosen) >= LEAST_RUNS:
+            break
+    yield from _priced(chosen, cluster, framework)
+
+
+def _priced(runs: Iterable[RunRecord], cluster: ClusterSpec, framework: Framework) -> Iterator[MeasuredRun]:
+    """The runs that the model can price, on as many nodes like those of `cluster` as they had."""
+    base = built_in_calibration(framework, cluster.device.generation)
+    for run in runs:
+        plan = replace(run.plan, placement=None)
+        try:
+            problem = Problem(
+                model=run.model,
+                training=run.training,
+                cluster=of_size(cluster, plan.num_devices),
+                framework=framework,
+                calibration=base,
+            )
+            PlanBatch.of([plan], run.model.num_layers)
+        except AutoplanError:
+            continue
+        assert run.seconds is not None
+        yield MeasuredRun(problem=problem, plan=plan, step_s=run.seconds)

@@ -1,0 +1,117 @@
+"""Clusters that are found: this machine, the nodes of this job, or those of which saved output of tools tells."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from autoplan.api.timings import stored_timings
+from autoplan.base.errors import AutoplanWarning, InputError
+from autoplan.base.processes import place_from
+from autoplan.profiler.discover.allocation import describe_all, found_in, gather, job_hosts, switches_above
+from autoplan.profiler.discover.describe import Description
+from autoplan.profiler.discover.links import OPERATIONS, with_measured
+from autoplan.profiler.discover.local import host_name, see, switch_tree
+from autoplan.profiler.discover.report import FORMATS, Report, ReportFile, read_source
+from autoplan.profiler.discover.slurm import SwitchTree
+from autoplan.topology.cluster import ClusterSpec, MachineSpec
+
+
+@lru_cache(maxsize=1)
+def local_cluster() -> ClusterSpec:
+    """Return what `autoplan discover` finds on this machine, or for the nodes of this job."""
+    place = place_from(os.environ)
+    if place is not None and place.num_ranks > 1:
+        raise InputError(
+            f"cluster local is for one program, {place.launcher} has started {place.num_ranks} ranks: let them run "
+            "autoplan discover --out cluster.toml, and give that file"
+        )
+    seen = look()
+    assert seen is not None  # no other rank has it
+    try:
+        description = described(*seen, is_here=True)
+    except InputError as error:
+        raise InputError(f"cluster local: {error} to autoplan discover --out FILE, and give that file") from None
+    cores = "no accelerator was found here: the devices of cluster local are CPU cores"
+    remarks = (*((cores,) if description.cluster.device.vendor == "cpu" else ()), *description.warnings)
+    for remark in remarks:
+        warnings.warn(remark, AutoplanWarning, stacklevel=2)
+    return description.cluster
+
+
+def described(
+    reports: list[Report], tree: SwitchTree | None, *, is_here: bool, nodes: int = 0, name: str = "", device: str = ""
+) -> Description:
+    """Return the cluster of the nodes that `reports` tell of; `is_here`: this machine is one of them."""
+    hosts = () if not is_here or nodes or place_from(os.environ) else job_hosts(os.environ)
+    description = describe_all(found_in(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
+    machine = _machine() if is_here else None
+    if machine is None:
+        return description
+    remarks = description.remarks | {"machine": "by this the timing database knows such nodes"}
+    return replace(description, cluster=replace(description.cluster, machine=machine), remarks=remarks)
+
+
+def read_files(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | None]:
+    """Return what saved files say; those about one node in the order in which their formats are believed."""
+    order = list(FORMATS)
+    parsed = sorted((read_source(path, kind) for path in sources), key=lambda source: order.index(source[0]))
+    reports: list[Report] = []
+    trees = []
+    for _, found in parsed:
+        if isinstance(found, SwitchTree):
+            trees.append(found)
+        elif isinstance(found, ReportFile):
+            reports += found.nodes
+        else:
+            reports.append(Report(host=found.host, seen=(found,)))
+    if not reports:
+        raise InputError("--from: no file tells of a node: add what nvidia-smi topo -m, NCCL or lstopo say of one")
+    if len(trees) > 1:
+        raise InputError("--from: give one file of Slurm's topology")
+    return reports, trees[0] if trees else None
+
+
+def look() -> tuple[list[Report], SwitchTree | None] | None:
+    """Return what this machine says, or all nodes of the job: on rank 0, None on others."""
+    place, mine = place_from(os.environ), None
+    if place is None or place.local_rank == 0:
+        seen, troubles = see()
+        mine = Report(host=host_name(), switches=switches_above(os.environ), seen=tuple(seen), troubles=tuple(troubles))
+    if place is None or place.num_ranks == 1:
+        return ([mine], switch_tree(os.environ)) if mine else None
+    _check_torch(place.launcher)
+    gathered = gather(place, mine)
+    return None if gathered is None else (gathered, switch_tree(os.environ))
+
+
+def _check_torch(launcher: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise InputError(
+            f"nodes of {launcher} meet through torch, which is not installed: run autoplan discover --json --out FILE "
+            "on each node, and give the files with --from"
+        )
+
+
+def _machine() -> MachineSpec | None:
+    """Return what the timing database knows this machine by; None where it cannot measure."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "psutil")):
+        return None
+    from autoplan.profiler.machine.environment import own_fingerprint  # brings torch
+
+    own = own_fingerprint()
+    return MachineSpec(runtime=own.runtime, torch=own.torch, collectives=own.collectives, topology=own.topology)
+
+
+def with_measured_links(description: Description, url: str | None) -> Description:
+    """Return the cluster with the links that were measured on it, or on others with its device."""
+    timings = stored_timings(description.cluster, url, (*OPERATIONS, "all_to_all"))
+    cluster, remarks = with_measured(description.cluster, timings)
+    notes = description.warnings
+    if not remarks:
+        notes = (*notes, f"the database has no test of links of {cluster.device.name}: rates are nominal")
+    return replace(description, cluster=cluster, remarks=description.remarks | remarks, warnings=notes)

@@ -1,0 +1,238 @@
+"""From what a user says of model, cluster, framework and training to a problem, and to the space of its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple, TypedDict, Unpack, get_args
+
+from autoplan.api.calibrations import calibration_of
+from autoplan.api.timings import with_timings
+from autoplan.base.errors import InputError, UnpricedError
+from autoplan.base.files import decode
+from autoplan.base.values import parse_batches, parse_size
+from autoplan.frameworks import presets
+from autoplan.frameworks.rulebooks import book_of
+from autoplan.read.calibration import built_in_calibration, load_calibration
+from autoplan.read.mixed_cluster import load_parts
+from autoplan.read.model import load_model as read_model
+from autoplan.search.limits import batch_grid, check_words, default_limits, with_wishes
+from autoplan.search.placement import is_fragmented
+from autoplan.search.space import Space
+from autoplan.spec.enums import Precision
+from autoplan.spec.framework import Framework
+from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.problem import Problem
+from autoplan.spec.timing import Calibration
+from autoplan.spec.training import Attention, TrainingSpec
+from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.mixed_cluster import MixedCluster
+from autoplan.topology.placement import by_switch
+
+DEFAULT_FRAMEWORK = "megatron-core"
+
+
+class ProblemOptions(TypedDict, total=False):
+    """What may be said of a problem beside model, cluster and sequence length; `make_problem` has the defaults."""
+
+    precision: str  # of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32
+    attention: str  # kernel: flash, flash1, flash2, megatron-fused or unfused
+    framework: str | Path | Framework  # preset or TOML file
+    calibration: str | Path | Calibration | None  # a TOML file, or "db": fitted to the runs in the timing database
+    timings: str | None  # measured times of kernels: "aiconfigurator" or "db"
+    db: str | None  # the timing database: a path or a URL; None: AUTOPLAN_DB, else a file in the user's data folder
+    reserve_memory: str | float  # of every device, to be kept free: bytes, or a text such as "4GiB"
+    training: TrainingSpec | None  # for what precision and attention do not say
+
+
+class _Parts(NamedTuple):
+    """The parts of a problem beside the cluster."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    framework: Framework
+    reserve_bytes: float
+
+
+# -- models, clusters and frameworks ----------------------------------------------------------------------------------
+
+
+def load_model(model: str | Path | ModelSpec) -> ModelSpec:
+    """Return the model that a name or a path stands for; a loaded one is returned as it is.
+
+    `model` is a preset ("llama3-70b") or one of its aliases, a Hugging Face config.json or its folder, or a TOML file.
+    Raises InputError where there is none of that name, or the file does not describe one.
+    """
+    return model if isinstance(model, ModelSpec) else read_model(str(model))
+
+
+def load_framework(framework: str | Path | Framework) -> Framework:
+    """Return the framework that a name or the path of a TOML file stands for; a loaded one is returned as it is.
+
+    Raises InputError where there is none of that name, or the file does not describe one.
+    """
+    return framework if isinstance(framework, Framework) else presets.load_framework(str(framework))
+
+
+def load_any_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpec | MixedCluster:
+    """Return the cluster that a text stands for, which may have unlike parts.
+
+    `cluster` is a preset with its size ("h100-sxm:16x8": 16 nodes of 8), a TOML file, several of these joined by +, or
+    "local": this machine, or the nodes of this job.  Raises InputError where it is none of these.
+    """
+    if isinstance(cluster, ClusterSpec | MixedCluster):
+        return cluster
+    if cluster == "local":
+        from autoplan.api.discovery import local_cluster  # looks at hardware, which nothing else here needs
+
+        return local_cluster()
+    return load_parts(str(cluster))
+
+
+def load_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpec:
+    """Return the cluster of equal nodes that a text stands for; a loaded one is returned as it is.
+
+    `cluster` is as for `load_any_cluster`.  Raises InputError where its parts are unlike, or there is none.
+    """
+    found = load_any_cluster(cluster)
+    if isinstance(found, MixedCluster):
+        raise InputError(f"{cluster} has unlike parts, for which there is autoplan search only")
+    return found
+
+
+# -- problems ---------------------------------------------------------------------------------------------------------
+
+
+def make_problem(
+    model: str | Path | ModelSpec,
+    *,
+    cluster: str | Path | ClusterSpec,
+    seq_len: int | None = None,
+    **options: Unpack[ProblemOptions],
+) -> Problem:
+    """Return the problem of training `model` on `cluster` with sequences of `seq_len` tokens.
+
+    `seq_len` may be left out where `training` among the options has it.  Raises InputError where something of this
+    cannot be used.
+    """
+    place = load_cluster(cluster)
+    parts = _parts(model, seq_len, options)
+    problem = Problem(
+        model=parts.model,
+        training=parts.training,
+        cluster=place,
+        framework=parts.framework,
+        calibration=_calibration(parts.framework, place, options),
+        reserve_bytes=parts.reserve_bytes,
+    )
+    timings = options.get("timings")
+    return problem if timings is None else with_timings(problem, timings, options.get("db"))
+
+
+def make_mixed_problem(
+    model: str | Path | ModelSpec,
+    *,
+    cluster: MixedCluster,
+    seq_len: int | None = None,
+    **options: Unpack[ProblemOptions],
+) -> MixedProblem:
+    """Return the problem of training `model` on a cluster with unlike parts, as `make_problem` does."""
+    if options.get("timings") is not None:
+        raise InputError("--timings is not priced on mixed clusters yet: leave it out")
+    parts = _parts(model, seq_len, options)
+    return MixedProblem(
+        model=parts.model,
+        training=parts.training,
+        cluster=cluster,
+        framework=parts.framework,
+        calibrations=tuple(_calibration(parts.framework, part, options) for part in cluster.parts),
+        reserve_bytes=parts.reserve_bytes,
+    )
+
+
+def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemOptions) -> _Parts:
+    training = options.get("training")
+    table = asdict(training) if training else {}
+    table |= {"seq_len": seq_len} if seq_len is not None else {}
+    for name, known in (("precision", tuple(Precision)), ("attention", get_args(Attention))):
+        value = options.get(name)
+        if value is None:
+            continue
+        if value not in known:
+            raise InputError(f"--{name} {value!r}: must be one of {', '.join(known)}")
+        table[name] = value
+    reserve = options.get("reserve_memory", 0.0)
+    reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
+    return _Parts(
+        model=load_model(model),
+        training=decode(TrainingSpec, table, "training"),
+        framework=load_framework(options.get("framework", DEFAULT_FRAMEWORK)),
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def _calibration(framework: Framework, cluster: ClusterSpec, options: ProblemOptions) -> Calibration:
+    calibration = options.get("calibration")
+    if isinstance(calibration, Calibration):
+        return calibration
+    if calibration is None:
+        return built_in_calibration(framework, cluster.device.generation)
+    if str(calibration) == "db":
+        return calibration_of(cluster, framework, options.get("db")).calibration
+    return load_calibration(Path(calibration))
+
+
+# -- the space of plans -----------------------------------------------------------------------------------------------
+
+
+def check_framework(framework: Framework) -> None:
+    """Refuse a framework whose rules are not written down yet."""
+    if framework.rules == "unknown":
+        raise UnpricedError(
+            f"which plans {framework.name} admits is not known yet: "
+            "use megatron-core, nemo, torchtitan, nanotron, deepspeed-zero or pytorch-fsdp, or a TOML file of your own"
+        )
+
+
+def check_tp_overlap(framework: Framework) -> None:
+    """Refuse tp_overlap where the framework hides none of the traffic: it would be accepted and change nothing."""
+    if framework.overlap.tp_overlap_share == 0:
+        raise InputError(
+            f"{framework.name} does not overlap tensor-parallel traffic (tp_overlap_share is 0): leave tp_overlap out, "
+            "or use --framework nemo or a framework TOML of your own"
+        )
+
+
+def check_rank_order(framework: Framework, rank_order: str) -> None:
+    """Refuse an order of the ranks that the framework cannot be told."""
+    if rank_order not in framework.rank_orders:
+        raise InputError(f"{framework.name} has no rank_order {rank_order!r}: use {' or '.join(framework.rank_orders)}")
+
+
+def make_space(
+    problem: Problem,
+    global_batch: int | str,
+    *,
+    fix: Iterable[str] = (),
+    at_most: Iterable[str] = (),
+    allow: Iterable[str] = (),
+) -> Space:
+    """Return the plans that the framework admits for `problem`, within the user's limits.
+
+    `global_batch` is a number of sequences, or a range such as "256:512".  Raises InputError where a limit names no
+    axis, or a value that it cannot have; UnpricedError where the rules of the framework are not known.
+    """
+    check_framework(problem.framework)
+    low, high = parse_batches(str(global_batch))
+    batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
+    limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=at_most, allow=allow)
+    book = book_of(problem.framework)
+    check_words(problem.framework.name, book, limits)
+    if any(limits.tp_overlaps):
+        check_tp_overlap(problem.framework)
+    for rank_order in limits.rank_orders:
+        check_rank_order(problem.framework, rank_order)
+    placement = by_switch(problem.cluster) if is_fragmented(problem) else None
+    return Space(workload=problem.workload, limits=limits, rules=book.rules, placement=placement)
