@@ -12,7 +12,11 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.base.units import GIB
 from autoplan.frameworks.common.job import File
-from autoplan.frameworks.megatron_lm.export import megatron_core_groups, pipeline_layout, words_of
+from autoplan.frameworks.common.rules import Rule
+from autoplan.frameworks.megatron_lm.export import checked_parts
+from autoplan.frameworks.megatron_lm.notation import pipeline_layout
+from autoplan.frameworks.megatron_lm.options import words
+from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.targets import job_of
@@ -86,6 +90,12 @@ GPT_OSS = ModelSpec(
     rope_base=150000.0,
     moe=Experts(num_experts=32, experts_per_token=4, expert_ffn_size=2880, router_bias=True),
 )
+
+
+def words_of(plan_file: PlanFile, rules: tuple[Rule, ...] = RULES) -> list[str]:
+    """The options of model and plan in a command."""
+    lines = [line for part in checked_parts(plan_file, rules=rules) for line in part.lines]
+    return [word for line in lines for word in words(line, plan_file)]
 
 
 def cluster_of(num_nodes: int, generation: str = "hopper", name: str = "lab") -> ClusterSpec:
@@ -232,7 +242,7 @@ def test_torchrun_receives_exactly_the_words_of_the_plan(tmp_path: Path) -> None
     assert one_queue == "1"
     assert command[:8] == ["--nnodes", "1", "--nproc-per-node", "8", "--node-rank", "0", "--master-addr", "127.0.0.1"]
     assert command[8:11] == ["--master-port", "29500", "/opt/my megatron/pretrain_gpt.py"]
-    arguments = words_of(megatron_core_groups(EXPORTS["dense"][0]))
+    arguments = words_of(EXPORTS["dense"][0])
     assert command[11 : 11 + len(arguments)] == arguments
     rest = command[11 + len(arguments) :]
     assert rest[-4:] == ["--train-iters", "100", "--lr", "a b"]
@@ -287,24 +297,24 @@ def test_layouts_are_written_as_megatron_reads_them(counts: tuple[int, ...], num
     ],
 )
 def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected: list[str]) -> None:
-    words = words_of(megatron_core_groups(plan_file_of(LLAMA_8B, dp_shard=8, **changes)))
-    assert set(expected) <= set(words)
+    written = words_of(plan_file_of(LLAMA_8B, dp_shard=8, **changes))
+    assert set(expected) <= set(written)
     if changes.get("sharding") == "none":
-        assert not {"--use-distributed-optimizer", "--overlap-param-gather"} & set(words)
+        assert not {"--use-distributed-optimizer", "--overlap-param-gather"} & set(written)
 
 
 def test_experts_that_drop_tokens_have_a_capacity_and_the_plain_dispatcher() -> None:
     framework = Framework(name="nemo").changed(dispatches_once=True, drops_tokens=True, bytes_per_logit=2.0)
-    words = words_of(megatron_core_groups(replace(plan_file_of(GPT_OSS, ep=8, dp_shard=8), framework=framework)))
-    at = words.index("--moe-token-dispatcher-type")
-    assert words[at : at + 5] == [
+    written = words_of(replace(plan_file_of(GPT_OSS, ep=8, dp_shard=8), framework=framework))
+    at = written.index("--moe-token-dispatcher-type")
+    assert written[at : at + 5] == [
         "--moe-token-dispatcher-type",
         "alltoall",
         "--moe-expert-capacity-factor",
         "1.0",
         "--moe-pad-expert-input-to-capacity",
     ]
-    assert "--moe-flex-dispatcher-backend" not in words
+    assert "--moe-flex-dispatcher-backend" not in written
 
 
 def test_blackwell_needs_no_single_queue() -> None:

@@ -24,7 +24,7 @@ from autoplan.frameworks.megatron_bridge import export as megatron_bridge
 from autoplan.frameworks.megatron_bridge import read as bridge_in
 from autoplan.frameworks.megatron_lm import export as megatron_lm
 from autoplan.frameworks.megatron_lm import read as lm_in
-from autoplan.frameworks.megatron_lm.export import megatron_core_groups, words_of
+from autoplan.frameworks.megatron_lm.export import checked_parts
 from autoplan.frameworks.primus import export as primus
 from autoplan.frameworks.primus import read as primus_in
 from autoplan.launch.launcher import launch_files
@@ -35,7 +35,7 @@ from autoplan.spec.plan import chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from framework_parsers import ask
 from megatron_plans import DEFECTS, MATRIX, MIXTRAL, ZERO_BUBBLE, plan_files
-from test_export_megatron_lm import LLAMA_8B, plan_file_of
+from test_export_megatron_lm import LLAMA_8B, plan_file_of, words_of
 
 NEEDS = {
     "megatron-lm": {"MEGATRON_LM_DIR": "megatron/training/arguments.py"},
@@ -75,8 +75,7 @@ def question(plan_file: PlanFile, **said: Any) -> dict[str, Any]:
 
 
 def lm_question(plan_file: PlanFile) -> dict[str, Any]:
-    groups = megatron_lm.megatron_core_groups(plan_file, rules=())
-    return question(plan_file, words=megatron_lm.words_of(groups) + DATA)
+    return question(plan_file, words=words_of(plan_file, rules=()) + DATA)
 
 
 def bridge_question(plan_file: PlanFile) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
 
 
 QUESTIONS_WITH_RULES: dict[str, Callable[[PlanFile], Any]] = {
-    "megatron-lm": megatron_core_groups,
+    "megatron-lm": checked_parts,
     "megatron-bridge": megatron_bridge.recipe,
     "primus": primus.experiment,
 }
@@ -234,7 +233,7 @@ def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
     for launcher in launchers:
         text = next(one.text for one in launch_files(file, megatron_lm.job(file), launcher) if one.name == "launch.sh")
         assert_comes_back(lm_in.READER, "launch.sh", text, file)
-    words = shlex.join(words_of(megatron_core_groups(file)))
+    words = shlex.join(words_of(file))
     launch = lm_in.READER.read(words, Given(num_devices=file.best.plan.num_devices))
     assert launch.plan == file.best.plan
 

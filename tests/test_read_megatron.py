@@ -13,7 +13,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch
 from autoplan.frameworks.megatron_bridge import read as megatron_bridge
 from autoplan.frameworks.megatron_lm import read as megatron_lm
-from autoplan.frameworks.megatron_lm.family import layout_counts, moe_places
+from autoplan.frameworks.megatron_lm.notation import layout_counts, moe_places
 from autoplan.frameworks.primus import read as primus
 from autoplan.read.model import load_model
 

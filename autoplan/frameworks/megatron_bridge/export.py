@@ -12,8 +12,8 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, Target, Variable
-from autoplan.frameworks.megatron_lm.arguments import BRIDGE_FIELDS, arguments_of
-from autoplan.frameworks.megatron_lm.export import environment, megatron_core_groups, words_of
+from autoplan.frameworks.megatron_lm.export import checked_parts, environment
+from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS, arguments_of
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.spec.model import Block
 from autoplan.spec.plan_file import PlanFile
@@ -35,7 +35,6 @@ _ELSEWHERE = frozenset(
     )
 )
 _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
-_LISTS = ("recompute_modules",)
 _IMPORTS = (
     "import sys",
     "from functools import partial",
@@ -95,7 +94,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
             f"Megatron-Bridge's position table is as long as the sequences: {model.name!r} has {model.max_positions} "
             f"positions, seq_len is {plan_file.training.seq_len}"
         )
-    said = arguments_of(words_of(megatron_core_groups(plan_file, "Megatron-Bridge", RULES)))
+    said = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES), plan_file)
     said |= {"num_virtual_stages_per_pipeline_rank": plan.vp} if plan.vp > 1 else {}
     table: dict[str, Any] = {"dataset.seq_length": said["seq_length"], "model.seq_length": said["seq_length"]}
     table |= {"model.should_pad_vocab": True, "tokenizer.tokenizer_type": "NullTokenizer"}
@@ -106,9 +105,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
     for name, value in said.items():
         if name in _ELSEWHERE or name in _OVERLAPS or name in ("seq_length", "untie_embeddings_and_output_weights"):
             continue
-        table[BRIDGE_FIELDS.get(name, f"model.{name}")] = (
-            [value] if name in _LISTS and isinstance(value, str) else value
-        )
+        table[BRIDGE_FIELDS.get(name, f"model.{name}")] = value
     if model.window is not None:
         table["model.window_size"] = (model.window - 1, 0)
     if "model.moe_layer_freq" in table:

@@ -16,8 +16,10 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.literals import COMPUTES, MOST_CHARACTERS, parse_python
 from autoplan.frameworks.common.shell import read_script
-from autoplan.frameworks.megatron_lm.arguments import BRIDGE_FIELDS, typed
-from autoplan.frameworks.megatron_lm.family import Said, Settings, launch_of, preset_of
+from autoplan.frameworks.megatron_lm.arguments import Argument, Arguments, typed
+from autoplan.frameworks.megatron_lm.known_models import preset_of
+from autoplan.frameworks.megatron_lm.launch import launch_of
+from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.read import num_devices, started
 from autoplan.spec.model import ModelSpec
 
@@ -73,7 +75,6 @@ _PRECISIONS = (
 _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
     "model.virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
     "model.padded_vocab_size": "padded_vocab_size",
-    "tokenizer.vocab_size": "vocab_size",
 }
 # What functions make, and is known by their names.
 _MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_spec")
@@ -392,50 +393,55 @@ def _launch(recipe: _Recipe, given: Given, devices: int | None) -> Launch:
     if not own and base is None and given.model is None and "model.num_layers" not in recipe.values:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known here: pass --model")
-    said = [one for path, value in recipe.values.items() for one in _said(path, value)]
+    written = [argument for path, value in recipe.values.items() for argument in _arguments(path, value)]
     defaults = _COMMON | ({} if own else {"hidden_dropout": 0.0, "attention_dropout": 0.0})
-    settings = Settings(said, defaults)
-    if settings.count("expert_model_parallel_size") > 1:
-        settings.defaults["expert_tensor_parallel_size"] = 1
-    settings.notes += recipe.unread
+    arguments = Arguments(written, defaults)
+    if arguments.count("expert_model_parallel_size", 1) > 1:
+        arguments.defaults["expert_tensor_parallel_size"] = 1
+    arguments.remarks += recipe.unread
     # As the framework's recipes have it, and as it is priced.
-    settings.taken |= {"cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "activation_func", "should_pad_vocab"}
-    settings.taken |= {"transformer_layer_spec", "transformer_layer_spec.use_transformer_engine"}
-    settings.taken |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
-    if settings.said.get("grad_reduce_in_fp32") and settings.flag("grad_reduce_in_fp32"):
-        settings.note("grad_reduce_in_fp32", "priced as reducing gradients in 16 bits")
-    for name, one in settings.said.items():
-        if name not in settings.taken and one.option.partition(".")[0] in _HARMLESS and name == one.option:
-            settings.note(name, "costs neither time nor memory of a step", matters=False)
-    return launch_of(settings, given, target="megatron-bridge", framework="nemo", num_devices=devices, base=base)
+    arguments.understood |= {
+        "cross_entropy_loss_fusion",
+        "cross_entropy_fusion_impl",
+        "activation_func",
+        "should_pad_vocab",
+    }
+    arguments.understood |= {"transformer_layer_spec", "transformer_layer_spec.use_transformer_engine"}
+    arguments.understood |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
+    if arguments.given.get("grad_reduce_in_fp32") and arguments.flag("grad_reduce_in_fp32"):
+        arguments.remark("grad_reduce_in_fp32", "priced as reducing gradients in 16 bits")
+    for name, one in arguments.given.items():
+        if name not in arguments.understood and one.option.partition(".")[0] in _HARMLESS and name == one.option:
+            arguments.remark(name, "costs neither time nor memory of a step", matters=False)
+    return launch_of(arguments, given, target="megatron-bridge", framework="nemo", num_devices=devices, base=base)
 
 
-def _said(path: str, value: Any) -> Iterator[Said]:
+def _arguments(path: str, value: Any) -> Iterator[Argument]:
     """The settings that a field of the configuration means, by Megatron-LM's names."""
     text = str(value)
     path = path.replace("model.transformer.", "model.")
     if path == "mixed_precision":
         name = text.replace("-", "_")
-        yield Said(path, text, "mixed_precision", text)
+        yield Argument(path, text, "mixed_precision", text)
         is_half = name.startswith("fp16")
-        yield Said(path, text, "bf16", not is_half)
-        yield Said(path, text, "fp16", is_half)
+        yield Argument(path, text, "bf16", not is_half)
+        yield Argument(path, text, "fp16", is_half)
         for part, means in _PRECISIONS:
             if part in name:
                 for argument, word in means.items():
-                    yield Said(path, text, argument, word)
+                    yield Argument(path, text, argument, word)
         return
     if value is None or path == "model.seq_length":  # the data set's is the one that counts
         return
     section, _, name = path.partition(".")
     if path == "model.share_embeddings_and_output_weights":
-        yield Said(path, text, "untie_embeddings_and_output_weights", not value)
+        yield Argument(path, text, "untie_embeddings_and_output_weights", not value)
     elif path in _ARGUMENTS:
-        yield Said(path, text, _ARGUMENTS[path], value)
+        yield Argument(path, text, _ARGUMENTS[path], value)
     elif name and section in ("comm_overlap", "mixed_precision", "model", "optimizer", "train", "ddp", "dist"):
-        yield Said(path, text, name, value)
+        yield Argument(path, text, name, value)
     else:
-        yield Said(path, text, path, value)
+        yield Argument(path, text, path, value)
 
 
 READER = Reader(target="megatron-bridge", recognises=recognises, read=read)

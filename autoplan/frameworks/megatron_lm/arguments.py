@@ -1,109 +1,145 @@
-"""What are the same settings called in Megatron-LM, Primus and Megatron-Bridge?
+"""Arguments of Megatron-LM that a launch file gives, by their parsed names (d98e8a6).
 
-Megatron-LM (d98e8a6) has options, which its parser turns into arguments; Primus takes the arguments by name;
-Megatron-Bridge (067f987) has a container of configurations whose fields are those of Megatron-Core.
+Primus takes the arguments by these names; readers of other formats translate into them.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-Value = Any  # bool, int, float, str, None, or a list of them
-
-# Options whose argument is not called like them.
-_ARGUMENTS = {
-    "fp8_format": "fp8",
-    "fp4_format": "fp4",
-    "layernorm_epsilon": "norm_epsilon",
-    "rope_fusion": "apply_rope_fusion",
-    "overlap_p2p_communication": "overlap_p2p_comm",
-    "bias_linear": "add_bias_linear",
-    "position_embedding": "add_position_embedding",
-    "use_custom_fsdp": "use_megatron_fsdp",
-    "use_nccl_ub": "nccl_ub",
-}
-# Options that begin with "no" and are arguments of that name.
-_ARE_NO = ("no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "no_persist_layer_norm")
-
-
-def argument_of(option: str, values: Sequence[str]) -> tuple[str, Value]:
-    """(name, value) of the argument that an option with these words sets: a switch is on, or off behind "no-"."""
-    name = option.removeprefix("--").replace("-", "_")
-    on = True
-    if name.startswith(("no_", "disable_")) and name not in _ARE_NO and not values:
-        name, on = name.partition("_")[2], False
-    name = _ARGUMENTS.get(name, name)
-    if not values:
-        return name, on
-    return name, values[0] if len(values) == 1 else list(values)
-
-
-def is_number(word: str) -> bool:
-    """Whether a word is a whole or broken number."""
-    return re.fullmatch(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", word, re.ASCII) is not None
-
+from autoplan.base.errors import InputError
+from autoplan.base.units import cleaned
+from autoplan.frameworks.common.launch import Unread
+from autoplan.frameworks.common.option_table import Value
+from autoplan.frameworks.common.shell import is_open
 
 MOST_DIGITS = 40
 
 
+def is_number(word: str) -> bool:
+    """Return whether a word is a number."""
+    return re.fullmatch(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", word, re.ASCII) is not None
+
+
 def typed(value: Value) -> Value:
-    """Words that are numbers as numbers, but for such as no option has."""
+    """Return words that are numbers as numbers, unless they have more digits than any option takes."""
     if isinstance(value, list):
-        return [typed(one) for one in value]
+        return [typed(word) for word in value]
     if not isinstance(value, str) or len(value) > MOST_DIGITS or not is_number(value):
         return value
     return int(value) if re.fullmatch(r"-?\d+", value, re.ASCII) else float(value)
 
 
-def arguments_of(words: Sequence[str]) -> dict[str, Value]:
-    """The arguments of options that are written out, numbers as numbers."""
-    result: dict[str, Value] = {}
-    at = 0
-    while at < len(words):
-        option, start = words[at], at + 1
-        at = start
-        while at < len(words) and not words[at].startswith("--"):
-            at += 1
-        name, value = argument_of(option, words[start:at])
-        result[name] = typed(value)
-    return result
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument: its option and value as a file has them, its name and its value in Megatron-LM."""
+
+    option: str
+    text: str
+    name: str
+    value: Value
 
 
-# Arguments that Megatron-Bridge keeps elsewhere than in `model` under the same name.
-BRIDGE_FIELDS = {
-    "micro_batch_size": "train.micro_batch_size",
-    "global_batch_size": "train.global_batch_size",
-    "seq_length": "dataset.seq_length",
-    "num_experts": "model.num_moe_experts",
-    "swiglu": "model.gated_linear_unit",
-    "norm_epsilon": "model.layernorm_epsilon",
-    "num_virtual_stages_per_pipeline_rank": "model.virtual_pipeline_model_parallel_size",
-    "decoder_first_pipeline_num_layers": "model.num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "model.num_layers_in_last_pipeline_stage",
-    "use_distributed_optimizer": "ddp.use_distributed_optimizer",
-    "overlap_grad_reduce": "ddp.overlap_grad_reduce",
-    "overlap_param_gather": "ddp.overlap_param_gather",
-    "align_param_gather": "ddp.align_param_gather",
-    "use_megatron_fsdp": "ddp.use_megatron_fsdp",
-    "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
-    "outer_dp_sharding_strategy": "ddp.outer_dp_sharding_strategy",
-    "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
-    "nccl_ub": "ddp.nccl_ub",
-    "use_torch_fsdp2": "dist.use_torch_fsdp2",
-    "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
-    "tp_comm_overlap": "comm_overlap.tp_comm_overlap",
-    "optimizer": "optimizer.optimizer",
-    "optimizer_cpu_offload": "optimizer.optimizer_cpu_offload",
-    "optimizer_offload_fraction": "optimizer.optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d": "optimizer.overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer": "optimizer.use_precision_aware_optimizer",
-    "main_grads_dtype": "optimizer.main_grads_dtype",
-    "main_params_dtype": "optimizer.main_params_dtype",
-    "exp_avg_dtype": "optimizer.exp_avg_dtype",
-    "exp_avg_sq_dtype": "optimizer.exp_avg_sq_dtype",
-    "ckpt_format": "checkpoint.ckpt_format",
-    "fp8_param_gather": "mixed_precision.fp8_param_gather",
-    "train_iters": "train.train_iters",
-}
+class Arguments:
+    """The arguments of a file by name; they remember which were read.  `defaults` hold where the file is silent."""
+
+    def __init__(self, given: Iterable[Argument], defaults: Mapping[str, Value] | None = None) -> None:
+        self.given = {argument.name: argument for argument in given}
+        self.defaults = dict(defaults or {})
+        self.understood: set[str] = set()
+        self.remarks: list[Unread] = []
+
+    def value(self, key: str, default: Value = None) -> Value:
+        """Return the value of an argument, or what holds where the file is silent."""
+        self.understood.add(key)
+        argument = self.given.get(key)
+        if argument is None:
+            return self.defaults.get(key, default)
+        if isinstance(argument.value, str) and is_open(argument.value):
+            names = re.findall(r"\$\{?([A-Za-z0-9_]+)", argument.value)
+            way = f"pass --set {names[0]}=VALUE" if names else "write its value"
+            value = cleaned(argument.value)[:60]
+            raise InputError(f"{argument.option} is {value}, which only a running shell knows: {way}")
+        return argument.value
+
+    def optional_count(self, key: str, default: int | None = None) -> int | None:
+        """Return a whole number, or the default."""
+        value = self.value(key, default)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        if isinstance(value, str) and re.fullmatch(r"\d{1,12}", value.strip(), re.ASCII):
+            return int(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) < 10**12:
+            return int(value)
+        raise InputError(f"{self.option_of(key)} must be a whole number, got {str(value)[:60]!r}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number, which must be given where there is no default."""
+        value = self.optional_count(key, default)
+        value = default if value is None else value
+        if value is None:
+            raise InputError(f"{self.option_of(key)} is not in the file: pass --model")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number of any size."""
+        value = self.value(key, default)
+        if isinstance(value, str) and is_number(value):
+            return float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        raise InputError(f"{self.option_of(key)} must be a number, got {str(value)[:60]!r}")
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return whether a switch is on; a word behind one is not its value."""
+        value = self.value(key, default)
+        if isinstance(value, str) and value.casefold() in ("true", "false", "1", "0", ""):
+            return value.casefold() in ("true", "1", "")
+        if value is None or isinstance(value, (bool, int)):
+            return bool(value)
+        raise InputError(f"{self.option_of(key)} is a switch, got {str(value)[:60]!r}")
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """Return a word."""
+        value = self.value(key, default)
+        return None if value is None else str(value)
+
+    def word(self, key: str, meanings: Mapping[str, Any], default: str | None = None) -> Any:
+        """Return what a word means; one that is not known means what the default does."""
+        return meanings.get(self.text(key, default) or "", meanings.get(default or ""))
+
+    def words(self, key: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Return the words of a list."""
+        value = self.value(key, default)
+        if value is None:
+            return default
+        return tuple(str(word) for word in value) if isinstance(value, (list, tuple)) else tuple(str(value).split())
+
+    def option_of(self, key: str) -> str:
+        """Return the name that the file has for an argument."""
+        return self.given[key].option if key in self.given else key
+
+    def remark(self, key: str, why: str, *, matters: bool = True, default: str = "") -> None:
+        """List an option that the plan does not hold in full."""
+        argument = self.given.get(key)
+        self.understood.add(key)
+        text = argument.text if argument else f"{self.defaults.get(key, default)} (its default)"
+        self.remarks.append(Unread(option=argument.option if argument else key, value=text, why=why, matters=matters))
+
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """Return the options that were read, as written."""
+        return tuple((argument.option, argument.text) for key, argument in self.given.items() if key in self.understood)
+
+    def unread(self, harmless: re.Pattern[str]) -> tuple[Unread, ...]:
+        """Return the remarks and the options that nobody read, those that may cost something first."""
+        rest = []
+        for key, argument in self.given.items():
+            if key not in self.understood:
+                costs = harmless.match(key) is None
+                why = "not known here" if costs else "costs neither time nor memory of a step"
+                rest.append(Unread(option=argument.option, value=argument.text, why=why, matters=costs))
+        return tuple(sorted([*self.remarks, *rest], key=lambda unread: not unread.matters))

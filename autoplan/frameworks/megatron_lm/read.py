@@ -8,20 +8,11 @@ from collections.abc import Sequence
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.shell import Command, Script, is_open, read_script
-from autoplan.frameworks.megatron_lm.arguments import argument_of
-from autoplan.frameworks.megatron_lm.family import Said, Settings, launch_of
+from autoplan.frameworks.megatron_lm.arguments import Argument, Arguments
+from autoplan.frameworks.megatron_lm.launch import launch_of
+from autoplan.frameworks.megatron_lm.options import SWITCHES, argument_of
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
-
-_NAMES = (
-    "bf16 fp16 swiglu sequence_parallel group_query_attention multi_latent_attention qk_layernorm add_qkv_bias"
-    " untie_embeddings_and_output_weights use_distributed_optimizer overlap_grad_reduce overlap_param_gather"
-    " tp_comm_overlap overlap_moe_expert_parallel_comm use_megatron_fsdp use_torch_fsdp2 use_tp_pp_dp_mapping"
-    " optimizer_cpu_offload overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer recompute_activations"
-    " moe_grouped_gemm moe_permute_fusion moe_shared_expert_gate init_model_with_meta_device mock_data log_throughput"
-    " use_flash_attn use_mcore_models use_rotary_position_embeddings"
-)
-_SWITCHES = frozenset(_NAMES.split())
 
 
 def recognises(name: str, text: str) -> bool:
@@ -42,13 +33,13 @@ def read(text: str, given: Given) -> Launch:
             raise InputError("no command of the script starts pretrain_gpt.py")
     else:
         before, words = (), tuple(word for command in script.commands for word in command.words)
-    settings = Settings(arguments(words))
+    arguments = Arguments(given_arguments(words))
     for condition in script.open:
-        settings.notes.append(
+        arguments.remarks.append(
             Unread(option=condition, value="", why="only a running shell can decide it", matters=False)
         )
     devices = num_devices(before, script, text)
-    return launch_of(settings, given, target="megatron-lm", framework="megatron-core", num_devices=devices)
+    return launch_of(arguments, given, target="megatron-lm", framework="megatron-core", num_devices=devices)
 
 
 def started(
@@ -84,15 +75,15 @@ def _texts(script: Script) -> list[tuple[str, str]]:
     return [(name, value) for name, value in script.variables.items() if isinstance(value, str)]
 
 
-def arguments(words: Sequence[str]) -> list[Said]:
+def given_arguments(words: Sequence[str]) -> list[Argument]:
     """The options in a list of words, by the names of Megatron-LM's parsed arguments."""
-    result: list[Said] = []
+    result: list[Argument] = []
     at = 0
     while at < len(words):
         word = words[at]
         at += 1
         if not word.startswith("--"):
-            result.append(Said(word, "", word, word))
+            result.append(Argument(word, "", word, word))
             continue
         option, sign, value = word.partition("=")
         values = [value] if sign else []
@@ -100,11 +91,11 @@ def arguments(words: Sequence[str]) -> list[Said]:
             values.append(words[at])
             at += 1
         # A variable that is not set may hold options of its own; behind a value or a switch it is no value.
-        keeps = 0 if argument_of(option, ())[0] in _SWITCHES else 1
+        keeps = 0 if argument_of(option, ())[0] in SWITCHES else 1
         strays = [one for one in values[keeps:] if is_open(one) and re.fullmatch(r"\$\{?\w+\}?", one)]
         values = [one for place, one in enumerate(values) if place < keeps or one not in strays]
-        result.append(Said(option, " ".join(values), *argument_of(option, values)))
-        result += [Said(stray, "", stray, stray) for stray in strays]
+        result.append(Argument(option, " ".join(values), *argument_of(option, values)))
+        result += [Argument(stray, "", stray, stray) for stray in strays]
     return result
 
 

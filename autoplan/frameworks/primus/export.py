@@ -12,18 +12,14 @@ import yaml
 
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import File, Job, Setting, Target, Variable, safe_name
-from autoplan.frameworks.megatron_lm.arguments import arguments_of
-from autoplan.frameworks.megatron_lm.export import environment, megatron_core_groups, optimisation, words_of
+from autoplan.frameworks.megatron_lm.export import TRAINING, checked_parts, environment
+from autoplan.frameworks.megatron_lm.options import arguments_of
+from autoplan.frameworks.primus.options import SWITCHED_ON
 from autoplan.frameworks.primus.rules import ALGORITHMS, RULES
 from autoplan.spec.model import Block
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "primus.yaml"
-
-# Arguments that are lists however many words an option has.
-_LISTS = ("recompute_modules", "cp_comm_type")
-# What the presets pre_trainer.yaml and language_model.yaml turn on, for plans that do not.
-_OFF = ("sequence_parallel", "use_distributed_optimizer", "bf16", "swiglu", "untie_embeddings_and_output_weights")
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
@@ -67,13 +63,11 @@ def experiment(plan_file: PlanFile) -> str:
 def overrides(plan_file: PlanFile) -> dict[str, Any]:
     """The arguments of Megatron-LM that model, plan and an optimisation of one's own mean."""
     model, plan = plan_file.model, plan_file.best.plan
-    words = words_of((*megatron_core_groups(plan_file, "Primus", RULES), optimisation(plan_file)))
-    said = arguments_of(words)
-    table: dict[str, Any] = dict.fromkeys(_OFF, False) | {"add_bias_linear": True}
-    table |= {
-        name: [value] if name in _LISTS and not isinstance(value, list) else value for name, value in said.items()
-    }
+    table: dict[str, Any] = dict.fromkeys(SWITCHED_ON, False) | {"add_bias_linear": True}
+    table |= arguments_of((*checked_parts(plan_file, "Primus", RULES), TRAINING), plan_file)
     table["add_position_embedding"] = model.position_embedding != "rope"
+    if "cp_comm_type" in table:  # one word for all layers, in a list
+        table["cp_comm_type"] = [table["cp_comm_type"]]
     if "window_size" in table:  # the command line would make numbers of it
         table["window_size"] = [int(one) for one in table["window_size"].split(",")]
     if "moe_layer_freq" in table:

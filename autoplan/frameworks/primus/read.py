@@ -10,8 +10,10 @@ import yaml
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.common.literals import MOST_BITS
-from autoplan.frameworks.megatron_lm.arguments import typed
-from autoplan.frameworks.megatron_lm.family import Said, Settings, launch_of, preset_of
+from autoplan.frameworks.megatron_lm.arguments import Argument, Arguments, typed
+from autoplan.frameworks.megatron_lm.known_models import preset_of
+from autoplan.frameworks.megatron_lm.launch import launch_of
+from autoplan.frameworks.primus.options import LANGUAGE_MODEL, TRAINER
 from autoplan.frameworks.primus.rules import ALGORITHMS
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
@@ -19,24 +21,6 @@ from autoplan.spec.model import ModelSpec
 MOST_CHARACTERS = 2**20
 MOST_DEPTH = 20
 
-# What its presets modules/megatron/pre_trainer.yaml and models/megatron/language_model.yaml set (fd1eeab) and
-# Megatron-LM's own defaults do not.
-_TRAINER = {
-    "micro_batch_size": 2,
-    "global_batch_size": 16,
-    "seq_length": 1024,
-    "bf16": True,
-    "use_distributed_optimizer": True,
-    "sequence_parallel": True,
-}
-_LANGUAGE_MODEL = {
-    "num_layers": 24,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-}
 _VARIABLE = re.compile(r"\$\{([^:{}]+)(?::([^}]*))?\}")
 _ALGORITHMS: dict[str, Schedule | None] = {
     "1f1b": None,
@@ -74,23 +58,23 @@ def read(text: str, given: Given) -> Launch:
         raise InputError("modules.pre_trainer.overrides must be a table")
     values = {str(key): _expanded(value, variables) for key, value in overrides.items()}
     base = _model(str(_expanded(trainer.get("model"), variables)), given)
-    settings = Settings(
-        [Said(key, _text(value), key, value) for key, value in values.items() if value not in (None, "null")],
-        _TRAINER | ({"hidden_dropout": 0.0, "attention_dropout": 0.0} if base else _LANGUAGE_MODEL),
+    arguments = Arguments(
+        [Argument(key, _text(value), key, value) for key, value in values.items() if value not in (None, "null")],
+        TRAINER | ({"hidden_dropout": 0.0, "attention_dropout": 0.0} if base else LANGUAGE_MODEL),
     )
-    schedule = _schedule(settings)
+    schedule = _schedule(arguments)
     if base and base.moe and "expert_model_parallel_size" not in values:
-        settings.note("expert_model_parallel_size", "the preset of the model may set it", default="1")
-    if "recompute_layer_ids" in settings.said:
-        settings.note("recompute_layer_ids", "priced as all layers")
+        arguments.remark("expert_model_parallel_size", "the preset of the model may set it", default="1")
+    if "recompute_layer_ids" in arguments.given:
+        arguments.remark("recompute_layer_ids", "priced as all layers")
     for key, value in values.items():
-        if key not in settings.taken and _IDLE.match(key):
+        if key not in arguments.understood and _IDLE.match(key):
             if value in (None, False, 0, "null", ""):
-                settings.taken.add(key)
-            elif key in settings.said:
-                settings.note(key, "what Primus does beside Megatron-LM is not priced")
+                arguments.understood.add(key)
+            elif key in arguments.given:
+                arguments.remark(key, "what Primus does beside Megatron-LM is not priced")
     return launch_of(
-        settings, given, target="primus", framework="primus", num_devices=None, base=base, schedule=schedule
+        arguments, given, target="primus", framework="primus", num_devices=None, base=base, schedule=schedule
     )
 
 
@@ -140,28 +124,28 @@ def _model(name: str, given: Given) -> ModelSpec | None:
     raise InputError(f"the preset {name[:60]!r} of Primus is no model that is known here: pass --model")
 
 
-def _schedule(settings: Settings) -> Schedule | None:
+def _schedule(arguments: Arguments) -> Schedule | None:
     """The schedule of its own that Primus puts into Megatron-LM."""
-    if settings.flag("patch_primus_pipeline"):
-        name = settings.word("pp_algorithm", "1f1b-interleaved") or ""
+    if arguments.flag("patch_primus_pipeline"):
+        name = arguments.text("pp_algorithm", "1f1b-interleaved") or ""
         if name not in _ALGORITHMS:
             raise InputError(f"pp_algorithm {name[:40]!r} is not one of {', '.join(_ALGORITHMS)}")
         schedule = _ALGORITHMS[name]
         if schedule and name not in ALGORITHMS.values():
-            settings.note("pp_algorithm", f"priced as {ALGORITHMS[schedule]}")
+            arguments.remark("pp_algorithm", f"priced as {ALGORITHMS[schedule]}")
         return schedule
-    settings.taken.add("pp_algorithm")
-    if not settings.flag("patch_zero_bubble") or not settings.flag("enable_zero_bubble", True):
+    arguments.understood.add("pp_algorithm")
+    if not arguments.flag("patch_zero_bubble") or not arguments.flag("enable_zero_bubble", True):
         return None
-    if settings.flag("enable_1f1b_v"):
-        settings.note("enable_1f1b_v", "priced as zb-v")
+    if arguments.flag("enable_1f1b_v"):
+        arguments.remark("enable_1f1b_v", "priced as zb-v")
         return Schedule.ZB_V
-    if settings.flag("zero_bubble_v_schedule"):
-        if settings.word("zero_bubble_v_schedule_mem_setup", "half") != "zb":
-            settings.note("zero_bubble_v_schedule_mem_setup", "priced as zb", default="half")
+    if arguments.flag("zero_bubble_v_schedule"):
+        if arguments.text("zero_bubble_v_schedule_mem_setup", "half") != "zb":
+            arguments.remark("zero_bubble_v_schedule_mem_setup", "priced as zb", default="half")
         return Schedule.ZB_V
-    if "zero_bubble_max_pending_backward" in settings.said:
-        settings.note("zero_bubble_max_pending_backward", "priced as ZB-H1, with as many in flight as 1F1B")
+    if "zero_bubble_max_pending_backward" in arguments.given:
+        arguments.remark("zero_bubble_max_pending_backward", "priced as ZB-H1, with as many in flight as 1F1B")
     return Schedule.ZB_H1
 
 

@@ -1,0 +1,49 @@
+"""Shipped models by the names and sizes under which recipes and presets of Megatron-Core mean them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+
+from autoplan.read.model import load_model, preset_models
+from autoplan.spec.model import ModelSpec
+
+
+@lru_cache(maxsize=1)
+def _presets() -> tuple[ModelSpec, ...]:
+    return tuple(load_model(name) for name in preset_models())
+
+
+@lru_cache(maxsize=1)
+def _by_name() -> dict[str, ModelSpec]:
+    names: dict[str, ModelSpec] = {}
+    for model in _presets():
+        for name in (model.name, *model.aliases):
+            names.setdefault(_letters(name), model)
+            names.setdefault(_letters(name.rpartition("/")[2]), model)
+    return names
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
+
+
+def preset_of(*names: str) -> ModelSpec | None:
+    """Return the shipped model that the first known of these names means: dots and dashes count for nothing."""
+    for name in names:
+        for spelling in (name, name.rpartition("/")[2], re.sub(r"[_-]?v0\.1$", "", name)):
+            if _letters(spelling) in _by_name():
+                return _by_name()[_letters(spelling)]
+    return None
+
+
+def named(model: ModelSpec, base: ModelSpec | None) -> ModelSpec:
+    """Return the shipped model of just this architecture, preferably the one that a file starts from.
+
+    Which function an MLP without a gate has is not read.
+    """
+    for known in ([base] if base else []) + list(_presets()):
+        if replace(known, name=model.name, aliases=(), sources=(), squared_relu=model.squared_relu) == model:
+            return known
+    return replace(model, name=base.name if base else "megatron")

@@ -1,0 +1,137 @@
+"""Launches that arguments of Megatron-LM describe, for all that start Megatron-Core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Given, Launch
+from autoplan.frameworks.common.option_table import Fields, read_fields
+from autoplan.frameworks.megatron_lm import options
+from autoplan.frameworks.megatron_lm.arguments import Arguments
+from autoplan.frameworks.megatron_lm.known_models import named
+from autoplan.frameworks.megatron_lm.notation import moe_places
+from autoplan.frameworks.megatron_lm.options import Reading, read_lines
+from autoplan.spec.enums import Precision, RankOrder, Schedule, Sharding
+from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.training import TrainingSpec
+
+
+def launch_of(
+    arguments: Arguments,
+    given: Given,
+    *,
+    target: str,
+    framework: str,
+    num_devices: int | None,
+    base: ModelSpec | None = None,
+    schedule: Schedule | None = None,
+) -> Launch:
+    """Return what arguments start: `base` is the model they begin from, `schedule` one that is not Megatron-LM's."""
+    seq_len = given.seq_len or arguments.optional_count("seq_length")
+    arguments.value("seq_length")
+    if seq_len is None:
+        raise InputError(f"{arguments.option_of('seq_length')} is not in the file: pass --seq-len")
+    if given.model is not None:
+        for key in [key for key in arguments.given if key in options.MODEL_KEYS]:
+            arguments.remark(key, "--model wins", matters=False)
+        model = given.model
+    else:
+        model = _model(Reading(arguments=arguments, model=base, seq_len=seq_len))
+    reading = Reading(arguments=arguments, model=model, seq_len=seq_len)
+    read_lines((options.DROPOUT,), reading)
+    precision = options.read_precision(arguments)
+    plan = _plan(reading, model, precision, given.num_devices or num_devices, schedule)
+    training = TrainingSpec(seq_len=seq_len, precision=precision, attention=options.read_attention(arguments))
+    if (optimizer := arguments.text("optimizer", "adam")) not in ("adam", "adamw"):
+        arguments.remark("optimizer", f"priced as Adam, not {str(optimizer)[:30]}")
+    options.remark_assumed(arguments)
+    return Launch(
+        target=target,
+        framework=framework,
+        model=model,
+        training=training,
+        plan=plan,
+        options=arguments.options(),
+        unread=arguments.unread(options.HARMLESS),
+    )
+
+
+def _model(reading: Reading) -> ModelSpec:
+    """Return the model of some arguments, that of `reading` where they are silent."""
+    base, fields = reading.model, reading.fields
+    fields["mla"] = _latent_attention(reading)
+    if base is not None and base.layer_pattern is not None:
+        raise InputError(f"model {base.name!r} is a hybrid, which is not read from this file: pass --model")
+    read_lines((*options.SIZES, *options.ATTENTION, *options.WINDOW, *options.FORM), reading, base)
+    fields["moe"] = _experts(reading)
+    if fields["position_embedding"] != "learned":
+        fields["max_positions"] = 0
+    model = ModelSpec(name="megatron", **fields)
+    if model.moe is not None and not any("mlp" in layer for layer in model.layers):
+        model = replace(model, ffn_size=0)
+    return named(model, base)
+
+
+def _latent_attention(reading: Reading) -> LatentAttention | None:
+    known = reading.model.mla if reading.model else None
+    if not reading.arguments.flag("multi_latent_attention", known is not None):
+        return None
+    return LatentAttention(**read_fields(options.rows(options.LATENT), reading.arguments, known))
+
+
+def _experts(reading: Reading) -> Experts | None:
+    arguments, fields = reading.arguments, reading.fields
+    known = reading.model.moe if reading.model else None
+    if not arguments.optional_count("num_experts", known.num_experts if known else None):
+        return None
+    places = arguments.value("moe_layer_freq")
+    dense, interval = (known.num_dense_layers, known.interval) if known else (0, 1)
+    if places is not None:
+        dense, interval = moe_places(places, fields["num_layers"])
+    sizes = read_fields(options.rows(options.EXPERTS), arguments, known)
+    sizes["expert_ffn_size"] = sizes["expert_ffn_size"] or fields["ffn_size"]
+    return Experts(**sizes, router_bias=fields["mlp_bias"], num_dense_layers=dense, interval=interval)
+
+
+def _plan(
+    reading: Reading, model: ModelSpec, precision: Precision, num_devices: int | None, schedule: Schedule | None
+) -> ParallelPlan:
+    fields = reading.fields
+    fields |= {"precision": precision, "dp": _replicas(reading.arguments, num_devices)}
+    read_lines(options.PLAN, reading)
+    uses_chunks = fields.get("vp", 1) > 1
+    fields["schedule"] = schedule or (Schedule.INTERLEAVED if uses_chunks else Schedule.ONE_F_ONE_B)
+    return ParallelPlan(**_consistent(fields, model))
+
+
+def _replicas(arguments: Arguments, num_devices: int | None) -> int:
+    """Return the replicas of the model on so many devices."""
+    rows = {"tensor": options.TP, "context": options.CP, "pipeline": options.PP}
+    degrees = {name: row.decoded(arguments, row.key, None) for name, row in rows.items()}
+    if num_devices is None:
+        raise InputError("the number of devices is not in the file: pass --devices")
+    for name, degree in (*degrees.items(), ("the number of devices", num_devices)):
+        if not 1 <= degree <= 10**6:
+            raise InputError(f"{name} must lie between 1 and 1,000,000, got {degree}")
+    tp, cp, pp = degrees.values()
+    dp, rest = divmod(num_devices, tp * cp * pp)
+    if rest or not dp:
+        raise InputError(
+            f"tp {tp} x cp {cp} x pp {pp} does not divide the {num_devices} devices that are started: pass --devices"
+        )
+    return dp
+
+
+def _consistent(fields: Fields, model: ModelSpec) -> Fields:
+    """Return the fields of a plan as Megatron-LM takes them where one has no effect without another."""
+    has_experts = model.moe is not None
+    return fields | {
+        "sp": fields["sp"] and fields["tp"] > 1,
+        "ep": fields["ep"] if has_experts else 1,
+        "etp": (fields["etp"] or fields["tp"]) if has_experts else 1,
+        "ep_overlap": fields["ep_overlap"] and has_experts,
+        "param_gather_overlap": fields["param_gather_overlap"] and fields["sharding"] != Sharding.NONE,
+        "rank_order": fields["rank_order"] if fields["pp"] > 1 else RankOrder.DP_BEFORE_PP,
+    }

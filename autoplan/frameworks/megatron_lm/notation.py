@@ -1,0 +1,101 @@
+"""Megatron-LM's notations for the layers of pipeline stages and for the layers that have experts."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import groupby
+
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.option_table import Value
+from autoplan.spec.model import Block, ModelSpec
+
+MOST_LAYERS = 10**4
+
+
+def pipeline_layout(counts: tuple[int, ...], num_mtp_layers: int = 0) -> str:
+    """Return the layers of every chunk as a layout: (3, 4, 4, 2) is 'Et*3|(t*4|)*2t*2L'."""
+    texts = [_times("t", count) for count in counts]
+    texts[0] = f"E{texts[0]}"
+    texts[-1] += _times("m", num_mtp_layers) + "L"
+    chunks = [f"{text}|" for text in texts[:-1]] + texts[-1:]
+    runs = [(text, len(list(run))) for text, run in groupby(chunks)]
+    return "".join(text if times == 1 else f"({text})*{times}" for text, times in runs)
+
+
+def _times(symbol: str, count: int) -> str:
+    return symbol if count == 1 else f"{symbol}*{count}" if count else ""
+
+
+def layout_counts(layout: Value) -> list[int]:
+    """Return the layers of every chunk of a layout, 'Et*3|(t*4|)*2t*2L', or of one in lists of names."""
+    if isinstance(layout, (list, tuple)):
+        return [sum(str(name).rpartition(".")[2] == "decoder" for name in chunk) for chunk in layout]
+    text = re.sub(r"[\s,]", "", str(layout))
+    repeats = re.compile(r"\(([^()]*)\)\*(\d{1,4})|([EtmL])\*(\d{1,4})")
+    for _ in range(MOST_LAYERS):
+        match = repeats.search(text)
+        if match is None:
+            break
+        text = text[: match.start()] + (match[1] or match[3] or "") * int(match[2] or match[4]) + text[match.end() :]
+        if len(text) > 4 * MOST_LAYERS:
+            break
+    if not re.fullmatch(r"[EtmL|]+", text) or len(text) > 4 * MOST_LAYERS:
+        raise InputError(f"pipeline layout {str(layout)[:60]!r} is not in the notation Et*3|t*4|t*2L")
+    return [chunk.count("t") for chunk in text.split("|")]
+
+
+def expert_pattern(model: ModelSpec) -> str:
+    """Return which layers have experts, as a sum of lists: ([0]*3+[1]*58)."""
+    places = [int(Block.MOE in layer) for layer in model.layers]
+    return f"({'+'.join(f'[{place}]*{len(list(run))}' for place, run in groupby(places))})"
+
+
+def moe_places(pattern: Value, num_layers: int) -> tuple[int, int]:
+    """Return (dense layers before the first of experts, interval) of a frequency or pattern of layers of experts."""
+    if isinstance(pattern, str) and re.fullmatch(r"\d{1,5}", pattern.strip(), re.ASCII):
+        pattern = int(pattern)
+    if isinstance(pattern, int) and not isinstance(pattern, bool):
+        if pattern == 1:
+            return 0, 1
+        places = [int(pattern > 0 and at % pattern == 0) for at in range(num_layers)]
+    elif isinstance(pattern, str):
+        places = _places(pattern)
+    else:
+        places = list(pattern) if isinstance(pattern, (list, tuple)) else []
+    if len(places) != num_layers or set(places) - {0, 1} or 1 not in places:
+        raise InputError(f"moe_layer_freq {str(pattern)[:60]!r} does not name the {num_layers} layers: pass --model")
+    first = places.index(1)
+    for interval in range(1, num_layers + 1):
+        for dense in (0, first):
+            if places == [int(at >= dense and (at + 1) % interval == 0) for at in range(num_layers)]:
+                return dense, interval
+    raise InputError(f"moe_layer_freq {str(pattern)[:60]!r}: such a mixture of layers is not known here")
+
+
+def _places(text: str) -> list[int]:
+    """Return the list that a sum and product of lists such as ([0]*3+[1]*58) makes; an empty one for other text."""
+
+    def value(node: ast.expr) -> list[int] | int:
+        match node:
+            case ast.Constant(value=int() as number) if 0 <= number <= MOST_LAYERS:
+                return number
+            case ast.List(elts=items):
+                return [number for item in items for number in [value(item)] if isinstance(number, int)]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                a, b = value(left), value(right)
+                if isinstance(a, list) and isinstance(b, list):
+                    return a + b
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                a, b = value(left), value(right)
+                if isinstance(a, int) and isinstance(b, list):
+                    a, b = b, a
+                if isinstance(a, list) and isinstance(b, int) and len(a) * b <= MOST_LAYERS:
+                    return a * b
+        raise ValueError
+
+    try:
+        result = value(ast.parse(text.strip()[:4000], mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        result = []
+    return result if isinstance(result, list) else []
