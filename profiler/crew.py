@@ -1,4 +1,4 @@
-"""Who measures?  Ranks that this program starts, each of them a `worker`."""
+"""Ranks that measure, started by this program, each of them a `worker`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRELOAD = ("autoplan.profiler.worker",)
 
 
 def default_num_ranks() -> int:
-    """One rank for each device, or on a machine without devices for each of two cores."""
+    """Count the devices, or on a machine without devices its cores, up to two: a rank for each."""
     import torch
 
     return torch.cuda.device_count() or min(len(os.sched_getaffinity(0)), 2)

@@ -1,4 +1,4 @@
-"""What is installed, visible and reachable here?  Every part looked at on its own, so that none hides another."""
+"""Check-up of what is installed, visible and reachable; each part by itself, so that none hides another."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One part, how it is, and what mends it where it is not well."""
+    """Part that was checked, its state, and what mends it where it is not well."""
 
     part: str
     state: State
@@ -74,13 +74,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """All that was looked at."""
+    """Checks of all parts."""
 
     checks: tuple[Check, ...]
 
     @property
     def num_problems(self) -> int:
-        """Of the parts."""
+        """Count the parts that are not well."""
         return sum(check.state == "problem" for check in self.checks)
 
 
@@ -108,7 +108,7 @@ def _python() -> Check:
 
 
 def _libraries() -> Iterator[Check]:
-    """What autoplan needs, then every extra."""
+    """Check what autoplan needs, then every extra."""
     try:
         required = importlib.metadata.requires("autoplan") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -139,7 +139,7 @@ def _libraries() -> Iterator[Check]:
 
 
 def _version(distribution: str) -> str:
-    """Of what is installed; empty where it is not."""
+    """Version of an installed distribution; empty where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -150,7 +150,7 @@ def _version(distribution: str) -> str:
 
 
 def _devices(sys_path: Path) -> Iterator[Check]:
-    """What the driver shows, and what torch makes of it."""
+    """Check what the driver shows, and what torch makes of it."""
     gpus, _ = nvidia_gpus()
     source = "NVML"
     if not gpus:
@@ -227,7 +227,7 @@ def _network(sys_path: Path) -> Check:
 
 
 def _database(url: str | None) -> Check:
-    """Where the timings are, of which devices, and how old."""
+    """Check the timing database: where it is, its devices, and how old its timings are."""
     from autoplan.profiler.store import default_path, open_store
 
     if url is None and "AUTOPLAN_DB" not in os.environ and not default_path().exists():

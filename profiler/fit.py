@@ -1,4 +1,4 @@
-"""Which curve do measured times of kernels and collectives follow, and how far off is it on shapes it has not seen?
+"""Fits of few-parameter curves to measured times of kernels and collectives, with their error on held-out shapes.
 
 A fit minimises the logarithm of predicted over measured time, robustly, over the logarithms of the parameters; a
 fifth of the shapes is held out and gives the error that is reported.  Offline: no search comes here.
@@ -52,7 +52,7 @@ class Points:
 
 
 def points_of(measurements: Iterable[Measurement]) -> Points:
-    """One point for each shape: the median over its repeats and kernels."""
+    """Take the median over repeats and kernels as the point of each shape."""
     samples: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for one in measurements:
         samples[one.shape].append(one.seconds)
@@ -292,7 +292,7 @@ def collective_points(measurements: Iterable[Measurement]) -> Points:
 
 
 def held_out_collectives(points: Points) -> Bools:
-    """Every third message size."""
+    """Choose every third message size."""
     return np.round(np.log2(np.maximum(points.shapes[:, 3], 1))) % 3 == 0
 
 

@@ -1,4 +1,4 @@
-"""Which devices talk to each other: groups of what layout can a job of some nodes form?
+"""Layouts of the groups of devices that a job of several nodes can form.
 
 A shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as `timing.SHAPES` has it; here
 a domain is a node.  Groups that work at once are siblings, of the same layout on the other devices of the same nodes;
@@ -21,7 +21,7 @@ class Layout:
     num_groups: int  # on the same nodes
 
     def shape(self, buffer_bytes: int) -> tuple[int, ...]:
-        """With a buffer, the shape of a collective."""
+        """Return the shape of a collective with that buffer."""
         return (self.num_devices, self.devices_per_node, self.num_groups, buffer_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What are the ranks asked to measure, by which rules, and what do they answer?
+"""Messages between the program and the ranks that measure: tasks, rules and outcomes.
 
 These go between the program that was started and the ranks; torch is not needed to read them.
 """
@@ -19,7 +19,7 @@ COLLECTIVES: frozenset[Operation] = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One measurement to make."""
+    """Measurement to make."""
 
     operation: Operation
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Task:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str, str, str]:
-        """By what a store knows whether it holds it."""
+        """Return what a store looks up whether it has it measured."""
         return (self.operation, self.shape, self.dtype, self.kernel, self.mode)
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How measurements are taken; times in seconds."""
+    """Rules by which measurements are taken; times in seconds."""
 
     mode: Mode = "sustained"
     num_samples: int = 20  # in a round, fewer where they are long
@@ -56,11 +56,11 @@ class Rules:
     most_scatter: float = 0.5  # middle half of the samples over their median: beyond it a median says little
 
     def samples_in_round(self, sample_s: float) -> int:
-        """How many of so many seconds there are."""
+        """Number of samples of that length in a round."""
         return max(min(self.num_samples, int(self.round_s / sample_s)), self.least_samples)
 
     def expected_s(self, call_s: float) -> float:
-        """What one quiet measurement takes of an operation of `call_s`."""
+        """Seconds that a quiet measurement takes of an operation of `call_s`."""
         sample = max(self.sample_s, call_s * self.least_calls)
         return self.rest_s + self.soak_s + (self.samples_in_round(sample) + 3) * sample + self.warmup_calls * call_s
 
@@ -78,7 +78,7 @@ def rules_for(device_type: str, mode: Mode, *, allowance_s: float = 3.0) -> Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What measuring one operation gave: the content of a record beside its name."""
+    """Result of measuring one operation: the content of a record beside its name."""
 
     samples_s: tuple[float, ...] = ()
     status: Status = "ok"
@@ -88,7 +88,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What holds for all measurements of one run."""
+    """Settings of all measurements of one run."""
 
     dtypes: tuple[str, ...] = ()  # blank: bf16 on GPUs, fp32 on CPUs
     allowance_s: float = 3.0
@@ -98,7 +98,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What the ranks found when they had met."""
+    """First message of the ranks: what they found when they had met."""
 
     fingerprint: Fingerprint
     device_type: str
@@ -111,10 +111,10 @@ class Hello:
 
     @property
     def num_nodes(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return len(set(self.hosts))
 
     @property
     def ranks_per_node(self) -> int:
-        """Equally many on each."""
+        """Number of ranks on each host, the same on all."""
         return len(self.hosts) // self.num_nodes

@@ -1,4 +1,4 @@
-"""What is one measurement, whole: what was run where, every sample of it, and how sure one may be of it?
+"""Record of a measurement: what was run where, every sample of it, and how sure the result is.
 
 A record is known by its content: two stores that hold the same measurement agree on its `key`, so that pushing,
 pulling and importing again neither lose nor double anything.  Who measured it, on which host and when, is told beside
@@ -65,7 +65,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One operation of one shape, measured on one machine; times in seconds, `shape` as `timing.SHAPES` names it."""
+    """Operation of one shape, measured on one machine; times in seconds, `shape` as `timing.SHAPES` names it."""
 
     fingerprint: Fingerprint
     operation: Operation
@@ -129,7 +129,7 @@ def check_text(where: str, text: str) -> None:
 
 
 def is_moment(text: str) -> bool:
-    """Whether `text` is a moment in UTC, as ISO 8601 writes it."""
+    """Tell whether `text` is a moment in UTC, as ISO 8601 writes it."""
     try:
         return len(text) <= 40 and datetime.fromisoformat(text).utcoffset() == timedelta()
     except ValueError:

@@ -1,4 +1,4 @@
-"""What is one training run that was measured, whole: what ran where by which plan, and what came of it?
+"""Record of a measured training run: what ran where by which plan, and its step times.
 
 A run is known by its content, as a measurement is (`profiler.record`).
 """
@@ -26,7 +26,7 @@ RunStatus = Literal["ok", "oom", "failed"]  # `oom`: out of memory; `failed`: `r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run of a plan; times are seconds of a step, or means over some, after the warm-up."""
+    """Run of a plan; times are seconds of a step, or means over several, after the warm-up."""
 
     fingerprint: Fingerprint
     framework: str  # as autoplan calls it

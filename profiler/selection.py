@@ -1,4 +1,4 @@
-"""Which measurements does a table take: of the kernels that others measured, and of those that were disturbed?"""
+"""Selection of the measurements that a table takes: of the kernels that others measured, and of disturbed ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOAD = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) %")  # as the timer tells it; a rec
 
 
 def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, str]) -> bool:
-    """Whether a record that is not clean serves where there is no clean one: of several the middle one.
+    """Tell whether a record that is not clean serves where there is no clean one: of several the middle one.
 
     A median that has not settled does; what a device took in a slow phase, since training meets such phases too; and
     CPU time, which other load stretches by a part of itself, where a datasheet is off by factors.  A clock on the wall

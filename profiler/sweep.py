@@ -1,4 +1,4 @@
-"""Measures what is planned within a budget: what became of it, and what cannot be seen from here?"""
+"""Sweep: measures ranked tasks within a budget, and says what of a cluster these ranks cannot show."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # over the median, worth a word; 5 % betwee
 
 
 class Store(Protocol):
-    """What a sweep needs of a timing database."""
+    """Interface that a sweep needs of a timing database."""
 
     def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> Collection[TaskKey]:
-        """What has settled so often on this machine."""
+        """Return the keys of tasks that settled so often on this machine."""
 
     def add(self, records: Iterable[Record]) -> object:
         """Keep records: all of them, or none and an error."""
@@ -39,7 +39,7 @@ class Store(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """How a sweep stands."""
+    """State of a sweep."""
 
     total: int
     outcomes: dict[Task, Outcome] = field(default_factory=dict)  # a settled one of each task, else its last
@@ -53,7 +53,7 @@ class Progress:
         return self.total - len(self.outcomes)
 
     def counts(self) -> dict[Operation, Counter[str]]:
-        """How many measurements of each operation ended in which status."""
+        """Count the statuses in which measurements of each operation ended."""
         found: dict[Operation, Counter[str]] = {}
         for task, outcome in self.outcomes.items():
             found.setdefault(task.operation, Counter())[outcome.status] += 1
@@ -83,7 +83,7 @@ def outliers(hello: Hello) -> list[str]:
 
 
 def extrapolations(hello: Hello, cluster: ClusterSpec) -> list[str]:
-    """What of the whole cluster these ranks cannot show, in words."""
+    """Say what of the cluster these ranks cannot show."""
     found = []
     if cluster.num_nodes > hello.num_nodes:
         found.append(

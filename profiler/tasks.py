@@ -1,4 +1,4 @@
-"""What is worth measuring for a model on this machine, and in which order?
+"""Tasks worth measuring for a model on this machine, best first.
 
 A first point of every line (an operation with all its sizes but the one that grows with the batch) comes before a
 second point of any, since rates along a line are interpolated and kept beyond its end; among equals comes first what
@@ -43,7 +43,7 @@ TaskKey = tuple[str, tuple[int, ...], str, str, str]  # operation, shape, dtype,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementScope:
-    """What a person wants to know the times of."""
+    """Model, sizes and degrees that measurements are wanted for."""
 
     model: ModelSpec
     framework: Framework
@@ -63,7 +63,7 @@ class MeasurementScope:
 
     @property
     def is_latent(self) -> bool:
-        """Whether values are narrower than keys."""
+        """Tell whether values are narrower than keys."""
         return self.model.qk_head_dim != self.model.v_head_dim
 
     def window_of(self, block: Block) -> int:
@@ -89,7 +89,7 @@ class RankedTask:
 
 
 def unmeasurable_parts(scope: MeasurementScope) -> list[str]:
-    """What the model has and no operation of `timing.SHAPES` names, in words."""
+    """Say what the model has and no operation of `timing.SHAPES` measures."""
     blocks = {block for layer in scope.model.layers for block in layer}
     found = []
     if scope.is_latent and scope.window_of(Block.WINDOW_ATTENTION) and Block.WINDOW_ATTENTION in blocks:
@@ -100,7 +100,7 @@ def unmeasurable_parts(scope: MeasurementScope) -> list[str]:
 
 
 def ranked_tasks(scope: MeasurementScope, hello: Hello, known: Collection[TaskKey]) -> list[RankedTask]:
-    """What to measure on the ranks of `hello` that is not known yet, best first."""
+    """Rank the tasks for the ranks of `hello` that are not known yet, best first."""
     device = load_device(hello.fingerprint.device) or load_device(_ANY_DEVICE)
     assert device is not None
     calls: Counter[Task] = Counter()
@@ -154,7 +154,7 @@ _Call = tuple[Operation, tuple[int, ...], int, str]
 
 
 def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
-    """(operation, shape, calls for one micro-batch, ending of the kernel's name) of what one device computes."""
+    """Return (operation, shape, calls for one micro-batch, ending of the kernel's name) of what one device computes."""
     model, seq_len = scope.model, scope.seq_len
     shapes = block_shapes(model)
     counts = Counter(block for layer in model.layers for block in layer)
@@ -206,7 +206,7 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
 
 
 def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
-    """As `_kernels`, of the units of the built-in trainer: those that the ranks here have room for."""
+    """Yield calls of the units of the built-in trainer, of those that the ranks have room for."""
     model, seq_len, here = scope.model, scope.seq_len, hello.ranks_per_node
     whole = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
     sizes = (model.hidden_size, model.ffn_size, model.num_heads, model.kv_heads, model.qk_head_dim)
@@ -229,13 +229,13 @@ def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
 
 
 def _replicas(tp: int, hello: Hello) -> list[int]:
-    """How many ranks may share the states of what `tp` ranks hold: 1, 2, 4 ... of a node, and all."""
+    """Numbers of ranks that may share the states of what `tp` ranks hold: 1, 2, 4 ... of a node, and all."""
     here = hello.ranks_per_node // tp
     return sorted({size for size in (2**power for power in range(11)) if here % size == 0} | {len(hello.hosts) // tp})
 
 
 def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
-    """As `_kernels`, of what groups of every layout send: each a few times in a layer."""
+    """Yield calls of what groups of every layout send: each a few times in a layer."""
     found = layouts(hello.num_nodes, hello.ranks_per_node)
     for layout in found:
         is_widest = not any(
@@ -256,7 +256,7 @@ def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
 
 
 def reference_s(task: Task, device: DeviceSpec) -> float:
-    """What one call takes at the rates of the device's datasheet, in seconds: good for order and budget, no more."""
+    """Seconds of a call at the rates of the device's datasheet: good for order and budget, no more."""
     flops, numbers = _work(task.operation, task.shape)
     rates = device.peak_flops_per_s
     peak = rates.get(task.dtype, rates.get("bf16", rates.get("fp16", 1e12)))  # type: ignore[call-overload]
@@ -271,7 +271,7 @@ def reference_s(task: Task, device: DeviceSpec) -> float:
 
 
 def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
-    """(floating-point operations, numbers read and written) of one call, roughly (`modelling` A2, C5)."""
+    """Return (floating-point operations, numbers read and written) of one call, roughly (`modelling` A2, C5)."""
     if operation in PRODUCTS:
         m, n, k = shape
         return 2.0 * m * n * k, m * n + n * k + m * k

@@ -1,4 +1,4 @@
-"""How long does an operation take, measured so that the answer can be trusted, and how sure is it?
+"""Timer of operations, whose answer can be trusted and says how sure it is.
 
 The protocol of `modelling` C8 and `closed-loop` 2 and 8: all ranks run the operation together; warm-up, an inner loop
 long enough for the clock, a soak that brings the device to the clocks of training, then rounds of samples until one is
@@ -45,15 +45,15 @@ class Team(Protocol):
         """Wait for all ranks."""
 
     def gather(self, mine: object) -> list[Any]:
-        """What every rank brought, by rank, on every rank."""
+        """Return the values of all ranks, by rank, on every rank."""
 
     def decide(self, mine: float) -> float:
-        """What rank 0 brought, on every rank."""
+        """Return rank 0's value on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """One rank's part of a round; `samples_s` is empty for a rank that only stood by."""
+    """Samples of one rank in a round; `samples_s` is empty for a rank that only stood by."""
 
     samples_s: tuple[float, ...]
     wall_over_cpu: float
@@ -68,7 +68,7 @@ def median_interval(samples_s: Sequence[float], *, level: float = 0.9, draws: in
 
 
 def spread(samples_s: Sequence[float]) -> float:
-    """Half-width of the interval of the median over the median."""
+    """Return the half-width of the interval of the median over the median."""
     low, high = median_interval(samples_s)
     return (high - low) / 2 / float(np.median(samples_s))
 
@@ -167,14 +167,14 @@ def _repeat(run: Run | StagedRun | None, num_calls: int, device: torch.device) -
 
 
 def _elapsed_s(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> float:
-    """What so many calls take, all that comes before them included."""
+    """Time `num_calls` calls, all that comes before them included."""
     began = time.perf_counter()
     _repeat(run, num_calls, device)
     return time.perf_counter() - began
 
 
 def _sample_s(run: Run | StagedRun | None, num_calls: int, clock: Callable[[], float]) -> float:
-    """What so many calls take on the host, without what comes before each."""
+    """Time `num_calls` calls on the host, without what is prepared before each."""
     if isinstance(run, StagedRun):
         total = 0.0
         for _ in range(num_calls):
@@ -201,7 +201,7 @@ def _round(
     clock: Callable[[], float],
     hold: int,
 ) -> _Report:
-    """One rank's samples, each the mean of `num_calls` calls back to back; `hold` as in `_device_samples_s`."""
+    """Take this rank's samples, each the mean of `num_calls` calls back to back; `hold` as in `_device_samples_s`."""
     sensors.start()
     if run is None:
         return _Report(samples_s=(), wall_over_cpu=1.0, window=sensors.stop())
@@ -218,7 +218,7 @@ def _round(
 
 
 def held(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
-    """(calls in a sample, seconds to hold the device before it so that all are queued by then; 0: the host is ahead).
+    """Return (calls in a sample, seconds to hold the device until all are queued; 0: the host is ahead).
 
     `queued_s` is what queueing `num_calls` takes, `sample_s` what they take until they are through.
     """
@@ -229,7 +229,7 @@ def held(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
 
 
 def _queued_s(run: Run | StagedRun | None, num_calls: int, device: torch.device) -> float:
-    """What the host takes to queue so many calls."""
+    """Time the host queueing `num_calls` calls."""
     began = time.perf_counter()
     for _ in range(num_calls if run else 0):
         assert run is not None
@@ -256,7 +256,7 @@ def _spin_hz(device: torch.device) -> float:
 
 
 def _device_samples_s(run: Run | StagedRun, num_calls: int, num_samples: int, sensors: Sensors, hold: int) -> Floats:
-    """What so many calls take on the device, without what comes before each: marks in its queue.
+    """Time `num_calls` calls on the device by marks in its queue, without what is prepared before each.
 
     What comes before is run with the calls, then as often alone: a mark between the two would find a queue that has run
     dry, and count what the host takes to launch, which training hides.  Before each sample the device idles for `hold`
@@ -288,14 +288,14 @@ def _device_samples_s(run: Run | StagedRun, num_calls: int, num_samples: int, se
 
 
 def _slowdown(reports: Sequence[_Report], *, is_slow: bool) -> str:
-    """What made a device slower than usual; empty if nothing did."""
+    """Say what made a device slower than usual; empty if nothing did."""
     told = max(report.window.slowdown for report in reports)
     pace = max(report.window.pace for report in reports)
     return told or (f"{100 * (pace - 1):.0f} % slower than usual" if is_slow else "")
 
 
 def _fault(reports: Sequence[object], num_samples: int) -> str:
-    """What is wrong with what the ranks returned; empty if nothing is."""
+    """Say what is wrong with what the ranks returned; empty if nothing is."""
     for rank, report in enumerate(reports):
         if not isinstance(report, _Report) or not isinstance(report.samples_s, tuple):
             return cleaned(f"rank {rank} returned no times but {str(report)[:60]!r}")

@@ -1,4 +1,4 @@
-"""What does one rank do?  It joins the others, then measures whatever rank 0 is told to, until there is no more.
+"""Rank that measures: joins the others, then measures whatever rank 0 is asked to, until there is no more.
 
 A rank is a child of the program that was started (`launch`).  Messages between ranks go over gloo on the host, also
 where devices talk NCCL.
@@ -59,18 +59,18 @@ class Ranks:
     until: float = math.inf  # when the present task must be through, by the monotonic clock
 
     def gather(self, mine: object) -> list[Any]:
-        """What every rank brought, by rank, on every rank."""
+        """Return the values of all ranks, by rank, on every rank."""
         self.meet()
         brought: list[Any] = [None] * len(self.hosts)
         dist.all_gather_object(brought, mine, group=self.control)
         return brought
 
     def decide(self, mine: float) -> float:
-        """What rank 0 brought, on every rank."""
+        """Return rank 0's value on every rank."""
         return float(self.share(mine))
 
     def share(self, mine: object) -> Any:
-        """As `decide`, of anything."""
+        """Return rank 0's object on every rank."""
         box = [mine]
         dist.broadcast_object_list(box, 0, group=self.control)
         return box[0]
@@ -117,7 +117,7 @@ def join(place: Place, job: Job) -> Ranks:
 
 
 def greet(ranks: Ranks, job: Job) -> Hello:
-    """What there is to measure with: the same on every rank."""
+    """Say what there is to measure with: the same on every rank."""
     device, hosts = ranks.device, ranks.hosts
     num_nodes = len(set(hosts))
     own = fingerprint(device, num_hosts=num_nodes, devices_here=len(hosts) // num_nodes)
@@ -164,7 +164,7 @@ def _default_dtype(device: torch.device) -> str:
 
 
 def _compared(ranks: Ranks) -> tuple[list[float], dict[tuple[int, int], float]]:
-    """(seconds of one product on every rank, seconds of one message between pairs of ranks), all at once.
+    """Return (seconds of one product on every rank, seconds of one message between pairs of ranks), all at once.
 
     Each rank meets those at a distance of 1, 2, 4 ...: every NIC and every device's links carry something.
     """
@@ -200,7 +200,7 @@ def _least_s(run: Run, device: torch.device, clock: Callable[[], float]) -> floa
 
 
 def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
-    """What to run for `task` on this rank, None for standing by; memory is taken, and kernels run once."""
+    """Build the call for `task` on this rank, None for standing by; memory is taken, and kernels run once."""
     factory = InputFactory(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
     if task.kernel.endswith(BESIDE):
         return collectives.build_beside_gemm(task.operation, task.shape, factory, ranks.groups, ranks.decide)
@@ -257,7 +257,7 @@ def _free(device: torch.device) -> None:
 
 
 def serve(place: Place, job: Job, line: Connection, prepare_task: Prepare | None) -> None:
-    """Be a rank until rank 0's program has no more tasks, or something is wrong with the ranks as a whole."""
+    """Serve as a rank until rank 0's program has no more tasks, or something is wrong with the ranks together."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process lives
     try:
         # A watchdog in a thread of its own ends this process even where a driver never comes back.

@@ -1,4 +1,4 @@
-"""Short lists of host names as Slurm writes them: 'node[001-016,020],login1'."""
+"""Lists of many host names written short, as Slurm does: 'node[001-016,020],login1'."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _parts(text: str) -> list[tuple[int, str]]:
 
 
 def _pieces(part: str, column: int) -> list[tuple[int, str]]:
-    """Yield texts inside and outside of brackets, and where each begins in the part."""
+    """Split a part into what is inside and outside of brackets, each with where it begins."""
     pieces = [(match.start(), match[0]) for match in re.finditer(r"\[[^\]]*\]|[^\[\]]+", part)]
     for at, piece in pieces:
         if not piece.startswith("[") and not _TEXT.fullmatch(piece):
@@ -58,7 +58,7 @@ def _pieces(part: str, column: int) -> list[tuple[int, str]]:
 
 
 def _axis(piece: str, column: int) -> list[str]:
-    """All values of one piece."""
+    """List the values of a piece."""
     if not piece.startswith("["):
         return [piece]
     values: list[str] = []

@@ -1,4 +1,4 @@
-"""Time of an operation at sizes between the measured ones.
+"""Interpolation of an operation's time at sizes between those at which it was measured.
 
 Two steps.  A sum of products of the sizes, with weights that are not negative, is fitted to all points: of a matrix
 product it holds the start, the bytes of the matrices and the operations, and with them what half-filled tiles and short
@@ -90,7 +90,7 @@ class Scattered:
         return result
 
     def _neighbours(self, places: Floats) -> tuple[Ints, Floats]:
-        """(points, distances), each (places, neighbours): the nearest points of the nearest cells."""
+        """Return (points, distances), each (places, neighbours): the nearest points of the nearest cells."""
         outside = np.zeros((len(places), len(self.cells)))
         for low, high, place in zip(self.cell_low.T, self.cell_high.T, places.T[:, :, None], strict=True):
             outside += np.maximum(np.maximum(low - place, place - high), 0) ** 2
@@ -101,7 +101,7 @@ class Scattered:
 
 
 def _products(sizes: Floats, powers: Sequence[int]) -> Floats:
-    """(shapes, products): every power of each size, up to its own, times those of the others; the last is the work."""
+    """Return (shapes, products): each size's powers up to its own, times those of the others; the last is the work."""
     products = np.ones((len(sizes), 1))
     for size, power in zip(sizes.T, powers, strict=True):
         products = np.concatenate([products * size[:, None] ** lower for lower in range(power + 1)], axis=1)
@@ -136,7 +136,7 @@ def _leaves(points: Floats, members: Ints) -> list[Ints]:
 
 
 def _least(values: Floats, count: int) -> Ints:
-    """(rows, count): the columns of the least values of each row; all of them where there are no more."""
+    """Return (rows, count): the columns of the least values of each row; all of them where there are no more."""
     if count >= values.shape[1]:
         return np.tile(np.arange(values.shape[1]), (len(values), 1))
     return np.argpartition(values, count - 1, axis=1)[:, :count]
@@ -147,7 +147,7 @@ def _distances(ones: Floats, others: Floats) -> Floats:
 
 
 def _shares(points: Floats, distances: Floats) -> Floats:
-    """(shapes, neighbours): each point's share in the estimate of ordinary kriging, together 1."""
+    """Return (shapes, neighbours): each point's share in the estimate of ordinary kriging, together 1."""
     count = points.shape[1]
     system = np.ones((len(points), count + 1, count + 1))
     system[:, :count, :count] = _distances(points[:, :, None], points[:, None])

@@ -1,4 +1,4 @@
-"""Ranks of a job as child processes: their places from the launcher's variables, their start, messages and end.
+"""Processes of a job: finds this program's place in it, starts its ranks as children, and outlives them.
 
 On one machine the program starts all ranks itself.  Under torchrun, Slurm's srun or MPI it is started once for each
 rank, reads its place from their variables, and starts that one rank.  Either way the one beside rank 0 says what is
@@ -55,7 +55,7 @@ _LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One rank's place in the job, and where all meet (a URL as torch.distributed takes it)."""
+    """Place of a rank in the job, and where all meet (a URL as torch.distributed takes it)."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -147,7 +147,7 @@ def local_places(num_ranks: int, meeting_file: Path) -> list[Place]:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; most real-time signals have no name."""
+    """Name a signal, as `SIGKILL` for 9; most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -177,7 +177,7 @@ class Children:
 
     @property
     def leads(self) -> bool:
-        """Whether rank 0 is among the ranks: then this program says what is done."""
+        """Tell whether rank 0 is among the ranks: then this program says what is done."""
         return self._place is None or self._place.rank == 0
 
     @property
@@ -186,7 +186,7 @@ class Children:
 
     @property
     def can_restart(self) -> bool:
-        """Whether lost ranks can be started again: all of them must be children of this program."""
+        """Tell whether lost ranks can be started again: all of them must be children of this program."""
         return self._place is None
 
     @property
@@ -228,7 +228,7 @@ class Children:
         return self.answer()
 
     def answer(self) -> Any:
-        """Return the next message of rank 0."""
+        """Wait for what rank 0 sends next."""
         return self._answer(self._answer_s)
 
     def follow(self) -> None:
@@ -255,7 +255,7 @@ class Children:
                 raise CrewError(f"no answer within {limit_s:.0f} s")
 
     def _lost(self, first: Fault | None = None) -> CrewError:
-        """Error that explains lost ranks: one out of memory before one that was killed, before what others then missed.
+        """Say why ranks are gone: one out of memory explains it, else one that was killed what the others then missed.
 
         NCCL aborts the ranks that miss another one.
         """
@@ -344,7 +344,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _server(preload: list[str]) -> ForkServerContext:
-    """Fork server of the ranks: a process that has loaded torch once for all of them, and has touched no device.
+    """Start what ranks are forked from: a process that has loaded torch once for all, and has touched no device.
 
     A child of this program itself could not use CUDA if the program had.
     """

@@ -1,4 +1,4 @@
-"""Where do trials run?  Started, watched and ended by name, by one program or by the next after it was killed."""
+"""Jobs started, watched and ended by name, by one program or by the next after it was killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Cause = Literal["out of memory", "node failure", "preempted", "time limit", "can
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """Where a job stands; `status` is what it exited with, where that is told (negative: the signal that ended it).
+    """State of a job; `status` is what it exited with, where that is known (negative: the signal that ended it).
 
     A lost one cannot be asked for any more: what it did is known from its folder alone, if at all.  `began` is when it
     was first seen to run, in seconds of `time.time`, where that outlives this program.
@@ -41,7 +41,7 @@ class JobStatus:
 
 
 class SilentError(AutoplanError):
-    """Where jobs stand could not be learnt for too long: they are left as they are, for the next program."""
+    """State of jobs could not be learnt for too long: they are left as they are, for the next program."""
 
 
 class Jobs(Protocol):
@@ -54,7 +54,7 @@ class Jobs(Protocol):
         """The name of the job that a program which is gone started in `folder`; blank where nothing tells."""
 
     def poll(self, names: Sequence[str]) -> dict[str, JobStatus]:
-        """Where these jobs stand; never blocks for long.  A `SilentError` where nobody has answered for too long."""
+        """Return the states of jobs; never blocks for long.  A `SilentError` where nobody has answered for too long."""
 
     def cancel(self, names: Sequence[str]) -> None:
         """End these jobs with all that they started; those that have ended stay as they are."""
@@ -87,11 +87,11 @@ class LocalJobs:
         return name
 
     def find(self, folder: Path) -> str:
-        """Nothing: the name of a job is known once it has started."""
+        """Do nothing: the name of a job is known once it has started."""
         return ""
 
     def poll(self, names: Sequence[str]) -> dict[str, JobStatus]:
-        """Where these jobs stand; the exit status is told of those that this program started."""
+        """Return the states of jobs, with the exit status of those that this program started."""
         return {name: self._status(name) for name in names}
 
     def _status(self, name: str) -> JobStatus:
@@ -109,7 +109,7 @@ class LocalJobs:
         end_programs([one for one in found if one.is_running()], grace_s=2 * GRACE_S)
 
     def _find(self, name: str) -> tuple[str, Program | None]:
-        """(the machine, the program if it is this machine)."""
+        """Return (the machine, the program if it is this machine)."""
         host, _, rest = name.partition(":")
         pid, _, mark = rest.partition(":")
         if name in self._mine:

@@ -1,4 +1,4 @@
-"""How does a program of the user run under watch, and end with all that it started?"""
+"""Program of the user that runs under watch, and ends with all that it started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a program ended: by itself, or stopped here because enough was heard or nothing for too long."""
+    """End of a program: by itself, or stopped because enough was heard or nothing for too long."""
 
     kind: Literal["by itself", "enough", "silent"]
     status: int = 0  # that it exited with; negative: the signal that ended it
@@ -61,7 +61,7 @@ class Program:
     process: subprocess.Popen[bytes] | None = None
 
     def is_running(self) -> bool:
-        """Whether anything of it is left on this machine."""
+        """Tell whether anything of it is left on this machine."""
         if (self.process and self.process.poll() is None) or _marked(self.mark):
             return True
         if _PROC.is_dir():

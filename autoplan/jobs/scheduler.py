@@ -1,4 +1,4 @@
-"""Trials on a cluster: how do they reach its scheduler, and what does it say of them?
+"""Jobs on a cluster, submitted to its scheduler and followed through its answers.
 
 Every trial has a job of a name unlike all others, which is kept in its folder before it is submitted.  So a job whose
 submission was not answered is found again instead of submitted twice, and the next program goes on where one ended.
@@ -125,7 +125,7 @@ class SchedulerJobs:
         return str(folder.resolve()) if is_file(folder / JOB) else ""
 
     def poll(self, names: Sequence[str]) -> dict[str, JobStatus]:
-        """Where these jobs stand, as the scheduler has said at most `poll_every_s` ago."""
+        """Return the states of jobs, as the scheduler has said at most `poll_every_s` ago."""
         unknown = JobStatus(state="waiting")
         asked = [name for name in names if self._status.get(name, unknown).state not in ("ended", "lost")]
         if asked and time.monotonic() >= self._next_s:
@@ -235,12 +235,12 @@ class SchedulerJobs:
         self._next_s = time.monotonic() + self._pause_s
 
     def _never_ran(self, folder: Path, job: JobFile) -> bool:
-        """Whether the scheduler lost a job before its start, as slurmctld can when it is killed; believed once."""
+        """Tell whether the scheduler lost a job before its start, as slurmctld can when it is killed; believed once."""
         is_told = not self._template.log  # the first thing of a job that runs is what it writes
         return is_told and job.stage == "submitted" and not job.num_lost and not (folder / self._output).exists()
 
     def _remembered(self, jobs: Mapping[str, JobFile]) -> tuple[dict[str, list[Row]], float]:
-        """(what the accounting says of these jobs, by name; for how many seconds it may yet tell of the others)."""
+        """Return (what the accounting says of these jobs, by name; seconds for which it may yet tell of the others)."""
         if not jobs or not self._template.history:
             return {}, 0.0
         try:
@@ -252,12 +252,12 @@ class SchedulerJobs:
         return self._rows(answers, jobs), HISTORY_S
 
     def _answers(self, question: Literal["poll", "history"], jobs: Mapping[str, JobFile]) -> list[tuple[str, str]]:
-        """(program, what it wrote) for every command that asks for these jobs."""
+        """Return (program, what it wrote) for every command that asks for these jobs."""
         values = [self._values(Path(name), job) for name, job in jobs.items()]
         return [(command[0], self._run(command)) for command in self._template.questions(question, values)]
 
     def _rows(self, answers: Iterable[tuple[str, str]], jobs: Mapping[str, JobFile]) -> dict[str, list[Row]]:
-        """What the scheduler says of these jobs, by name, of those that it knows."""
+        """Ask the scheduler for the rows of these jobs, by name, of those that it knows."""
         said = [row for program, text in answers for row in self._template.read_rows(program, text)]
         by_name = self._template.finds_by_name
         found = {
@@ -306,7 +306,7 @@ class SchedulerJobs:
         self._next_s = time.monotonic() + self._pause_s
 
     def _run(self, command: Sequence[str], output: IO[bytes] | int = subprocess.PIPE) -> str:
-        """What a command writes to stdout.
+        """Run a command and return its stdout.
 
         A `NoAnswerError` where it is to be run again: it says so, says nothing for long, or is a question that was
         answered before.  An `InputError` is what else it says when it fails.
@@ -339,7 +339,7 @@ class SchedulerJobs:
         raise InputError(told)
 
     def _values(self, folder: Path, job: JobFile) -> dict[str, str]:
-        """What the placeholders stand for."""
+        """Values of the placeholders."""
         if folder not in self._shapes:
             file = _plan_file(folder)
             self._shapes[folder] = node_shape(file.cluster, file.best.plan.num_devices)
@@ -372,7 +372,7 @@ def _status(meaning: Meaning, says: str, began: float | None) -> JobStatus:
 
 
 def _known_end(folder: Path, job: JobFile) -> JobStatus | None:
-    """What its folder tells of the end of a job that the scheduler does not know any more."""
+    """Read from its folder how a job ended that the scheduler does not know any more."""
     if is_file(folder / OUTCOME):
         return JobStatus(state="ended", status=0, began=job.began)
     if job.stage == "cancelled":

@@ -1,4 +1,4 @@
-"""How is a scheduler talked to?  A template: the commands that submit, follow and end a job, and how to read answers.
+"""Template of a scheduler: the commands that submit, follow and end a job, and how to read their answers.
 
 The commands are lists of arguments whose {placeholders} are filled item by item: no shell reads them.
 """
@@ -45,7 +45,7 @@ _BLANKS = ("None", "<none>")  # of squeue and kubectl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one line of an answer says of a job, which it names by our name, the scheduler's, or both."""
+    """State of a job by one line of an answer, which names it by our name, the scheduler's, or both."""
 
     job: str
     id: str
@@ -118,12 +118,12 @@ class JobTemplate:
 
     @property
     def takes_options(self) -> bool:
-        """Whether submit hands words on to the program of the trial."""
+        """Tell whether submit hands words on to the program of the trial."""
         return f"{{{_WORDS}}}" in self.submit
 
     @property
     def finds_by_name(self) -> bool:
-        """Whether poll knows a job by the name that it was submitted with, also where the answer to that was lost."""
+        """Tell whether poll knows a job by the name it was submitted with, also where the answer to that was lost."""
         return "job" in re.compile(self.rows).groupindex
 
     def submission(self, values: Mapping[str, str], options: Sequence[str] = ()) -> list[str]:
@@ -156,7 +156,7 @@ class JobTemplate:
         return found["id"]
 
     def read_rows(self, program: str, text: str) -> list[Row]:
-        """What an answer says, line by line; lines that are no rows are passed over where others are."""
+        """Read an answer line by line; lines that are no rows are passed over where others are."""
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
         found = [row for line in lines if (row := re.search(self.rows, line))]
         if lines and not found:
@@ -166,7 +166,7 @@ class JobTemplate:
         ]
 
     def meaning(self, rows: Sequence[Row]) -> tuple[Meaning, str]:
-        """What rows that all speak of one job mean, and the scheduler's own words for it."""
+        """Return the state that rows of one job mean, and the scheduler's own words for it."""
         found = []
         for row in rows:
             if row.state not in self.states:
@@ -180,7 +180,7 @@ class JobTemplate:
         return meaning, f"{self.name}: {says}" if says else self.name
 
     def is_busy(self, text: str) -> bool:
-        """Whether a command that failed should be asked again."""
+        """Tell whether a command that failed should be asked again."""
         return re.search(self.busy, text) is not None
 
 

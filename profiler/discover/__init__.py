@@ -1,1 +1,1 @@
-"""What is this machine, or this allocation, made of?  Read from its tools and files into a `cluster.toml`."""
+"""Discovery of the parts of this machine or allocation: its tools and files are read into a `cluster.toml`."""

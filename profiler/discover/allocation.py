@@ -1,4 +1,4 @@
-"""Which nodes has this job, and what does each of them say of itself?"""
+"""Nodes of this job, and the cluster that their reports describe together."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gather(place: Place, mine: Report | None) -> list[Report] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All nodes, each with what its sources say together."""
+    """Observed nodes, each merged from all its sources."""
 
     nodes: Mapping[str, ObservedNode]  # by host, in the order of their ranks
     switches: Mapping[str, tuple[str, ...]]
@@ -64,7 +64,7 @@ class Found:
 
 
 def found_in(reports: Sequence[Report]) -> Found:
-    """What `reports` say; reports about one host are taken together, and those without a host tell of every one."""
+    """Merge `reports` by host; those without a host tell of every one."""
     by_host: dict[str, list[ObservedNode]] = {}
     warnings: list[str] = []
     for report in reports:
@@ -118,13 +118,13 @@ def describe_all(
 
 
 def _kind(node: ObservedNode) -> tuple[object, ...]:
-    """What two nodes of one type have in common."""
+    """Return the devices and adapters that two nodes of one type have in common."""
     names = tuple(sorted(device.name for device in node.devices))
     return (names, tuple(sorted((nic.kind, nic.bytes_per_s or 0.0) for nic in training_nics(node))))
 
 
 def _usual(nodes: Mapping[str, ObservedNode]) -> ObservedNode:
-    """One of the nodes of which there are most; of as many, the one with more devices."""
+    """Return a node of the most frequent kind; of equally frequent ones, that with more devices."""
     counts = Counter(_kind(node) for node in nodes.values())
     return max(nodes.values(), key=lambda node: (counts[_kind(node)], len(node.devices), len(training_nics(node))))
 

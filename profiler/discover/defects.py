@@ -1,4 +1,4 @@
-"""What is wrong with a node, beside what is usual for its kind?"""
+"""Defects of a node, beside what is usual for its kind."""
 
 from __future__ import annotations
 

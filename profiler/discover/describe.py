@@ -1,4 +1,4 @@
-"""Which cluster is it that was seen?  What was seen, over what autoplan ships of the same kind of node."""
+"""Description of an observed cluster: what sources say, over the shipped cluster of the same kind of node."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _nearest(device: str, node: ObservedNode) -> ClusterSpec:
 def _levels(
     cluster: ClusterSpec, device: DeviceSpec, node: ObservedNode, base: ClusterSpec
 ) -> tuple[tuple[LinkLevel, ...], dict[str, str], list[str]]:
-    """(levels of a node, remarks on them, warnings)."""
+    """Return (levels of a node, remarks on them, warnings)."""
     fabric = fabric_of(node, device)
     size = cluster.devices_per_node
     shipped = [level for level in cluster.levels if level.kind in ("nvlink", "xgmi")]
@@ -119,7 +119,7 @@ def _rate(level: LinkLevel) -> str:
 
 
 def _shows_fabrics(node: ObservedNode) -> bool:
-    """Whether a source would have told of NVLink or xGMI: lists of PCI devices do not."""
+    """Tell whether a source would have told of NVLink or xGMI: lists of PCI devices do not."""
     tools = ("NVML", "amdkfd", "nvidia-smi", "rocm-smi")
     return any(tool in node.source for tool in tools) or any(one.architecture for one in node.devices)
 
@@ -205,7 +205,7 @@ def training_nics(node: ObservedNode) -> tuple[ObservedNic, ...]:
 def _network(
     cluster: ClusterSpec, node: ObservedNode, size: int, shipped: str
 ) -> tuple[NetworkSpec, dict[str, str], list[str]]:
-    """(network of a node, remarks on it, warnings)."""
+    """Return (network of a node, remarks on it, warnings)."""
     network, nics = cluster.network, training_nics(node)
     warnings: list[str] = []
     tiers = {

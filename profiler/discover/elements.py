@@ -18,7 +18,7 @@ MOST_TEXT = 100_000  # characters right inside one element; hwloc breaks its mat
 
 @dataclass(slots=True, kw_only=True)
 class Element:
-    """One element; its text is that right inside it."""
+    """Element with its attributes and children; its text is that right inside it."""
 
     name: str
     attributes: dict[str, str]
@@ -40,7 +40,7 @@ class Element:
         return (child for child in self.children if child.name in names)
 
     def walk(self) -> Iterator[Element]:
-        """This element and all below it, in the order of the file."""
+        """Yield the element and all below it, in the order of the file."""
         waiting = [self]
         while waiting:
             element = waiting.pop()

@@ -1,4 +1,4 @@
-"""Which devices of a node does NVLink or xGMI join, how, and are all of them joined alike?"""
+"""Fabric of a node: the devices that NVLink or xGMI joins, how, and those that are not joined as the others are."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
 
 
 def _told_rate(direct: Sequence[ObservedLink], *, is_switched: bool) -> float | None:
-    """Of one device to all others, where the sources say it of every link."""
+    """Rate from a device to all others, where the sources say it of every link."""
     told: Counter[int] = Counter()
     for link in direct:
         if link.bytes_per_s is None:

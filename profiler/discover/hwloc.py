@@ -1,4 +1,4 @@
-"""How are the devices and NICs of a node joined?  From the XML of hwloc (`lstopo --of xml`), versions 1 to 3.
+"""Reader of the XML of hwloc (`lstopo --of xml`), versions 1 to 3: how devices and NICs of a node are joined.
 
 I/O objects hang below the package or NUMA node next to them: a <Bridge> "0-1" is that of the host, those below are root
 ports and PCIe switches, an upstream and a downstream port each (hwloc/hwloc2.dtd).  Rates of NVLink and xGMI are
@@ -100,7 +100,7 @@ def _functions(root: Element) -> Iterator[_Function]:
 
 
 def _only_bit(nodeset: str) -> int | None:
-    """The one NUMA node of a set such as "0x00000002" or "0x1,0x00000000"; None of several."""
+    """Return the only NUMA node of a set such as "0x00000002" or "0x1,0x00000000"; None of several."""
     digits = "".join(word.removeprefix("0x").rjust(8, "0") for word in nodeset.split(","))
     if not re.fullmatch(r"[0-9a-f]{1,512}", digits):
         return None
@@ -186,7 +186,7 @@ def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[in
 
 
 def _matrix(element: Element) -> tuple[list[str], list[int]]:
-    """(gp_index of the objects, values row by row)."""
+    """Return (gp_index of the objects, values row by row)."""
     place = f"line {element.line}: the matrix {element.get('name')}"
     count = element.number("nbobjs", most=_MOST_OBJECTS)
     objects = [word.rpartition(":")[2] for part in element.named("indexes") for word in part.text.split()]

@@ -1,4 +1,4 @@
-"""Which device that autoplan ships are these, and what stands in for one that it does not ship?"""
+"""Identification of devices: the shipped one that they are, or the one whose figures stand in."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Identified:
 
 
 def identify(node: ObservedNode, wanted: str = "") -> Identified:
-    """Which device the devices of `node` are.
+    """Return the shipped device that the devices of `node` are, or the nearest one with their own figures.
 
     `wanted` is the id of a shipped device, where a person knows better than the sources.
     """
@@ -113,7 +113,7 @@ def _stand_in(node: ObservedNode, seen: ObservedDevice, alike: list[DeviceSpec])
 
 
 def _usual(node: ObservedNode) -> ObservedDevice:
-    """One of the devices of which there are most."""
+    """Return a device of the most frequent kind."""
     name = Counter(device.name for device in node.devices).most_common(1)[0][0]
     return next(device for device in node.devices if device.name == name)
 

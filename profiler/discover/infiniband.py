@@ -1,4 +1,4 @@
-"""Which network adapters has a node, of which kind and rate?  From what their tools print.
+"""Reader of what the tools of network adapters print: which adapters a node has, their kinds and rates.
 
 Read are `ibstat`, `ibstatus`, `ibv_devinfo`, `cxi_stat` of Slingshot and `fi_info -p efa` of libfabric; `ibv_devinfo`
 and `fi_info` tell rates with -v only.  A port that is down is left out.
@@ -146,7 +146,7 @@ def _bytes_per_s(port: _Port) -> float | None:
 
 
 def _merged(nics: Iterator[ObservedNic]) -> list[ObservedNic]:
-    """Each adapter once: libfabric tells of one several times, and not always its rate."""
+    """Join entries about the same adapter: libfabric tells of one several times, and not always its rate."""
     found: dict[str, ObservedNic] = {}
     for nic in nics:
         if nic.name not in found or found[nic.name].bytes_per_s is None:

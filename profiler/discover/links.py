@@ -1,4 +1,4 @@
-"""How fast are the links of a cluster by the tests that the timing database holds?  They count before data sheets."""
+"""Rates of a cluster's links by the tests that the timing database holds, which count before data sheets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sustained:
-    """What buffers of growing size show of the links of one device."""
+    """Rate and latency of the links of a device, from buffers of growing size."""
 
     bytes_per_s: float  # bus bandwidth of the largest
     latency_s: float  # of one step, with the smallest
@@ -28,7 +28,7 @@ class Sustained:
 
 
 def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tuple[ClusterSpec, dict[str, str]]:
-    """(the cluster with the links that were measured, remarks on them by place)."""
+    """Return (the cluster with the links that were measured, remarks on them by place)."""
     levels, remarks = [], {}
     for at, level in enumerate(cluster.levels):
         below = cluster.levels[at - 1].num_devices if at else 1
@@ -51,20 +51,20 @@ def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tupl
 
 
 def _is_inside(one: Measurement, least: int, most: int) -> bool:
-    """Whether it tells of a group inside one domain that needs more than the level below."""
+    """Tell whether it tells of a group inside one domain that needs more than the level below."""
     members, inside, *_ = one.shape
     return members == inside and least < members <= most
 
 
 def _is_between(one: Measurement, cluster: ClusterSpec) -> bool:
-    """Whether it tells of NICs: one member on a node; the others of the node beside it, if they share NICs."""
+    """Tell whether it tells of NICs: one member on a node; the others of the node beside it, if they share NICs."""
     members, inside, groups, _ = one.shape
     alone = cluster.network.nics_per_device >= 1
     return inside == 1 < members and (groups == cluster.devices_per_node or (alone and groups == 1))
 
 
 def _measured_level(level: LinkLevel, measured: Sequence[Measurement]) -> tuple[LinkLevel, str] | None:
-    """(the level as measured, by what); None where that does not suffice."""
+    """Return (the level as measured, by what); None where that does not suffice."""
     points = collective_points(one for one in measured if one.operation in VOLUMES)
     if len(points.seconds) >= LEAST_POINTS and not level.is_mesh:
         try:
@@ -90,7 +90,7 @@ def _measured_level(level: LinkLevel, measured: Sequence[Measurement]) -> tuple[
 
 
 def _sustained(measured: Sequence[Measurement], mesh: LinkLevel | None = None) -> Sustained | None:
-    """From the largest groups of the first of `OPERATIONS` that was measured with large buffers.
+    """Return what the largest groups show, of the first of `OPERATIONS` that was measured with large buffers.
 
     Of a mesh a group uses the links between its members only.
     """

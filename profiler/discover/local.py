@@ -1,4 +1,4 @@
-"""What does this machine say it is made of?  The kernel, NVML and the tools that are installed, each asked once."""
+"""Observation of this machine: the kernel, NVML and the tools that are installed, each asked once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
 def see(
     sys: Path = SYS, tools: Mapping[Tool, Callable[[str], ObservedNode]] = TOOLS
 ) -> tuple[list[ObservedNode], list[str]]:
-    """(what each source says about this machine, the kernel and NVML first, what went wrong with tools)."""
+    """Return (what each source says about this machine, the kernel and NVML first, what went wrong with tools)."""
     gpus, links = nvidia_gpus()
     source = "NVML and sysfs"
     if not gpus:
@@ -76,7 +76,7 @@ def see(
 
 
 def _output(tool: Tool) -> str | None:
-    """What `tool` prints; None where it is not installed."""
+    """Return what `tool` prints; None where it is not installed."""
     try:
         done = subprocess.run(
             tool,
@@ -99,7 +99,7 @@ def _output(tool: Tool) -> str | None:
 
 
 def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> ObservedNode:
-    """What the kernel says; on a machine without accelerators its cores are the devices."""
+    """Return the node as the kernel shows it; on a machine without accelerators its cores are the devices."""
     if not gpus:
         cores = len(os.sched_getaffinity(0))
         return ObservedNode(
@@ -133,7 +133,7 @@ def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> Observ
 
 
 def _pair(links: Links, one: int, other: int) -> ObservedLink | None:
-    """What joins two devices beyond PCIe: links of their own, or those of both to the switches of a fabric."""
+    """Links that join two devices beyond PCIe: of their own, or those of both to the switches of a fabric."""
     direct = links.get((one, other))
     if direct is not None and direct.kind != "pcie":
         return ObservedLink(a=one, b=other, path="fabric", num_links=direct.num_links, bytes_per_s=direct.bytes_per_s)
@@ -156,7 +156,7 @@ def _device(index: int, gpu: Gpu, path: Path) -> ObservedDevice:
 
 
 def _adapters(ports: Sequence[Nic]) -> tuple[ObservedNic, ...]:
-    """One adapter for each name; a rate of 0 is a link that is down."""
+    """Return an adapter for each name; a rate of 0 is a link that is down."""
     found: dict[str, ObservedNic] = {}
     for port in ports:
         before = found[port.name].bytes_per_s if port.name in found else None
@@ -172,7 +172,7 @@ def _adapters(ports: Sequence[Nic]) -> tuple[ObservedNic, ...]:
 
 
 def _place(path: Path) -> Place:
-    """Where a device hangs, from its path: host bridge, root port, two ports of each switch, device."""
+    """Place of a device, from its path: host bridge, root port, two ports of each switch, device."""
     parts = path.parts
     roots = [at for at, part in enumerate(parts) if part.startswith("pci")]
     if not roots:

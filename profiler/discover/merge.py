@@ -1,4 +1,4 @@
-"""What do several sources say about one node together, and where do they contradict each other?
+"""Merging of what several sources say about a node, with their contradictions.
 
 The first source that says something is believed: callers give them in their order of precedence, which is the kernel
 and NVML of the machine itself, then NCCL's topology, `nvidia-smi` and `rocm-smi`, hwloc, and the lists of adapters.
@@ -16,7 +16,7 @@ Part = TypeVar("Part", ObservedDevice, ObservedNic, ObservedLink)
 
 
 def merge(seen: Sequence[ObservedNode]) -> tuple[ObservedNode, list[str]]:
-    """(the node, where sources contradict those before them)."""
+    """Return (the node, where sources contradict those before them)."""
     node, contradictions = seen[0], []
     for other in seen[1:]:
         node, more = _merged(node, other)
@@ -56,7 +56,7 @@ def _merged(node: ObservedNode, other: ObservedNode) -> tuple[ObservedNode, list
 
 
 def _counted_as(node: ObservedNode, other: ObservedNode) -> ObservedNode:
-    """`other` with devices and NICs counted and named as those of `node` that have their PCI addresses."""
+    """Return `other` with devices and NICs numbered and named as those of `node` at their PCI addresses."""
     index_at = {device.pci: device.index for device in node.devices if device.pci}
     name_at = {nic.pci: nic.name for nic in node.nics if nic.pci}
     if not all(device.pci in index_at for device in other.devices):
@@ -99,7 +99,7 @@ def _joined(
 
 
 def _contradiction(one: Part, other: Part) -> str:
-    """How `other` contradicts `one`; blank where it does not."""
+    """Say how `later` contradicts `earlier`; blank where it does not."""
     if isinstance(one, ObservedNic) and isinstance(other, ObservedNic):
         for name in ("kind", "bytes_per_s", "numa"):
             ours, theirs = getattr(one, name), getattr(other, name)

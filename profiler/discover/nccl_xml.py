@@ -1,4 +1,4 @@
-"""How are the devices and NICs of a node joined?  From the XML that NCCL and RCCL write (`NCCL_TOPO_DUMP_FILE`).
+"""Reader of the XML of NCCL and RCCL (`NCCL_TOPO_DUMP_FILE`): how devices and NICs of a node are joined.
 
 Its elements are those of src/graph/xml.cc of NCCL: <cpu> is a NUMA node, <pci> a switch or a device, with the <gpu> or
 <nic> that it is; a <gpu> lists its links, an <nvlink> or <xgmi> to one other device or to a switch of the fabric, a
@@ -75,7 +75,7 @@ def parse(text: str) -> ObservedNode:
 
 
 def _leaves(cpu: Element) -> Iterator[_Leaf]:
-    """All that hangs below a <cpu>."""
+    """Yield what hangs below a <cpu>."""
     host, numa = cpu.get("host_hash"), cpu.get("numaid")
     node = cpu.number("numaid", most=MOST_DEVICES) if numa not in ("", "-1") else None
     bridge = f"{host}/{numa}"
@@ -109,7 +109,7 @@ def _narrower(one: float | None, other: float | None) -> float | None:
 
 
 def _class(leaf: _Leaf) -> tuple[str, str]:
-    """(PCI class, maker) of a <pci> that says no more."""
+    """Return (PCI class, maker) of a <pci> that says no more."""
     return (leaf.element.get("class"), leaf.element.get("vendor")) if leaf.element.name == "pci" else ("", "")
 
 

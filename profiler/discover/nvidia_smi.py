@@ -1,4 +1,4 @@
-"""How are the GPUs and NICs of a node joined?  From the matrix that `nvidia-smi topo -m` prints.
+"""Reader of the matrix of `nvidia-smi topo -m`: how the GPUs and NICs of a node are joined.
 
 Read is what drivers since 2015 print: NICs by name, or as NIC0 with a legend of their own; with and without columns of
 affinity; underlined headers; tables that a terminal or a paste has wrapped between words.  The words of a cell are
@@ -82,7 +82,7 @@ def _is_cell(word: _Word) -> bool:
 
 
 def _header(lines: Iterator[list[_Word]]) -> tuple[list[str], list[_Word], bool]:
-    """(names of the columns, the first row, whether there is a column of NUMA nodes)."""
+    """Return (names of the columns, the first row, whether there is a column of NUMA nodes)."""
     names: list[str] = []
     has_numa = False
     for line in lines:

@@ -1,4 +1,4 @@
-"""What a tool or file says about one node, in one vocabulary."""
+"""Parts of a node as tools and files report them, in one vocabulary."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ObservedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedNode:
-    """One node.  What a source does not say is empty or None."""
+    """Node as one source shows it.  What the source does not say is empty or None."""
 
     source: str  # "nvidia-smi topo -m"
     host: str = ""
@@ -76,5 +76,5 @@ class ObservedNode:
 
 
 def nic_kind(name: str) -> NicKind:
-    """What the name of an adapter or its interface gives away; blank for `mlx5_0`, which may be either of two."""
+    """Kind of an adapter by its name or that of its interface; blank for `mlx5_0`, which may be either of two."""
     return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name)), "")

@@ -1,4 +1,4 @@
-"""Where do two PCIe devices of a node meet, and how fast is the way to the host?"""
+"""Places on the PCIe tree of a node: where two devices meet, and the rate of the way to the host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MELLANOX = re.compile(r"mlx\d+_\S+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a device hangs."""
+    """Place of a device on the PCIe tree."""
 
     bridge: str  # of the host; blank where the source does not show it
     numa: int | None
@@ -71,7 +71,7 @@ def path_between(one: Place, other: Place) -> Path:
 
 
 def link_bytes_per_s(gigatransfers: float, width: int) -> float | None:
-    """Of `width` lanes, one direction, before packet headers; None of what no generation has (255 is unknown)."""
+    """Rate of `width` lanes, one direction, before packet headers; None of what no generation has (255 is unknown)."""
     per_transfer = _BYTES_PER_TRANSFER.get(gigatransfers)
     return gigatransfers * 1e9 * per_transfer * width if per_transfer and 0 < width <= 32 else None
 
@@ -82,7 +82,7 @@ def device_called(vendor: str, device: str) -> str:
 
 
 def is_accelerator(pci_class: str, vendor: str) -> bool:
-    """Whether a PCI class ("0x030200", "0302") is that of an accelerator and its maker one whose devices train."""
+    """Tell whether a PCI class ("0x030200", "0302") is that of an accelerator and its maker one whose devices train."""
     code = pci_class.removeprefix("0x")[:2]
     return code in ("03", "12") and vendor.removeprefix("0x").lower() in ("10de", "1002")
 

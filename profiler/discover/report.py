@@ -1,4 +1,4 @@
-"""What does a node report of itself, and how is it kept: in a file, or sent to rank 0?"""
+"""Report of a node about itself, as it is kept in a file or sent to rank 0, and the formats of saved sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoplan.profiler.discover.slurm import SwitchTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the sources on one node say about it, in their order of precedence."""
+    """Observations of one node by its sources, in their order of precedence."""
 
     host: str = ""
     switches: tuple[str, ...] = ()  # that it hangs on, innermost first
@@ -29,7 +29,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFile:
-    """What `autoplan discover --json` prints."""
+    """Content of what `autoplan discover --json` prints."""
 
     autoplan_discover: int = 1  # version of the format
     nodes: tuple[Report, ...]
@@ -78,7 +78,7 @@ FORMATS: Mapping[str, tuple[str, Callable[[str], Parsed]]] = {
 
 
 def read_source(path: Path, kind: str = "auto") -> tuple[str, Parsed]:
-    """(format, what a saved file says); the format is recognised by its content."""
+    """Return (format, what a saved file says); the format is recognised by its content."""
     if kind != "auto" and kind not in FORMATS:
         raise InputError(f"--format {kind!r} is unknown: known are auto, {', '.join(FORMATS)}")
     text = read_text(path, most_bytes=MOST_BYTES)

@@ -1,4 +1,4 @@
-"""How are the devices of a node joined?  From what `rocm-smi --showtopo` prints, with `--shownodesbw` or without.
+"""Reader of `rocm-smi --showtopo`, with `--shownodesbw` or without: how the devices of a node are joined.
 
 Hops are 1 over xGMI, also between devices that reach each other over a third, 2 over one CPU and 3 over two; a weight
 is 15 for every xGMI link on the way, so that the least one tells which devices are joined directly (the documentation

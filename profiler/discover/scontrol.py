@@ -1,4 +1,4 @@
-"""Which switches does Slurm say the nodes of the cluster hang on?  Its file, or what it tells a job of it."""
+"""Switches above the nodes of the cluster, as Slurm's file says or `scontrol show topology` tells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which switches does a node hang on?  From the `topology.conf` or `topology.yaml` of Slurm, tree or block.
+"""Reader of the `topology.conf` or `topology.yaml` of Slurm, tree or block: the switches above each node.
 
 Source of the formats: topology.conf(5), topology.yaml(5).  A switch that all nodes share is left out, as one set of
 switches joins the outermost tier anyway; a node that hangs higher than others repeats its outermost switch.
@@ -31,7 +31,7 @@ _KEYS = {"switchname", "switches", "nodes", "linkspeed", "blockname", "blocksize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchTree:
-    """Every node of a file and its switches."""
+    """Nodes of a file and their switches."""
 
     groups: tuple[NodeGroup, ...]
     tier_nodes: tuple[int, ...]  # most nodes below one switch of each tier, innermost first
@@ -224,7 +224,7 @@ def _block(blocks: Sequence[_Entry], sizes: Sequence[int]) -> SwitchTree:
 
 
 def _owners(entries: Sequence[_Entry], key: Literal["nodes", "children"]) -> dict[str, str]:
-    """By node, or by switch, the one entry that lists it."""
+    """Map each node, or switch, to the one entry that lists it."""
     owners: dict[str, str] = {}
     described: set[str] = set()
     for entry in entries:

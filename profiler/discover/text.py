@@ -16,7 +16,7 @@ MOST_COLUMNS = 32_000  # characters of a line; a row of the widest table has som
 
 
 def plain(text: str) -> str:
-    """`text` without control characters and styles; line ends and tabs stay, other blanks become spaces."""
+    """Return `text` without control characters and styles; line ends and tabs stay, other blanks become spaces."""
     text = _STYLE.sub("", text)
     if text.replace("\n", " ").replace("\t", " ").isprintable():
         return text
@@ -36,7 +36,7 @@ def shown(word: str) -> str:
 
 
 def whole_number(word: str, where: str, *, most: int) -> int:
-    """`word` as a number between 0 and `most`; `where` says what it is and its place."""
+    """Return `word` as a number between 0 and `most`; `where` says what it is and its place."""
     if not re.fullmatch(r"[0-9]{1,12}", word) or int(word) > most:
         raise InputError(f"{where} must be a whole number from 0 to {most:,}, got {shown(word)}")
     return int(word)

@@ -1,4 +1,4 @@
-"""How is a cluster written, so that a person can read and correct it?  As TOML in human units, with remarks."""
+"""Writer of a cluster as TOML in human units, with remarks, so that a person can read and correct it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _dict(key: str, values: Mapping[str, float], remark: str) -> Iterator[str]:
 
 
 def _scalar(name: str, value: Any) -> tuple[str, str]:
-    """(key, value) as they stand in a file."""
+    """Return (key, value) as they stand in a file."""
     if isinstance(value, float):
         human, factor = _unit(name, value)
         return human, _number(value, factor)
@@ -85,14 +85,14 @@ def _plain(value: bool | int | str) -> str:
 
 
 def _unit(name: str, value: float) -> tuple[str, float]:
-    """(key, factor) in the largest human unit in which `value` is at least a half."""
+    """Return (key, factor) in the largest human unit in which `value` is at least a half."""
     choices = [(name[: -len(inside)] + human, factor) for human, inside, factor in file_units(name)]
     choices.sort(key=lambda choice: -choice[1])
     return next((choice for choice in choices if value >= choice[1] / 2), choices[-1] if choices else (name, 1.0))
 
 
 def _number(value: float, factor: float) -> str:
-    """`value` in units of `factor`: as few digits as give the same number back."""
+    """Write `value` in units of `factor`: as few digits as give the same number back."""
     for digits in range(6, 18):
         text = f"{value / factor:.{digits}g}"
         if float(text) * factor == value:

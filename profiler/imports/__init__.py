@@ -1,4 +1,4 @@
-"""What do people have already?  Exchange files, logs of nccl-tests and rccl-tests, the tables of aiconfigurator."""
+"""Import of timings that people have: exchange files, logs of nccl-tests and rccl-tests, tables of aiconfigurator."""
 
 from __future__ import annotations
 

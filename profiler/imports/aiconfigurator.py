@@ -1,4 +1,4 @@
-"""What do kernels and collectives take in the tables of the `aiconfigurator-core` wheel, in autoplan's terms?
+"""Reader of the tables of the `aiconfigurator-core` wheel: times of kernels and collectives in autoplan's terms.
 
 NVIDIA's inference configurator ships timings of single kernels by device, serving framework and version as parquet
 files under `systems/data` (Apache-2.0, https://github.com/ai-dynamo/aiconfigurator).  The tables stay in that wheel;
@@ -38,7 +38,7 @@ _MS = 1e-3  # latencies are in milliseconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """How one kind of file is read: `shape` are the columns that `timing.SHAPES` lists, in its order.
+    """Columns of one kind of file: `shape` are those that `timing.SHAPES` lists, in its order.
 
     A table of collectives has devices and elements instead (`modelling` D1: not bytes), for several operations.
     """
@@ -103,7 +103,7 @@ def read_measurements(
     frameworks: Collection[str] | None = None,
     dtypes: Collection[str] | None = None,
 ) -> Iterator[Measurement]:
-    """Every timing under `root` (the installed wheel's tables by default), in the order of the files' paths.
+    """Yield the timings under `root` (the installed wheel's tables by default), in the order of the files' paths.
 
     `devices` are autoplan's ids, `frameworks` the serving stacks (trtllm, sglang, vllm, nccl), `dtypes` autoplan's
     words for element types; None takes all of them.  Rows stream in batches of a file, so that memory does not grow
@@ -130,7 +130,7 @@ def read_measurements(
 
 
 def read_records(root: Path | None = None, *, devices: Collection[str] | None = None) -> Iterator[Record]:
-    """Every timing as a record of one sample on a machine of which only the device is known."""
+    """Yield the timings as records of one sample on a machine of which only the device is known."""
     for one in read_measurements(root, devices=devices):
         yield Record(
             fingerprint=Fingerprint(device=one.device),

@@ -1,4 +1,4 @@
-"""What did nccl-tests or rccl-tests measure, in which groups?  From their tables, or from their JSON files.
+"""Reader of the tables and JSON files of nccl-tests and rccl-tests: what was measured, in which groups.
 
 Read are `all_reduce_perf`, `all_gather_perf`, `reduce_scatter_perf`, `alltoall_perf`, `broadcast_perf` and
 `sendrecv_perf`.  Their size is that of the whole buffer of a rank (doc/PERFORMANCE.md of nccl-tests: of an all-gather
@@ -66,7 +66,7 @@ class _Rank:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """One test as far as its output has been read."""
+    """Test as far as its output has been read."""
 
     operation: Operation | None = None
     ranks: list[_Rank] = field(default_factory=list)
@@ -150,7 +150,7 @@ def _row(cells: Sequence[str], run: _Run, device: str | None) -> list[Record]:
 
 
 def _from_json(text: str, run: _Run, device: str | None) -> list[Record]:
-    """Of a JSON file of nccl-tests, or of rccl-tests' lines of JSON, one for each result."""
+    """Read a JSON file of nccl-tests, or rccl-tests' lines of JSON, one for each result."""
     try:
         if "\n{" in text.strip() or '"busBw"' in text:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -229,7 +229,7 @@ def _record(
 
 
 def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Fingerprint]:
-    """((devices of a group, of them in a scale-up domain, groups at once), the machine)."""
+    """Return ((devices of a group, of them in a scale-up domain, groups at once), the machine)."""
     if not run.ranks:
         raise InputError("lacks the lines that say which rank ran where: give the whole output of the test")
     if len({one.rank for one in run.ranks}) < len(run.ranks):
@@ -259,14 +259,14 @@ def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Finger
 
 
 def _rack_devices(device: str) -> int:
-    """How many devices a fabric joins across hosts, by the shipped clusters; 0 where it ends at the host."""
+    """Number of devices that a fabric joins across hosts, by the shipped clusters; 0 where it ends at the host."""
     clusters = [one for one in map(load_cluster, preset_clusters()) if one.device.name == device]
     sizes = [one.levels[-1].num_devices for one in clusters if one.levels[-1].num_devices > one.devices_per_node]
     return max(sizes, default=0)
 
 
 def _number(code: int) -> str:
-    """'2.28.9' of NCCL's number 22809."""
+    """Return '2.28.9' for NCCL's number 22809."""
     return f"{code // 10_000}.{code // 100 % 100}.{code % 100}"
 
 

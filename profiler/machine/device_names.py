@@ -1,4 +1,4 @@
-"""Which shipped devices may the name mean that a driver, or a log, gives to a device?"""
+"""Shipped devices that the name may mean that a driver, or a log, gives to a device."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def devices_named(name: str) -> tuple[str, ...]:
-    """autoplan's ids of the devices that `name` may mean; none where no such device is shipped."""
+    """Return autoplan's ids of the devices that `name` may mean; none where no such device is shipped."""
     return next((ids for pattern, ids in _NAMES if re.fullmatch(pattern, name.strip())), ())
 
 
 def device_named(name: str) -> str:
-    """autoplan's id of the device called `name`; `name` itself where none is shipped or several are called so."""
+    """Return autoplan's id of the device `name`; `name` itself where none is shipped or several are called so."""
     ids = devices_named(name)
     return ids[0] if len(ids) == 1 else name.strip()

@@ -1,4 +1,4 @@
-"""What machine is this, as far as it decides how long things take?
+"""Fingerprint of this machine: what decides how long operations take on it.
 
 Read from torch, NVML (NVIDIA) and sysfs; nothing is set.  What changes from boot to boot or from second to second is
 left out: process ids, the order in which buses, devices and NICs are counted, temperatures, present clocks.
@@ -101,7 +101,7 @@ def own_fingerprint() -> Fingerprint:
 
 
 def canonical_hash(labels: Sequence[str], links: Mapping[tuple[int, int], str]) -> str:
-    """16 hexadecimal digits for nodes with `labels` and the links between them, the same in whatever order they come.
+    """Hash nodes with `labels` and the links between them to 16 hexadecimal digits, in whatever order they come.
 
     Colour refinement: each round a node's colour takes in those of its neighbours and of the links to them.
     """

@@ -1,4 +1,4 @@
-"""What hardware is in this node, as NVML, the kernel's amdkfd and sysfs tell?  Read without torch; nothing is set."""
+"""Hardware of this node, as NVML, the kernel's amdkfd and sysfs tell.  Read without torch; nothing is set."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLink:
-    """What joins two GPUs, or one GPU and the switches of the fabric."""
+    """Links between two GPUs, or between a GPU and the switches of the fabric."""
 
     kind: str  # nvlink, xgmi, pcie
     num_links: int = 1  # side by side
@@ -72,7 +72,7 @@ class Nic:
 
 
 def device_id(name: str, memory_bytes: int, *, architecture: str = "", compute_units: int = 0) -> str:
-    """autoplan's id of the device that the driver calls `name`, else that name.
+    """Return autoplan's id of the device that the driver calls `name`, else that name.
 
     The name must match a rule and the visible memory that of a shipped device within 4 %; a device that ROCm names in
     general only is known by its architecture, memory and number of compute units.
@@ -106,7 +106,7 @@ def nvml() -> Any | None:
 
 
 def _nvidia_handles(library: Any) -> tuple[list[Any], int]:
-    """(the GPUs that answer, how many NVML counts that do not, such as one that fell off the bus)."""
+    """Return (the GPUs that answer, how many NVML counts that do not, such as one that fell off the bus)."""
     handles, count = [], library.nvmlDeviceGetCount()
     for at in range(count):
         with suppress(library.NVMLError):
@@ -117,7 +117,7 @@ def _nvidia_handles(library: Any) -> tuple[list[Any], int]:
 
 
 def num_lost_gpus() -> int:
-    """How many GPUs of NVIDIA the driver knows that do not answer."""
+    """Count the GPUs of NVIDIA that the driver knows and that do not answer."""
     library = nvml()
     return _nvidia_handles(library)[1] if library else 0
 
@@ -202,7 +202,7 @@ def _amd_gpu(sys: Path, properties: dict[str, str]) -> Gpu:
 
 
 def nics(sys: Path) -> list[Nic]:
-    """Every port of every NIC; virtual ones are left out."""
+    """List every port of every NIC; virtual ones are left out."""
     found = []
     for port in sorted((sys / "class/infiniband").glob("*/ports/*")):
         device = (port.parents[1] / "device").resolve()
@@ -239,7 +239,7 @@ def _number(text: str) -> float | None:
 
 
 def pci_relation(one: Path, other: Path) -> PciRelation:
-    """How close two devices are whose places on the PCI bus are given."""
+    """Tell how close two devices are whose places on the PCI bus are given."""
     common = os.path.commonpath([one, other])
     roots = [part for part in Path(common).parts if part.startswith("pci")]
     if roots:
@@ -264,7 +264,7 @@ def cpu_model() -> str:
 
 
 def emulates_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the cores are known to have no units for products in bf16, which take them many times as long as fp32."""
+    """Tell whether the cores are known to lack units for products in bf16, which take them many times as long as fp32."""
     with suppress(OSError):
         if found := re.search(r"^(?:flags|Features)\s*:(.+)$", cpuinfo.read_text(), re.MULTILINE):
             return _BF16_UNITS.isdisjoint(found[1].split())

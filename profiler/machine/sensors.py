@@ -1,4 +1,4 @@
-"""What else was going on while something was measured: other load on the machine, clocks, power, slowdowns?"""
+"""Sensors of what else goes on during a measurement: other load on the machine, clocks, power, slowdowns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SLOWDOWNS = {0x08: "hardware", 0x20: "software thermal", 0x40: "hardware therma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What one rank saw of its host and device during one round of samples."""
+    """Readings of one rank on its host and device during one round of samples."""
 
     host: str
     wall_s: float
@@ -59,7 +59,7 @@ def foreign_load(windows: Sequence[Window], *, on_cpu: bool) -> float:
 
 
 def pace(checks_s: Sequence[float]) -> float:
-    """How much longer the last of a process's checks took than its better ones do: over their lower quartile."""
+    """Time of the last of a process's checks over that of its better ones: over their lower quartile."""
     return checks_s[-1] / float(np.quantile(checks_s, 0.25))
 
 
@@ -88,7 +88,7 @@ class Sensors:
         self._state = (self._slowdown(), self._told(torch.cuda.clock_rate), self._power_w())
 
     def _told(self, ask: Callable[[torch.device], int]) -> int:
-        """What a sensor says; 0 where the library, the rights or the sensor are missing."""
+        """Return a sensor's value; 0 where the library, the rights or the sensor are missing."""
         with suppress(Exception):  # each library has errors of its own
             return ask(self._device)
         return 0

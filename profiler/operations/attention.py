@@ -1,4 +1,4 @@
-"""How does attention run: causal, within a window, or with values narrower than keys?"""
+"""Attention that can be run and timed: causal, within a window, or with values narrower than keys."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def attention(factory: InputFactory, *shape: int) -> Run:
 
 
 def attention_backward(factory: InputFactory, *shape: int) -> Run:
-    """Its backward pass."""
+    """Backward pass of attention."""
     core, heads = _attention_graph(factory, *shape)
     return backward(core(*heads), heads)
 
@@ -90,6 +90,6 @@ def latent_attention(factory: InputFactory, *shape: int) -> Run:
 
 
 def latent_attention_backward(factory: InputFactory, *shape: int) -> Run:
-    """Its backward pass."""
+    """Backward pass of latent attention."""
     core, heads = _latent_graph(factory, *shape)
     return backward(core(*heads), heads)

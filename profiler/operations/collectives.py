@@ -1,4 +1,4 @@
-"""What do devices send each other in training, as something that can be run and timed over groups of any layout?"""
+"""Collectives that can be run and timed over groups of any layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Groups:
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def own(self, shape: tuple[int, ...]) -> tuple[dist.ProcessGroup, list[int]] | None:
-        """(the group of `shape` that this rank is in, its ranks); None for one that stands by.  All ranks call it."""
+        """Return (this rank's group of `shape`, its ranks); None for a rank that stands by.  All ranks call it."""
         num_devices, here, num_groups, _ = shape
         layout = Layout(num_devices=num_devices, devices_per_node=here, num_groups=num_groups)
         found = None
@@ -127,7 +127,7 @@ def _starter(
 
 
 def _newest(*names: str) -> Callable[..., dist.Work]:
-    """torch.distributed's function under the first of its names that this version has: 2.13 renamed some."""
+    """Return torch.distributed's function under the first of its names that this version has: 2.13 renamed some."""
     found: Callable[..., dist.Work] = next(getattr(dist, name) for name in names if hasattr(dist, name))
     return found
 

@@ -1,4 +1,4 @@
-"""On what are kernels run: inputs drawn on one device in one type of numbers?"""
+"""Inputs of operations drawn on one device in one data type, and forms of repeated calls."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedRun:
-    """What needs something made anew for every call, such as a backward pass its graph: only `run` is timed."""
+    """Call that needs something prepared each time, such as a backward pass its graph: only `run` is timed."""
 
     prepare: Callable[[], Any]
     run: Callable[[Any], object]
 
     def __call__(self) -> object:
-        """Both."""
+        """Prepare and run."""
         return self.run(self.prepare())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainedRun:
-    """What runs `num_links` of a kind at once, as each hides behind the next one: a link's share is what is timed."""
+    """Call that runs `num_links` of a kind at once, as each hides behind the next one: a link's share is timed."""
 
     run: Run
     num_links: int
 
     def __call__(self) -> object:
-        """All of them."""
+        """Run all links."""
         return self.run()
 
 
@@ -56,7 +56,7 @@ class InputFactory:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """torch's name of the type in which a kernel that has no fp8 version works."""
+        """Data type in which a kernel that has no fp8 version works."""
         return DTYPES.get(self.dtype, torch.bfloat16)
 
     def normal(self, *shape: int, grad: bool = False, dtype: torch.dtype | None = None) -> Tensor:
@@ -79,7 +79,7 @@ class InputFactory:
 
 
 def num_sets(touched_bytes: int, device: torch.device, cache_bytes: int | None = None) -> int:
-    """How many sets of what one call touches exceed twice the last cache, so that each has left it by its next turn.
+    """Number of sets of what one call touches that exceed twice the last cache: each has left it by its next turn.
 
     `MOST_SETS` at most.
     """
@@ -105,7 +105,7 @@ def backward(out: Tensor, inputs: list[Tensor]) -> Run:
 
 
 def _fp8_type() -> torch.dtype:
-    """8-bit numbers of 4 exponent bits, in the version that this device multiplies."""
+    """Type of 8-bit numbers with 4 exponent bits, in the version that this device multiplies."""
     if torch.version.hip and "gfx94" in torch.cuda.get_device_properties().gcnArchName:
         return torch.float8_e4m3fnuz
     return torch.float8_e4m3fn

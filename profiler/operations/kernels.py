@@ -1,4 +1,4 @@
-"""What does a device compute in training, kernel by kernel, as something that can be run and timed?
+"""Kernels of training that can be run and timed.
 
 Every operation of `timing.SHAPES` that needs one device only.  Inputs are drawn from N(0, 1), since zeros draw less
 power; sets of them take turns, so that what a kernel reads has left the cache as it has in a model.  Backward passes
@@ -46,7 +46,7 @@ def implementation(operation: Operation, dtype: str, device: torch.device) -> st
 
 
 def implementation_windowed(operation: Operation, dtype: str, device: torch.device) -> str:
-    """As `implementation`, of attention within a window; blank for other operations."""
+    """Name the `implementation` of attention within a window; blank for other operations."""
     if operation not in ("attention", "attention_backward") or dtype == "fp8":
         return ""
     # The flash kernel leaves out what no query of a tile sees; through `sdpa` a window is a mask, and all is computed.
@@ -118,7 +118,7 @@ def _input_bytes(operation: Operation, shape: tuple[int, ...], factory: InputFac
 
 
 def _eighths(m: int, n: int, k: int, factory: InputFactory, *, is_forward: bool) -> Callable[[], Tensor]:
-    """x w^T in 8 bits: both operands along the summed index, which is what the kernels want.
+    """Build x w^T in 8 bits: both operands along the summed index, which is what the kernels want.
 
     Sums are kept short in the forward pass alone, as frameworks do (Transformer Engine, `use_split_accumulator`).
     """
@@ -129,7 +129,7 @@ def _eighths(m: int, n: int, k: int, factory: InputFactory, *, is_forward: bool)
 
 
 def _gemm(factory: InputFactory, m: int, n: int, k: int) -> Run:
-    """y = x w^T of m tokens, k inputs and n outputs."""
+    """Build y = x w^T of m tokens, k inputs and n outputs."""
     if factory.kernel == "scaled_mm":
         return _eighths(m, n, k, factory, is_forward=True)
     inputs, weight, out = factory.normal(m, k), factory.normal(n, k), factory.zeros(m, n)
@@ -137,7 +137,7 @@ def _gemm(factory: InputFactory, m: int, n: int, k: int) -> Run:
 
 
 def _dgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
-    """dx = dy w."""
+    """Build dx = dy w."""
     if factory.kernel == "scaled_mm":
         return _eighths(m, k, n, factory, is_forward=False)
     dy, weight, out = factory.normal(m, n), factory.normal(n, k), factory.zeros(m, k)
@@ -145,7 +145,7 @@ def _dgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
 
 
 def _wgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
-    """dw += dy^T x, added to an fp32 buffer."""
+    """Build dw += dy^T x, added to an fp32 buffer."""
     total = factory.zeros(n, k, dtype=torch.float32)
     if factory.kernel == "scaled_mm + add":
         product = _eighths(n, k, m, factory, is_forward=False)
@@ -168,7 +168,7 @@ def _expert_inputs(
     etp: int,
     ep: int,
 ) -> tuple[list[Tensor], list[int]]:
-    """(tokens and weights, tokens of each local expert), balanced: sorted by expert, as after the exchange."""
+    """Return (tokens and weights, tokens of each local expert), balanced: sorted by expert, as after the exchange."""
     local, width = num_experts // ep, ffn_size // etp
     each = max(round(tokens * experts_per_token / num_experts / _ROWS), 1) * _ROWS
     up = torch.stack([factory.weight(hidden_size, 2 * width).detach() for _ in range(local)]).requires_grad_()
@@ -222,7 +222,7 @@ def _swiglu_backward(factory: InputFactory, tokens: int, ffn_size: int) -> Run:
 
 
 def _angles(factory: InputFactory, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """(cosines, sines) of rotary positions, one row a token."""
+    """Return (cosines, sines) of rotary positions, one row a token."""
     rates = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=factory.device) / head_dim)
     angles = torch.outer(torch.arange(tokens, device=factory.device), rates).repeat(1, 2)
     return angles.cos().to(factory.torch_dtype)[:, None], angles.sin().to(factory.torch_dtype)[:, None]
@@ -246,7 +246,7 @@ def _cross_entropy(factory: InputFactory, tokens: int, vocab_size: int) -> Run:
 
 
 def _optimizer(factory: InputFactory, num_parameters: int) -> Run:
-    """One Adam step over fp32 weights, and the copy in the type that computes."""
+    """Adam step over fp32 weights, and the copy in the type that computes."""
     weights = factory.normal(num_parameters, grad=True, dtype=torch.float32)
     weights.grad = factory.normal(num_parameters, dtype=torch.float32)
     adam = torch.optim.AdamW([weights], lr=1e-4, fused=True)

@@ -1,4 +1,4 @@
-"""What do the units of the built-in trainer take: whole layers, shared states, ends, actions of a pipeline?
+"""Units of the built-in trainer that can be run and timed: layers, sharded states, ends, actions of a pipeline.
 
 Sums of kernels and collectives leave out what lies between them, 10 to 40 % of small models' steps (`closed-loop` 3):
 DTensor's dispatch, FSDP2's hooks and copies, a pipeline's runtime.  Here the trainer's own modules run, spread by its
@@ -49,7 +49,7 @@ class Grids:
         self._made: dict[tuple[int, ...], Grid] = {}
 
     def of(self, plan: ParallelPlan) -> Grid:
-        """That of a plan, as often as it has room side by side."""
+        """Return the mesh of a plan, as often as it has room side by side."""
         beside, rest = divmod(self._num_ranks, plan.num_devices)
         if rest or not beside:
             raise InputError(f"{plan.num_devices} devices do not divide the {self._num_ranks} ranks")
@@ -71,13 +71,13 @@ def implementation(operation: Operation, dtype: str) -> str:
 
 
 def meets(operation: Operation, shape: tuple[int, ...]) -> bool:
-    """Whether its ranks wait for each other, so that the clock on the wall tells and not that of a process."""
+    """Tell whether its ranks wait for each other, so that the clock on the wall tells and not that of a process."""
     sizes = dict(zip(SHAPES[operation], shape, strict=True))
     return sizes.get("tp", 1) > 1 or (operation in _SHARDED and sizes["num_devices"] > 1)
 
 
 def build(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run | StagedRun:
-    """What runs the unit once.  All ranks of the job call it."""
+    """Build a call that runs the unit once.  All ranks of the job call it."""
     return UNITS[operation](operation, shape, factory, grids)
 
 
@@ -101,7 +101,7 @@ def _model(shape: Sequence[int], num_layers: int) -> ModelSpec:
 def _chunk(
     plan: ParallelPlan, shape: Sequence[int], num_layers: int, factory: InputFactory, grids: Grids
 ) -> Transformer:
-    """So many layers of the trainer, spread by a plan."""
+    """Build layers of the trainer, spread by a plan."""
     with torch.device("meta"):
         part = Transformer(_model(shape, num_layers), shape[1], 0, num_layers, is_first=False, is_last=False)
     spread(part, plan, grids.of(plan), dtype=factory.dtype, device=factory.device, seed=0)
@@ -109,19 +109,19 @@ def _chunk(
 
 
 def _ends(shape: Sequence[int], factory: InputFactory) -> tuple[Tensor, Tensor]:
-    """(the input of a chunk, the gradient of its output)."""
+    """Return (the input of a chunk, the gradient of its output)."""
     size = shape[0], shape[1] // shape[-1], shape[2]
     return factory.normal(*size, grad=True), factory.normal(*size)
 
 
 def _num_layers(shape: Sequence[int], factory: InputFactory) -> int:
-    """How many of them a cache does not hold."""
+    """Number of layers that a cache does not hold."""
     num_weights = count_parameters(_model(shape, 1)) // shape[-1]
     return num_sets(_TOUCHED_BYTES * num_weights, factory.device)
 
 
 class _Layer:
-    """One layer of the trainer, spread by a plan, with an input."""
+    """Layer of the trainer, spread by a plan, with an input."""
 
     def __init__(self, plan: ParallelPlan, shape: Sequence[int], factory: InputFactory, grids: Grids) -> None:
         part = _chunk(plan, shape, 1, factory, grids)
@@ -167,7 +167,7 @@ def _plan(
 def _staged(
     layers: Sequence[_Layer], prepare: Callable[[_Layer], Any], run: Callable[[_Layer, Any], object]
 ) -> StagedRun:
-    """`run` on what `prepare` made of a layer before it prepared all the others."""
+    """Build calls of `run` on what `prepare` made of a layer before it prepared all the others."""
     waiting = deque((layer, prepare(layer)) for layer in layers[1:])
     turns = itertools.cycle(layers)
 
@@ -180,7 +180,7 @@ def _staged(
 
 
 def _pass(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run | StagedRun:
-    """One pass of a micro-batch in the middle of a step."""
+    """Build a pass of a micro-batch in the middle of a step."""
     plan = _plan(shape[0], shape[-1], recompute=_RECOMPUTED.get(operation, "none"))
     layers = [_Layer(plan, shape, factory, grids) for _ in range(_num_layers(shape, factory))]
     if operation == "layer":
@@ -193,7 +193,7 @@ def _pass(operation: Operation, shape: tuple[int, ...], factory: InputFactory, g
 
 
 def _shared_layer(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> ChainedRun:
-    """Both passes of the only micro-batch of a step through a chain of layers, which gather and reduce in turn."""
+    """Build both passes of a step's only micro-batch through a chain of layers, which gather and reduce in turn."""
     *sizes, num_devices, devices_per_domain = shape
     grids.check(num_devices, devices_per_domain, stride=sizes[-1])
     plan = _plan(sizes[0], sizes[-1], num_devices=num_devices, sharding=_SHARDED[operation])
@@ -217,7 +217,7 @@ def _shared_layer(operation: Operation, shape: tuple[int, ...], factory: InputFa
 
 
 def _end(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run:
-    """Both passes of the embedding, or of the last norm, the head and the loss."""
+    """Build both passes of the embedding, or of the last norm, the head and the loss."""
     tokens, hidden_size, vocab_size, tp = shape
     plan, is_head = _plan(1, tp), operation == "head"
     model = ModelSpec(
@@ -253,7 +253,7 @@ def _end(operation: Operation, shape: tuple[int, ...], factory: InputFactory, gr
 
 
 class _Scale(nn.Module):
-    """The least that a stage can compute."""
+    """Stage that computes next to nothing."""
 
     def __init__(self, factory: InputFactory) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where are measurements kept?  In a SQLite file of the user or a PostgreSQL database of the team, alike."""
+"""Timing database: a SQLite file of the user or a PostgreSQL database of the team, alike."""
 
 from __future__ import annotations
 

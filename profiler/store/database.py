@@ -1,4 +1,4 @@
-"""How is a timing database reached, and what is said when it cannot be?  SQLite files and PostgreSQL servers."""
+"""Access to a timing database, a SQLite file or a PostgreSQL server, and the errors where it cannot be reached."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def open_database(url: str | None, *, writable: bool, creates: bool) -> Database
 
 
 def default_path() -> Path:
-    """Where the user's own timings are kept."""
+    """Path of the user's own timings."""
     from platformdirs import user_data_path
 
     return user_data_path("autoplan", appauthor=False) / "timings.db"

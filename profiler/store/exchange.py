@@ -1,4 +1,4 @@
-"""How do timings travel without a server?  In a jsonl.gz file: a line on where it comes from, then records and runs."""
+"""Exchange of timings without a server: a jsonl.gz file of a line on its origin, then records and runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RUN_LINE = b'{"run":'
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """What any version of a record has."""
+    """Field that any version of a record has."""
 
     operation: str
 
@@ -83,7 +83,7 @@ def write_exchange(
 
 
 def is_exchange(path: Path) -> bool:
-    """Whether a file is packed, as every export is."""
+    """Tell whether a file is packed, as every export is."""
     try:
         with path.open("rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC

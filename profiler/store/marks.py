@@ -1,4 +1,4 @@
-"""Which records are out of use?  What people and checks said about them: appended, never taken away."""
+"""Marks that hide records or take them back into use: appended, never taken away."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_CHECK = "check"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """By whom, why and when a record was hidden, or taken back into use."""
+    """Decision to hide a record, or to take it back into use: by whom, why and when."""
 
     key: str
     by: str
@@ -32,7 +32,7 @@ def hidden_ids() -> Select[Any]:
 
 
 def is_hidden() -> ColumnElement[bool]:
-    """Whether a row of `records` is out of use."""
+    """Tell whether a row of `records` is out of use."""
     return records.c.id.in_(hidden_ids())
 
 
@@ -81,10 +81,10 @@ def quarantine(connection: Connection, reasons: dict[str, str]) -> set[str]:
 
 
 def now() -> str:
-    """This moment in UTC, fine enough to tell two marks of one second apart."""
+    """Return the time in UTC, fine enough to tell two marks of one second apart."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def _moment() -> ColumnElement[str]:
-    """When a mark counts from: the check's from the beginning, so that it never undoes what a person decided."""
+    """Time from which a mark counts: the check's from the beginning, so that it never undoes what a person decided."""
     return case((marks.c.by == BY_CHECK, ""), else_=marks.c.at)

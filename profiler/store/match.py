@@ -1,4 +1,4 @@
-"""How near is one machine to another, so that what was measured on it may be used there?"""
+"""Likeness of two machines, so that what was measured on one may be used on the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autoplan.spec.timing import Match
 
 
 def match(held: Fingerprint, wanted: Fingerprint) -> Match | None:
-    """How well measurements of `held` serve `wanted`; None where the device differs.
+    """Rate how well measurements of the machine `measured` serve `wanted`; None where the device differs.
 
     Blank is unknown, and what is unknown on either side is no match beyond the device.  Drivers, clocks and hosts do
     not count: an update must not orphan what was measured before it.
@@ -23,5 +23,5 @@ def match(held: Fingerprint, wanted: Fingerprint) -> Match | None:
 
 
 def _major(runtime: str) -> str:
-    """'cuda 13' of 'cuda 13.0'."""
+    """Return 'cuda 13' of 'cuda 13.0'."""
     return runtime.partition(".")[0]

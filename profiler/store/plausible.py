@@ -1,4 +1,4 @@
-"""Can this have been measured?  What no device or link can do, or no protocol would have called settled."""
+"""Plausibility of records: what no device or link can do, or no protocol would have called settled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRODUCTS = ("gemm", "dgrad", "wgrad")
 
 
 def implausible(record: Record) -> str:
-    """Why `record` cannot be right; empty where nothing speaks against it.  Unknown devices are given the benefit."""
+    """Say why `record` cannot be right; empty where nothing speaks against it, as for unknown devices."""
     if record.measured_at and datetime.fromisoformat(record.measured_at) > datetime.now(UTC) + timedelta(days=1):
         return f"measured at {record.measured_at}, in the future"
     if record.operation in (*_WHOLE, *_SHARED) and record.shape[1] > record.shape[0]:
@@ -77,7 +77,7 @@ _device = lru_cache(maxsize=64)(load_device)
 
 @lru_cache(maxsize=64)
 def _fastest_link_bytes_per_s(device: str) -> float:
-    """Of all shipped clusters with that device, in one direction; 0 where there is none."""
+    """Rate of the fastest link of all shipped clusters with that device, in one direction; 0 where there is none."""
     clusters = [load_cluster(name) for name in preset_clusters()]
     rates = [level.bandwidth_bytes_per_s for one in clusters if one.device.name == device for level in one.levels]
     return max(rates, default=0.0)

@@ -1,4 +1,4 @@
-"""What does the timing database hold?  Its tables, how rows come in, and how an older one becomes a newer one."""
+"""Schema of the timing database: its tables, how rows come in, and how an older one is migrated."""
 
 from __future__ import annotations
 

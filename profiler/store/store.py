@@ -1,4 +1,4 @@
-"""Which timings does a team hold?  Added once, read everywhere, never overwritten and never deleted."""
+"""Store of a team's timings: added once, read everywhere, never overwritten and never deleted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """What became of records that were added.  Quarantined ones, new or held, stay in the store, hidden."""
+    """Outcome of adding records.  Quarantined ones, new or known, stay in the store, hidden."""
 
     new: int = 0
     held: int = 0
@@ -58,7 +58,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What is held of one machine."""
+    """Summary of the records of one machine."""
 
     fingerprint: Fingerprint
     num_records: int
@@ -99,7 +99,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """Where the database is, as it may be shown."""
+        """Location of the database, as it may be shown."""
         return self._database.name
 
     @property
@@ -186,7 +186,7 @@ class Store:
         return _run(rows[0], self._machines()[rows[0].fingerprint_id]) if len(rows) == 1 else None
 
     def known(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[tuple[str, tuple[int, ...], str, str, str]]:
-        """(operation, shape, dtype, kernel, mode) of what settled so often on this very machine, or failed there."""
+        """Return (operation, shape, dtype, kernel, mode) of what settled so often on this machine, or failed there."""
         columns = [records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")]
         query = (
             select(*columns)
@@ -321,12 +321,12 @@ class Store:
         return num_new
 
     def marks(self) -> Iterator[Mark]:
-        """Every mark, in the order in which they came in."""
+        """Yield the marks in the order in which they came in."""
         for row in self._rows(select(marks, records.c.key).join_from(marks, records), marks.c.id):
             yield Mark(key=row.key, by=row.by, reason=row.reason, at=row.at, hides=row.hides)
 
     def holdings(self) -> list[Holding]:
-        """What is held, machine by machine, the largest first."""
+        """Summarise the records machine by machine, the largest first."""
         hidden = hidden_ids().subquery()
         query = (
             select(
@@ -379,7 +379,7 @@ class Store:
                 yield Finding(key=row.key, what=f"run of {row.model}", reason=reason)
 
     def _read(self, read: Callable[[Row[Any], Fingerprint], T], row: Row[Any], machine: Fingerprint) -> T | None:
-        """What a row holds; None, and it counts as unread, where this version does not understand it."""
+        """Decode a row; None, and it counts as unread, where this version does not understand it."""
         try:
             return read(row, machine)
         except InputError:
@@ -401,7 +401,7 @@ class Store:
     def _rows_with_machines(
         self, query: Select[Any], number: ColumnElement[int]
     ) -> Iterator[tuple[Row[Any], Fingerprint]]:
-        """As `_rows`, each with the machine that it is of."""
+        """Yield `_rows`, each with the machine that it is of."""
         machines = self._machines()
         for row in self._rows(query, number):
             if row.fingerprint_id not in machines:  # another process met a new machine since
@@ -437,7 +437,7 @@ def _choice(
     dtypes: Collection[str] | None,
     trust: Collection[str] | None,
 ) -> Select[Any]:
-    """(id, place) of the records of the machines `own` that may serve: place 1 is the first choice of its work.
+    """Return (id, place) of the records of the machines `own` that may serve: place 1 is the first choice of its work.
 
     What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
     """
@@ -468,7 +468,7 @@ def _choice(
 
 
 def _middle_ones(rows: Iterable[Any]) -> list[Any]:
-    """Of the rows of one shape and type, best first, the middle one of those that were measured as the first was.
+    """Choose of each shape and type, whose rows come best first, the middle one of those measured as the first was.
 
     Of the settled ones, unless more of them were slow or restless.
     """
@@ -487,7 +487,7 @@ def _middle_ones(rows: Iterable[Any]) -> list[Any]:
 
 
 def _middle(rows: Iterable[Any]) -> Any:
-    """By seconds; of two the faster."""
+    """Return the median row by seconds; of two the faster."""
     ordered = sorted(rows, key=lambda row: row.seconds)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -499,7 +499,7 @@ def _stand_ins(
     dtypes: Collection[str] | None,
     trust: Collection[str] | None,
 ) -> list[Any]:
-    """As the rows of `timings`: the disturbed records that stand in where no machine of `levels` has a clean one."""
+    """Rows of disturbed records that stand in where no machine of `levels` has a clean one."""
     wanted = _usable(operations, dtypes, trust)
     served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *wanted)
     query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
@@ -523,7 +523,7 @@ def _stand_ins(
 def _usable(
     operations: Collection[Operation] | None, dtypes: Collection[str] | None, trust: Collection[str] | None
 ) -> list[ColumnElement[bool]]:
-    """What holds of records that may serve, whatever their status."""
+    """Conditions on records that may serve, whatever their status."""
     usable = [records.c.is_alone, ~is_hidden()]
     for column, wanted in (("operation", operations), ("dtype", dtypes), ("measured_by", trust)):
         if wanted is not None:
@@ -606,7 +606,7 @@ def _run(row: Row[Any], fingerprint: Fingerprint) -> RunRecord:
 
 
 def _work_hash(work: str) -> int:
-    """64 bits, signed as the database's integers are; among a million shapes two meet with a chance of 3e-8."""
+    """Hash to 64 bits, signed as the database's integers are; of a million shapes two meet with a chance of 3e-8."""
     return int.from_bytes(hashlib.sha256(work.encode()).digest()[:8], signed=True)
 
 

@@ -1,4 +1,4 @@
-"""How do migrations run?  On the connection and in the transaction of whoever opened the database."""
+"""Environment of Alembic: migrations run on the connection and in the transaction of the caller."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""Which tables did the first timing database have?"""
+"""Tables of the first timing database."""
 
 import sqlalchemy as sa
 from alembic import op

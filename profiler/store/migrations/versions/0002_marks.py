@@ -1,4 +1,4 @@
-"""What was said about a record is appended, and one index holds all that the choice of timings reads."""
+"""Marks of records are appended, and one index holds all that the choice of timings reads."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ _ID = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """From one mark a record, which hides it, to all that was said about it."""
+    """Replace the one mark of a record, which hides it, by all marks of it."""
     op.create_table(
         "marks",
         sa.Column("id", _ID, primary_key=True),
