@@ -25,7 +25,6 @@ Curve = TypeVar("Curve")
 RESIDUAL_SCALE = 0.1  # residuals beyond this weigh less and less: shapes whose kernel was chosen badly
 TILE = 128  # queries of a thread block of flash attention
 LEAST_POINTS = 30  # five for each parameter
-STEP = 1e-5  # of a numerical slope, in the logarithm of a parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,39 +53,10 @@ class Points:
 def points_of(measurements: Iterable[Measurement]) -> Points:
     """Take the median over repeats and kernels as the point of each shape."""
     samples: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for one in measurements:
-        samples[one.shape].append(one.seconds)
+    for measurement in measurements:
+        samples[measurement.shape].append(measurement.seconds)
     medians = [float(np.median(seconds)) for seconds in samples.values()]
     return Points(shapes=np.array(list(samples), dtype=np.float64), seconds=np.array(medians))
-
-
-def least_squares(residuals: Callable[[Floats], Floats], start: Floats, lower: Floats, upper: Floats) -> Floats:
-    """The parameters within bounds that minimise a robust sum of squared residuals (Levenberg and Marquardt)."""
-    x, damping = np.clip(start, lower, upper), 1e-2
-    cost = _robust_cost(residuals(x))
-    for _ in range(80):
-        base = residuals(x)
-        slopes = np.stack([(residuals(x + unit) - base) / STEP for unit in STEP * np.eye(len(x))], axis=1)
-        weights = 1 / np.sqrt(1 + (base / RESIDUAL_SCALE) ** 2)
-        normal = slopes.T @ (slopes * weights[:, None])
-        gradient = slopes.T @ (base * weights)
-        scaled = np.diag(np.diag(normal) + 1e-9)
-        tried = np.clip(x - np.linalg.solve(normal + damping * scaled, gradient), lower, upper)
-        tried_cost = _robust_cost(residuals(tried))
-        if tried_cost < cost:
-            gained, x, cost = cost - tried_cost, tried, tried_cost
-            damping = max(damping / 5, 1e-9)
-            if gained < 1e-7 * cost:
-                break
-        else:
-            damping *= 4
-            if damping > 1e9:
-                break
-    return x
-
-
-def _robust_cost(residuals: Floats) -> float:
-    return float(np.sum(np.sqrt(1 + (residuals / RESIDUAL_SCALE) ** 2) - 1))
 
 
 def mean_error(predicted_s: Floats, measured_s: Floats) -> float:
@@ -106,6 +76,8 @@ def _fit(
     `ranges` gives each parameter's start, least and most.  One called plateau is not of the curve, but what `predict`
     takes between it and the shapes; where there is none it is 1.
     """
+    from scipy.optimize import least_squares  # half a second, which commands that fit nothing save
+
     if len(points.seconds) < LEAST_POINTS or not held_out.any() or held_out.all():
         raise InputError(f"a curve needs at least {LEAST_POINTS} measured shapes, got {len(points.seconds)}")
     seen, unseen = points.where(~held_out), points.where(held_out)
@@ -118,7 +90,8 @@ def _fit(
     def residuals(x: Floats) -> Floats:
         return np.log(predict(*fitted(x), seen.shapes) / seen.seconds)
 
-    best = least_squares(residuals, start, lower, upper)
+    bounds = (lower, upper)
+    best = least_squares(residuals, start, bounds=bounds, x_scale="jac", loss="soft_l1", f_scale=RESIDUAL_SCALE).x
     error = mean_error(predict(*fitted(best), unseen.shapes), unseen.seconds)
     curve, plateau = fitted(best, error)
     return Fit(curve=curve, plateau=plateau, num_points=len(held_out), num_held_out=int(held_out.sum()), error=error)
@@ -276,8 +249,8 @@ def collective_s(link: LinkLevel, curve: CollectiveCurve, plateau: float, rows: 
 def collective_points(measurements: Iterable[Measurement]) -> Points:
     """The points of all collectives together, as rows for `collective_s`."""
     by_operation: dict[Operation, list[Measurement]] = defaultdict(list)
-    for one in measurements:
-        by_operation[one.operation].append(one)
+    for measurement in measurements:
+        by_operation[measurement.operation].append(measurement)
     rows, seconds = [], []
     for operation, volume in VOLUMES.items():
         if operation not in by_operation:
