@@ -124,9 +124,9 @@ def _libraries() -> Iterator[Check]:
     for extra, names in groups.items():
         if extra == "dev":
             continue
-        held = {name: _version(name) for name in dict.fromkeys(names)}
-        missing = [name for name, version in held.items() if not version]
-        says = ", ".join(f"{name} {version}" for name, version in held.items() if version)
+        versions = {name: _version(name) for name in dict.fromkeys(names)}
+        missing = [name for name, version in versions.items() if not version]
+        says = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         if missing:
             says = f"{says}{'; ' * bool(says)}without {', '.join(missing)}"
         what = f"autoplan[{extra}]" if extra else "autoplan"
@@ -186,7 +186,7 @@ def _torch(num_devices: int) -> Check:
             timeout=TORCH_S,
             check=True,
         )
-        told: dict[str, Any] = msgspec.json.decode(done.stdout.splitlines()[-1])
+        answer: dict[str, Any] = msgspec.json.decode(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         says = f"{_version('torch')}, does not answer within {TORCH_S:.0f} s"
         return Check(part="torch", state="problem", says=says, remedy="see whether nvidia-smi or rocm-smi answers")
@@ -196,17 +196,19 @@ def _torch(num_devices: int) -> Check:
         return Check(
             part="torch", state="problem", says=says, remedy="install it anew: pip install --force-reinstall torch"
         )
-    runtime = f"ROCm {told['hip']}" if told["hip"] else f"CUDA {told['cuda']}" if told["cuda"] else "for CPU alone"
-    library = f", {'RCCL' if told['hip'] else 'NCCL'} {'.'.join(map(str, told['nccl']))}" if told["nccl"] else ""
-    says = f"{told['version']}, {runtime}{library}, sees {_counted(told['devices']) or 'no accelerator'}"
-    if num_devices > len(told["devices"]):
+    runtime = (
+        f"ROCm {answer['hip']}" if answer["hip"] else f"CUDA {answer['cuda']}" if answer["cuda"] else "for CPU alone"
+    )
+    library = f", {'RCCL' if answer['hip'] else 'NCCL'} {'.'.join(map(str, answer['nccl']))}" if answer["nccl"] else ""
+    says = f"{answer['version']}, {runtime}{library}, sees {_counted(answer['devices']) or 'no accelerator'}"
+    if num_devices > len(answer["devices"]):
         remedy = (
             "unset CUDA_VISIBLE_DEVICES, or see whether the driver is as new as the CUDA of torch"
-            if told["cuda"] or told["hip"]
+            if answer["cuda"] or answer["hip"]
             else "install the build of torch for this accelerator"
         )
         return Check(part="torch", state="problem", says=f"{says} of {num_devices}", remedy=remedy)
-    if (times := told.get("bf16_over_fp32", 0.0)) > EMULATED:
+    if (times := answer.get("bf16_over_fp32", 0.0)) > EMULATED:
         remedy = f"on these cores fp32 is {times:.0f} times as fast as bf16: search and tune with --precision fp32"
         return Check(part="torch", state="ok", says=says, remedy=remedy)
     return Check(part="torch", state="ok", says=says)
@@ -246,22 +248,22 @@ def _database(url: str | None) -> Check:
     size = f", {format_bytes(Path(name).stat().st_size)}" if is_file(Path(name)) else ""
     newest: dict[str, str] = {}
     count: dict[str, int] = {}
-    for one in holdings:
-        device = one.fingerprint.device
-        newest[device] = max(newest.get(device, ""), one.newest)
-        count[device] = count.get(device, 0) + one.num_records
-    held = ", ".join(f"records of {device}: {count[device]:,}, newest {newest[device][:10]}" for device in newest)
-    says = f"{name}, schema {schema}{size}; {held or 'empty'}"
-    stale = [device for device, moment in newest.items() if _age_days(moment) > STALE_DAYS]
+    for holding in holdings:
+        device = holding.fingerprint.device
+        newest[device] = max(newest.get(device, ""), holding.newest)
+        count[device] = count.get(device, 0) + holding.num_records
+    summary = ", ".join(f"records of {device}: {count[device]:,}, newest {newest[device][:10]}" for device in newest)
+    says = f"{name}, schema {schema}{size}; {summary or 'empty'}"
+    stale = [device for device, measured_at in newest.items() if _age_days(measured_at) > STALE_DAYS]
     if stale:
         remedy = f"{', '.join(stale)}: older than {STALE_DAYS} days, autoplan profile measures anew"
         return Check(part="database", state="ok", says=says, remedy=remedy)
     return Check(part="database", state="ok", says=says)
 
 
-def _age_days(moment: str) -> float:
+def _age_days(measured_at: str) -> float:
     try:
-        then = datetime.datetime.fromisoformat(moment)
+        then = datetime.datetime.fromisoformat(measured_at)
     except ValueError:
         return 0.0
     if then.tzinfo is None:

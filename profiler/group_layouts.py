@@ -49,22 +49,22 @@ def groups_of(layout: Layout, num_nodes: int, devices_per_node: int) -> list[lis
     A group takes the same `devices_per_node` neighbours of each of its nodes, as tensor-parallel neighbours and data-
     parallel strides do.
     """
-    here = layout.devices_per_node
-    nodes, rest = divmod(layout.num_devices, here)
-    if rest or devices_per_node % here or num_nodes % nodes:
+    on_node = layout.devices_per_node
+    nodes, remainder = divmod(layout.num_devices, on_node)
+    if remainder or devices_per_node % on_node or num_nodes % nodes:
         raise InputError(
-            f"groups of {layout.num_devices} with {here} on each node do not fit on {num_nodes} nodes of "
+            f"groups of {layout.num_devices} with {on_node} on each node do not fit on {num_nodes} nodes of "
             f"{devices_per_node}: choose divisors"
         )
-    if layout.num_groups > devices_per_node // here:
+    if layout.num_groups > devices_per_node // on_node:
         raise InputError(
-            f"{layout.num_groups} groups with {here} devices on each node need more than its {devices_per_node}"
+            f"{layout.num_groups} groups with {on_node} devices on each node need more than its {devices_per_node}"
         )
     return [
         [
             node * devices_per_node + device
             for node in range(first, first + nodes)
-            for device in range(neighbour * here, (neighbour + 1) * here)
+            for device in range(neighbour * on_node, (neighbour + 1) * on_node)
         ]
         for first in range(0, num_nodes, nodes)
         for neighbour in range(layout.num_groups)

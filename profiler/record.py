@@ -106,7 +106,7 @@ class Record:
     @property
     def key(self) -> str:
         """SHA-256 of the content, in hexadecimal."""
-        content: dict[str, object] = {one.name: getattr(self, one.name) for one in fields(self)}
+        content: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in NOT_CONTENT:
             del content[name]
         content["fingerprint"] = asdict(self.fingerprint)

@@ -77,11 +77,11 @@ class RunRecord:
 def _content(value: Any) -> Any:
     """A value as JSON has it, without the fields that hold their defaults: one that is added later changes no key."""
     if not is_dataclass(value) or isinstance(value, type):
-        return [_content(one) for one in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
+        return [_content(part) for part in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
     content = {}
-    for one in fields(value):
-        held = getattr(value, one.name)
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
-        if held != default:
-            content[one.name] = _content(held)
+    for field in fields(value):
+        part = getattr(value, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if part != default:
+            content[field.name] = _content(part)
     return content

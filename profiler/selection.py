@@ -50,16 +50,16 @@ def for_training(measurements: Iterable[Measurement], device: DeviceSpec) -> lis
     """
     kept = []
     fastest: dict[tuple[str, tuple[int, ...]], Measurement] = {}
-    for one in measurements:
-        if one.operation == "gemm":
-            if all(size >= least for size, least in zip(one.shape, LEAST_GEMM, strict=True)):
-                kept.append(one)
-        elif one.operation == "attention":
-            shape = one.dtype, one.shape
-            if one.kernel in FLASH_KERNELS.get(device.generation, ()) and (
-                shape not in fastest or one.seconds < fastest[shape].seconds
+    for measurement in measurements:
+        if measurement.operation == "gemm":
+            if all(size >= least for size, least in zip(measurement.shape, LEAST_GEMM, strict=True)):
+                kept.append(measurement)
+        elif measurement.operation == "attention":
+            shape = measurement.dtype, measurement.shape
+            if measurement.kernel in FLASH_KERNELS.get(device.generation, ()) and (
+                shape not in fastest or measurement.seconds < fastest[shape].seconds
             ):
-                fastest[shape] = one
-        elif one.kernel == (EXPERTS_KERNEL if one.operation == "experts" else COLLECTIVES_KERNEL):
-            kept.append(one)
+                fastest[shape] = measurement
+        elif measurement.kernel == (EXPERTS_KERNEL if measurement.operation == "experts" else COLLECTIVES_KERNEL):
+            kept.append(measurement)
     return [*kept, *fastest.values()]

@@ -72,12 +72,12 @@ def outliers(hello: Hello) -> list[str]:
             name = f"rank {rank} on {hello.hosts[rank]}"
             found.append(f"{name}: matrix products take {100 * (over - 1):.0f} % longer than on the others")
     kinds: dict[bool, list[float]] = {}
-    for (one, other), seconds in hello.links_s.items():
-        kinds.setdefault(hello.hosts[one] == hello.hosts[other], []).append(seconds)
-    for (one, other), seconds in hello.links_s.items():
-        over = seconds / usual(kinds[hello.hosts[one] == hello.hosts[other]])
+    for (first, second), seconds in hello.links_s.items():
+        kinds.setdefault(hello.hosts[first] == hello.hosts[second], []).append(seconds)
+    for (first, second), seconds in hello.links_s.items():
+        over = seconds / usual(kinds[hello.hosts[first] == hello.hosts[second]])
         if over > SLOW_LINK:
-            ends = f"rank {one} on {hello.hosts[one]} and rank {other} on {hello.hosts[other]}"
+            ends = f"rank {first} on {hello.hosts[first]} and rank {second} on {hello.hosts[second]}"
             found.append(f"between {ends}: messages take {100 * (over - 1):.0f} % longer than on the other links")
     return found
 
@@ -127,37 +127,37 @@ def run(
     visits: Counter[Task] = Counter()
     queue = deque(planned)
     while queue:
-        one = queue.popleft()
+        ranked = queue.popleft()
         elapsed = time.monotonic() - began
         pace = elapsed / expected_so_far if expected_so_far else 1.0
-        if visits[one.task] == num_visits and not has_seen_all:
+        if visits[ranked.task] == num_visits and not has_seen_all:
             budget_s, has_seen_all = min(budget_s, elapsed + max(MOST_AGAIN * elapsed, LEAST_AGAIN_S)), True
-        if elapsed + one.expected_s * min(pace, 1.0) > budget_s:
+        if elapsed + ranked.expected_s * min(pace, 1.0) > budget_s:
             break
         lost: CrewError | None = None
         try:
-            outcome = crew.ask(one.task)
+            outcome = crew.ask(ranked.task)
             restarts = 0
         except CrewError as error:
             outcome, lost = Outcome(status="failed", reason=str(error)), error
         with _uninterrupted():
-            store.add([_record(one.task, outcome, hello, measured_by)])
-            before = progress.outcomes.pop(one.task, outcome)
-            progress.outcomes[one.task] = before if before.status == "ok" else outcome
-        visits[one.task] += 1
+            store.add([_record(ranked.task, outcome, hello, measured_by)])
+            before = progress.outcomes.pop(ranked.task, outcome)
+            progress.outcomes[ranked.task] = before if before.status == "ok" else outcome
+        visits[ranked.task] += 1
         progress.num_visits += 1
         is_spoilt = visits_spoilt and outcome.status in WORTH_ANOTHER
-        if visits[one.task] < num_visits + is_spoilt and outcome.status != "failed":
-            queue.append(one)
-        expected_so_far += one.expected_s
+        if visits[ranked.task] < num_visits + is_spoilt and outcome.status != "failed":
+            queue.append(ranked)
+        expected_so_far += ranked.expected_s
         progress.elapsed_s = time.monotonic() - began
-        rest = sum(later.expected_s for later in queue) * progress.elapsed_s / expected_so_far
-        progress.left_s = min(rest, max(budget_s - progress.elapsed_s, 0.0))
+        remaining_s = sum(later.expected_s for later in queue) * progress.elapsed_s / expected_so_far
+        progress.left_s = min(remaining_s, max(budget_s - progress.elapsed_s, 0.0))
         advance(progress)
         if lost is not None:
             restarts += 1
             if not crew.can_restart or restarts > MOST_RESTARTS:
-                raise CrewError(f"{one.task}: {lost}; stored as failed: run the same command again for the rest")
+                raise CrewError(f"{ranked.task}: {lost}; stored as failed: run the same command again for the rest")
             crew.stop()
             crew.start()
 

@@ -55,9 +55,9 @@ class MeasurementScope:
     only: tuple[Operation, ...] = ()
 
     def __post_init__(self) -> None:
-        if wrong := [tp for tp in self.tps if not self._divides(tp)]:
+        if misfits := [tp for tp in self.tps if not self._divides(tp)]:
             raise InputError(
-                f"tp {wrong[0]} must divide the {self.model.num_heads} heads and ffn_size {self.model.ffn_size} of "
+                f"tp {misfits[0]} must divide the {self.model.num_heads} heads and ffn_size {self.model.ffn_size} of "
                 f"{self.model.name}: leave it out of --tp"
             )
 
@@ -137,12 +137,12 @@ def _ordered(planned: Iterable[RankedTask], known: Collection[TaskKey]) -> list[
     """First points of lines first, their smallest; then by effect."""
     begun = {_line(*key) for key in known}
     first: list[RankedTask] = []
-    rest: list[RankedTask] = []
-    for one in sorted(planned, key=lambda one: (one.task.shape[line_of(one.task.operation)], -one.effect_s)):
-        line = _line(*one.task.key)
-        (rest if line in begun else first).append(one)
+    further: list[RankedTask] = []
+    for ranked in sorted(planned, key=lambda item: (item.task.shape[line_of(item.task.operation)], -item.effect_s)):
+        line = _line(*ranked.task.key)
+        (further if line in begun else first).append(ranked)
         begun.add(line)
-    return [one for part in (first, rest) for one in sorted(part, key=lambda one: -one.effect_s)]
+    return [ranked for part in (first, further) for ranked in sorted(part, key=lambda ranked: -ranked.effect_s)]
 
 
 def _line(operation: str, shape: tuple[int, ...], dtype: str, kernel: str, mode: str) -> tuple[object, ...]:
@@ -207,31 +207,34 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
 
 def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """Yield calls of the units of the built-in trainer, of those that the ranks have room for."""
-    model, seq_len, here = scope.model, scope.seq_len, hello.ranks_per_node
-    whole = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
+    model, seq_len, ranks_per_node = scope.model, scope.seq_len, hello.ranks_per_node
+    num_layers = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
     sizes = (model.hidden_size, model.ffn_size, model.num_heads, model.kv_heads, model.qk_head_dim)
     for tp, micro_batch in itertools.product(scope.tps, scope.micro_batches):
-        if here % tp or seq_len % tp or model.vocab_size % tp:
+        if ranks_per_node % tp or seq_len % tp or model.vocab_size % tp:
             continue
-        if whole and model.gated_mlp and not scope.is_latent:
+        if num_layers and model.gated_mlp and not scope.is_latent:
             layer = (micro_batch, seq_len, *sizes, tp)
-            for one in (*LAYERS, *(HALVES if here > tp else ())):
-                yield one, layer, whole, ""
+            for operation in (*LAYERS, *(HALVES if ranks_per_node > tp else ())):
+                yield operation, layer, num_layers, ""
             for replicas in _replicas(tp, hello):
-                for one in SHARED if replicas > 1 else SHARED[:1]:
-                    yield one, (*layer, replicas, min(here // tp, replicas)), whole, ""
+                for operation in SHARED if replicas > 1 else SHARED[:1]:
+                    yield operation, (*layer, replicas, min(ranks_per_node // tp, replicas)), num_layers, ""
         ends: tuple[Operation, ...] = ("embedding", "head")
         for end in ends:
             yield end, (micro_batch * seq_len, model.hidden_size, model.vocab_size, tp), 1, ""
-    if here > 1:
-        for num_micro_batches in (here, 4 * here):  # the difference is what an action takes, the rest the step
-            yield "pipeline_actions", (num_micro_batches, here, here), 1, ""
+    if ranks_per_node > 1:
+        # The difference is what an action takes, the rest the step.
+        for num_micro_batches in (ranks_per_node, 4 * ranks_per_node):
+            yield "pipeline_actions", (num_micro_batches, ranks_per_node, ranks_per_node), 1, ""
 
 
 def _replicas(tp: int, hello: Hello) -> list[int]:
     """Numbers of ranks that may share the states of what `tp` ranks hold: 1, 2, 4 ... of a node, and all."""
-    here = hello.ranks_per_node // tp
-    return sorted({size for size in (2**power for power in range(11)) if here % size == 0} | {len(hello.hosts) // tp})
+    ranks_per_part = hello.ranks_per_node // tp
+    return sorted(
+        {size for size in (2**power for power in range(11)) if ranks_per_part % size == 0} | {len(hello.hosts) // tp}
+    )
 
 
 def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:

@@ -44,10 +44,10 @@ class Team(Protocol):
     def meet(self) -> None:
         """Wait for all ranks."""
 
-    def gather(self, mine: object) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
 
-    def decide(self, mine: float) -> float:
+    def decide(self, value: float) -> float:
         """Return rank 0's value on every rank."""
 
 
@@ -108,8 +108,8 @@ def measure(
     team.meet()  # a rank that hangs does so in its first calls
     num_calls = rules.least_calls
     while True:
-        mine = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
-        elapsed = max(team.decide(mine), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
+        own_s = _sample_s(run, num_calls, clock) if device.type == "cpu" else _elapsed_s(run, num_calls, device)
+        elapsed = max(team.decide(own_s), 1e-7)  # rank 0 decides: collectives need the same calls everywhere
         if elapsed >= rules.sample_s or num_calls >= MOST_CALLS:
             break
         num_calls = min(max(2 * num_calls, math.ceil(1.1 * num_calls * rules.sample_s / elapsed)), MOST_CALLS)
@@ -142,7 +142,7 @@ def measure(
         if is_settled or gives_up or team.decide(time.perf_counter() - began) > rules.allowance_s:
             break
 
-    _, foreign, slowdown, samples, working = min(rounds, key=lambda one: one[0])
+    _, foreign, slowdown, samples, working = min(rounds, key=lambda round_: round_[0])
     conditions = _conditions(working, num_calls, foreign, is_collective=is_collective, by_cpu_time=by_cpu_time)
     if hold:
         conditions["launches"] = "ahead"
@@ -282,16 +282,16 @@ def _device_samples_s(run: Run | StagedRun, num_calls: int, num_samples: int, se
     sensors.look()
     marks[-1].synchronize()
     each = 3 if isinstance(run, StagedRun) else 2
-    moments = np.array([0.0, *(1e-3 * marks[0].elapsed_time(one) for one in marks[1:])]).reshape(num_samples, each)
-    lengths = np.diff(moments, axis=1)
+    times_s = np.array([0.0, *(1e-3 * marks[0].elapsed_time(event) for event in marks[1:])]).reshape(num_samples, each)
+    lengths = np.diff(times_s, axis=1)
     return lengths[:, 0] - lengths[:, 1:].sum(axis=1)
 
 
 def _slowdown(reports: Sequence[_Report], *, is_slow: bool) -> str:
     """Say what made a device slower than usual; empty if nothing did."""
-    told = max(report.window.slowdown for report in reports)
+    throttling = max(report.window.slowdown for report in reports)
     pace = max(report.window.pace for report in reports)
-    return told or (f"{100 * (pace - 1):.0f} % slower than usual" if is_slow else "")
+    return throttling or (f"{100 * (pace - 1):.0f} % slower than usual" if is_slow else "")
 
 
 def _fault(reports: Sequence[object], num_samples: int) -> str:
@@ -300,7 +300,9 @@ def _fault(reports: Sequence[object], num_samples: int) -> str:
         if not isinstance(report, _Report) or not isinstance(report.samples_s, tuple):
             return cleaned(f"rank {rank} returned no times but {str(report)[:60]!r}")
         times = report.samples_s
-        if times and not (len(times) == num_samples and all(math.isfinite(one) and one > 0 for one in times)):
+        if times and not (
+            len(times) == num_samples and all(math.isfinite(sample_s) and sample_s > 0 for sample_s in times)
+        ):
             return cleaned(f"rank {rank} returned no times but {str(times[:3])[:60]}")
     return ""
 
@@ -320,8 +322,8 @@ def _conditions(
         found["slowest_device"] = f"+{100 * (max(medians) / float(np.median(medians)) - 1):.1f} %"
     windows = [report.window for report in working]
     for name, values in (
-        ("clock_mhz", [one.clock_mhz for one in windows]),
-        ("power_w", [one.power_w for one in windows]),
+        ("clock_mhz", [window.clock_mhz for window in windows]),
+        ("power_w", [window.power_w for window in windows]),
     ):
         if any(values):
             found[name] = f"{float(np.median(values)):.0f}"

@@ -58,20 +58,20 @@ class Ranks:
     control: dist.ProcessGroup  # gloo, on the host
     until: float = math.inf  # when the present task must be through, by the monotonic clock
 
-    def gather(self, mine: object) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
         self.meet()
         brought: list[Any] = [None] * len(self.hosts)
-        dist.all_gather_object(brought, mine, group=self.control)
+        dist.all_gather_object(brought, value, group=self.control)
         return brought
 
-    def decide(self, mine: float) -> float:
+    def decide(self, value: float) -> float:
         """Return rank 0's value on every rank."""
-        return float(self.share(mine))
+        return float(self.share(value))
 
-    def share(self, mine: object) -> Any:
+    def share(self, value: object) -> Any:
         """Return rank 0's object on every rank."""
-        box = [mine]
+        box = [value]
         dist.broadcast_object_list(box, 0, group=self.control)
         return box[0]
 
@@ -128,12 +128,16 @@ def greet(ranks: Ranks, job: Job) -> Hello:
     windowed: dict[tuple[Operation, str], str] = {}
     if ranks.rank == 0:
         for dtype in dtypes:
-            for one in kernels.KERNELS:
-                ways[one, dtype] = kernels.implementation(one, dtype, device)
-                windowed[one, dtype] = kernels.implementation_windowed(one, dtype, device)
+            for operation in kernels.KERNELS:
+                ways[operation, dtype] = kernels.implementation(operation, dtype, device)
+                windowed[operation, dtype] = kernels.implementation_windowed(operation, dtype, device)
             if dtype in DTYPES:
-                ways |= dict.fromkeys([(one, dtype) for one in COLLECTIVES], own.collectives.partition(" ")[0])
-            ways |= {(one, dtype): trainer_units.implementation(one, dtype) for one in trainer_units.UNITS}
+                ways |= dict.fromkeys(
+                    [(operation, dtype) for operation in COLLECTIVES], own.collectives.partition(" ")[0]
+                )
+            ways |= {
+                (operation, dtype): trainer_units.implementation(operation, dtype) for operation in trainer_units.UNITS
+            }
     gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
     return Hello(
         fingerprint=own,
@@ -147,13 +151,13 @@ def greet(ranks: Ranks, job: Job) -> Hello:
     )
 
 
-def _check_alike(one: Fingerprint, other: Fingerprint, here: str, there: str) -> None:
+def _check_alike(first: Fingerprint, second: Fingerprint, where_first: str, where_second: str) -> None:
     """Refuse ranks of which one fingerprint cannot speak."""
     for name in ("device", "driver", "runtime", "torch", "collectives"):
-        if getattr(one, name) != getattr(other, name):
+        if getattr(first, name) != getattr(second, name):
             raise InputError(
-                f"{name} is {getattr(one, name)!r} for {here} and {getattr(other, name)!r} for {there}: "
-                "profile each kind of node by itself"
+                f"{name} is {getattr(first, name)!r} for {where_first} and "
+                f"{getattr(second, name)!r} for {where_second}: profile each kind of node by itself"
             )
 
 
@@ -178,11 +182,11 @@ def _compared(ranks: Ranks) -> tuple[list[float], dict[tuple[int, int], float]]:
     distance = 1
     while distance < len(ranks.hosts):
         partner = ranks.rank ^ distance
-        mine = 0.0
+        own_s = 0.0
         if partner < len(ranks.hosts):
             move = functools.partial(dist.send if ranks.rank < partner else dist.recv, message, partner)
-            mine = _least_s(move, device, time.perf_counter)
-        for rank, seconds in enumerate(ranks.gather(mine)):
+            own_s = _least_s(move, device, time.perf_counter)
+        for rank, seconds in enumerate(ranks.gather(own_s)):
             if rank < rank ^ distance < len(ranks.hosts):
                 links_s[rank, rank ^ distance] = seconds
         distance *= 2

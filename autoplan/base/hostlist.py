@@ -12,7 +12,7 @@ MOST_HOSTS = 100_000
 
 _TEXT = re.compile(r"[^\s\[\],]+")
 _RANGE = re.compile(r"(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?")
-_NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>\d{1,9})(?P<tail>\D*)")
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>\d{1,9})(?P<suffix>\D*)")
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -81,28 +81,28 @@ def _shown(word: str) -> str:
 
 def compress_hosts(names: Iterable[str]) -> str:
     """A host list of `names`, in their order: neighbours that count up by one become a range."""
-    runs: list[tuple[str, str, list[str]]] = []  # head, tail, numbers as written
+    runs: list[tuple[str, str, list[str]]] = []  # prefix, suffix, numbers as written
     for name in names:
         match = _NUMBERED.fullmatch(name)
-        head, number, tail = (match["head"], match["number"], match["tail"]) if match else (name, "", "")
-        if runs and number and (last := runs[-1])[:2] == (head, tail) and last[2] and _follows(last[2][-1], number):
+        prefix, number, suffix = (match["prefix"], match["number"], match["suffix"]) if match else (name, "", "")
+        if runs and number and (last := runs[-1])[:2] == (prefix, suffix) and last[2] and _follows(last[2][-1], number):
             last[2].append(number)
         else:
-            runs.append((head, tail, [number] if number else []))
-    groups: list[tuple[str, str, list[str]]] = []  # head, tail, ranges
-    for head, tail, numbers in runs:
+            runs.append((prefix, suffix, [number] if number else []))
+    groups: list[tuple[str, str, list[str]]] = []  # prefix, suffix, ranges
+    for prefix, suffix, numbers in runs:
         span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(numbers)
-        if groups and span and groups[-1][:2] == (head, tail) and groups[-1][2]:
+        if groups and span and groups[-1][:2] == (prefix, suffix) and groups[-1][2]:
             groups[-1][2].append(span)
         else:
-            groups.append((head, tail, [span] if span else []))
+            groups.append((prefix, suffix, [span] if span else []))
     return ",".join(
-        f"{head}[{','.join(spans)}]{tail}"
+        f"{prefix}[{','.join(spans)}]{suffix}"
         if len(spans) > 1 or "-" in "".join(spans)
-        else f"{head}{''.join(spans)}{tail}"
-        for head, tail, spans in groups
+        else f"{prefix}{''.join(spans)}{suffix}"
+        for prefix, suffix, spans in groups
     )
 
 
-def _follows(one: str, other: str) -> bool:
-    return len(one) == len(other) and int(other) == int(one) + 1
+def _follows(first: str, second: str) -> bool:
+    return len(first) == len(second) and int(second) == int(first) + 1

@@ -80,13 +80,13 @@ class Scattered:
     def _residuals(self, places: Floats) -> Floats:
         result = np.empty(len(places))
         for start in range(0, len(places), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
-            near, distances = self._neighbours(places[some])
+            chunk = slice(start, start + _AT_ONCE)
+            near, distances = self._neighbours(places[chunk])
             residuals = self.residuals[near]
             kriged = np.sum(_shares(self.points[near], distances) * residuals, axis=1)
             # Some shares may be negative: none leads beyond what was measured nearby.
             kriged = np.clip(kriged, residuals.min(axis=1), residuals.max(axis=1))
-            result[some] = np.where(distances.min(axis=1) <= FAR, kriged, np.nan)
+            result[chunk] = np.where(distances.min(axis=1) <= FAR, kriged, np.nan)
         return result
 
     def _neighbours(self, places: Floats) -> tuple[Ints, Floats]:
@@ -142,8 +142,8 @@ def _least(values: Floats, count: int) -> Ints:
     return np.argpartition(values, count - 1, axis=1)[:, :count]
 
 
-def _distances(ones: Floats, others: Floats) -> Floats:
-    return np.sqrt(np.sum((ones - others) ** 2, axis=-1))
+def _distances(first: Floats, second: Floats) -> Floats:
+    return np.sqrt(np.sum((first - second) ** 2, axis=-1))
 
 
 def _shares(points: Floats, distances: Floats) -> Floats:

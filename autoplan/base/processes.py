@@ -329,17 +329,17 @@ def _undisturbed() -> Iterator[None]:
     it would do waits too.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    before, told = signal.getsignal(signal.SIGINT), threading.Event()
+    before, interrupted = signal.getsignal(signal.SIGINT), threading.Event()
     waits = before is not None and threading.current_thread() is threading.main_thread()
     if waits:
-        signal.signal(signal.SIGINT, lambda *_: told.set())
+        signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
         yield
     finally:
         if waits:
             signal.signal(signal.SIGINT, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if told.is_set():
+        if interrupted.is_set():
             signal.raise_signal(signal.SIGINT)
 
 
@@ -360,11 +360,11 @@ def _server(preload: list[str]) -> ForkServerContext:
         with _undisturbed():
             forkserver.ensure_running()
     finally:
-        for name, held in before.items():
-            if held is None:
+        for name, former in before.items():
+            if former is None:
                 os.environ.pop(name, None)
             else:
-                os.environ[name] = held
+                os.environ[name] = former
     return context
 
 

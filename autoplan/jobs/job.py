@@ -76,7 +76,9 @@ class LocalJobs:
         folder = folder.resolve()
         program = (*AUTOPLAN, "run", str(folder / PLAN), "--quiet")
         files = ("--out", str(folder / OUTCOME), "--log", str(folder / LOG), "--force")
-        options = (one.replace("{plan}", str(folder / PLAN)).replace("{folder}", str(folder)) for one in self._options)
+        options = (
+            option.replace("{plan}", str(folder / PLAN)).replace("{folder}", str(folder)) for option in self._options
+        )
         try:
             with (folder / MESSAGES).open("wb") as messages:
                 started = start_program((*program, *files, *options), messages)
@@ -106,12 +108,12 @@ class LocalJobs:
     def cancel(self, names: Sequence[str]) -> None:
         """End these jobs: `autoplan run` is asked to end what it runs, which may take as long as that is given."""
         found = [program for _, program in map(self._find, names) if program is not None]
-        end_programs([one for one in found if one.is_running()], grace_s=2 * GRACE_S)
+        end_programs([program for program in found if program.is_running()], grace_s=2 * GRACE_S)
 
     def _find(self, name: str) -> tuple[str, Program | None]:
         """Return (the machine, the program if it is this machine)."""
-        host, _, rest = name.partition(":")
-        pid, _, mark = rest.partition(":")
+        host, _, text = name.partition(":")
+        pid, _, mark = text.partition(":")
         if name in self._mine:
             return host, self._mine[name]
         return host, Program(pid=int(pid), mark=mark) if host == socket.gethostname() and pid.isdigit() else None

@@ -109,20 +109,20 @@ def start_program(arguments: Sequence[str], output: IO[bytes] | int) -> Program:
 def end_programs(programs: Sequence[Program], *, grace_s: float | None = None) -> None:
     """Ask programs to end, and those that have not after `grace_s` (by default `GRACE_S`) are ended."""
     try:
-        for one in programs:
-            one.signal(signal.SIGTERM)
+        for program in programs:
+            program.signal(signal.SIGTERM)
         until = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
-        while any(one.is_running() for one in programs) and time.monotonic() < until:
+        while any(program.is_running() for program in programs) and time.monotonic() < until:
             time.sleep(_POLL_S / 2)
     finally:  # impatience is answered too
         until = time.monotonic() + GRACE_S
-        while (left := [one for one in programs if one.is_running()]) and time.monotonic() < until:
-            for one in left:
-                one.kill()
+        while (left := [program for program in programs if program.is_running()]) and time.monotonic() < until:
+            for program in left:
+                program.kill()
             time.sleep(_POLL_S / 10)
-        for one in programs:
-            if one.process:
-                one.process.poll()
+        for program in programs:
+            if program.process:
+                program.process.poll()
 
 
 def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], bool], limit_s: float) -> Ending:

@@ -213,8 +213,8 @@ class SchedulerJobs:
         rows = self._rows(self._answers("poll", jobs), jobs)
         self._silent_since_s, self._pause_s = None, self._template.poll_every_s
         missing = {name: job for name, job in jobs.items() if name not in rows and job.stage != "new"}
-        told, told_within_s = self._remembered(missing)
-        rows |= told
+        answered, answers_within_s = self._remembered(missing)
+        rows |= answered
         now_s = time.monotonic()
         self._unknown_since_s = {name: self._unknown_since_s.get(name, now_s) for name in missing.keys() - rows.keys()}
         for name, job in jobs.items():
@@ -222,7 +222,7 @@ class SchedulerJobs:
                 self._learn(Path(name), job, rows[name])
             elif name in self._unknown_since_s and (end := _known_end(Path(name), job)):
                 self._status[name] = end
-            elif now_s - self._unknown_since_s.get(name, -math.inf) < told_within_s:
+            elif now_s - self._unknown_since_s.get(name, -math.inf) < answers_within_s:
                 continue  # it stands where it stood
             elif job.stage == "new" or self._never_ran(Path(name), job):
                 try:
@@ -268,7 +268,7 @@ class SchedulerJobs:
 
     def _learn(self, folder: Path, job: JobFile, rows: Sequence[Row]) -> None:
         # Had it been submitted twice after all, the first one counts; the second one waits until it is cancelled.
-        first = job.id or min((row.id for row in rows), key=lambda one: (len(one), one))
+        first = job.id or min((row.id for row in rows), key=lambda number: (len(number), number))
         meaning, says = self._template.meaning([row for row in rows if row.id in (first, "")] or rows)
         began = time.time() if job.began is None and meaning not in ("waiting", "cancelled") else job.began
         known = replace(job, id=first, began=began, stage="submitted" if job.stage == "new" else job.stage)
@@ -299,9 +299,9 @@ class SchedulerJobs:
                 f"{name} has not answered for {silent_s:.0f} s ({error}): its jobs are left as they are, the same "
                 "command goes on with them"
             ) from None
-        for one in names:
-            held = self._status.get(one, JobStatus(state="waiting"))
-            self._status[one] = replace(held, reason=f"{name} does not answer: {error}")
+        for name in names:
+            status = self._status.get(name, JobStatus(state="waiting"))
+            self._status[name] = replace(status, reason=f"{name} does not answer: {error}")
         self._pause_s = min(2 * self._pause_s, max(_MOST_PAUSE_S, self._template.poll_every_s))
         self._next_s = time.monotonic() + self._pause_s
 
@@ -332,11 +332,12 @@ class SchedulerJobs:
             self._answered.add(program)
             return text
         said = done.stderr.decode("utf-8", errors="replace").strip() or text.strip() or "it said nothing"
-        told = f"{program} failed ({done.returncode}): {cleaned(said.splitlines()[-1])}"  # kubectl says all of it twice
+        # kubectl says all of it twice.
+        message = f"{program} failed ({done.returncode}): {cleaned(said.splitlines()[-1])}"
         asks = program in (self._template.poll[0], *self._template.history[:1])
         if self._template.is_busy(said) or (asks and program in self._answered):
-            raise NoAnswerError(told)
-        raise InputError(told)
+            raise NoAnswerError(message)
+        raise InputError(message)
 
     def _values(self, folder: Path, job: JobFile) -> dict[str, str]:
         """Values of the placeholders."""

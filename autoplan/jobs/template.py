@@ -139,7 +139,7 @@ class JobTemplate:
         if asked & {"job", "id"} or not jobs:
             yield from ([_filled(word, values) for word in words] for values in jobs)
             return
-        joined = {_JOBS: ",".join(one["job"] for one in jobs), _IDS: ",".join(one["id"] for one in jobs if one["id"])}
+        joined = {_JOBS: ",".join(job["job"] for job in jobs), _IDS: ",".join(job["id"] for job in jobs if job["id"])}
         yield [_filled(word, {**jobs[0], **joined}) for word in words]
 
     def command(self, command: Literal["cancel", "log"], values: Mapping[str, str]) -> list[str]:
@@ -174,9 +174,9 @@ class JobTemplate:
                 raise InputError(f"{self.name} says {row.state!r}, which states does not explain; it explains {known}")
             why = [word for word in row.why.split() if word not in _BLANKS]
             words = [row.state, *(word for part in why for word in part.split(",") if word in self.states)]
-            told = dict.fromkeys([*([] if row.state in _BLANKS else [row.state]), *why])
-            found.append((min((self.states[word] for word in words), key=MEANINGS.index), " ".join(told)))
-        meaning, says = min(found, key=lambda one: MEANINGS.index(one[0]))
+            states = dict.fromkeys([*([] if row.state in _BLANKS else [row.state]), *why])
+            found.append((min((self.states[word] for word in words), key=MEANINGS.index), " ".join(states)))
+        meaning, says = min(found, key=lambda reading: MEANINGS.index(reading[0]))
         return meaning, f"{self.name}: {says}" if says else self.name
 
     def is_busy(self, text: str) -> bool:

@@ -35,7 +35,7 @@ def switches_above(variables: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(reversed(names[1:-1]))
 
 
-def gather(place: Place, mine: Report | None) -> list[Report] | None:
+def gather(place: Place, own_report: Report | None) -> list[Report] | None:
     """The reports of all nodes on rank 0, None on another one; a rank that is not the first on its node has none.
 
     They go through the store by which the ranks of a job meet, as text: no device is touched.
@@ -45,7 +45,7 @@ def gather(place: Place, mine: Report | None) -> list[Report] | None:
     limit = datetime.timedelta(seconds=START_S)
     try:
         store, rank, size = next(rendezvous(place.meeting_point, place.rank, place.num_ranks, timeout=limit))
-        store.set(f"autoplan/discover/{rank}", encode(ReportFile(nodes=(mine,) if mine else ())))
+        store.set(f"autoplan/discover/{rank}", encode(ReportFile(nodes=(own_report,) if own_report else ())))
         if rank:
             return None
         texts = [store.get(f"autoplan/discover/{other}") for other in range(size)]
@@ -75,7 +75,7 @@ def found_in(reports: Sequence[Report]) -> Found:
     nodes = {}
     for host, seen_there in by_host.items():
         nodes[host], contradictions = merge([*seen_there, *general])
-        warnings += [f"{host}: {one}" if host else one for one in contradictions]
+        warnings += [f"{host}: {text}" if host else text for text in contradictions]
     return Found(
         nodes=nodes,
         switches={report.host: report.switches for report in reports if report.switches},

@@ -29,20 +29,20 @@ def defects_of(
     """The defects of `node`, where `usual` has the adapters `nics` for training and `fabric` is that of `node`."""
     if len(node.devices) != len(usual.devices):
         yield Defect(text=f"{len(node.devices)} devices where others have {len(usual.devices)}: leave the node out")
-    elif {one.name for one in node.devices} != {one.name for one in usual.devices}:
-        names = " and ".join(sorted({one.name for one in node.devices}))
+    elif {device.name for device in node.devices} != {device.name for device in usual.devices}:
+        names = " and ".join(sorted({device.name for device in node.devices}))
         yield Defect(text=f"other devices ({names}): describe its like as a cluster of their own")
     if fabric is not None:
         yield from _links(fabric)
-    there = {nic.name: nic.bytes_per_s for nic in node.nics}
+    rate_of = {nic.name: nic.bytes_per_s for nic in node.nics}
     expected = {nic.name: at for at, nic in enumerate(nics)}
     for name, at in expected.items():
-        rate = there.get(name, 0.0)
+        rate = rate_of.get(name, 0.0)
         if rate is not None and 0 < rate < (1 - SAME_RATE) * network.nic_bytes_per_s:
             share = rate / network.nic_bytes_per_s
             text = f"{name} has {rate * 8 / 1e9:g} Gb/s where others have {network.nic_bytes_per_s * 8 / 1e9:g}"
             yield Defect(text=text, part="nic", index=at, rate_share=share)
-        elif name not in there:
+        elif name not in rate_of:
             yield Defect(text=f"{name} is missing: repair the node or leave it out")
     for nic in node.nics:
         if nic.bytes_per_s == 0 and (nic.kind != "ethernet" or nic.name in expected):

@@ -49,11 +49,11 @@ def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: 
     warnings = []
     if found.assumed:
         warnings.append(f"{spec.name!r} is not shipped: figures of {found.like} stand in, correct [device] in the file")
-        remarks |= {f"device.{one}": f"of {found.like}: correct it" for one in found.assumed}
+        remarks |= {f"device.{name}": f"of {found.like}: correct it" for name in found.assumed}
         remarks["device"] = "not shipped by autoplan"
-    odd = Counter(one.name for one in node.devices)
+    odd = Counter(device.name for device in node.devices)
     if len(odd) > 1:
-        warnings.append(f"devices differ: {', '.join(f'{number} {one!r}' for one, number in odd.items())}")
+        warnings.append(f"devices differ: {', '.join(f'{number} {name!r}' for name, number in odd.items())}")
     levels, level_remarks, level_warnings = _levels(cluster, spec, node, base)
     domain = node.devices_per_domain or 0
     if domain > size and domain % size == 0 and levels[-1].kind in ("nvlink", "xgmi"):
@@ -76,10 +76,14 @@ def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: 
 def _nearest(device: str, node: ObservedNode) -> ClusterSpec:
     """The shipped cluster of that device whose nodes are most like this one."""
     kinds = {nic.kind for nic in node.nics}
-    shipped = [one for one in map(load_cluster, preset_clusters()) if one.device.name == device]
+    shipped = [cluster for cluster in map(load_cluster, preset_clusters()) if cluster.device.name == device]
     return max(
         shipped,
-        key=lambda one: (one.network.kind in kinds, one.name == device, one.devices_per_node == len(node.devices)),
+        key=lambda cluster: (
+            cluster.network.kind in kinds,
+            cluster.name == device,
+            cluster.devices_per_node == len(node.devices),
+        ),
     )
 
 
@@ -121,7 +125,7 @@ def _rate(level: LinkLevel) -> str:
 def _shows_fabrics(node: ObservedNode) -> bool:
     """Tell whether a source would have told of NVLink or xGMI: lists of PCI devices do not."""
     tools = ("NVML", "amdkfd", "nvidia-smi", "rocm-smi")
-    return any(tool in node.source for tool in tools) or any(one.architecture for one in node.devices)
+    return any(tool in node.source for tool in tools) or any(device.architecture for device in node.devices)
 
 
 def _shipped(base: ClusterSpec) -> str:
@@ -136,15 +140,19 @@ def _own_levels(
     remarks: dict[str, str] = {}
     size = cluster.devices_per_node
     if fabric is not None:
-        like = _like(cluster, device)
-        rate = fabric.bytes_per_s or like.bandwidth_bytes_per_s
+        shipped_fabric = _like(cluster, device)
+        rate = fabric.bytes_per_s or shipped_fabric.bandwidth_bytes_per_s
         joined = replace(
-            like, num_devices=fabric.num_devices, bandwidth_bytes_per_s=rate, is_mesh=fabric.is_mesh, collectives=None
+            shipped_fabric,
+            num_devices=fabric.num_devices,
+            bandwidth_bytes_per_s=rate,
+            is_mesh=fabric.is_mesh,
+            collectives=None,
         )
         levels.append(joined)
         remarks |= _remarks_on((joined,), f"nominal{_links(fabric, node)}") | {"levels[0].efficiency": "assumed"}
     if not levels or levels[-1].num_devices < size:
-        host = min((one.host_bytes_per_s for one in node.devices if one.host_bytes_per_s), default=None)
+        host = min((device.host_bytes_per_s for device in node.devices if device.host_bytes_per_s), default=None)
         pcie = replace(
             load_cluster(_PCIE).levels[-1],
             num_devices=size,
@@ -156,7 +164,7 @@ def _own_levels(
         remarks[f"levels[{len(levels) - 1}].efficiency"] = "assumed"
     warnings = [
         "devices are joined otherwise than in the shipped "
-        f"{cluster.name}: efficiency and latency of {' and '.join(one.name for one in levels)} are assumed",
+        f"{cluster.name}: efficiency and latency of {' and '.join(level.name for level in levels)} are assumed",
     ]
     return tuple(levels), remarks, warnings
 
@@ -165,9 +173,9 @@ def _like(cluster: ClusterSpec, device: DeviceSpec) -> LinkLevel:
     """The fabric of a shipped cluster: of this one, else of the same generation, else of the same maker."""
     clusters = [cluster, *map(load_cluster, preset_clusters())]
     for part in ("generation", "vendor"):
-        for one in clusters:
-            for level in one.levels:
-                if level.kind in ("nvlink", "xgmi") and getattr(one.device, part) == getattr(device, part):
+        for shipped in clusters:
+            for level in shipped.levels:
+                if level.kind in ("nvlink", "xgmi") and getattr(shipped.device, part) == getattr(device, part):
                     return level
     raise AssertionError(device.vendor)  # no other maker's device has a fabric
 
@@ -209,9 +217,9 @@ def _network(
     network, nics = cluster.network, training_nics(node)
     warnings: list[str] = []
     tiers = {
-        f"network.tiers[{at}].{one}": f"assumed, {shipped}"
+        f"network.tiers[{at}].{name}": f"assumed, {shipped}"
         for at, _ in enumerate(network.tiers)
-        for one in ("num_nodes", "oversubscription")
+        for name in ("num_nodes", "oversubscription")
     }
     if not nics:
         unseen = f"assumed, {shipped}: no adapter was seen"
@@ -220,9 +228,9 @@ def _network(
     kind = kinds.most_common(1)[0][0] if kinds else network.kind
     remarks = {"network.kind": node.source if kinds else f"assumed, {shipped}", "network.efficiency": shipped}
     if kind and kind != network.kind:
-        like = load_cluster(_NETWORKS[kind])
-        network = replace(like.network, tiers=network.tiers)
-        remarks["network.efficiency"] = f"assumed, as shipped for {like.name}"
+        shipped_cluster = load_cluster(_NETWORKS[kind])
+        network = replace(shipped_cluster.network, tiers=network.tiers)
+        remarks["network.efficiency"] = f"assumed, as shipped for {shipped_cluster.name}"
     names = compress_hosts(nic.name for nic in nics)
     remarks["network.nics_per_device"] = f"{len(nics)} for {size} devices: {names}"
     rates = [nic.bytes_per_s for nic in nics if nic.bytes_per_s]

@@ -31,7 +31,7 @@ class Fabric:
 
 def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
     """The fabric; None where no link of it was seen, or none that joins parts of which a node is made."""
-    indices = [one.index for one in node.devices]
+    indices = [device.index for device in node.devices]
     direct = [link for link in node.links if link.path == "fabric" and {link.a, link.b} <= {*indices}]
     if not direct:
         return None
@@ -64,14 +64,16 @@ def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
 
 def _told_rate(direct: Sequence[ObservedLink], *, is_switched: bool) -> float | None:
     """Rate from a device to all others, where the sources say it of every link."""
-    told: Counter[int] = Counter()
+    rates: Counter[int] = Counter()
     for link in direct:
         if link.bytes_per_s is None:
             return None
         for end in (link.a, link.b):
             assert end is not None
-            told[end] = max(told[end], round(link.bytes_per_s)) if is_switched else told[end] + round(link.bytes_per_s)
-    return float(mode(told.values()))
+            rates[end] = (
+                max(rates[end], round(link.bytes_per_s)) if is_switched else rates[end] + round(link.bytes_per_s)
+            )
+    return float(mode(rates.values()))
 
 
 def _parts(indices: Sequence[int], links: Sequence[ObservedLink]) -> list[list[int]]:
@@ -83,4 +85,4 @@ def _parts(indices: Sequence[int], links: Sequence[ObservedLink]) -> list[list[i
             part[link.a] |= part[link.b]
             for index in part[link.b]:
                 part[index] = part[link.a]
-    return [sorted(one) for one in {id(one): one for one in part.values()}.values()]
+    return [sorted(members) for members in {id(members): members for members in part.values()}.values()]

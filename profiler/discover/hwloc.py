@@ -58,8 +58,10 @@ def parse(text: str) -> ObservedNode:
     """The node of an XML export; NICs are those that the operating system has a name for."""
     root = read_elements(text, "topology")
     functions = list(_functions(root))
-    gpus = [one for one in functions if is_accelerator(one.kind, one.vendor)]
-    nics = {name: one for one in functions if one.kind.startswith("02") and (name := _nic_name(one))}
+    gpus = [function for function in functions if is_accelerator(function.kind, function.vendor)]
+    nics = {
+        name: function for function in functions if function.kind.startswith("02") and (name := _nic_name(function))
+    }
     if not gpus and not nics:
         raise InputError("holds neither a device nor a network adapter: export it with `lstopo --whole-io --of xml`")
     if len(gpus) > MOST_DEVICES or len(nics) > MOST_DEVICES:
@@ -67,10 +69,10 @@ def parse(text: str) -> ObservedNode:
     indexed = dict(sorted(zip(_indices(gpus), gpus, strict=True), key=lambda pair: pair[0]))
     return ObservedNode(
         source=SOURCE,
-        devices=tuple(_device(one, index) for index, one in indexed.items()),
-        nics=tuple(_nic(one, name) for name, one in nics.items()),
+        devices=tuple(_device(function, index) for index, function in indexed.items()),
+        nics=tuple(_nic(function, name) for name, function in nics.items()),
         links=tuple(_links(indexed, nics, _rates(root, indexed))),
-        num_sockets=sum(1 for one in root.walk() if one.get("type") in ("Package", "Socket")) or None,
+        num_sockets=sum(1 for element in root.walk() if element.get("type") in ("Package", "Socket")) or None,
     )
 
 
@@ -94,7 +96,7 @@ def _functions(root: Element) -> Iterator[_Function]:
                 # The first is a root port; then an upstream and a downstream port for every switch.
                 place = Place(bridge=place.bridge, numa=place.numa, switches=bridges[1::2])
             elif ids := _IDS.fullmatch(element.get("pci_type").lower()):
-                systems = tuple(one for one in element.walk() if one.get("type") == "OSDev")
+                systems = tuple(inner for inner in element.walk() if inner.get("type") == "OSDev")
                 yield _Function(element=element, place=place, bytes_per_s=narrowest, systems=systems, **ids.groupdict())
         waiting.extend((child, place, bridges, narrowest) for child in reversed(list(element.named("object"))))
 
@@ -115,8 +117,8 @@ def _link(element: Element) -> float | None:
     return float(text) * 1e9 or None
 
 
-def _infos(one: _Function) -> dict[str, str]:
-    return {info.get("name"): info.get("value") for system in one.systems for info in system.named("info")}
+def _infos(function: _Function) -> dict[str, str]:
+    return {info.get("name"): info.get("value") for system in function.systems for info in system.named("info")}
 
 
 def _indices(gpus: Sequence[_Function]) -> list[int]:
@@ -124,8 +126,8 @@ def _indices(gpus: Sequence[_Function]) -> list[int]:
     for tool in ("nvml", "rsmi", "cuda"):
         numbers = [
             int(match[2])
-            for one in gpus
-            for system in one.systems
+            for function in gpus
+            for system in function.systems
             if (match := _NUMBERED.fullmatch(system.get("name"))) and match[1] == tool
         ]
         if len(numbers) == len(set(numbers)) == len(gpus):
@@ -134,33 +136,33 @@ def _indices(gpus: Sequence[_Function]) -> list[int]:
     return [order.index(at) for at in range(len(gpus))]
 
 
-def _device(one: _Function, index: int) -> ObservedDevice:
+def _device(function: _Function, index: int) -> ObservedDevice:
     return ObservedDevice(
         index=index,
-        name=_infos(one).get("GPUModel", "") or device_called(one.vendor, one.device),
-        pci=one.address,
-        numa=one.place.numa,
-        host_bytes_per_s=one.bytes_per_s,
+        name=_infos(function).get("GPUModel", "") or device_called(function.vendor, function.device),
+        pci=function.address,
+        numa=function.place.numa,
+        host_bytes_per_s=function.bytes_per_s,
     )
 
 
-def _nic_name(one: _Function) -> str:
-    names = [system.get("name") for system in one.systems]
+def _nic_name(function: _Function) -> str:
+    names = [system.get("name") for system in function.systems]
     names.sort(key=lambda name: not _VERBS.fullmatch(name) and nic_kind(name) in ("", "ethernet", "infiniband"))
     return names[0] if names else ""
 
 
-def _nic(one: _Function, name: str) -> ObservedNic:
-    kind = adapter_kind(name, pci_class=one.kind, vendor=one.vendor, device=one.device)
-    return ObservedNic(name=name, kind=kind, pci=one.address, numa=one.place.numa)
+def _nic(function: _Function, name: str) -> ObservedNic:
+    kind = adapter_kind(name, pci_class=function.kind, vendor=function.vendor, device=function.device)
+    return ObservedNic(name=name, kind=kind, pci=function.address, numa=function.place.numa)
 
 
 def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[int], float]:
     """Bytes per second over the fabric, by pair of devices."""
     owner = {
         element.get("gp_index"): index
-        for index, one in gpus.items()
-        for element in (one.element, *one.systems)
+        for index, function in gpus.items()
+        for element in (function.element, *function.systems)
         if element.get("gp_index")
     }
     switches = {element.get("gp_index") for element in root.walk() if element.get("subtype") == "NVSwitch"}
@@ -169,7 +171,7 @@ def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[in
         if matrix.get("name") not in _FABRICS:
             continue
         objects, values = _matrix(matrix)
-        devices = [owner.get(one) for one in objects]
+        devices = [owner.get(gp_index) for gp_index in objects]
         switched: Counter[int] = Counter()
         for row, a in enumerate(devices):
             if a is None:
@@ -204,6 +206,6 @@ def _links(
             yield ObservedLink(a=a, b=b, path="fabric", bytes_per_s=rate)
         else:
             yield ObservedLink(a=a, b=b, path=path_between(gpus[a].place, gpus[b].place))
-    for a, one in gpus.items():
+    for a, function in gpus.items():
         for name, nic in nics.items():
-            yield ObservedLink(a=a, nic=name, path=path_between(one.place, nic.place))
+            yield ObservedLink(a=a, nic=name, path=path_between(function.place, nic.place))

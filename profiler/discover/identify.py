@@ -71,7 +71,7 @@ def identify(node: ObservedNode, wanted: str = "") -> Identified:
     generation = _generation(seen)
     alike = [device for device in map(load_device, preset_devices()) if device and device.generation == generation]
     if not seen.name:
-        hint = " or ".join(one.name for one in alike) or "h100-sxm"
+        hint = " or ".join(device.name for device in alike) or "h100-sxm"
         raise InputError(f"{node.source} does not say which devices these are: pass --device, such as {hint}")
     if not alike:
         raise InputError(f"{node.source}: nothing is known about {seen.name!r}: pass --device with the one like it")
@@ -83,19 +83,20 @@ def _stand_in(node: ObservedNode, seen: ObservedDevice, alike: list[DeviceSpec])
     has_fabric = any(link.b is not None and link.path == "fabric" for link in node.links)
     memory = float(seen.memory_bytes or 0)
     clusters = [load_cluster(name) for name in preset_clusters()]
-    joined = {one.device.name for one in clusters if one.levels[-1].kind in ("nvlink", "xgmi")}
+    joined = {cluster.device.name for cluster in clusters if cluster.levels[-1].kind in ("nvlink", "xgmi")}
 
     words = re.findall(r"\w+", seen.name.lower())
 
-    def unlike(one: DeviceSpec) -> tuple[bool, bool, bool, float, bool, str]:
-        is_coupled = one.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
+    def unlike(device: DeviceSpec) -> tuple[bool, bool, bool, float, bool, str]:
+        is_coupled = device.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
         return (
-            (one.name in joined) != has_fabric,
-            one.name.split("-")[0] not in words,  # another chip, such as an H20 in place of an H100 with as much memory
+            (device.name in joined) != has_fabric,
+            # Another chip, such as an H20 in place of an H100 with as much memory.
+            device.name.split("-")[0] not in words,
             is_coupled != ((seen.host_bytes_per_s or 0) > _FASTEST_PCIE),
-            abs(memory - one.visible_memory_bytes) if memory else 0.0,
-            one.name not in preset_clusters(),  # a variant
-            one.name,
+            abs(memory - device.visible_memory_bytes) if memory else 0.0,
+            device.name not in preset_clusters(),  # a variant
+            device.name,
         )
 
     nearest = min(alike, key=unlike)

@@ -65,7 +65,7 @@ def parse(text: str) -> ObservedNode:
             "holds no output of ibstat, ibstatus, ibv_devinfo, cxi_stat or fi_info: no line names a device"
         )
     adapters = _adapters(lines, _BEGINS[tool])
-    return ObservedNode(source=tool, nics=tuple(_merged(nic for one in adapters if (nic := _nic(one)))))
+    return ObservedNode(source=tool, nics=tuple(_merged(nic for adapter in adapters if (nic := _nic(adapter)))))
 
 
 def _adapters(lines: Sequence[str], begins: re.Pattern[str]) -> list[_Adapter]:

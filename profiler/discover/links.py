@@ -32,12 +32,13 @@ def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tupl
     levels, remarks = [], {}
     for at, level in enumerate(cluster.levels):
         below = cluster.levels[at - 1].num_devices if at else 1
-        found = _measured_level(level, [one for one in measured if _is_inside(one, below, level.num_devices)])
+        inside = [measurement for measurement in measured if _is_inside(measurement, below, level.num_devices)]
+        found = _measured_level(level, inside)
         levels.append(found[0] if found else level)
         if found:
             remarks[f"levels[{at}].efficiency"] = found[1]
     network = cluster.network
-    if sustained := _sustained([one for one in measured if _is_between(one, cluster)]):
+    if sustained := _sustained([measurement for measurement in measured if _is_between(measurement, cluster)]):
         nominal = network.nic_bytes_per_s * network.nics_per_device
         network = replace(
             network,
@@ -50,22 +51,22 @@ def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tupl
     return replace(cluster, levels=tuple(levels), network=network), remarks
 
 
-def _is_inside(one: Measurement, least: int, most: int) -> bool:
+def _is_inside(measurement: Measurement, least: int, most: int) -> bool:
     """Tell whether it tells of a group inside one domain that needs more than the level below."""
-    members, inside, *_ = one.shape
+    members, inside, *_ = measurement.shape
     return members == inside and least < members <= most
 
 
-def _is_between(one: Measurement, cluster: ClusterSpec) -> bool:
+def _is_between(measurement: Measurement, cluster: ClusterSpec) -> bool:
     """Tell whether it tells of NICs: one member on a node; the others of the node beside it, if they share NICs."""
-    members, inside, groups, _ = one.shape
+    members, inside, groups, _ = measurement.shape
     alone = cluster.network.nics_per_device >= 1
     return inside == 1 < members and (groups == cluster.devices_per_node or (alone and groups == 1))
 
 
 def _measured_level(level: LinkLevel, measured: Sequence[Measurement]) -> tuple[LinkLevel, str] | None:
     """Return (the level as measured, by what); None where that does not suffice."""
-    points = collective_points(one for one in measured if one.operation in VOLUMES)
+    points = collective_points(measurement for measurement in measured if measurement.operation in VOLUMES)
     if len(points.seconds) >= LEAST_POINTS and not level.is_mesh:
         try:
             fit = fit_collectives(level, points)
@@ -95,14 +96,17 @@ def _sustained(measured: Sequence[Measurement], mesh: LinkLevel | None = None) -
     Of a mesh a group uses the links between its members only.
     """
     for operation in OPERATIONS:
-        of_it = [one for one in measured if one.operation == operation]
-        members = max((one.shape[0] for one in of_it), default=0)
-        ones = sorted((one for one in of_it if one.shape[0] == members), key=lambda one: one.shape[-1])
-        if len(ones) < 2 or ones[-1].shape[-1] < LEAST_BYTES:
+        of_it = [measurement for measurement in measured if measurement.operation == operation]
+        members = max((measurement.shape[0] for measurement in of_it), default=0)
+        largest = sorted(
+            (measurement for measurement in of_it if measurement.shape[0] == members),
+            key=lambda measurement: measurement.shape[-1],
+        )
+        if len(largest) < 2 or largest[-1].shape[-1] < LEAST_BYTES:
             continue
         volume = VOLUMES.get(operation, members / (members - 1))  # a message crosses the link once, whole
-        buffers = np.array([float(one.shape[-1]) for one in ones])
-        seconds = np.array([one.seconds for one in ones])
+        buffers = np.array([float(measurement.shape[-1]) for measurement in largest])
+        seconds = np.array([measurement.seconds for measurement in largest])
         rates = volume * buffers * (1 - 1 / members) / seconds
         share = (members - 1) / (mesh.num_devices - 1) if mesh and mesh.is_mesh else 1.0
         half = np.interp(0.5, np.maximum.accumulate(rates) / rates.max(), np.log(buffers))

@@ -69,7 +69,7 @@ def see(
                 seen.append(parse(text))
         except InputError as error:
             troubles.append(f"`{' '.join(tool)}` is left out: {error}")
-    if not gpus and any(one.devices for one in seen[1:] if one.source == nvidia_smi.SOURCE):
+    if not gpus and any(node.devices for node in seen[1:] if node.source == nvidia_smi.SOURCE):
         seen[0] = replace(seen[0], devices=())  # the cores are not what trains
         troubles.append("NVML was not asked, which names the devices: pip install nvidia-ml-py")
     return seen, troubles
@@ -114,13 +114,13 @@ def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> Observ
     near = {port.name: _place(port.path) for port in ports}
     places = [_place(path) for path in paths]
     pairs = [
-        _pair(links, one, other) or ObservedLink(a=one, b=other, path=path_between(places[one], places[other]))
-        for one, other in combinations(range(len(gpus)), 2)
+        _pair(links, first, second) or ObservedLink(a=first, b=second, path=path_between(places[first], places[second]))
+        for first, second in combinations(range(len(gpus)), 2)
     ]
     to_nics = [
-        ObservedLink(a=at, nic=name, path=path_between(place, other))
+        ObservedLink(a=at, nic=name, path=path_between(place, nic_place))
         for at, place in enumerate(places)
-        for name, other in near.items()
+        for name, nic_place in near.items()
     ]
     return ObservedNode(
         source=source,
@@ -132,14 +132,16 @@ def as_seen(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> Observ
     )
 
 
-def _pair(links: Links, one: int, other: int) -> ObservedLink | None:
+def _pair(links: Links, first: int, second: int) -> ObservedLink | None:
     """Links that join two devices beyond PCIe: of their own, or those of both to the switches of a fabric."""
-    direct = links.get((one, other))
+    direct = links.get((first, second))
     if direct is not None and direct.kind != "pcie":
-        return ObservedLink(a=one, b=other, path="fabric", num_links=direct.num_links, bytes_per_s=direct.bytes_per_s)
-    if (one, one) in links and (other, other) in links:
-        num_links = min(links[one, one].num_links, links[other, other].num_links)
-        return ObservedLink(a=one, b=other, path="fabric", num_links=num_links)
+        return ObservedLink(
+            a=first, b=second, path="fabric", num_links=direct.num_links, bytes_per_s=direct.bytes_per_s
+        )
+    if (first, first) in links and (second, second) in links:
+        num_links = min(links[first, first].num_links, links[second, second].num_links)
+        return ObservedLink(a=first, b=second, path="fabric", num_links=num_links)
     return None
 
 

@@ -27,12 +27,12 @@ def merge(seen: Sequence[ObservedNode]) -> tuple[ObservedNode, list[str]]:
 def _merged(node: ObservedNode, other: ObservedNode) -> tuple[ObservedNode, list[str]]:
     other = _counted_as(node, other)
     says: list[str] = []
-    devices = _joined(node.devices, other.devices, lambda one: one.index, says)
+    devices = _joined(node.devices, other.devices, lambda device: device.index, says)
     if node.devices and other.devices and len(node.devices) != len(other.devices):
         devices = devices[: len(node.devices)]
         says.insert(0, f"{len(other.devices)} devices, not {len(node.devices)}")
     indices = {device.index for device in devices}
-    links = _joined(node.links, other.links, lambda one: (one.a, one.b, one.nic), says)
+    links = _joined(node.links, other.links, lambda link: (link.a, link.b, link.nic), says)
     source = ", ".join(dict.fromkeys((*node.source.split(", "), other.source)))
     named = node.source.partition(", ")[0]
     for name in ("num_sockets", "devices_per_domain"):
@@ -44,7 +44,7 @@ def _merged(node: ObservedNode, other: ObservedNode) -> tuple[ObservedNode, list
         source=source,
         host=node.host or other.host,
         devices=devices,
-        nics=_joined(node.nics, other.nics, lambda one: one.name, says),
+        nics=_joined(node.nics, other.nics, lambda nic: nic.name, says),
         links=tuple(link for link in links if link.a in indices and (link.b is None or link.b in indices)),
         num_sockets=node.num_sockets if node.num_sockets is not None else other.num_sockets,
         devices_per_domain=node.devices_per_domain or other.devices_per_domain,
@@ -66,10 +66,13 @@ def _counted_as(node: ObservedNode, other: ObservedNode) -> ObservedNode:
     return replace(
         other,
         devices=tuple(
-            sorted((replace(one, index=index[one.index]) for one in other.devices), key=lambda one: one.index)
+            sorted(
+                (replace(device, index=index[device.index]) for device in other.devices),
+                key=lambda device: device.index,
+            )
         ),
-        nics=tuple(replace(one, name=name[one.name]) for one in other.nics),
-        links=tuple(_link(one, index, name) for one in other.links),
+        nics=tuple(replace(nic, name=name[nic.name]) for nic in other.nics),
+        links=tuple(_link(link, index, name) for link in other.links),
     )
 
 
@@ -98,23 +101,23 @@ def _joined(
     return tuple(found.values())
 
 
-def _contradiction(one: Part, other: Part) -> str:
+def _contradiction(earlier: Part, later: Part) -> str:
     """Say how `later` contradicts `earlier`; blank where it does not."""
-    if isinstance(one, ObservedNic) and isinstance(other, ObservedNic):
+    if isinstance(earlier, ObservedNic) and isinstance(later, ObservedNic):
         for name in ("kind", "bytes_per_s", "numa"):
-            ours, theirs = getattr(one, name), getattr(other, name)
+            ours, theirs = getattr(earlier, name), getattr(later, name)
             if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
-                return f"{one.name} has {name} {theirs}, not {ours}"
-    if isinstance(one, ObservedDevice) and isinstance(other, ObservedDevice):
+                return f"{earlier.name} has {name} {theirs}, not {ours}"
+    if isinstance(earlier, ObservedDevice) and isinstance(later, ObservedDevice):
         for name in ("pci", "numa", "architecture"):
-            ours, theirs = getattr(one, name), getattr(other, name)
+            ours, theirs = getattr(earlier, name), getattr(later, name)
             if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
-                return f"device {one.index} has {name} {theirs}, not {ours}"
-    if isinstance(one, ObservedLink) and isinstance(other, ObservedLink):
-        counts = one.num_links != other.num_links and min(one.num_links, other.num_links) > 1
-        if counts or (one.path == "fabric") != (other.path == "fabric"):
-            ends = f"{one.a} and {one.nic or one.b}"
-            return f"{ends} are joined by {_way(other)}, not {_way(one)}"
+                return f"device {earlier.index} has {name} {theirs}, not {ours}"
+    if isinstance(earlier, ObservedLink) and isinstance(later, ObservedLink):
+        counts = earlier.num_links != later.num_links and min(earlier.num_links, later.num_links) > 1
+        if counts or (earlier.path == "fabric") != (later.path == "fabric"):
+            ends = f"{earlier.a} and {earlier.nic or earlier.b}"
+            return f"{ends} are joined by {_way(later)}, not {_way(earlier)}"
     return ""
 
 

@@ -103,8 +103,8 @@ def _link(pci: Element) -> float | None:
     return link_bytes_per_s(float(speed[1]), pci.number("link_width", most=255))
 
 
-def _narrower(one: float | None, other: float | None) -> float | None:
-    known = [rate for rate in (one, other) if rate is not None]
+def _narrower(first: float | None, second: float | None) -> float | None:
+    known = [rate for rate in (first, second) if rate is not None]
     return min(known) if known else None
 
 

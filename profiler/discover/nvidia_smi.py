@@ -140,7 +140,7 @@ def _rows(lines: Iterable[list[_Word]], names: Sequence[str], *, has_numa: bool)
 
 
 def _add_row(rows: dict[str, _Row], words: Sequence[_Word], names: Sequence[str], *, has_numa: bool) -> None:
-    head, cells, rest = words[0], words[1 : len(names) + 1], words[len(names) + 1 :]
+    head, cells, affinities = words[0], words[1 : len(names) + 1], words[len(names) + 1 :]
     if head.text in rows:
         raise InputError(f"line {head.line}, column {head.column}: a second row of {head.text}")
     for at, cell in enumerate(cells):
@@ -151,16 +151,17 @@ def _add_row(rows: dict[str, _Row], words: Sequence[_Word], names: Sequence[str]
             raise InputError(f"{place}: {head.text} to {names[at]} is {cell.text}: the row lacks or repeats a cell")
     if len(cells) < len(names):
         raise InputError(f"line {words[-1].line}: {head.text} has {len(cells)} cells under {len(names)} columns")
-    if rest and _is_cell(rest[0]):
+    if affinities and _is_cell(affinities[0]):
         raise InputError(
-            f"line {rest[0].line}, column {rest[0].column}: more cells than the {len(names)} columns: {rest[0].text}"
+            f"line {affinities[0].line}, column {affinities[0].column}: "
+            f"more cells than the {len(names)} columns: {affinities[0].text}"
         )
-    rows[head.text] = _Row(cells=cells, numa=_numa(rest) if has_numa else None)
+    rows[head.text] = _Row(cells=cells, numa=_numa(affinities) if has_numa else None)
 
 
-def _numa(rest: Sequence[_Word]) -> int | None:
+def _numa(affinities: Sequence[_Word]) -> int | None:
     """The (first) NUMA node of "CPU Affinity, NUMA Affinity, GPU NUMA ID"; None where one of them is blank."""
-    words = [word.text for word in rest]
+    words = [word.text for word in affinities]
     if len(words) < 2 or not re.fullmatch(r"\d{1,4}([-,]\d{1,4})*", words[1]):
         return None
     return int(re.split("[-,]", words[1])[0])

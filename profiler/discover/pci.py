@@ -59,15 +59,17 @@ class Place:
     switches: tuple[str, ...]  # PCIe switches on the way, the one next to the host first
 
 
-def path_between(one: Place, other: Place) -> Path:
+def path_between(first: Place, second: Place) -> Path:
     """The way between two devices in the words of `nvidia-smi topo -m`."""
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.switches, other.switches, strict=False)))
+    shared = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first.switches, second.switches, strict=False))
+    )
     if shared:
-        crossed = len(one.switches) + len(other.switches) - 2 * shared + 1
+        crossed = len(first.switches) + len(second.switches) - 2 * shared + 1
         return "switch" if crossed == 1 else "switches"
-    if one.bridge and one.bridge == other.bridge:
+    if first.bridge and first.bridge == second.bridge:
         return "host"
-    return "node" if one.numa is not None and one.numa == other.numa else "system"
+    return "node" if first.numa is not None and first.numa == second.numa else "system"
 
 
 def link_bytes_per_s(gigatransfers: float, width: int) -> float | None:

@@ -49,7 +49,7 @@ def decode(text: str) -> ReportFile:
         found = msgspec.json.decode(text, type=ReportFile)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InputError(f"is no report of autoplan discover: {cleaned(str(error))}") from None
-    if any(not one.isprintable() for one in _texts(msgspec.to_builtins(found))):
+    if any(not text.isprintable() for text in _texts(msgspec.to_builtins(found))):
         raise InputError("is no report of autoplan discover: it holds control characters")
     return found
 

@@ -22,5 +22,5 @@ def parse(text: str) -> SwitchTree:
 def _as_file(line: str) -> str:
     if re.match(r"(?i)\s*AggregatedBlock=", line):
         return ""  # made of the blocks on other lines
-    told = _TOLD.sub("", line)
-    return _NODES.sub("", told) if told != line and re.search(r"(?i)\bSwitches=\S", line) else told
+    statement = _TOLD.sub("", line)
+    return _NODES.sub("", statement) if statement != line and re.search(r"(?i)\bSwitches=\S", line) else statement

@@ -97,9 +97,9 @@ def _continued(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 def _pairs(line: str, where: str) -> dict[str, str]:
     pairs = {match["key"].lower(): match["value"] for match in _PAIR.finditer(line)}
-    rest = _PAIR.sub("", line).strip()
-    if rest:
-        raise InputError(f"{where}: must be pairs such as SwitchName=leaf1 Nodes=node[1-8], got {shown(rest)}")
+    unparsed = _PAIR.sub("", line).strip()
+    if unparsed:
+        raise InputError(f"{where}: must be pairs such as SwitchName=leaf1 Nodes=node[1-8], got {shown(unparsed)}")
     if unknown := sorted(set(pairs) - _KEYS):
         raise InputError(f"{where}: {shown(unknown[0])} is no key of topology/tree or topology/block")
     return pairs
@@ -154,10 +154,12 @@ def _from_yaml(text: str, name: str) -> SwitchTree:
     place = "topology " + shown(str(chosen[0].get("topology")))
     found = decode(_YamlTopology, chosen[0], place)
     if found.block is not None:
-        blocks = [_Entry(where=place, name=one.block, nodes=one.nodes) for one in found.block.blocks]
+        blocks = [_Entry(where=place, name=block.block, nodes=block.nodes) for block in found.block.blocks]
         return _block(blocks, found.block.block_sizes)
     switches = found.tree.switches if found.tree else ()
-    return _tree([_Entry(where=place, name=one.switch, nodes=one.nodes, children=one.children) for one in switches])
+    return _tree(
+        [_Entry(where=place, name=switch.switch, nodes=switch.nodes, children=switch.children) for switch in switches]
+    )
 
 
 def _yaml(text: str) -> object:

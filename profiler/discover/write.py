@@ -33,7 +33,8 @@ def _table(value: Any, key: str, place: str, remarks: Mapping[str, str]) -> Iter
         own, where = getattr(value, field.name), f"{place}.{field.name}".lstrip(".")
         if isinstance(own, DeviceSpec) and own == load_device(own.name):
             own = own.name
-        if own is None or (own == _default(field) and not any(one.startswith(where) for one in remarks)):
+        has_remark = any(remarked.startswith(where) for remarked in remarks)
+        if own is None or (own == _default(field) and not has_remark):
             continue
         if field.name == "names":  # of the nodes of an allocation
             own = (compress_hosts(own),)
@@ -47,7 +48,7 @@ def _table(value: Any, key: str, place: str, remarks: Mapping[str, str]) -> Iter
         if isinstance(own, dict):
             yield from _dict(inner, own, remarks.get(where, ""))
             continue
-        parts = [(where, own)] if is_dataclass(own) else [(f"{where}[{at}]", one) for at, one in enumerate(own)]
+        parts = [(where, own)] if is_dataclass(own) else [(f"{where}[{at}]", part) for at, part in enumerate(own)]
         for at, part in parts:
             yield ""
             yield from _remarked(f"[{inner}]" if is_dataclass(own) else f"[[{inner}]]", remarks.get(at, ""))
@@ -60,8 +61,8 @@ def _dict(key: str, values: Mapping[str, float], remark: str) -> Iterator[str]:
     human, factor = _unit(name, max(values.values(), default=1.0))
     yield ""
     yield from _remarked(f"[{path}.{human}]", remark)
-    for one, value in values.items():
-        yield f"{one} = {_number(value, factor)}"
+    for key_in_table, value in values.items():
+        yield f"{key_in_table} = {_number(value, factor)}"
 
 
 def _scalar(name: str, value: Any) -> tuple[str, str]:
@@ -71,7 +72,7 @@ def _scalar(name: str, value: Any) -> tuple[str, str]:
         return human, _number(value, factor)
     if isinstance(value, bool | int | str):
         return name, _plain(value)
-    texts = [_plain(one) for one in value]
+    texts = [_plain(element) for element in value]
     line = f"[{', '.join(texts)}]"
     if len(line) > WIDTH - 20:
         line = "[\n" + "".join(f"    {text},\n" for text in texts) + "]"

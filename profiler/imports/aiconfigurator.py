@@ -113,7 +113,7 @@ def read_measurements(
     root = root or default_root()
     found = 0
     for path in sorted(root.glob("*/*/*/*/*_perf.parquet")):
-        table = next((one for one in _TABLES if one.file == path.name), None)
+        table = next((known for known in _TABLES if known.file == path.name), None)
         folder, _, framework, _ = path.relative_to(root).parts[:4]
         found += table is not None
         if table is None or (operations is not None and table.operations.isdisjoint(operations)):
@@ -131,16 +131,16 @@ def read_measurements(
 
 def read_records(root: Path | None = None, *, devices: Collection[str] | None = None) -> Iterator[Record]:
     """Yield the timings as records of one sample on a machine of which only the device is known."""
-    for one in read_measurements(root, devices=devices):
+    for measurement in read_measurements(root, devices=devices):
         yield Record(
-            fingerprint=Fingerprint(device=one.device),
-            operation=one.operation,
-            shape=one.shape,
-            dtype=cleaned(one.dtype),
-            samples_s=(one.seconds,),
-            kernel=cleaned(one.kernel),
+            fingerprint=Fingerprint(device=measurement.device),
+            operation=measurement.operation,
+            shape=measurement.shape,
+            dtype=cleaned(measurement.dtype),
+            samples_s=(measurement.seconds,),
+            kernel=cleaned(measurement.kernel),
             mode="imported",
-            source=cleaned(one.source),
+            source=cleaned(measurement.source),
         )
 
 
@@ -161,14 +161,14 @@ def _read_table(path: Path, table: _Table, root: Path, dtypes: Collection[str] |
         named.append("op_name")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            held = set(file.schema_arrow.names)
-            if missing := [name for name in named if name not in held and name not in _OPTIONAL]:
+            columns_in_file = set(file.schema_arrow.names)
+            if missing := [name for name in named if name not in columns_in_file and name not in _OPTIONAL]:
                 raise InputError(f"{path}: lacks the column {missing[0]!r}: not a version of the table that is known")
-            for batch in file.iter_batches(columns=[name for name in named if name in held]):
+            for batch in file.iter_batches(columns=[name for name in named if name in columns_in_file]):
                 if words is not None:
                     batch = batch.filter(pyarrow.compute.is_in(batch.column(table.dtype), words))
                 columns = [
-                    batch.column(name).to_pylist() if name in held else [_OPTIONAL[name]] * batch.num_rows
+                    batch.column(name).to_pylist() if name in columns_in_file else [_OPTIONAL[name]] * batch.num_rows
                     for name in named
                 ]
                 for cells in zip(*columns, strict=True):

@@ -142,10 +142,10 @@ def _row(cells: Sequence[str], run: _Run, device: str | None) -> list[Record]:
         error = next((at for at in range(start, len(run.columns)) if run.columns[at] in ("#wrong", "error")), None)
         if error is None:
             raise InputError("no column says whether results were right (#wrong or error): give the whole output")
-        wrong = _num_wrong(cells[error])
+        num_wrong = _num_wrong(cells[error])
         if run.columns[error] == "error":
-            wrong = float(wrong > _MOST_DEVIATION.get(head["type"], 0.0) * (len(run.ranks) - 1))
-        records += _record(run, head, place, (float(cells[start]) * 1e-6,), wrong, device)
+            num_wrong = float(num_wrong > _MOST_DEVIATION.get(head["type"], 0.0) * (len(run.ranks) - 1))
+        records += _record(run, head, place, (float(cells[start]) * 1e-6,), num_wrong, device)
     return records
 
 
@@ -167,8 +167,8 @@ def _from_json(text: str, run: _Run, device: str | None) -> list[Record]:
 def _from_nccl_json(table: Mapping[str, Any], run: _Run, device: str | None) -> Iterator[Record]:
     match = _TEST.search(str(table["args"][0]))
     ranks = [
-        _Rank(rank=int(one["rank"]), group=int(one["group"]), host=one["hostname"], device=one["device_info"])
-        for one in table["config"]["devices"]
+        _Rank(rank=int(entry["rank"]), group=int(entry["group"]), host=entry["hostname"], device=entry["device_info"])
+        for entry in table["config"]["devices"]
     ]
     own = replace(
         run,
@@ -232,16 +232,16 @@ def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Finger
     """Return ((devices of a group, of them in a scale-up domain, groups at once), the machine)."""
     if not run.ranks:
         raise InputError("lacks the lines that say which rank ran where: give the whole output of the test")
-    if len({one.rank for one in run.ranks}) < len(run.ranks):
+    if len({rank.rank for rank in run.ranks}) < len(run.ranks):
         raise InputError("several ranks have the same number: each process ran alone, as nccl-tests do without MPI=1")
-    names = {one.device for one in run.ranks}
+    names = {rank.device for rank in run.ranks}
     if device is None and (len(names) > 1 or not all(names)):
         shown = ", ".join(sorted(cleaned(name) for name in names if name)) or "none"
         raise InputError(f"devices named are {shown}: name the one kind with --device h100-sxm")
     name = device or device_named(cleaned(min(names)))
-    hosts = Counter(one.host for one in run.ranks)
-    groups = Counter(one.group for one in run.ranks)
-    inside = Counter((one.group, one.host) for one in run.ranks)
+    hosts = Counter(rank.host for rank in run.ranks)
+    groups = Counter(rank.group for rank in run.ranks)
+    inside = Counter((rank.group, rank.host) for rank in run.ranks)
     for what, counts in (("groups", groups), ("hosts of a group", inside)):
         if len(set(counts.values())) > 1:
             raise InputError(f"{what} have {min(counts.values())} to {max(counts.values())} ranks: they must be equal")
@@ -260,8 +260,12 @@ def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Finger
 
 def _rack_devices(device: str) -> int:
     """Number of devices that a fabric joins across hosts, by the shipped clusters; 0 where it ends at the host."""
-    clusters = [one for one in map(load_cluster, preset_clusters()) if one.device.name == device]
-    sizes = [one.levels[-1].num_devices for one in clusters if one.levels[-1].num_devices > one.devices_per_node]
+    clusters = [cluster for cluster in map(load_cluster, preset_clusters()) if cluster.device.name == device]
+    sizes = [
+        cluster.levels[-1].num_devices
+        for cluster in clusters
+        if cluster.levels[-1].num_devices > cluster.devices_per_node
+    ]
     return max(sizes, default=0)
 
 

@@ -108,9 +108,9 @@ def canonical_hash(labels: Sequence[str], links: Mapping[tuple[int, int], str]) 
     colours = list(labels)
     for _ in range(4):  # a node's links have few kinds: their pattern shows after two rounds
         around: list[list[str]] = [[] for _ in colours]
-        for (one, other), link in links.items():
-            around[one].append(f"{link}>{colours[other]}")
-            around[other].append(f"{link}>{colours[one]}")
+        for (first, second), link in links.items():
+            around[first].append(f"{link}>{colours[second]}")
+            around[second].append(f"{link}>{colours[first]}")
         colours = [_digest([colour, *sorted(near)]) for colour, near in zip(colours, around, strict=True)]
     return _digest(sorted(colours))[:16]
 
@@ -124,12 +124,12 @@ def _node_topology(sys: Path, gpus: Sequence[Gpu], links: Links, ports: Sequence
     paths = [(sys / "bus/pci/devices" / gpu.pci).resolve() for gpu in gpus] + [nic.path for nic in ports]
     labels = ["gpu"] * len(gpus) + [str(nic) for nic in ports]
     near = {
-        (one, other): f"{links.get((one, other), '')} {pci_relation(paths[one], paths[other])}"
-        for one in range(len(paths))
-        for other in range(one + 1, len(paths))
+        (first, second): f"{links.get((first, second), '')} {pci_relation(paths[first], paths[second])}"
+        for first in range(len(paths))
+        for second in range(first + 1, len(paths))
     }
     # Links to switches are links of a device to itself here.
-    near |= {(one, other): str(link) for (one, other), link in links.items() if one == other}
+    near |= {(first, second): str(link) for (first, second), link in links.items() if first == second}
     return canonical_hash([*labels, *numa_nodes(sys)], near)
 
 

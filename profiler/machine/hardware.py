@@ -238,13 +238,13 @@ def _number(text: str) -> float | None:
     return float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,3})?", text) and float(text) > 0 else None
 
 
-def pci_relation(one: Path, other: Path) -> PciRelation:
+def pci_relation(first: Path, second: Path) -> PciRelation:
     """Tell how close two devices are whose places on the PCI bus are given."""
-    common = os.path.commonpath([one, other])
+    common = os.path.commonpath([first, second])
     roots = [part for part in Path(common).parts if part.startswith("pci")]
     if roots:
         return "switch" if Path(common).name != roots[-1] else "root"
-    return "socket" if read(one / "numa_node") == read(other / "numa_node") else "far"
+    return "socket" if read(first / "numa_node") == read(second / "numa_node") else "far"
 
 
 def numa_nodes(sys: Path) -> list[str]:
@@ -264,7 +264,7 @@ def cpu_model() -> str:
 
 
 def emulates_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Tell whether the cores are known to lack units for products in bf16, which take them many times as long as fp32."""
+    """Tell whether the cores are known to lack units for products in bf16, which take many times as long as fp32."""
     with suppress(OSError):
         if found := re.search(r"^(?:flags|Features)\s*:(.+)$", cpuinfo.read_text(), re.MULTILINE):
             return _BF16_UNITS.isdisjoint(found[1].split())

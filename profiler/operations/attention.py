@@ -44,7 +44,7 @@ def _core(factory: InputFactory, batch: int, seq_len: int, window: int = 0) -> A
         starts = torch.arange(0, (batch + 1) * seq_len, seq_len, dtype=torch.int32, device=factory.device)
 
         def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v))
+            q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))
             grouped, last = q.shape[1] != k.shape[1], (window - 1, 0)
             out = varlen_attn(q, k, v, starts, starts, seq_len, seq_len, window_size=last, enable_gqa=grouped)
             assert isinstance(out, Tensor)

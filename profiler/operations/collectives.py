@@ -27,8 +27,8 @@ class Groups:
 
     def own(self, shape: tuple[int, ...]) -> tuple[dist.ProcessGroup, list[int]] | None:
         """Return (this rank's group of `shape`, its ranks); None for a rank that stands by.  All ranks call it."""
-        num_devices, here, num_groups, _ = shape
-        layout = Layout(num_devices=num_devices, devices_per_node=here, num_groups=num_groups)
+        num_devices, on_node, num_groups, _ = shape
+        layout = Layout(num_devices=num_devices, devices_per_node=on_node, num_groups=num_groups)
         found = None
         for ranks in groups_of(layout, self._num_nodes, self._devices_per_node):
             if tuple(ranks) not in self._made:  # every rank makes every group, in the same order
@@ -103,26 +103,26 @@ def _starter(
     # Repeated sums overflow to infinities, which are added as fast.
     # The whole buffer, cut into equal parts for the ranks: at least a number each.
     part = max(buffer_bytes // factory.torch_dtype.itemsize // num_devices, 1)
-    whole, piece = factory.normal(part * num_devices), factory.normal(part)
+    full, piece = factory.normal(part * num_devices), factory.normal(part)
     if operation == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group, async_op=True)
+        return lambda: dist.all_reduce(full, group=group, async_op=True)
     if operation == "all_gather":
         gather = _newest("all_gather_single", "all_gather_into_tensor")
-        return lambda: gather(whole, piece, group=group, async_op=True)
+        return lambda: gather(full, piece, group=group, async_op=True)
     if operation == "reduce_scatter":
         scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-        return lambda: scatter(piece, whole, group=group, async_op=True)
+        return lambda: scatter(piece, full, group=group, async_op=True)
     if operation == "all_to_all":
-        other = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(other, whole, group=group, async_op=True)
+        other = torch.empty_like(full)
+        return lambda: dist.all_to_all_single(other, full, group=group, async_op=True)
     if operation == "broadcast":
-        return lambda: dist.broadcast(whole, ranks[0], group=group, async_op=True)
+        return lambda: dist.broadcast(full, ranks[0], group=group, async_op=True)
     if operation == "send_recv":
         if num_devices != 2:
             raise InputError(f"send_recv is between 2 devices, got {num_devices}")
         if rank == ranks[0]:
-            return lambda: _posted(dist.isend(whole, ranks[1], group=group))
-        return lambda: _posted(dist.irecv(whole, ranks[0], group=group))
+            return lambda: _posted(dist.isend(full, ranks[1], group=group))
+        return lambda: _posted(dist.irecv(full, ranks[0], group=group))
     raise InputError(f"{operation} is no collective: known are {', '.join(sorted(COLLECTIVES))}")
 
 

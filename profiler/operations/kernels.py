@@ -122,9 +122,9 @@ def _eighths(m: int, n: int, k: int, factory: InputFactory, *, is_forward: bool)
 
     Sums are kept short in the forward pass alone, as frameworks do (Transformer Engine, `use_split_accumulator`).
     """
-    x, w, one = factory.fp8(m, k), factory.fp8(n, k), torch.ones((), device=factory.device)
+    x, w, scale = factory.fp8(m, k), factory.fp8(n, k), torch.ones((), device=factory.device)
     return lambda: torch._scaled_mm(
-        x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=is_forward
+        x, w.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=is_forward
     )
 
 

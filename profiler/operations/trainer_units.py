@@ -50,8 +50,8 @@ class Grids:
 
     def of(self, plan: ParallelPlan) -> Grid:
         """Return the mesh of a plan, as often as it has room side by side."""
-        beside, rest = divmod(self._num_ranks, plan.num_devices)
-        if rest or not beside:
+        beside, remainder = divmod(self._num_ranks, plan.num_devices)
+        if remainder or not beside:
             raise InputError(f"{plan.num_devices} devices do not divide the {self._num_ranks} ranks")
         key = (plan.tp, plan.dp, plan.pp)
         if key not in self._made:
@@ -60,9 +60,9 @@ class Grids:
 
     def check(self, num_devices: int, devices_per_domain: int, stride: int = 1) -> None:
         """Refuse groups that are no neighbours, `stride` ranks apart."""
-        here = min(max(self._ranks_per_node // stride, 1), num_devices)
-        if devices_per_domain != here:
-            raise InputError(f"{num_devices} devices have {here} of them on a node, got {devices_per_domain}")
+        on_node = min(max(self._ranks_per_node // stride, 1), num_devices)
+        if devices_per_domain != on_node:
+            raise InputError(f"{num_devices} devices have {on_node} of them on a node, got {devices_per_domain}")
 
 
 def implementation(operation: Operation, dtype: str) -> str:

@@ -100,12 +100,12 @@ def open_database(url: str | None, *, writable: bool, creates: bool) -> Database
         database = _sqlite(Path(text).expanduser(), writable=writable, creates=creates)
     try:
         with database.reading() as connection:
-            held = held_schema(connection, database.name)
-        if writable and held < SCHEMA and (held or creates):
+            schema = held_schema(connection, database.name)
+        if writable and schema < SCHEMA and (schema or creates):
             with database.writing() as connection:
                 migrate(connection, database.name)
         else:
-            check_schema(held, database.name)
+            check_schema(schema, database.name)
     except BaseException:
         database.engine.dispose()
         raise
@@ -151,7 +151,7 @@ def _postgresql(text: str, url: URL, *, writable: bool) -> Database:
     event.listen(engine, "begin", _use_memory)
     given = [str(url.password or ""), os.environ.get("PGPASSWORD", "")]
     given += [str(value) for name, value in url.query.items() if "pass" in name.lower()]
-    secrets = {variant for one in given if one for variant in (one, quote(one, safe=""), unquote(one))}
+    secrets = {variant for secret in given if secret for variant in (secret, quote(secret, safe=""), unquote(secret))}
     return Database(name=redact_url(text), engine=engine, secrets=tuple(sorted(secrets, key=len, reverse=True)))
 
 

@@ -6,18 +6,18 @@ from autoplan.profiler.record import Fingerprint
 from autoplan.spec.timing import Match
 
 
-def match(held: Fingerprint, wanted: Fingerprint) -> Match | None:
+def match(measured: Fingerprint, wanted: Fingerprint) -> Match | None:
     """Rate how well measurements of the machine `measured` serve `wanted`; None where the device differs.
 
     Blank is unknown, and what is unknown on either side is no match beyond the device.  Drivers, clocks and hosts do
     not count: an update must not orphan what was measured before it.
     """
-    if held.device != wanted.device:
+    if measured.device != wanted.device:
         return None
     parts = ("torch", "collectives", "topology")
-    if held.torch and all(getattr(held, part) == getattr(wanted, part) for part in parts):
+    if measured.torch and all(getattr(measured, part) == getattr(wanted, part) for part in parts):
         return Match.EXACT
-    if _major(held.runtime) and _major(held.runtime) == _major(wanted.runtime):
+    if _major(measured.runtime) and _major(measured.runtime) == _major(wanted.runtime):
         return Match.RUNTIME
     return Match.DEVICE
 

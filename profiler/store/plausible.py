@@ -79,5 +79,7 @@ _device = lru_cache(maxsize=64)(load_device)
 def _fastest_link_bytes_per_s(device: str) -> float:
     """Rate of the fastest link of all shipped clusters with that device, in one direction; 0 where there is none."""
     clusters = [load_cluster(name) for name in preset_clusters()]
-    rates = [level.bandwidth_bytes_per_s for one in clusters if one.device.name == device for level in one.levels]
+    rates = [
+        level.bandwidth_bytes_per_s for cluster in clusters if cluster.device.name == device for level in cluster.levels
+    ]
     return max(rates, default=0.0)

@@ -138,21 +138,23 @@ def held_schema(connection: Connection, name: str) -> int:
     return 0 if row is None else int(row[0])
 
 
-def check_schema(held: int, name: str) -> None:
+def check_schema(schema: int, name: str) -> None:
     """Refuse a database that is newer or older than this program."""
-    if held > SCHEMA:
-        raise StoreError(f"{name} has schema {held}, this autoplan knows {SCHEMA} and older: update autoplan")
-    if held == 0:
+    if schema > SCHEMA:
+        raise StoreError(f"{name} has schema {schema}, this autoplan knows {SCHEMA} and older: update autoplan")
+    if schema == 0:
         raise StoreError(f"{name} holds no timings yet: `autoplan profile` or `autoplan db import` writes some")
-    if held < SCHEMA:
-        raise StoreError(f"{name} has schema {held}, this autoplan {SCHEMA}: any command that writes to it migrates it")
+    if schema < SCHEMA:
+        raise StoreError(
+            f"{name} has schema {schema}, this autoplan {SCHEMA}: any command that writes to it migrates it"
+        )
 
 
 def migrate(connection: Connection, name: str) -> None:
     """Bring the database to this program's schema, inside the transaction of `connection`; one process at a time."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(text(f"pg_advisory_xact_lock({_MIGRATION_LOCK})")))
-    if (held := held_schema(connection, name)) < SCHEMA:
+    if (schema := held_schema(connection, name)) < SCHEMA:
         from alembic import command
         from alembic.config import Config
 
@@ -160,4 +162,4 @@ def migrate(connection: Connection, name: str) -> None:
         config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
         command.upgrade(config, "head")
     else:
-        check_schema(held, name)
+        check_schema(schema, name)

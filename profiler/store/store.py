@@ -69,8 +69,8 @@ class Holding:
 class _Machines(dict[int, Fingerprint]):
     """Machines by the number that rows have of them, in the database of a name."""
 
-    def __init__(self, held: dict[int, Fingerprint], name: str) -> None:
-        super().__init__(held)
+    def __init__(self, machines: dict[int, Fingerprint], name: str) -> None:
+        super().__init__(machines)
         self._name = name
 
     def __missing__(self, number: int) -> Fingerprint:
@@ -121,18 +121,18 @@ class Store:
         total = Added()
         done = 0
         for batch in _batches(new, BATCH):
-            by_key = {one.key: one for one in batch if isinstance(one, Record)}
-            runs_by_key = {one.key: one for one in batch if isinstance(one, RunRecord)}
+            by_key = {record.key: record for record in batch if isinstance(record, Record)}
+            runs_by_key = {record.key: record for record in batch if isinstance(record, RunRecord)}
             findings = [finding for key in sorted(by_key) if (finding := _finding(key, by_key[key]))]
             with self._database.writing() as connection:
-                ids = self._ids(connection, {one.fingerprint for one in batch})
+                ids = self._ids(connection, {record.fingerprint for record in batch})
                 # In order of their keys, so that two writers of the same records never wait for each other.
                 rows = [_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
                 num_new = insert_new(connection, records, rows) if rows else 0
-                run_rows = [_run_row(key, one, ids[one.fingerprint]) for key, one in sorted(runs_by_key.items())]
+                run_rows = [_run_row(key, run, ids[run.fingerprint]) for key, run in sorted(runs_by_key.items())]
                 num_new += insert_new(connection, runs, run_rows) if run_rows else 0
-                kept_out = quarantine(connection, {one.key: one.reason for one in findings})
-                findings = [one for one in findings if one.key in kept_out]
+                kept_out = quarantine(connection, {finding.key: finding.reason for finding in findings})
+                findings = [finding for finding in findings if finding.key in kept_out]
             self._fingerprint_ids.update(ids)
             done += len(batch)
             total = Added(
@@ -256,7 +256,7 @@ class Store:
         found = []
         for operation, shape, dtype, seconds, kernel, source, key, number, mode, status in rows:
             try:
-                one = Measurement(
+                measurement = Measurement(
                     operation=cast(Operation, operation),
                     shape=_shape(shape),
                     dtype=dtype,
@@ -271,7 +271,7 @@ class Store:
             except (ValueError, TypeError):  # damaged: text in place of a number
                 self._unread.add(key)
             else:
-                found.append(one)
+                found.append(measurement)
         return found
 
     def find(self, key: str) -> tuple[Record, Mark | None]:
@@ -346,7 +346,7 @@ class Store:
                 Holding(fingerprint=machines[number], num_records=num, num_hidden=num_hidden, newest=newest)
                 for number, num, num_hidden, newest in rows
             ),
-            key=lambda one: -one.num_records,
+            key=lambda holding: -holding.num_records,
         )
 
     def check(self) -> Iterator[Finding]:
@@ -420,8 +420,8 @@ class Store:
             raise StoreError(f"{self.name} holds a fingerprint that cannot be read: {error}") from None
 
     def _ids(self, connection: Connection, machines: Collection[Fingerprint]) -> dict[Fingerprint, int]:
-        new = {_hash(one): one for one in machines if one not in self._fingerprint_ids}
-        ids = {one: self._fingerprint_ids[one] for one in machines if one in self._fingerprint_ids}
+        new = {_hash(machine): machine for machine in machines if machine not in self._fingerprint_ids}
+        ids = {machine: self._fingerprint_ids[machine] for machine in machines if machine in self._fingerprint_ids}
         if new:
             rows = [{"hash": key, "device": new[key].device, "content": _json(new[key])} for key in sorted(new)]
             insert_new(connection, fingerprints, rows)
@@ -477,9 +477,9 @@ def _middle_ones(rows: Iterable[Any]) -> list[Any]:
         if row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
             alike[row.operation, row.shape, row.dtype].append(row)
     chosen = []
-    for some in alike.values():
-        first = next((row for row in some if row.status == "ok"), some[0])
-        same = [row for row in some if (row.mode, row.kernel) == (first.mode, first.kernel)]
+    for candidates in alike.values():
+        first = next((row for row in candidates if row.status == "ok"), candidates[0])
+        same = [row for row in candidates if (row.mode, row.kernel) == (first.mode, first.kernel)]
         settled = [row for row in same if row.status == "ok"]
         middle = _middle(settled if 2 * len(settled) >= len(same) else same)
         chosen.append(tuple(middle)[: len(_TIMED)])
@@ -623,6 +623,6 @@ def _hash(fingerprint: Fingerprint) -> str:
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    rest = iter(items)
-    while batch := list(islice(rest, size)):
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
         yield batch
