@@ -1,4 +1,4 @@
-"""Curves with few parameters of how the speed of a kernel or collective falls with its size: data of a device.
+"""Speed of kernels and collectives by size, as curves of a few parameters that devices hold as data.
 
 The shapes are fitted to public measurements by `profiler.fit` (tables of aiconfigurator-core, own ones on an H200, see
 `benchmarks/results`); a device or a link that was not measured takes those of its nearest relative.  The level is
@@ -27,14 +27,14 @@ def _check(curve: Any, *, fractions: tuple[str, ...] = (), others: tuple[str, ..
 
 
 class _Sourced:
-    """Curve whose source is stated."""
+    """Curve or figure with a source."""
 
     __slots__ = ()
     source: str
 
     @property
     def is_measured(self) -> bool:
-        """Tell whether a measurement of the device or of a relative stands behind the curve."""
+        """Whether a measurement of the device or of a relative stands behind the curve."""
         return not self.source.startswith("not measured")
 
 
@@ -64,7 +64,7 @@ class GemmCurve(_Sourced):
         _check(self, fractions=("burst_efficiency",), others=halves)
 
     def slowdown(self, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0) -> Floats:
-        """Time of the m x n x k product over that at the plateau, without its start; at least 1.
+        """Time of the m x n x k product over its time at the plateau's rate, without its start; at least 1.
 
         `pace` is the plateau's rate in the type of the inputs over that in 16 bits, of which the curve is: a tile's
         prologue and epilogue last as long, beside a loop that is as much shorter.
@@ -100,7 +100,7 @@ class AttentionCurve(_Sourced):
         )
 
     def slowdown(self, seq_len: Floats | float, blocks_per_unit: Floats, head_dim: Floats | float) -> Floats:
-        """Time of the kernel over that at the plateau, without its start; at least 1.
+        """Time of the kernel over its time at the plateau's rate, without its start; at least 1.
 
         `blocks_per_unit` is the number of thread blocks of 128 queries over that of the device's compute units.
         """
@@ -130,7 +130,7 @@ class CollectiveCurve:
         check_positive("half_fill_bytes", self.half_fill_bytes)
 
     def slowdown(self, members: Floats) -> Floats:
-        """Time of the bytes among `members` devices (2 or more) over that at the plateau."""
+        """Time of the bytes among `members` devices (2 or more) over their time at the plateau's rate."""
         return 1 + self.pair_slowdown / np.maximum(members - 1, 1)
 
     def overhead_s(self, steps: Floats, buffer_bytes: Floats) -> Floats:

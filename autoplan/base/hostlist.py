@@ -1,4 +1,4 @@
-"""Lists of many host names written short, as Slurm does: 'node[001-016,020],login1'."""
+"""Short lists of host names as Slurm writes them: 'node[001-016,020],login1'."""
 
 from __future__ import annotations
 

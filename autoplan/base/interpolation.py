@@ -1,4 +1,4 @@
-"""Interpolation of an operation's time at sizes between those at which it was measured.
+"""Time of an operation at sizes between the measured ones.
 
 Two steps.  A sum of products of the sizes, with weights that are not negative, is fitted to all points: of a matrix
 product it holds the start, the bytes of the matrices and the operations, and with them what half-filled tiles and short
