@@ -15,8 +15,8 @@ from autoplan.frameworks.common.job import File
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.megatron_lm.export import checked_parts
 from autoplan.frameworks.megatron_lm.notation import pipeline_layout
-from autoplan.frameworks.megatron_lm.options import words
 from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.megatron_lm.table import words
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.targets import job_of

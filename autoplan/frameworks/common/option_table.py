@@ -36,11 +36,6 @@ class Source(Protocol):
         """Return what the word of an option means."""
 
 
-def always(plan_file: PlanFile) -> bool:
-    """Return that an option is written for every plan."""
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Option:
     """An option by its `key`; `names` has what it is called in other versions or notations."""
@@ -58,102 +53,67 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Row(Option):
-    """An option that means one `field`, written where `when` holds; and its default."""
+    """An option that means one `field`: its default, when it is written, and how a value is written and read."""
 
     field: str
     default: Any = None
     _: KW_ONLY
-    when: Callable[[PlanFile], bool] = always
-
-    def held(self, plan_file: PlanFile) -> Any:
-        """Return the value of the field."""
-        holder = plan_file if "." in self.field else plan_file.best.plan
-        return attrgetter(self.field)(holder)
-
-    def default_of(self, known: object | None) -> Any:
-        """Return what holds where a file is silent: the field of what is `known` of the model, else the default."""
-        return self.default if known is None else getattr(known, self.field.rpartition(".")[2])
+    when: Callable[[PlanFile], bool] | None = None
+    encode: Callable[[Any], Value] | None = None
+    decode: Callable[[Source, str, Any], Any]  # the value of the field under a key, which has this default
 
     def value(self, plan_file: PlanFile) -> Value:
         """Return the value to write."""
-        return self.encoded(self.held(plan_file)) if self.when(plan_file) else None
-
-    def encoded(self, value: Any) -> Value:
-        """Return the value of the field as the file has it."""
-        return value
-
-    def decoded(self, source: Source, key: str, known: object | None) -> Any:
-        """Return the value of the field that the file gives under a key."""
-        raise NotImplementedError
+        if self.when is not None and not self.when(plan_file):
+            return None
+        value = attrgetter(self.field)(plan_file if "." in self.field else plan_file.best.plan)
+        return value if self.encode is None else self.encode(value)
 
     def read(self, source: Source, known: object | None = None, notation: str = "") -> Fields:
-        """Return the field with the value that the file gives."""
-        return {self.field.rpartition(".")[2]: self.decoded(source, self.name(notation), known)}
+        """Return the field with the value that a file gives, that of what is `known` where the file is silent."""
+        name = self.field.rpartition(".")[2]
+        default = self.default if known is None else getattr(known, name)
+        return {name: self.decode(source, self.name(notation), default)}
 
 
-@dataclass(frozen=True, slots=True)
-class Count(Row):
-    """A whole number; without a default it must be given."""
-
-    def decoded(self, source: Source, key: str, known: object | None) -> Any:
-        """Return the number."""
-        return source.count(key, self.default_of(known))
+def count(key: str, field: str, default: int | None = None, **others: Any) -> Row:
+    """Return a row of a whole number; without a default it must be given."""
+    return Row(key, field, default, decode=lambda source, name, known: source.count(name, known), **others)
 
 
-@dataclass(frozen=True, slots=True)
-class OptionalCount(Row):
-    """A whole number that need not be given."""
-
-    def decoded(self, source: Source, key: str, known: object | None) -> Any:
-        """Return the number or None."""
-        return source.optional_count(key, self.default_of(known))
+def optional_count(key: str, field: str, **others: Any) -> Row:
+    """Return a row of a whole number that need not be given."""
+    return Row(key, field, decode=lambda source, name, known: source.optional_count(name, known), **others)
 
 
-@dataclass(frozen=True, slots=True)
-class Number(Row):
-    """A number, written without a point where it is whole."""
+def number(key: str, field: str, default: float | None = None, **others: Any) -> Row:
+    """Return a row of a number, which is written without a point where it is whole."""
 
-    def encoded(self, value: Any) -> Value:
-        """Return the number."""
+    def encoded(value: float) -> float:
         return int(value) if float(value).is_integer() else value
 
-    def decoded(self, source: Source, key: str, known: object | None) -> Any:
-        """Return the number."""
-        return source.number(key, self.default_of(known))
+    return Row(
+        key, field, default, encode=encoded, decode=lambda source, name, known: source.number(name, known), **others
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Switch(Row):
-    """A switch that turns a field from `off` to `on`; `default` is the value of the field where a file is silent."""
+def switch(key: str, field: str, default: Any = False, *, on: Any = True, off: Any = False, **others: Any) -> Row:
+    """Return a row of a switch that turns a field from `off` to `on`."""
 
-    default: Any = False
-    _: KW_ONLY
-    on: Any = True
-    off: Any = False
-    is_switch: bool = True
+    def decoded(source: Source, name: str, known: Any) -> Any:
+        return on if source.flag(name, known == on) else off
 
-    def encoded(self, value: Any) -> Value:
-        """Return whether the switch is on."""
-        return value == self.on
-
-    def decoded(self, source: Source, key: str, known: object | None) -> Any:
-        """Return the value of the field."""
-        return self.on if source.flag(key, self.default_of(known) == self.on) else self.off
+    return Row(key, field, default, is_switch=True, encode=lambda value: value == on, decode=decoded, **others)
 
 
-@dataclass(frozen=True, slots=True)
-class Word(Row):
-    """One word of several; the first word of a meaning is the one that is written."""
+def word(key: str, field: str, default: Any, meanings: Mapping[str, Any], **others: Any) -> Row:
+    """Return a row of one word of several; the first word of a meaning is the one that is written."""
+    words = {meaning: text for text, meaning in reversed(list(meanings.items()))}
 
-    meanings: Mapping[str, Any] = field(default_factory=dict)
+    def decoded(source: Source, name: str, known: Any) -> Any:
+        return source.word(name, meanings, words.get(known))
 
-    def encoded(self, value: Any) -> Value:
-        """Return the word."""
-        return next(word for word, meaning in self.meanings.items() if meaning == value)
-
-    def decoded(self, source: Source, key: str, known: object | None) -> Any:
-        """Return the meaning of the word."""
-        return source.word(key, self.meanings, self.encoded(self.default_of(known)))
+    return Row(key, field, default, encode=words.__getitem__, decode=decoded, **others)
 
 
 def read_fields(rows: Iterable[Row], source: Source, known: object | None = None, notation: str = "") -> Fields:

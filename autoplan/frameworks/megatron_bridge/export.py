@@ -13,8 +13,9 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, Target, Variable
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
-from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS, arguments_of
+from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.spec.model import Block
 from autoplan.spec.plan_file import PlanFile
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.job import Group, Job, Setting, Target, Variable
 from autoplan.frameworks.common.rules import Rule, check_legal
-from autoplan.frameworks.megatron_lm import options
-from autoplan.frameworks.megatron_lm.options import Part, has_bias
+from autoplan.frameworks.megatron_lm import model_options, options
+from autoplan.frameworks.megatron_lm.model_options import has_bias
 from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.megatron_lm.table import Part, words
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
@@ -50,8 +51,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 
 def _group(part: Part, plan_file: PlanFile) -> Group:
-    lines = (options.words(line, plan_file) for line in part.lines)
-    return Group(name=part.name, says=part.says, lines=tuple(words for words in lines if words))
+    lines = (words(line, plan_file) for line in part.lines)
+    return Group(name=part.name, says=part.says, lines=tuple(line for line in lines if line))
 
 
 def checked_parts(plan_file: PlanFile, says: str = "Megatron-LM", rules: tuple[Rule, ...] = RULES) -> tuple[Part, ...]:
@@ -65,10 +66,10 @@ def checked_parts(plan_file: PlanFile, says: str = "Megatron-LM", rules: tuple[R
     if rules is RULES and (others := _SCHEDULED_BY.get(plan.schedule)):
         raise InputError(f"{says} has no schedule {plan.schedule!r}: plan and export for {others}, or plan with 1f1b")
     check_legal(rules, model, training, plan, f"{says} does not accept the plan")
-    attention = (*options.LATENT, options.LATENT_ROPE) if model.mla else options.ATTENTION
-    form = (*options.SIZES, *attention, *options.WINDOW, *options.FORM, options.DROPOUT)
+    attention = (*model_options.LATENT, model_options.LATENT_ROPE) if model.mla else model_options.ATTENTION
+    form = (*model_options.SIZES, *attention, *model_options.WINDOW, *model_options.FORM, model_options.DROPOUT)
     about = "The model, as far as it costs time and memory: gated MLPs are taken for SwiGLU, others for GELU."
-    experts = [Part("EXPERTS", "Its experts.", options.EXPERTS)] if model.moe else []
+    experts = [Part("EXPERTS", "Its experts.", model_options.EXPERTS)] if model.moe else []
     return (
         Part("MODEL", about, form),
         *experts,

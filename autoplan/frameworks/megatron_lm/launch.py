@@ -7,11 +7,11 @@ from dataclasses import replace
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch
 from autoplan.frameworks.common.option_table import Fields, read_fields
-from autoplan.frameworks.megatron_lm import options
+from autoplan.frameworks.megatron_lm import model_options, options
 from autoplan.frameworks.megatron_lm.arguments import Arguments
 from autoplan.frameworks.megatron_lm.known_models import named
 from autoplan.frameworks.megatron_lm.notation import moe_places
-from autoplan.frameworks.megatron_lm.options import Reading, read_lines
+from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
 from autoplan.spec.enums import Precision, RankOrder, Schedule, Sharding
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -40,7 +40,7 @@ def launch_of(
     else:
         model = _model(Reading(arguments=arguments, model=base, seq_len=seq_len))
     reading = Reading(arguments=arguments, model=model, seq_len=seq_len)
-    read_lines((options.DROPOUT,), reading)
+    read_lines((model_options.DROPOUT,), reading)
     precision = options.read_precision(arguments)
     plan = _plan(reading, model, precision, given.num_devices or num_devices, schedule)
     training = TrainingSpec(seq_len=seq_len, precision=precision, attention=options.read_attention(arguments))
@@ -64,7 +64,9 @@ def _model(reading: Reading) -> ModelSpec:
     fields["mla"] = _latent_attention(reading)
     if base is not None and base.layer_pattern is not None:
         raise InputError(f"model {base.name!r} is a hybrid, which is not read from this file: pass --model")
-    read_lines((*options.SIZES, *options.ATTENTION, *options.WINDOW, *options.FORM), reading, base)
+    read_lines(
+        (*model_options.SIZES, *model_options.ATTENTION, *model_options.WINDOW, *model_options.FORM), reading, base
+    )
     fields["moe"] = _experts(reading)
     if fields["position_embedding"] != "learned":
         fields["max_positions"] = 0
@@ -78,7 +80,7 @@ def _latent_attention(reading: Reading) -> LatentAttention | None:
     known = reading.model.mla if reading.model else None
     if not reading.arguments.flag("multi_latent_attention", known is not None):
         return None
-    return LatentAttention(**read_fields(options.rows(options.LATENT), reading.arguments, known))
+    return LatentAttention(**read_fields(rows(model_options.LATENT), reading.arguments, known))
 
 
 def _experts(reading: Reading) -> Experts | None:
@@ -90,7 +92,7 @@ def _experts(reading: Reading) -> Experts | None:
     dense, interval = (known.num_dense_layers, known.interval) if known else (0, 1)
     if places is not None:
         dense, interval = moe_places(places, fields["num_layers"])
-    sizes = read_fields(options.rows(options.EXPERTS), arguments, known)
+    sizes = read_fields(rows(model_options.EXPERTS), arguments, known)
     sizes["expert_ffn_size"] = sizes["expert_ffn_size"] or fields["ffn_size"]
     return Experts(**sizes, router_bias=fields["mlp_bias"], num_dense_layers=dense, interval=interval)
 
@@ -109,7 +111,7 @@ def _plan(
 def _replicas(arguments: Arguments, num_devices: int | None) -> int:
     """Return the replicas of the model on so many devices."""
     rows = {"tensor": options.TP, "context": options.CP, "pipeline": options.PP}
-    degrees = {name: row.decoded(arguments, row.key, None) for name, row in rows.items()}
+    degrees = {name: row.decode(arguments, row.key, row.default) for name, row in rows.items()}
     if num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")
     for name, degree in (*degrees.items(), ("the number of devices", num_devices)):

@@ -10,7 +10,8 @@ from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.shell import Command, Script, is_open, read_script
 from autoplan.frameworks.megatron_lm.arguments import Argument, Arguments
 from autoplan.frameworks.megatron_lm.launch import launch_of
-from autoplan.frameworks.megatron_lm.options import SWITCHES, argument_of
+from autoplan.frameworks.megatron_lm.options import SWITCHES
+from autoplan.frameworks.megatron_lm.table import argument_of
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 

@@ -13,7 +13,7 @@ import yaml
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import File, Job, Setting, Target, Variable, safe_name
 from autoplan.frameworks.megatron_lm.export import TRAINING, checked_parts, environment
-from autoplan.frameworks.megatron_lm.options import arguments_of
+from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.frameworks.primus.options import SWITCHED_ON
 from autoplan.frameworks.primus.rules import ALGORITHMS, RULES
 from autoplan.spec.model import Block

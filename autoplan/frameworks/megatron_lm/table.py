@@ -1,0 +1,156 @@
+"""Kinds of rows in the option table of Megatron-Core, and how lines of them are written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autoplan.frameworks.common.option_table import Fields, Option, Row, Value
+from autoplan.frameworks.megatron_lm.arguments import Arguments, typed
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan_file import PlanFile
+
+BRIDGE = "bridge"  # the notation of Megatron-Bridge (067f987)
+
+
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """What is known while arguments are read: the model (or the one that they start from), and the fields so far."""
+
+    arguments: Arguments
+    model: ModelSpec | None
+    seq_len: int
+    fields: Fields = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Special(Option):
+    """Options that together mean several fields: a function that writes them and one that reads them."""
+
+    write: Callable[[PlanFile], dict[str, Value]]
+    read: Callable[[Reading], Fields] | None = None
+    others: tuple[Option, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed(Option):
+    """An option that no plan has: priced as if it had one of `values` (any, where there are none), else `why`."""
+
+    values: tuple[Value, ...] = ()
+    why: str = ""
+    write: Value | Callable[[PlanFile], Value] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Option):
+    """An option that is written and, when read, costs neither time nor memory."""
+
+    write: Value | Callable[[PlanFile], Value] = None
+
+
+Line = tuple[Option, ...]  # options that stand on one line of a script
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Lines of options that stand together in a script: their name, what they hold."""
+
+    name: str
+    says: str
+    lines: tuple[Line, ...]
+
+
+def switches(*keys: str) -> tuple[Option, ...]:
+    """Return switches that a `Special` has beside its key."""
+    return tuple(Option(key, is_switch=True) for key in keys)
+
+
+def valued(*keys: str) -> tuple[Option, ...]:
+    """Return options with values that a `Special` has beside its key."""
+    return tuple(Option(key) for key in keys)
+
+
+# -- names and notations ----------------------------------------------------------------------------------------------
+
+# Options whose argument is not called like them.
+_ARGUMENTS = {
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+    "layernorm_epsilon": "norm_epsilon",
+    "rope_fusion": "apply_rope_fusion",
+    "overlap_p2p_communication": "overlap_p2p_comm",
+    "bias_linear": "add_bias_linear",
+    "position_embedding": "add_position_embedding",
+    "use_custom_fsdp": "use_megatron_fsdp",
+    "use_nccl_ub": "nccl_ub",
+}
+# Options that begin with "no" and are arguments of that name.
+_ARE_NO = ("no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "no_persist_layer_norm")
+
+
+def argument_of(option: str, values: Sequence[str]) -> tuple[str, Value]:
+    """Return the name and the value of the argument that an option sets: a switch is on, or off behind "no-"."""
+    key = option.removeprefix("--").replace("-", "_")
+    on = True
+    if key.startswith(("no_", "disable_")) and key not in _ARE_NO and not values:
+        key, on = key.partition("_")[2], False
+    key = _ARGUMENTS.get(key, key)
+    if not values:
+        return key, on
+    return key, values[0] if len(values) == 1 else list(values)
+
+
+def flat(options: Iterable[Option]) -> Iterator[Option]:
+    """Return options and those that a `Special` has beside its key."""
+    for option in options:
+        yield option
+        yield from option.others if isinstance(option, Special) else ()
+
+
+def written(option: Option, plan_file: PlanFile) -> dict[str, Value]:
+    """Return the options that a row writes; switches that are on are True."""
+    match option:
+        case Row():
+            values = {option.key: option.value(plan_file)}
+        case Special():
+            values = option.write(plan_file)
+        case Assumed() | Constant():
+            values = {option.key: option.write(plan_file) if callable(option.write) else option.write}
+        case _:
+            values = {}
+    return {key: value for key, value in values.items() if value is not None and value is not False}
+
+
+def rows(lines: Iterable[Line]) -> Iterator[Row]:
+    """Return the options of some lines that mean one field each."""
+    return (option for line in lines for option in line if isinstance(option, Row))
+
+
+def words(line: Line, plan_file: PlanFile) -> list[str]:
+    """Return the words of a line of options in a command."""
+    result: list[str] = []
+    for option in line:
+        for key, value in written(option, plan_file).items():
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            result += [f"--{key.replace('_', '-')}", *map(str, values)]
+    return result
+
+
+def arguments_of(parts: Iterable[Part], plan_file: PlanFile) -> dict[str, Value]:
+    """Return the arguments that options set, numbers as numbers."""
+    result: dict[str, Value] = {}
+    for option in (option for part in parts for line in part.lines for option in line):
+        for name, value in written(option, plan_file).items():
+            key, is_on = argument_of(name, () if value is True else ("",))
+            result[key] = is_on if value is True else typed(value)
+    return result
+
+
+def read_lines(lines: Iterable[Line], reading: Reading, known: object | None = None) -> None:
+    """Read the rows of some lines; `known` has the fields of rows where the file is silent."""
+    for line in lines:
+        for option in line:
+            if isinstance(option, Row):
+                reading.fields |= option.read(reading.arguments, known)
+            elif isinstance(option, Special) and option.read is not None:
+                reading.fields |= option.read(reading)
