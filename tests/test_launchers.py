@@ -22,7 +22,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import encode
 from autoplan.base.units import GIB
 from autoplan.frameworks.common.header import comment
-from autoplan.frameworks.common.job import File, Group, Job, Setting, Variable, safe_name
+from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, safe_name
 from autoplan.frameworks.presets import load_framework
 from autoplan.launch import names
 from autoplan.launch.launcher import launch_files
@@ -42,14 +42,14 @@ MANIFESTS: tuple[Launcher, ...] = ("trainjob", "jobset", "pytorchjob", "skypilot
 
 JOB = Job(
     framework="A trainer",
-    environment=(Setting(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", says="demanded"),),
+    environment=(EnvironmentVariable(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", says="demanded"),),
     variables=(
-        Variable(name="TRAINER_DIR", default=".", says="a checkout"),
-        Variable(name="STEPS", default="100", says="steps"),
+        LaunchVariable(name="TRAINER_DIR", default=".", says="a checkout"),
+        LaunchVariable(name="STEPS", default="100", says="steps"),
     ),
     program='-m trainer --config "$HERE/config.toml"',
-    groups=(Group(name="PLAN", says="The plan.", lines=(["--tp", "2"], ["--window", "127,0", "--name", "a b"])),),
-    replaceable=Group(name="DATA", says="Mock data.", lines=(["--mock"],)),
+    groups=(OptionGroup(name="PLAN", says="The plan.", lines=(["--tp", "2"], ["--window", "127,0", "--name", "a b"])),),
+    replaceable=OptionGroup(name="DATA", says="Mock data.", lines=(["--mock"],)),
     trailing=('--steps "$STEPS"',),
     files=(File(name="config.toml", text='[model]\nname = "a"\n'),),
 )

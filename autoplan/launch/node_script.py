@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from autoplan.frameworks.common.header import comment
-from autoplan.frameworks.common.job import File, Group, Setting, Variable
+from autoplan.frameworks.common.job import File, LaunchVariable
 from autoplan.launch.names import Launcher
 from autoplan.launch.preflight import preflight
 from autoplan.launch.start import Start, header, script
@@ -59,7 +59,7 @@ def node_files(start: Start, how: str) -> tuple[File, ...]:
     return (script(NODE_SCRIPT, [*lines, *_start(start)]), *job.files)
 
 
-def assignments(variables: list[Variable]) -> list[str]:
+def assignments(variables: list[LaunchVariable]) -> list[str]:
     """Lines that take variables from the environment, with what they are for."""
     assigned = []
     for variable in variables:
@@ -78,18 +78,18 @@ def _variables(start: Start, numbering: Numbering) -> list[str]:
     if is_listed:
         known = ["", *_host_lines(start.hosts)]
     elif alone:
-        variables.append(Variable(name="MASTER_ADDR", default="127.0.0.1", says="this node"))
-        variables.append(Variable(name="NODE_RANK", default="0", says="of this node"))
+        variables.append(LaunchVariable(name="MASTER_ADDR", default="127.0.0.1", says="this node"))
+        variables.append(LaunchVariable(name="NODE_RANK", default="0", says="of this node"))
     else:
         if numbering.master is None:
-            variables.append(Variable(name="MASTER_ADDR", default=None, says="the node of rank 0"))
+            variables.append(LaunchVariable(name="MASTER_ADDR", default=None, says="the node of rank 0"))
         else:
             known.append(f"MASTER_ADDR={numbering.master}  # the node of rank 0")
         if numbering.rank is None:
-            variables.append(Variable(name="NODE_RANK", default=None, says=which))
+            variables.append(LaunchVariable(name="NODE_RANK", default=None, says=which))
         else:
             known.append(f"NODE_RANK={numbering.rank}  # {which}")
-    variables.append(Variable(name="MASTER_PORT", default="29500", says="a free port on the node of rank 0"))
+    variables.append(LaunchVariable(name="MASTER_PORT", default="29500", says="a free port on the node of rank 0"))
     return ["# Set in the environment what should differ.", *assignments(variables), *known, ""]
 
 
@@ -111,14 +111,14 @@ def _host_lines(hosts: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _environment(setting: Setting) -> str:
+def _environment(variable: EnvironmentVariable) -> str:
     command = (
-        f"unset {setting.name}" if setting.value is None else f"export {setting.name}={shlex.quote(setting.value)}"
+        f"unset {variable.name}" if variable.value is None else f"export {variable.name}={shlex.quote(variable.value)}"
     )
-    return f"{command}  {comment(setting.says)}"
+    return f"{command}  {comment(variable.says)}"
 
 
-def _array(group: Group) -> list[str]:
+def _array(group: OptionGroup) -> list[str]:
     lines = (" ".join(_word(word) for word in line) for line in group.lines)
     return [f"# {group.says}", f"{group.name}=(", *(f"    {line}" for line in lines), ")"]
 
@@ -128,7 +128,7 @@ def _word(text: str) -> str:
     return f"'{text}'" if shlex.quote(text) == text and "," in text else shlex.quote(text)
 
 
-def _replaceable(group: Group) -> list[str]:
+def _replaceable(group: OptionGroup) -> list[str]:
     variable = f"{group.name}_ARGS"
     return [*_array(group), f'if [[ -n ${{{variable}:-}} ]]; then read -ra {group.name} <<<"${variable}"; fi']
 

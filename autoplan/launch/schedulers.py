@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.frameworks.common.job import File, Variable, safe_name
+from autoplan.frameworks.common.job import File, LaunchVariable, safe_name
 from autoplan.launch.node_script import NODE_SCRIPT, assignments, node_files
 from autoplan.launch.start import Start, header, script
 
@@ -71,7 +71,7 @@ def mpirun_files(start: Start) -> tuple[File, ...]:
         where = '--hostfile "$HOSTFILE"'
         says = "a line for each node, in the order of the ranks"
         lines += [
-            *assignments([Variable(name="HOSTFILE", default=None, says=says)]),
+            *assignments([LaunchVariable(name="HOSTFILE", default=None, says=says)]),
             "read -r first _ < <(grep -m 1 '^[[:space:]]*[^#[:space:]]' \"$HOSTFILE\") || first=",
             "export MASTER_ADDR=$first",
             "",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.header import comment
 from autoplan.frameworks.common.header import header as plan_header
-from autoplan.frameworks.common.job import File, Job, Setting
+from autoplan.frameworks.common.job import EnvironmentVariable, File, Job
 from autoplan.launch.names import Launcher
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import host_order
@@ -56,12 +56,12 @@ class Start:
         )
 
     @property
-    def environment(self) -> tuple[Setting, ...]:
+    def environment(self) -> tuple[EnvironmentVariable, ...]:
         """What the job relies on, and what the plan was priced with that NCCL does not do by itself."""
         settings = self.job.environment
         if self.num_nodes > 1 and self.plan_file.cluster.network.sharp:
             says = "sums in the switches, as priced; needs NCCL's plugin for SHARP"
-            settings += (Setting(name="NCCL_COLLNET_ENABLE", value="1", says=says),)
+            settings += (EnvironmentVariable(name="NCCL_COLLNET_ENABLE", value="1", says=says),)
         return settings
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import header
-from autoplan.frameworks.common.job import File, Group, Job, Setting, Target, Variable
+from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.plan import ParallelPlan
@@ -34,12 +34,12 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     return Job(
         framework="Accelerate",
         environment=tuple(
-            Setting(name=name, value=value, says=f"as accelerate launch sets it from {YAML}")
+            EnvironmentVariable(name=name, value=value, says=f"as accelerate launch sets it from {YAML}")
             for name, value in _environment(table, plan).items()
         ),
-        variables=(Variable(name="TRAIN_SCRIPT", default=None, says="your program, which uses Accelerate"),),
+        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, says="your program, which uses Accelerate"),),
         program='"$TRAIN_SCRIPT"',
-        replaceable=Group(
+        replaceable=OptionGroup(
             name="BATCH",
             says="For a program with TrainingArguments of transformers; BATCH_ARGS in the environment replaces it.",
             lines=(

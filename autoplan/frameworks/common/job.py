@@ -12,7 +12,7 @@ Line = list[str]  # words that stand on one line of a script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variable:
+class LaunchVariable:
     """What a person may set in the environment; without a `default` it must be set."""
 
     name: str
@@ -22,7 +22,7 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class EnvironmentVariable:
     """A variable of the environment that the job relies on; a `value` of None takes it out."""
 
     name: str
@@ -31,7 +31,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class OptionGroup:
     """A bash array of options: its name, what it holds, its lines."""
 
     name: str
@@ -56,11 +56,11 @@ class Job:
     """
 
     framework: str
-    environment: tuple[Setting, ...] = ()
-    variables: tuple[Variable, ...]
+    environment: tuple[EnvironmentVariable, ...] = ()
+    variables: tuple[LaunchVariable, ...]
     program: str
-    groups: tuple[Group, ...] = ()
-    replaceable: Group | None = None
+    groups: tuple[OptionGroup, ...] = ()
+    replaceable: OptionGroup | None = None
     trailing: tuple[str, ...] = ()
     files: tuple[File, ...] = ()  # that lie beside the launch file; "$HERE" in a program is their folder
 

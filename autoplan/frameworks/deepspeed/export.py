@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from autoplan.base.errors import InputError, refused
-from autoplan.frameworks.common.job import File, Job, Target, Variable
+from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.spec.plan import ParallelPlan
@@ -53,8 +53,8 @@ def job(plan_file: PlanFile, version: str) -> Job:
     return Job(
         framework=f"DeepSpeed {version}",
         variables=(
-            Variable(name="TRAIN_SCRIPT", default=None, says=_duties(plan)),
-            Variable(
+            LaunchVariable(name="TRAIN_SCRIPT", default=None, says=_duties(plan)),
+            LaunchVariable(
                 name="CONFIG_OPTION",
                 default="--deepspeed_config",
                 says="--deepspeed for the Trainer of Transformers, with --per_device_train_batch_size"

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import header
-from autoplan.frameworks.common.job import File, Job, Target, Variable
+from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.enums import RankOrder
@@ -39,7 +39,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     program = resources.files("autoplan.frameworks.fsdp2") / "templates" / f"{MODULE}.txt"
     return Job(
         framework="PyTorch FSDP2",
-        variables=(Variable(name="TRAIN_SCRIPT", default=None, says=f"your program, which uses {MODULE}"),),
+        variables=(LaunchVariable(name="TRAIN_SCRIPT", default=None, says=f"your program, which uses {MODULE}"),),
         program='"$TRAIN_SCRIPT"',
         files=(
             File(name=SETTINGS, text=json.dumps(settings, indent=2) + "\n"),

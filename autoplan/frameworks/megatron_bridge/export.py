@@ -11,7 +11,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.header import header
-from autoplan.frameworks.common.job import File, Job, Target, Variable
+from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
@@ -51,7 +51,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     return Job(
         framework="Megatron-Bridge",
         environment=environment(plan_file),
-        variables=(Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),),
+        variables=(LaunchVariable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),),
         program=f'"$HERE/{NAME}"',
         trailing=('train.train_iters="$TRAIN_ITERS"',),
         files=(File(name=NAME, text=recipe(plan_file)),),

@@ -6,7 +6,7 @@ Options are those of Megatron-LM d98e8a6 (core 0.20); places in comments are bel
 from __future__ import annotations
 
 from autoplan.base.errors import InputError, refused
-from autoplan.frameworks.common.job import Group, Job, Setting, Target, Variable
+from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.rules import Rule, check_legal
 from autoplan.frameworks.megatron_lm import model_options, options
 from autoplan.frameworks.megatron_lm.model_options import has_bias
@@ -40,8 +40,8 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         framework="Megatron-LM",
         environment=environment(plan_file),
         variables=(
-            Variable(name="MEGATRON_LM_DIR", default=".", says="checkout of github.com/NVIDIA/Megatron-LM"),
-            Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
+            LaunchVariable(name="MEGATRON_LM_DIR", default=".", says="checkout of github.com/NVIDIA/Megatron-LM"),
+            LaunchVariable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
         ),
         program='"$MEGATRON_LM_DIR/pretrain_gpt.py"',
         groups=tuple(_group(part, plan_file) for part in parts),
@@ -50,9 +50,9 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     )
 
 
-def _group(part: Part, plan_file: PlanFile) -> Group:
+def _group(part: Part, plan_file: PlanFile) -> OptionGroup:
     lines = (words(line, plan_file) for line in part.lines)
-    return Group(name=part.name, says=part.says, lines=tuple(line for line in lines if line))
+    return OptionGroup(name=part.name, says=part.says, lines=tuple(line for line in lines if line))
 
 
 def checked_parts(plan_file: PlanFile, says: str = "Megatron-LM", rules: tuple[Rule, ...] = RULES) -> tuple[Part, ...]:
@@ -113,7 +113,7 @@ def _check_training(plan_file: PlanFile, says: str) -> None:
         raise InputError(f"precision {precision!r} does not exist on {device.name}: plan with another one")
 
 
-def environment(plan_file: PlanFile) -> tuple[Setting, ...]:
+def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     """How many queues the device reads: one orders collectives before Blackwell, FSDP needs several.
 
     Both are asserted: training/arguments.py:1166 and :1477.
@@ -121,9 +121,9 @@ def environment(plan_file: PlanFile) -> tuple[Setting, ...]:
     plan, device = plan_file.best.plan, plan_file.cluster.device
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
     if options.uses_megatron_fsdp(plan):
-        return (Setting(name=queues, value=None, says="Megatron-FSDP refuses 1"),)
+        return (EnvironmentVariable(name=queues, value=None, says="Megatron-FSDP refuses 1"),)
     if (plan.tp > 1 or plan.cp > 1) and device.generation != "blackwell":
-        return (Setting(name=queues, value="1", says="demanded under tensor or context parallelism"),)
+        return (EnvironmentVariable(name=queues, value="1", says="demanded under tensor or context parallelism"),)
     return ()
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import header
-from autoplan.frameworks.common.job import File, Job, Setting, Target, Variable
+from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.nanotron.rules import RULES
 from autoplan.spec.model import Block, Experts, ModelSpec
@@ -80,8 +80,14 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     config = yaml.safe_dump(nanotron_config(plan_file), sort_keys=False, allow_unicode=True, width=10**6)
     return Job(
         framework="nanotron",
-        environment=(Setting(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", says="demanded under tensor parallelism"),),
-        variables=(Variable(name="NANOTRON_DIR", default=".", says="checkout of github.com/huggingface/nanotron"),),
+        environment=(
+            EnvironmentVariable(
+                name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", says="demanded under tensor parallelism"
+            ),
+        ),
+        variables=(
+            LaunchVariable(name="NANOTRON_DIR", default=".", says="checkout of github.com/huggingface/nanotron"),
+        ),
         program='"$NANOTRON_DIR/run_train.py"',
         trailing=(f'--config-file "$HERE/{_FILE}"',),
         files=(File(name=_FILE, text="\n".join([*header(plan_file, "nanotron"), config])),),

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from autoplan.frameworks.common.header import comment, header
-from autoplan.frameworks.common.job import File, Job, Setting, Target, Variable, safe_name
+from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target, safe_name
 from autoplan.frameworks.megatron_lm.export import TRAINING, checked_parts, environment
 from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.frameworks.primus.options import SWITCHED_ON
@@ -28,8 +28,10 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
         framework="Primus",
         environment=(*environment(plan_file), *_amd(plan_file)),
         variables=(
-            Variable(name="PRIMUS_DIR", default=".", says="checkout of github.com/AMD-AGI/Primus with its submodules"),
-            Variable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
+            LaunchVariable(
+                name="PRIMUS_DIR", default=".", says="checkout of github.com/AMD-AGI/Primus with its submodules"
+            ),
+            LaunchVariable(name="TRAIN_ITERS", default="100", says="steps", counts_steps=True),
         ),
         program='"$PRIMUS_DIR/primus/cli/main.py"',
         trailing=("train pretrain", f'--config "$HERE/{NAME}"', "--train_iters", '"$TRAIN_ITERS"'),
@@ -81,13 +83,13 @@ def overrides(plan_file: PlanFile) -> dict[str, Any]:
     return table | {"mock_data": True, "tokenizer_type": "NullTokenizer", "finetune": False, "save": None, "load": None}
 
 
-def _amd(plan_file: PlanFile) -> tuple[Setting, ...]:
+def _amd(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     """What Primus' own launcher sets on AMD devices (runner/helpers/envs/base_env.sh)."""
     if plan_file.cluster.device.vendor != "amd":
         return ()
     return (
-        Setting(name="HSA_NO_SCRATCH_RECLAIM", value="1", says="keeps scratch memory of kernels"),
-        Setting(name="GPU_MAX_HW_QUEUES", value="2", says="one queue for computing, one for messages"),
+        EnvironmentVariable(name="HSA_NO_SCRATCH_RECLAIM", value="1", says="keeps scratch memory of kernels"),
+        EnvironmentVariable(name="GPU_MAX_HW_QUEUES", value="2", says="one queue for computing, one for messages"),
     )
 
 

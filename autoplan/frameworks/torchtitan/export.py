@@ -15,7 +15,7 @@ from typing import Any
 from autoplan.base.errors import InputError, refused
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.frameworks.common.header import header
-from autoplan.frameworks.common.job import File, Group, Job, Setting, Target, Variable
+from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.fsdp2.export import SCHEDULES
 from autoplan.frameworks.torchtitan.rules import RULES
@@ -55,13 +55,13 @@ def job(plan_file: PlanFile, version: str) -> Job:
     return Job(
         framework=f"torchtitan {version}",
         environment=(
-            Setting(
+            EnvironmentVariable(
                 name="PYTORCH_ALLOC_CONF", value="expandable_segments:True", says="as torchtitan's own run_train.sh"
             ),
         ),
-        variables=(Variable(name="STEPS", default="100", says="steps", counts_steps=True),),
+        variables=(LaunchVariable(name="STEPS", default="100", says="steps", counts_steps=True),),
         program=program,
-        replaceable=Group(
+        replaceable=OptionGroup(
             name="DATA",
             says="Data of its tests, in a checkout; DATA_ARGS='OPTION VALUE ...' in the environment replaces these.",
             lines=data,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.base.files import encode
-from autoplan.frameworks.common.job import File, Job, Target, Variable
+from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.trainer.rules import DECLINES, RULES, check_model
 from autoplan.spec.plan_file import PlanFile
@@ -17,7 +17,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     check_legal(RULES, plan_file.model, plan_file.training, plan_file.best.plan, DECLINES)
     return Job(
         framework="the built-in trainer",
-        variables=(Variable(name="STEPS", default="10", says="steps that are timed", counts_steps=True),),
+        variables=(LaunchVariable(name="STEPS", default="10", says="steps that are timed", counts_steps=True),),
         program=f'--no-python -- autoplan run "$HERE/{_FILE}"',  # torchrun would look for options of its own further on
         trailing=('--steps "$STEPS"',),
         files=(File(name=_FILE, text=encode(plan_file)),),
