@@ -17,9 +17,10 @@ from autoplan.search.axes import FLAGS, WITH_TP, axes_of, differing, plan_of, wo
 from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.space import chunk_counts
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.enums import Offload
 from autoplan.spec.estimate import VERDICTS
-from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 

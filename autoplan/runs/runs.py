@@ -25,10 +25,11 @@ from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
 from autoplan.runs.table import BLANKS, read_rows
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.enums import Offload, Precision, Recompute, RecomputeModule, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, ModelSpec
-from autoplan.spec.plan import DEFAULT_RECOMPUTE_MODULES, ParallelPlan
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec

@@ -12,8 +12,8 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
+from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, Kind
 from autoplan.spec.enums import (
-    CodedEnum,
     ContextParallelKind,
     Offload,
     Precision,
@@ -30,21 +30,13 @@ SPLIT_SCHEDULES = tuple(name.code for name in (Schedule.ZB_H1, Schedule.ZB_V, Sc
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order in which a plan is told
 SELECTIVE, FULL = Recompute.SELECTIVE.code, Recompute.FULL.code
-DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = (RecomputeModule.CORE_ATTN,)
 DEFAULT_MODULE_BITS = 1 << RecomputeModule.CORE_ATTN.code
 ALL_LAYERS = 10**6  # more than any chunk has
 PP_BEFORE_DP = RankOrder.PP_BEFORE_DP.code
 
-
-ENUMS: dict[str, type[CodedEnum]] = {
-    "cp_kind": ContextParallelKind,
-    "schedule": Schedule,
-    "sharding": Sharding,
-    "recompute": Recompute,
-    "precision": Precision,
-    "offload": Offload,
-    "rank_order": RankOrder,
-}
+_WORDS = tuple((axis.name, axis.enum) for axis in COLUMNS if axis.enum)
+_COUNTS = tuple((axis.name, axis.most) for axis in COLUMNS if axis.kind is Kind.COUNT)
+_PHRASES = tuple((axis.name, axis.phrase) for axis in AXES if axis.phrase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +78,10 @@ class ParallelPlan:
     placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
 
     def __post_init__(self) -> None:
-        for name, enum in ENUMS.items():
+        for name, enum in _WORDS:
             object.__setattr__(self, name, enum_value(name, enum, getattr(self, name)))
-        for name in ("tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard"):
-            check_count(name, getattr(self, name), most=10**6)
-        for name in ("micro_batch", "global_batch"):
-            check_count(name, getattr(self, name))
+        for name, most in _COUNTS:
+            check_count(name, getattr(self, name), most=most)
         if self.tp_grid is not None and math.prod(self.tp_grid) != self.tp:
             raise InputError(f"tp_grid {list(self.tp_grid)} has {math.prod(self.tp_grid)} ranks, tp is {self.tp}")
         if self.layers_per_chunk is not None:
@@ -152,10 +142,7 @@ class ParallelPlan:
             words.append({"ring": "ring attention", "all_to_all": "all-to-all attention"}[self.cp_kind])
         if self.tp > 1 and not self.sp:
             words.append("no sequence parallelism")
-        if self.tp_overlap:
-            words.append("overlapped tensor-parallel traffic")
-        if self.ep_overlap:
-            words.append("overlapped expert traffic")
+        words += [phrase for name, phrase in _PHRASES if getattr(self, name)]
         if self.rank_order != RankOrder.DP_BEFORE_PP:
             words.append(f"ranks {self.rank_order}")
         if self.schedule not in ("1f1b", "interleaved"):
@@ -194,14 +181,9 @@ def check_priced(plan: ParallelPlan) -> None:
         )
 
 
-# How each field of a plan is held in a batch: a count, a flag, or the code of an enumeration.
-_FLAGS = ("sp", "tp_overlap", "grad_reduce_overlap", "param_gather_overlap", "ep_overlap")
-_COUNTS = ("global_batch", "micro_batch", "tp", "cp", "pp", "vp", "ep", "etp", "dp_replicate", "dp_shard")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanBatch:
-    """Many priced plans: one array element a plan.  Words are held as indices into the tuples above.
+    """Many priced plans: one array element a plan.  Words are held by their codes.
 
     `layout` indexes `layouts`: the layers of every chunk in model order, always spelled out.  All share a `placement`.
     """
@@ -267,11 +249,7 @@ class PlanBatch:
         for plan in plans:
             check_priced(plan)
             index.append(layouts.setdefault(chunk_layers(plan, num_layers), len(layouts)))
-        arrays: dict[str, Ints | Bools] = {
-            name: np.array([getattr(plan, name) for plan in plans], dtype=np.int64) for name in _COUNTS
-        }
-        arrays |= {name: np.array([getattr(plan, name) for plan in plans], dtype=np.bool_) for name in _FLAGS}
-        arrays |= {name: np.array([getattr(plan, name).code for plan in plans], dtype=np.int64) for name in ENUMS}
+        arrays = {axis.name: axis.column([getattr(plan, axis.name) for plan in plans]) for axis in COLUMNS}
         arrays["recompute_modules"] = np.array([module_bits(plan) for plan in plans], dtype=np.int64)
         arrays["recompute_num_layers"] = np.array([repeated_layers(plan) for plan in plans], dtype=np.int64)
         layout = np.array(index, dtype=np.int64)
@@ -288,9 +266,7 @@ class PlanBatch:
 
     def plan(self, at: int) -> ParallelPlan:
         """The plan at an index, as one object."""
-        values: dict[str, object] = {name: int(getattr(self, name)[at]) for name in _COUNTS}
-        values |= {name: bool(getattr(self, name)[at]) for name in _FLAGS}
-        values |= {name: tuple(enum)[getattr(self, name)[at]] for name, enum in ENUMS.items()}
+        values: dict[str, object] = {axis.name: axis.value(getattr(self, axis.name)[at]) for axis in COLUMNS}
         if bits := int(self.recompute_modules[at]):
             values["recompute_modules"] = tuple(name for i, name in enumerate(RecomputeModule) if bits >> i & 1)
         if 0 < (repeated := int(self.recompute_num_layers[at])) < ALL_LAYERS:

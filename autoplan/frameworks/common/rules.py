@@ -10,13 +10,11 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
+from autoplan.spec.axes import words_of
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ENUMS, ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
-
-# The axes of a plan whose values are words, with all of them.
-WORDS: dict[str, tuple[str, ...]] = {axis: tuple(enum) for axis, enum in ENUMS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class SupportedWords:
 
     def rule(self) -> Rule:
         """The rule that a plan takes one of them."""
-        known = np.array([word in self.words for word in WORDS[self.axis]])
+        known = np.array([word in self.words for word in words_of(self.axis)])
 
         def is_one_of(workload: Workload, batch: PlanBatch) -> Bools:
             # Without context parallelism its kind means nothing.
@@ -73,7 +71,7 @@ class Rulebook:
 
     def words(self, axis: str) -> tuple[str, ...]:
         """The words of an axis that it knows."""
-        return next((known.words for known in self.supported if known.axis == axis), WORDS[axis])
+        return next((known.words for known in self.supported if known.axis == axis), words_of(axis))
 
 
 def all_true(batch: PlanBatch) -> Bools:

@@ -1,0 +1,351 @@
+"""Axes of a plan: the one table of their names, kinds, defaults and words, which plans, searches and flags follow.
+
+A new axis is a row here and a field of `ParallelPlan` and `PlanBatch`; what it costs stands in `autoplan.cost`, and who
+offers it in the rules and option tables of `autoplan.frameworks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Ints
+from autoplan.base.errors import InputError
+from autoplan.spec.enums import (
+    CodedEnum,
+    ContextParallelKind,
+    Offload,
+    Precision,
+    RankOrder,
+    Recompute,
+    RecomputeModule,
+    Schedule,
+    Sharding,
+)
+
+MAX_DEGREE = 10**6
+MAX_TYPED = 9_999_999
+DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = (RecomputeModule.CORE_ATTN,)
+USUAL_SCHEDULES: tuple[Schedule, ...] = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+
+Value = CodedEnum | bool
+
+
+class Kind(Enum):
+    """Values that an axis has."""
+
+    COUNT = "a whole number"
+    FLAG = "on or off"
+    WORD = "a member of an enumeration"
+    LIST = "several values, or none"
+
+
+class Degrees(Protocol):
+    """Anything with the degrees of a plan."""
+
+    @property
+    def tp(self) -> int: ...  # noqa: D102
+    @property
+    def cp(self) -> int: ...  # noqa: D102
+    @property
+    def pp(self) -> int: ...  # noqa: D102
+    @property
+    def ep(self) -> int: ...  # noqa: D102
+    @property
+    def etp(self) -> int: ...  # noqa: D102
+    @property
+    def dp(self) -> int: ...  # noqa: D102
+
+
+class Needs(Enum):
+    """Conditions on the degrees without which an axis means nothing, in the order in which changes are told."""
+
+    NOTHING = "nothing"
+    EXPERTS = "experts"
+    SPLIT_EXPERTS = "experts, and ranks over which each may be split"
+    SPREAD_EXPERTS = "experts spread over ranks"
+    TENSOR_RANKS = "tp > 1"
+    CONTEXT_RANKS = "cp > 1"
+    STAGES = "pp > 1"
+    STAGES_AND_REPLICAS = "pp > 1 and dp > 1"
+    COPIES = "parameters that several ranks hold"
+
+    def are_met(self, degrees: Degrees, *, has_experts: bool) -> bool:
+        """Return whether the axis means something where a model has experts, or none, and these degrees."""
+        match self:
+            case Needs.NOTHING:
+                return True
+            case Needs.EXPERTS:
+                return has_experts
+            case Needs.SPLIT_EXPERTS:
+                return has_experts and (degrees.tp > 1 or degrees.etp > 1)
+            case Needs.SPREAD_EXPERTS:
+                return has_experts and degrees.ep > 1
+            case Needs.TENSOR_RANKS:
+                return degrees.tp > 1
+            case Needs.CONTEXT_RANKS:
+                return degrees.cp > 1
+            case Needs.STAGES:
+                return degrees.pp > 1
+            case Needs.STAGES_AND_REPLICAS:
+                return degrees.pp > 1 and degrees.dp > 1
+            case Needs.COPIES:
+                return degrees.dp * degrees.cp > 1 or (has_experts and degrees.tp > degrees.ep * degrees.etp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One row of the table.  The name is that of the field of a plan, of the column of a batch and of a plan file."""
+
+    name: str
+    kind: Kind
+    help: str  # of its flag in `autoplan estimate`
+    default: object = None  # as in `ParallelPlan`
+    most: int = 10**9  # of a count, in any plan
+    needs: Needs = Needs.NOTHING
+    label: str = ""  # on screen, where the name does not say it
+    phrase: str = ""  # of a flag, in the description of a plan in which it is on
+    change: str | None = None  # the change of a plan that holds it, where it is not one by itself; "": none does
+    searched: tuple[Value, ...] = ()  # words or flags that a search tries; none: only the default
+    allowed: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)  # by what --allow calls them, more of these
+    elsewhere: str = ""  # the flag that says it, where a search cannot fix it
+    flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
+    flag_default: object = ...  # where it is not the default: None follows from other axes
+    metavar: str | None = None
+
+    @property
+    def enum(self) -> type[CodedEnum] | None:
+        """The enumeration of a word."""
+        return type(self.default) if isinstance(self.default, CodedEnum) else None
+
+    @property
+    def is_column(self) -> bool:
+        """Whether an array of a batch holds one number of it for every plan."""
+        return self.kind is not Kind.LIST and self.name != "dp"
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether `Limits` hold its values one by one."""
+        return bool(self.searched)
+
+    @property
+    def is_fixed_by_number(self) -> bool:
+        """Whether it is a count that a search may be told, or bounded."""
+        return self.kind is Kind.COUNT and not self.elsewhere
+
+    @property
+    def told_as(self) -> str:
+        """The name of the change of a plan that holds it."""
+        return self.name if self.change is None else self.change
+
+    @property
+    def spelled(self) -> str:
+        """The spelling of its flag in `autoplan estimate`; empty where it has none."""
+        return f"--{self.name.replace('_', '-')}" if self.flag is None else self.flag
+
+    def code(self, value: object) -> int:
+        """Return the number that stands for a value in a batch."""
+        return value.code if isinstance(value, CodedEnum) else int(value)  # type: ignore[call-overload]
+
+    def column(self, values: Sequence[object]) -> Ints | Bools:
+        """Return the array of a batch that holds `values`."""
+        codes = [self.code(value) for value in values]
+        return np.array(codes, dtype=np.bool_) if self.kind is Kind.FLAG else np.array(codes, dtype=np.int64)
+
+    def value(self, code: int) -> int | Value:
+        """Return the value that a number in a batch stands for."""
+        if self.enum:
+            return tuple(self.enum)[code]
+        return bool(code) if self.kind is Kind.FLAG else int(code)
+
+    def parse(self, text: str, option: str) -> int | Value:
+        """Return the value that `text` names; an `InputError` begins with the `option` that it was typed after."""
+        if self.kind is Kind.COUNT:
+            if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TYPED)) and int(text) >= 1:
+                return int(text)
+            raise InputError(f"{option} {self.name}={text}: must be a whole number from 1 to {MAX_TYPED}")
+        if self.kind is Kind.FLAG:
+            if text in ("on", "off", "true", "false"):
+                return text in ("on", "true")
+            raise InputError(f"{option} {self.name}={text}: must be one of on, off")
+        words = tuple(self.enum or ())
+        for word in words:
+            if word.replace("_", "-") == text.replace("_", "-"):
+                return word
+        raise InputError(f"{option} {self.name}={text}: must be one of {', '.join(words)}")
+
+
+_degree = partial(Axis, kind=Kind.COUNT, default=1, most=MAX_DEGREE, metavar="N")
+_flag = partial(Axis, kind=Kind.FLAG, default=False)
+_word = partial(Axis, kind=Kind.WORD)
+_list = partial(Axis, kind=Kind.LIST)
+
+# The order is that in which limits of a search are told.
+AXES: tuple[Axis, ...] = (
+    _degree(name="tp", help="Tensor-parallel degree."),
+    _degree(name="cp", help="Context-parallel degree."),
+    _degree(name="pp", help="Pipeline stages."),
+    _degree(name="vp", help="Chunks of layers per stage.", change="schedule"),
+    _degree(name="ep", help="Expert-parallel degree.", needs=Needs.EXPERTS),
+    _degree(name="etp", help="Tensor-parallel degree of experts; as tp.", needs=Needs.SPLIT_EXPERTS, flag_default=None),
+    _degree(name="dp", help="Data-parallel degree, what the other degrees leave of the devices.", change="", flag=""),
+    _degree(name="dp_replicate", help="Copies of the group that shards states.", change="sharding"),
+    _degree(name="dp_shard", help="Replicas that share states.", change="sharding", flag=""),
+    Axis(
+        name="micro_batch",
+        kind=Kind.COUNT,
+        help="Sequences in a micro-batch.",
+        default=1,
+        label="micro-batch",
+        metavar="N",
+    ),
+    Axis(
+        name="global_batch",
+        kind=Kind.COUNT,
+        help="Sequences in a step.",
+        label="global batch",
+        elsewhere="use --global-batch",
+        flag="",
+    ),
+    _word(
+        name="sharding",
+        help="none, zero1, zero2 or zero3.",
+        default=Sharding.ZERO1,
+        needs=Needs.COPIES,
+        searched=(Sharding.NONE, Sharding.ZERO1),
+        allowed={"zero2": (Sharding.ZERO2,), "zero3": (Sharding.ZERO3,)},
+    ),
+    _word(
+        name="recompute",
+        help="none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm.",
+        default=Recompute.NONE,
+        metavar="WHAT",
+    ),
+    _list(
+        name="recompute_modules",
+        help="Parts of a layer that selective recomputation repeats.",
+        default=DEFAULT_RECOMPUTE_MODULES,
+        change="recompute",
+        flag="",
+    ),
+    _list(
+        name="recompute_num_layers",
+        help="Layers of every chunk that full recomputation repeats; all.",
+        change="recompute",
+        flag="",
+    ),
+    _flag(
+        name="sp",
+        help="Sequence parallelism where tp > 1.",
+        needs=Needs.TENSOR_RANKS,
+        label="sequence parallelism",
+        flag="--sp/--no-sp",
+        flag_default=True,
+    ),
+    _flag(
+        name="tp_overlap",
+        help="Overlap tensor-parallel traffic.",
+        needs=Needs.TENSOR_RANKS,
+        label="overlap of tensor-parallel traffic",
+        phrase="overlapped tensor-parallel traffic",
+        searched=(False,),
+        allowed={"tp_overlap": (True,)},
+    ),
+    _flag(
+        name="ep_overlap",
+        help="Run expert traffic beside another micro-batch.",
+        needs=Needs.SPREAD_EXPERTS,
+        label="overlap of expert traffic",
+        phrase="overlapped expert traffic",
+    ),
+    _flag(
+        name="grad_reduce_overlap",
+        help="Reduce gradients during the last backward pass.",
+        default=True,
+        needs=Needs.COPIES,
+        label="overlap of the gradient reduction",
+        flag="",
+    ),
+    _flag(
+        name="param_gather_overlap",
+        help="Gather parameters during the first forward pass.",
+        default=True,
+        needs=Needs.COPIES,
+        label="overlap of the parameter gather",
+        flag="",
+    ),
+    _word(
+        name="schedule",
+        help="1f1b, interleaved, gpipe, zb-h1, zb-v or dualpipe-v.",
+        default=Schedule.ONE_F_ONE_B,
+        needs=Needs.STAGES,
+        searched=USUAL_SCHEDULES,
+        allowed={f"schedule={name}": (name,) for name in Schedule if name not in USUAL_SCHEDULES},
+        flag_default=None,
+    ),
+    _list(
+        name="layers_per_chunk",
+        help="Layers of every chunk in model order; evenly spread.",
+        needs=Needs.STAGES,
+        label="layers of the chunks",
+        change="layers",
+        flag="--layers",
+        metavar="N,N,...",
+    ),
+    _word(
+        name="cp_kind",
+        help="ring or all_to_all.",
+        default=ContextParallelKind.RING,
+        needs=Needs.CONTEXT_RANKS,
+        label="kind of context parallelism",
+        searched=tuple(ContextParallelKind),
+    ),
+    _word(
+        name="offload",
+        help="none or optimizer.",
+        default=Offload.NONE,
+        searched=(Offload.NONE,),
+        allowed={"offload": (Offload.OPTIMIZER,)},
+    ),
+    _word(
+        name="rank_order",
+        help="tp-cp-ep-dp-pp or tp-cp-ep-pp-dp, nearest ranks first.",
+        default=RankOrder.DP_BEFORE_PP,
+        needs=Needs.STAGES_AND_REPLICAS,
+        label="order of the ranks",
+        searched=(RankOrder.DP_BEFORE_PP,),
+        metavar="ORDER",
+    ),
+    _word(
+        name="precision",
+        help="Number format of the matrix products.",
+        default=Precision.BF16,
+        change="",
+        elsewhere="use --precision",
+        flag="",
+    ),
+    _list(name="tp_grid", help="Tensor parallelism in several dimensions.", change="", flag=""),
+    _list(
+        name="placement",
+        help="Nodes in the order of the ranks; as the cluster has them.",
+        label="order of the nodes",
+        change="nodes",
+        metavar="NODE,NODE,...",
+    ),
+)
+
+AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
+COLUMNS: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.is_column)
+SEARCHED: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.is_searched)
+# By the name of a change of a plan, how it is called on screen.
+LABELS: dict[str, str] = {axis.told_as: axis.label for axis in AXES if axis.label}
+
+
+def words_of(axis: str) -> tuple[CodedEnum, ...]:
+    """Return all values of an axis of words."""
+    return tuple(AXIS[axis].enum or ())
