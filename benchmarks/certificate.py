@@ -39,13 +39,14 @@ from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
 from autoplan.search.findings import KEPT
-from autoplan.search.limits import ALLOWED, COUNTS, WORDS
+from autoplan.search.limits import ALLOWED, COUNTS
 from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures_at, find_objectives
 from autoplan.search.ranking import ordering, seconds_per_sequence
 from autoplan.search.sampler import Sampling
 from autoplan.search.sizes import search_sizes
 from autoplan.search.space import Cell, Space
 from autoplan.search.study import MARGIN, search
+from autoplan.spec.axes import SEARCHED, Kind
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
@@ -78,14 +79,14 @@ class Case:
 
     command: str
     batch: str
-    wishes: dict[str, list[str]]
+    space_flags: dict[str, list[str]]
     problem: Problem
     space: Space
 
     def on(self, num_nodes: int) -> tuple[Problem, Space]:
         """Return the problem on so many nodes."""
         problem = resized(self.problem, num_nodes)
-        return problem, make_space(problem, self.batch, **self.wishes)
+        return problem, make_space(problem, self.batch, **self.space_flags)
 
 
 # -- what is drawn -----------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
     seq_len = int(rng.choice((1024, 2048, 4096, 8192, 32768)))
     some = nodes * devices * int(rng.choice((1, 2, 3, 4, 8)))
     batch = f"{some}:{some * 3 // 2}" if rng.random() < 0.25 else str(some if rng.random() < 0.9 else some // 2 + 1)
-    wishes: dict[str, list[str]] = {"fix": [], "at_most": [], "allow": []}
+    space_flags: dict[str, list[str]] = {"fix": [], "at_most": [], "allow": []}
     try:
         problem = make_problem(**parts, seq_len=seq_len)
         # Sometimes with so little memory that only few plans fit.
@@ -144,21 +145,23 @@ def draw(rng: Rng, *, is_large: bool) -> Case | None:
         states = STATE_BYTES * count_parameters(problem.model)
         if states > problem.capacity_bytes * problem.cluster.num_devices and rng.random() >= FEW:
             return None
-        wishes["allow"] = _allowed(rng, problem, batch, 0.7 if is_large else 0.2)
-        space = make_space(problem, batch, **wishes)
+        space_flags["allow"] = _allowed(rng, problem, batch, 0.7 if is_large else 0.2)
+        space = make_space(problem, batch, **space_flags)
         if rng.random() < (0.2 if is_large else 0.6):
-            wishes |= _narrowing(rng, space)
-            space = make_space(problem, batch, **wishes)
+            space_flags |= _narrowing(rng, space)
+            space = make_space(problem, batch, **space_flags)
     except AutoplanError:
         return None
     words = [parts.pop("model"), *(f"--{key} {value}" for key, value in parts.items())]
     words += [f"--global-batch {batch}", f"--seq-len {seq_len}"]
     words += [
-        f"--{key} {value}" for key, flag in zip(("fix", "max", "allow"), wishes, strict=True) for value in wishes[flag]
+        f"--{key} {value}"
+        for key, flag in zip(("fix", "max", "allow"), space_flags, strict=True)
+        for value in space_flags[flag]
     ]
     if problem.reserve_bytes:
         words.append(f"--reserve-memory {problem.reserve_bytes / 2**30:.3f}GiB")
-    return Case(command=" ".join(words), batch=batch, wishes=wishes, problem=problem, space=space)
+    return Case(command=" ".join(words), batch=batch, space_flags=space_flags, problem=problem, space=space)
 
 
 def _allowed(rng: Rng, problem: Problem, batch: str, share: float) -> list[str]:
@@ -183,7 +186,7 @@ def _narrowing(rng: Rng, space: Space) -> dict[str, list[str]]:
         return {}
     plan = plans.plan(0)
     if rng.random() < 0.5:
-        axis = str(rng.choice((*COUNTS, *WORDS)))
+        axis = str(rng.choice((*COUNTS, *(axis.name for axis in SEARCHED if axis.kind is Kind.WORD))))
         return {"fix": [f"{axis}={getattr(plan, axis)}"]}
     axis = str(rng.choice(COUNTS))
     return {"at_most": [f"{axis}={getattr(plan, axis)}"]}

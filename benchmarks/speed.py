@@ -135,11 +135,11 @@ def start_up(num_runs: int) -> list[str]:
 
 
 def _arguments(space: dict[str, Any], out: Path) -> list[str]:
-    wishes = [word for choice in space["allow"] for word in ("--allow", choice)]
-    wishes += [word for bound in space.get("at_most", ()) for word in ("--max", bound)]
+    flags = [word for choice in space["allow"] for word in ("--allow", choice)]
+    flags += [word for bound in space.get("at_most", ()) for word in ("--max", bound)]
     command = ["search", space["model"], "--cluster", space["cluster"], "--global-batch", space["global_batch"]]
     command += ["--seq-len", str(space["seq_len"]), "--framework", space.get("framework", FRAMEWORK)]
-    return [*command, *wishes, "--quiet", "--out", str(out)]
+    return [*command, *flags, "--quiet", "--out", str(out)]
 
 
 def search_once(space: dict[str, Any]) -> Run:

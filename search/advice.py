@@ -14,6 +14,8 @@ from autoplan.base.units import format_bytes
 from autoplan.cost.estimate import estimate
 from autoplan.search.limits import Limits, default_limits
 from autoplan.search.space import Cell, Space
+from autoplan.spec.axes import SEARCHED, Kind
+from autoplan.spec.enums import Offload, Schedule, Sharding
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import SearchResult
@@ -146,13 +148,12 @@ def _way_out(problem: Problem, space: Space) -> str:
 def _free(problem: Problem, limits: Limits) -> Limits:
     """The usual limits, in which nothing is fixed or bounded and what was allowed stays allowed."""
     plain = default_limits(problem, limits.global_batches)
-    return replace(
-        plain,
-        shardings=limits.shardings if len(limits.shardings) > 1 else plain.shardings,
-        schedules=limits.schedules if len(limits.schedules) > 1 else plain.schedules,
-        offloads=limits.offloads,
-        tp_overlaps=limits.tp_overlaps,
-    )
+    allowed = {
+        axis.name: limits.of(axis.name)
+        for axis in SEARCHED
+        if axis.allowed and (axis.name not in ("sharding", "schedule") or len(limits.of(axis.name)) > 1)
+    }
+    return plain.where(**allowed)
 
 
 def _size(problem: Problem, nodes: int) -> str:
@@ -162,11 +163,12 @@ def _size(problem: Problem, nodes: int) -> str:
 
 
 def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
-    """Limits with one wish changed, told as the flag to change."""
-    if limits.offloads == ("none",):
-        yield "with --allow offload", replace(limits, offloads=("none", "optimizer"))
-    if len(limits.shardings) > 1 and "zero3" not in limits.shardings:
-        yield "with --allow zero3", replace(limits, shardings=(*limits.shardings, "zero3"))
+    """Limits with one flag changed, and that flag."""
+    shardings, schedules = limits.of("sharding"), limits.of("schedule")
+    if limits.of("offload") == (Offload.NONE,):
+        yield "with --allow offload", limits.where(offload=(Offload.NONE, Offload.OPTIMIZER))
+    if len(shardings) > 1 and Sharding.ZERO3 not in shardings:
+        yield "with --allow zero3", limits.where(sharding=(*shardings, Sharding.ZERO3))
     for axis, value in limits.fixed:
         bounds = tuple((name, most) for name, most in free.most if name == axis)
         rest = tuple((name, count) for name, count in limits.fixed if name != axis)
@@ -177,25 +179,25 @@ def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
             yield f"without --max {axis}={most}", replace(limits, most=tuple(dict.fromkeys(bounds)))
     if len(limits.recomputes) == 1:
         yield f"without --fix recompute={limits.recomputes[0]}", replace(limits, recomputes=free.recomputes)
-    if len(limits.shardings) == 1:
-        yield f"without --fix sharding={limits.shardings[0]}", replace(limits, shardings=free.shardings)
-    if limits.schedules != free.schedules:
-        yield f"without --fix schedule={limits.schedules[0]}", replace(limits, schedules=free.schedules)
+    if len(shardings) == 1:
+        yield f"without --fix sharding={shardings[0]}", limits.where(sharding=free.of("sharding"))
+    if schedules != free.of("schedule"):
+        yield f"without --fix schedule={schedules[0]}", limits.where(schedule=free.of("schedule"))
 
 
 def _leanest(limits: Limits) -> Limits:
     """Of the choices within `limits`, those that need least memory."""
-    sharded = tuple(kind for kind in limits.shardings if kind != "none")
-    plain = ("micro_batch", "vp") if "1f1b" in limits.schedules else ("micro_batch",)
+    shardings = limits.of("sharding")
+    plain = ("micro_batch", "vp") if Schedule.ONE_F_ONE_B in limits.of("schedule") else ("micro_batch",)
     least = tuple((axis, 1) for axis in plain if not limits.fixes(axis))
+    off = {axis.name: limits.of(axis.name)[:1] for axis in SEARCHED if axis.kind is Kind.FLAG}
     return replace(
         limits,
         recomputes=("full",) if "full" in limits.recomputes else limits.recomputes,
-        shardings=sharded or limits.shardings,
-        offloads=limits.offloads[-1:],
-        tp_overlaps=limits.tp_overlaps[:1],
         most=(*limits.most, *least),
         global_batches=limits.global_batches[:1],
+    ).where(
+        sharding=[kind for kind in shardings if kind != "none"] or shardings, offload=limits.of("offload")[-1:], **off
     )
 
 

@@ -1,4 +1,4 @@
-"""How far may the axes of a plan go?  Defaults from model and cluster, narrowed and widened by the user."""
+"""Limits of the axes of a plan: defaults from model and cluster, narrowed and widened by the user."""
 
 from __future__ import annotations
 
@@ -13,16 +13,8 @@ from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
 from autoplan.frameworks.rulebooks import book_of
-from autoplan.spec.enums import (
-    CodedEnum,
-    ContextParallelKind,
-    Offload,
-    Precision,
-    RankOrder,
-    RecomputeModule,
-    Schedule,
-    Sharding,
-)
+from autoplan.spec.axes import AXES, AXIS, SEARCHED, USUAL_SCHEDULES, Kind, Value, shown
+from autoplan.spec.enums import Precision, RecomputeModule
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import parse_recompute
 from autoplan.spec.problem import Problem
@@ -35,63 +27,52 @@ MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
 MOST_FEWER_AT_ENDS = 4  # more than that, no head of a published model is worth in layers
 
-COUNTS = ("tp", "cp", "pp", "vp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "micro_batch")
-WORDS: dict[str, tuple[CodedEnum, ...]] = {
-    "sharding": tuple(Sharding),
-    "schedule": tuple(Schedule),
-    "cp_kind": tuple(ContextParallelKind),
-    "offload": tuple(Offload),
-    "rank_order": tuple(RankOrder),
-}
-FLAGS = ("sp", "tp_overlap")
-USUAL_SCHEDULES = ("1f1b", "interleaved")
-# Off unless asked for.
+COUNTS = tuple(axis.name for axis in AXES if axis.can_be_bounded)
+# Off unless asked for: values of axes, and how far the layers, the recomputation and the sharding may go.
 ALLOWED = (
-    "zero2",
-    "zero3",
-    "offload",
-    "partial_recompute",
-    "uneven_stages",
-    "partial_sharding",
-    "tp_overlap",
-    *(f"schedule={name}" for name in Schedule if name not in USUAL_SCHEDULES),
+    *(name for axis in SEARCHED for name in axis.allowed),
+    *("partial_recompute", "uneven_stages", "partial_sharding"),
 )
-ELSEWHERE = {  # what a person may try to fix, and where it is said
-    "precision": "use --precision",
+# What a person may try to fix that is no axis, or none of a search, and where it is said.
+ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
     "attention": "use --attention",
     "framework": "use --framework",
-    "global_batch": "use --global-batch",
     "seq_len": "use --seq-len",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a search may vary.  `fixed` and `most` are (axis, value) pairs over `COUNTS`; `most` bounds from above.
+    """What a search may vary.
 
-    `shard_domains` are the sizes of the link domains within which optimizer states may be sharded, beside sharding
-    over all replicas.  The first element of every tuple of words is the plain choice.
+    `fixed` and `most` are (axis, value) pairs over `COUNTS`; `most` bounds from above.  `values` are pairs of an axis
+    of `SEARCHED` and the words or flags that it takes, the plain one first.  `shard_domains` are the sizes of the
+    link domains within which optimizer states may be sharded, beside sharding over all replicas.
     """
 
     global_batches: tuple[int, ...]
     precision: Precision = Precision.BF16
     fixed: tuple[tuple[str, int], ...] = ()
     most: tuple[tuple[str, int], ...] = ()
+    values: tuple[tuple[str, tuple[Value, ...]], ...] = tuple((axis.name, axis.searched) for axis in SEARCHED)
     shard_domains: tuple[int, ...] = ()
     sequence_parallel: bool = True
-    shardings: tuple[str, ...] = ("none", "zero1")
-    schedules: tuple[str, ...] = USUAL_SCHEDULES
     recomputes: tuple[str, ...] = ("none", "full")  # as `parse_recompute` reads them
     partial_recomputes: tuple[str, ...] = ()  # what a user may add to them
-    cp_kinds: tuple[str, ...] = tuple(ContextParallelKind)
-    offloads: tuple[str, ...] = ("none",)
-    tp_overlaps: tuple[bool, ...] = (False,)
     fewer_at_ends: int = 1  # layers that the first and the last chunk may have less than others
     shards_any_part: bool = False  # whether states may be sharded over any part of the replicas
-    rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)
     # The one way in which the framework cuts the model into so many stages; None: several are tried.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
     split_schedules_overlap: bool = True  # whether states are reduced beside a backward pass in two parts
+
+    def of(self, axis: str) -> tuple[Value, ...]:
+        """Return the words or flags that an axis takes."""
+        return next(values for name, values in self.values if name == axis)
+
+    def where(self, **values: Iterable[Value | str]) -> Limits:
+        """Return the limits with other `values` of some axes; texts stand for the words that they name."""
+        given = {name: tuple(AXIS[name].word(value) for value in some) for name, some in values.items()}
+        return replace(self, values=tuple((name, given.get(name, old)) for name, old in self.values))
 
     def admits(self, axis: str, value: int) -> bool:
         """Whether a count obeys what is fixed and bounded."""
@@ -112,17 +93,11 @@ class Limits:
         """The limits in words, for the certificate."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]
         parts += [f"{axis} <= {value}" for axis, value in self.most]
-        parts += ["sharding " + "|".join(self.shardings), "recompute " + "|".join(_in_short(self.recomputes))]
-        if any(self.tp_overlaps):
-            parts.append("tp_overlap " + "|".join("on" if value else "off" for value in self.tp_overlaps))
-        if self.schedules != USUAL_SCHEDULES:
-            parts.append("schedule " + "|".join(self.schedules))
-        if self.cp_kinds != tuple(ContextParallelKind):
-            parts.append("cp_kind " + "|".join(self.cp_kinds))
-        if self.offloads != ("none",):
-            parts.append("offload " + "|".join(self.offloads))
-        if self.rank_orders != (RankOrder.DP_BEFORE_PP,):
-            parts.append("rank_order " + "|".join(self.rank_orders))
+        parts += ["sharding " + "|".join(map(shown, self.of("sharding")))]
+        parts += ["recompute " + "|".join(_in_short(self.recomputes))]
+        for axis in SEARCHED:
+            if axis.name != "sharding" and self.of(axis.name) != axis.searched:
+                parts.append(f"{axis.name} " + "|".join(map(shown, self.of(axis.name))))
         return tuple(parts)
 
 
@@ -131,7 +106,10 @@ def _in_short(recomputes: tuple[str, ...]) -> tuple[str, ...]:
     numbers = [int(choice[5:]) for choice in recomputes if choice.startswith("full:")]
     if len(numbers) < 3:
         return recomputes
-    return (*(one for one in recomputes if not one.startswith("full:")), f"full:{min(numbers)}..{max(numbers)}")
+    return (
+        *(choice for choice in recomputes if not choice.startswith("full:")),
+        f"full:{min(numbers)}..{max(numbers)}",
+    )
 
 
 def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
@@ -145,7 +123,8 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     cluster, training, book = problem.cluster, problem.training, book_of(problem.framework)
     even = (level for level in problem.topology.levels if level.seats is None or level.seats.is_even)
     domains = sorted({level.num_devices for level in even if level.num_devices > 1})
-    return Limits(
+    orders = problem.framework.rank_orders
+    limits = Limits(
         global_batches=tuple(sorted(set(global_batches))),
         precision=training.precision,
         most=(
@@ -155,17 +134,19 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         ),
         shard_domains=tuple(domains[:-1]) if book.shards_over_part else (),  # the last domain is the whole cluster
         sequence_parallel=problem.framework.network.sequence_parallel,
-        shardings=book.usual_shardings,
-        schedules=tuple(name for name in USUAL_SCHEDULES if name in book.words("schedule")),
         recomputes=_recomputes(problem, book),
         partial_recomputes=(
             *(_parts(problem.model) if book.repeats_parts else ()),
             *(_numbers(problem.model) if book.repeats_some_layers else ()),
         ),
-        cp_kinds=book.words("cp_kind"),
-        rank_orders=problem.framework.rank_orders if _order_matters(problem) else problem.framework.rank_orders[:1],
         split=book.split,
         split_schedules_overlap=book.split_schedules_overlap,
+    )
+    return limits.where(
+        sharding=book.usual_shardings,
+        schedule=[name for name in USUAL_SCHEDULES if name in book.words("schedule")],
+        cp_kind=book.words("cp_kind"),
+        rank_order=orders if _order_matters(problem) else orders[:1],
     )
 
 
@@ -218,30 +199,18 @@ def batch_grid(low: int, high: int, num_devices: int) -> tuple[int, ...]:
     return tuple(sorted(grid))
 
 
-def _pairs(wishes: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
+def _pairs(typed: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
     """(axis, value) of every AXIS=VALUE, each axis once."""
     pairs: dict[str, str] = {}
-    for wish in wishes:
-        axis, sign, value = wish.partition("=")
+    for text in typed:
+        axis, sign, value = text.partition("=")
         axis = axis.strip().lower().replace("-", "_")
         if not sign or not axis or not value.strip():
-            raise InputError(f"{option} {wish!r}: write AXIS=VALUE, such as {option} tp=8")
+            raise InputError(f"{option} {text!r}: write AXIS=VALUE, such as {option} tp=8")
         if axis in pairs:
             raise InputError(f"{option} {axis} is given twice: leave one of them out")
         pairs[axis] = value.strip().lower()
     return tuple(pairs.items())
-
-
-def _count(axis: str, value: str, option: str) -> int:
-    if not value.isascii() or not value.isdigit() or not 1 <= len(value) <= 7 or int(value) < 1:
-        raise InputError(f"{option} {axis}={value}: must be a whole number from 1 to 9999999")
-    return int(value)
-
-
-def _flag(axis: str, value: str) -> bool:
-    if value not in ("true", "false", "on", "off"):
-        raise InputError(f"--fix {axis}={value}: must be on or off")
-    return value in ("true", "on")
 
 
 def _not_an_axis(name: str, known: tuple[str, ...]) -> str:
@@ -252,73 +221,67 @@ def _not_an_axis(name: str, known: tuple[str, ...]) -> str:
     return f"unknown axis; known: {', '.join(known)}"
 
 
-def _fix(limits: Limits, axis: str, value: str) -> Limits:
-    if axis in COUNTS:
-        count = _count(axis, value, "--fix")
-        # A value that is fixed replaces the bound that is there by default.
-        most = tuple((name, bound) for name, bound in limits.most if name != axis)
-        return replace(limits, fixed=(*limits.fixed, (axis, count)), most=most)
-    if axis == "recompute":
-        parse_recompute(value)
-        return replace(limits, recomputes=(value,))
-    if axis in WORDS:
-        if value not in WORDS[axis]:
-            raise InputError(f"--fix {axis}={value}: must be one of {', '.join(WORDS[axis])}")
-        return replace(limits, **{axis + "s": (value,)})  # type: ignore[arg-type]
-    if axis == "tp_overlap":
-        return replace(limits, tp_overlaps=(_flag(axis, value),))
-    if axis == "sp":
-        return replace(limits, sequence_parallel=_flag(axis, value))
-    raise InputError(f"--fix {axis}: {_not_an_axis(axis, (*COUNTS, *WORDS, 'recompute', *FLAGS))}")
+def _fixed(limits: Limits, name: str, text: str) -> Limits:
+    """`limits` in which an axis has one value only."""
+    if name not in AXIS or name in ELSEWHERE:
+        known = tuple(axis.name for axis in AXES if not axis.elsewhere)
+        raise InputError(f"--fix {name}: {_not_an_axis(name, known)}")
+    if name == "recompute":
+        parse_recompute(text)
+        return replace(limits, recomputes=(text,))
+    value = AXIS[name].parse(text, "--fix")
+    if name == "sp":
+        return replace(limits, sequence_parallel=bool(value))
+    if AXIS[name].kind is not Kind.COUNT:
+        return limits.where(**{name: (value,)})  # type: ignore[arg-type]
+    # A value that is fixed replaces the bound that is there by default.
+    most = tuple((axis, bound) for axis, bound in limits.most if axis != name)
+    return replace(limits, fixed=(*limits.fixed, (name, int(value))), most=most)
 
 
-def with_wishes(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]) -> Limits:
-    """`limits` with the user's AXIS=VALUE wishes: fixed values, bounds, and choices that are off by default."""
-    for wish in allow:
-        name = wish.strip().lower()
-        axis, sign, value = name.partition("=")
-        name = f"{axis}={value.replace('_', '-')}" if sign else name.replace("-", "_")
-        if name not in ALLOWED:
-            close = difflib.get_close_matches(name, ALLOWED, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ALLOWED)}"
-            raise InputError(f"--allow {wish}: unknown; {hint}")
-        if name in ("zero2", "zero3"):
-            limits = replace(limits, shardings=tuple(dict.fromkeys((*limits.shardings, name))))
-        elif axis == "schedule":
-            schedule = name.removeprefix("schedule=")
-            limits = replace(limits, schedules=tuple(dict.fromkeys((*limits.schedules, schedule))))
-        elif name == "partial_recompute":
-            if not limits.partial_recomputes:
-                raise InputError("--allow partial_recompute: the framework recomputes all layers or none, leave it out")
-            recomputes = tuple(dict.fromkeys((*limits.recomputes, *limits.partial_recomputes)))
-            limits = replace(limits, recomputes=recomputes)
-        elif name == "offload":
-            limits = replace(limits, offloads=("none", "optimizer"))
-        elif name == "uneven_stages":
-            limits = replace(limits, fewer_at_ends=MOST_FEWER_AT_ENDS)
-        elif name == "partial_sharding":
-            limits = replace(limits, shards_any_part=True)
-        else:
-            limits = replace(limits, tp_overlaps=(False, True))
-    asked = {}
-    for axis, value in _pairs(at_most, "--max"):
+def _allowing(limits: Limits, typed: str) -> Limits:
+    """`limits` with a choice that is off by default."""
+    name, sign, value = typed.strip().lower().partition("=")
+    name = f"{name}={value.replace('_', '-')}" if sign else name.replace("-", "_")
+    if name not in ALLOWED:
+        close = difflib.get_close_matches(name, ALLOWED, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ALLOWED)}"
+        raise InputError(f"--allow {typed}: unknown; {hint}")
+    if name == "partial_recompute":
+        if not limits.partial_recomputes:
+            raise InputError("--allow partial_recompute: the framework recomputes all layers or none, leave it out")
+        return replace(limits, recomputes=tuple(dict.fromkeys((*limits.recomputes, *limits.partial_recomputes))))
+    if name == "uneven_stages":
+        return replace(limits, fewer_at_ends=MOST_FEWER_AT_ENDS)
+    if name == "partial_sharding":
+        return replace(limits, shards_any_part=True)
+    axis = next(axis for axis in SEARCHED if name in axis.allowed)
+    return limits.where(**{axis.name: dict.fromkeys((*limits.of(axis.name), *axis.allowed[name]))})
+
+
+def with_flags(limits: Limits, *, fix: Iterable[str], at_most: Iterable[str], allow: Iterable[str]) -> Limits:
+    """`limits` with the user's AXIS=VALUE flags: fixed values, bounds, and choices that are off by default."""
+    for text in allow:
+        limits = _allowing(limits, text)
+    bounds: dict[str, int] = {}
+    for axis, text in _pairs(at_most, "--max"):
         if axis not in COUNTS:
             raise InputError(f"--max {axis}: {_not_an_axis(axis, COUNTS)}")
-        asked[axis] = _count(axis, value, "--max")
-    kept = tuple((name, most) for name, most in limits.most if name not in asked)
-    limits = replace(limits, most=(*kept, *asked.items()))
-    for axis, value in _pairs(fix, "--fix"):
-        limits = _fix(limits, axis, value)
+        bounds[axis] = int(AXIS[axis].parse(text, "--max"))
+    kept = tuple((name, most) for name, most in limits.most if name not in bounds)
+    limits = replace(limits, most=(*kept, *bounds.items()))
+    for axis, text in _pairs(fix, "--fix"):
+        limits = _fixed(limits, axis, text)
     for axis, count in limits.fixed:
-        if count > asked.get(axis, count):
-            raise InputError(f"--fix {axis}={count} is above --max {axis}={asked[axis]}: leave one of them out")
+        if count > bounds.get(axis, count):
+            raise InputError(f"--fix {axis}={count} is above --max {axis}={bounds[axis]}: leave one of them out")
     return limits
 
 
 def check_words(name: str, book: Rulebook, limits: Limits) -> None:
     """Refuse limits that ask the framework `name` for a choice that it does not have."""
-    for axis in WORDS:
-        known = book.words(axis)
-        for word in getattr(limits, axis + "s"):
-            if word not in known:
-                raise InputError(f"{name} has no {axis} {word}: it has {' and '.join(known)}")
+    for axis, values in limits.values:
+        known = book.words(axis) if AXIS[axis].kind is Kind.WORD else values
+        for value in values:
+            if value not in known:
+                raise InputError(f"{name} has no {axis} {value}: it has {' and '.join(map(shown, known))}")

@@ -32,7 +32,7 @@ def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
     alone = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
     yield "data parallelism alone", _narrowed(limits, **alone)
     if "zero3" in book_of(problem.framework).words("sharding"):
-        yield "FSDP alone", replace(_narrowed(limits, **alone), shardings=("zero3",))
+        yield "FSDP alone", _narrowed(limits, **alone).where(sharding=("zero3",))
     if has_experts:
         yield "data and expert parallelism alone", _narrowed(limits, tp=1, pp=1, cp=1)
     if node > 1:

@@ -1,4 +1,4 @@
-"""Which plans are there?  The legal plans of a problem in two levels: cells of degrees, and the plans inside them."""
+"""Legal plans of a problem in two levels: cells of degrees, and the plans inside them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints
 from autoplan.frameworks.common.rules import Rule, legal, legal_so_far
 from autoplan.search.limits import Limits, divisors
-from autoplan.spec.enums import ContextParallelKind, Offload, Precision, RankOrder, Recompute, Schedule, Sharding
+from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED, Value
+from autoplan.spec.enums import Recompute, Schedule, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import (
     ALL_LAYERS,
     SPLIT_SCHEDULES,
     ParallelPlan,
     PlanBatch,
+    column_type,
     even_chunks,
     module_bits,
     parse_recompute,
@@ -27,8 +29,9 @@ from autoplan.spec.plan import (
 )
 from autoplan.spec.workload import Workload
 
-# What varies inside a cell, level by level; words are indices into the tuples of `autoplan.spec.plan`.
-_GROUP = ("global_batch", "micro_batch", "cp_kind", "tp_overlap", "rank_order")
+# What varies inside a cell, level by level.
+_GROUP_WORDS = tuple(axis for axis in SEARCHED if axis.name not in ("sharding", "offload", "schedule"))
+_GROUP = ("global_batch", "micro_batch", *(axis.name for axis in _GROUP_WORDS))
 _REPEATS = ("recompute", "recompute_modules", "recompute_num_layers")
 _KIND = ("sharding", *_REPEATS, "offload")
 _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
@@ -39,6 +42,8 @@ _KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
 _STATES = frozenset(("sharding", "offload"))
 _KNOWN_OF_STATES = _STATES | {*_DEGREES, "sp", "precision"}
 _KNOWN_OF_KIND = _KNOWN_OF_GROUP | _STATES | {"recompute", "recompute_modules", "ep_overlap"}
+
+_PLAIN = tuple(axis for axis in COLUMNS if axis.name not in (*_DEGREES, *_GROUP))
 
 # The schedules that exist with one chunk a rank, with two that form a V, and with any number.
 _ONE_CHUNK, _TWO_CHUNKS, _MANY_CHUNKS = ("1f1b", "gpipe", "zb-h1"), ("zb-v", "dualpipe-v"), ("interleaved",)
@@ -195,29 +200,24 @@ class Space:
     def _groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         rows = [self._group_rows(cell) for cell in cells]
         owner, values = _expanded(np.arange(len(cells)), rows, len(_GROUP))
-        column = dict(zip(_GROUP, values.T, strict=True))
         degrees = {axis: np.array([getattr(cell, axis) for cell in cells], dtype=np.int64)[owner] for axis in _DEGREES}
-        zeros = np.zeros(len(owner), dtype=np.int64)
-        off = np.zeros(len(owner), dtype=np.bool_)
-        batch = PlanBatch(
+        chosen = dict(zip(_GROUP, values.T, strict=True))
+        zeros, off = np.zeros(len(owner), dtype=np.int64), np.zeros(len(owner), dtype=np.bool_)
+        plain = {axis.name: (zeros + axis.code(axis.default)).astype(column_type(axis)) for axis in _PLAIN}
+        chosen |= {axis.name: chosen[axis.name].astype(column_type(axis)) for axis in _GROUP_WORDS}
+        columns = {
+            **plain,
             **degrees,
-            global_batch=column["global_batch"],
-            micro_batch=column["micro_batch"],
-            vp=zeros + 1,
-            sp=self._sequence_parallel(degrees["tp"], degrees["cp"]),
-            tp_overlap=column["tp_overlap"].astype(np.bool_),
-            grad_reduce_overlap=~off,
-            param_gather_overlap=off,
-            ep_overlap=off,
-            cp_kind=column["cp_kind"],
-            schedule=zeros + Schedule.ONE_F_ONE_B.code,
-            sharding=zeros + Sharding.NONE.code,
-            recompute=zeros + Recompute.NONE.code,
+            **chosen,
+            "sp": self._sequence_parallel(degrees["tp"], degrees["cp"]),
+            "sharding": zeros + Sharding.NONE.code,
+            "param_gather_overlap": off,  # unsharded, no parameters are gathered
+            "precision": zeros + self.limits.precision.code,
+        }
+        batch = PlanBatch(
+            **columns,
             recompute_modules=zeros,
             recompute_num_layers=zeros,
-            precision=zeros + Precision(self.limits.precision).code,
-            offload=zeros + Offload.NONE.code,
-            rank_order=column["rank_order"],
             layout=zeros,
             layouts=((self.workload.model.num_layers,),),
             placement=self.placement,
@@ -248,8 +248,8 @@ class Space:
         first, like = groups.distinct(*_DEGREES)
         some = groups.take(first)
         sharding, offload = np.zeros_like(first), np.zeros_like(first)
-        for kind, place in product(self.limits.shardings, self.limits.offloads):
-            states = np.full_like(first, Sharding(kind).code), np.full_like(first, Offload(place).code)
+        for kind, place in product(self.limits.of("sharding"), self.limits.of("offload")):
+            states = np.full_like(first, AXIS["sharding"].code(kind)), np.full_like(first, AXIS["offload"].code(place))
             one = replace(some, sharding=states[0], offload=states[1], param_gather_overlap=states[0] > 0)
             lawful = legal_so_far(self.rules, self.workload, one, _KNOWN_OF_STATES)
             sharding, offload = np.maximum(sharding, states[0] * lawful), np.maximum(offload, states[1] * lawful)
@@ -330,25 +330,25 @@ class Space:
                     yield ep, etp
 
     def _group_rows(self, cell: Cell) -> Ints:
-        limits = self.limits
-        cp_kinds = limits.cp_kinds if cell.cp > 1 else limits.cp_kinds[:1]
-        overlaps = limits.tp_overlaps if cell.tp > 1 else limits.tp_overlaps[:1]
-        orders = limits.rank_orders if cell.pp > 1 and cell.dp > 1 else limits.rank_orders[:1]
-        return _group_rows(limits, cell.dp, cp_kinds, overlaps, orders)
+        has_experts = self.workload.model.moe is not None
+        choices = []
+        for axis in _GROUP_WORDS:
+            values = self.limits.of(axis.name)
+            choices.append(values if axis.needs.are_met(cell, has_experts=has_experts) else values[:1])
+        return _group_rows(self.limits, cell.dp, tuple(choices))
 
     def _states(self, cell: Cell) -> Ints:
         """Every choice of sharding and offload: shape (choices, 2)."""
-        limits, stage = self.limits, cell.tp * cell.cp * cell.dp
-        has_experts = self.workload.model.moe is not None
-        copies = cell.cp * cell.dp > 1 or (has_experts and stage > cell.ep * cell.etp)
+        limits, has_experts = self.limits, self.workload.model.moe is not None
+        copies = AXIS["sharding"].needs.are_met(cell, has_experts=has_experts)
         replicates = cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard")
         # Without copies of a parameter sharding changes nothing, but that the host takes sharded optimizers only;
         # without sharding the split of dp changes nothing.
         rows = [
-            (Sharding(sharding).code, Offload(place).code)
-            for sharding in limits.shardings
-            for place in limits.offloads
-            if copies or sharding == limits.shardings[0] or (sharding == "zero1" and place == "optimizer")
+            (AXIS["sharding"].code(sharding), AXIS["offload"].code(place))
+            for sharding in limits.of("sharding")
+            for place in limits.of("offload")
+            if copies or sharding == limits.of("sharding")[0] or (sharding == "zero1" and place == "optimizer")
             if not (replicates and sharding == "none")
         ]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
@@ -445,18 +445,14 @@ def layouts(
 
 
 @lru_cache(maxsize=4096)
-def _group_rows(
-    limits: Limits, dp: int, cp_kinds: tuple[str, ...], tp_overlaps: tuple[bool, ...], rank_orders: tuple[str, ...]
-) -> Ints:
+def _group_rows(limits: Limits, dp: int, choices: tuple[tuple[Value, ...], ...]) -> Ints:
     rows = [
-        (batch, micro, ContextParallelKind(kind).code, overlap, RankOrder(order).code)
+        (batch, micro, *(axis.code(value) for axis, value in zip(_GROUP_WORDS, values, strict=True)))
         for batch in limits.global_batches
         if batch % dp == 0
         for micro in divisors(batch // dp)
         if limits.admits("micro_batch", micro)
-        for kind in cp_kinds
-        for overlap in tp_overlaps
-        for order in rank_orders
+        for values in product(*choices)
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, len(_GROUP))
 
@@ -484,7 +480,7 @@ def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
         exist = _ONE_CHUNK
     else:
         exist = _MANY_CHUNKS + (_TWO_CHUNKS if vp == 2 else ())
-    return tuple(name for name in exist if name in limits.schedules)
+    return tuple(name for name in exist if name in limits.of("schedule"))
 
 
 def _recompute(text: str) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.search.limits import default_limits, with_wishes
+from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.space import Space
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.problem import Problem
@@ -37,5 +37,5 @@ def make(
         framework=load_framework("megatron-core"),
         **changes,
     )
-    limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=(), allow=())
+    limits = with_flags(default_limits(problem, batches), fix=fix, at_most=(), allow=())
     return problem, Space(workload=problem.workload, limits=limits, rules=RULES)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoplan.search.limits import with_wishes
+from autoplan.search.limits import with_flags
 from autoplan.search.study import search
 from benchmarks.certificate import (
     Case,
@@ -40,9 +40,9 @@ def test_certificates_are_those_of_full_enumeration() -> None:
 
 def test_random_plans_do_not_beat_what_is_proven() -> None:
     problem, space = make(LARGE, "h100-sxm:32x8", batches=(512,))
-    space = replace(space, limits=with_wishes(space.limits, fix=(), at_most=(), allow=("zero2", "uneven_stages")))
-    wishes: dict[str, list[str]] = {"fix": [], "at_most": [], "allow": []}
-    asked = Case(command="large", batch="512", wishes=wishes, problem=problem, space=space)
+    space = replace(space, limits=with_flags(space.limits, fix=(), at_most=(), allow=("zero2", "uneven_stages")))
+    space_flags: dict[str, list[str]] = {"fix": [], "at_most": [], "allow": []}
+    asked = Case(command="large", batch="512", space_flags=space_flags, problem=problem, space=space)
     one = beside_plans(asked, np.random.default_rng(3), 1000)
     assert one is not None
     assert one.wrong == ()

@@ -12,7 +12,7 @@ from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.rulebooks import BOOKS
 from autoplan.search.choice import pace
-from autoplan.search.limits import with_wishes
+from autoplan.search.limits import with_flags
 from autoplan.search.obvious import families, obvious
 from autoplan.search.study import search
 from autoplan.spec.model import Experts
@@ -60,8 +60,8 @@ def test_a_family_against_the_users_wishes_is_left_out() -> None:
     problem, space = make(fix=("tp=2",))
     told = obvious(problem, space, search(problem, space))
     assert all(one.plan.plan.tp == 2 for one in told)
-    free = with_wishes(space.limits, fix=(), at_most=("tp=8",), allow=())
-    assert dict(families(problem, free))["FSDP alone"].shardings == ("zero3",)
+    free = with_flags(space.limits, fix=(), at_most=("tp=8",), allow=())
+    assert dict(families(problem, free))["FSDP alone"].of("sharding") == ("zero3",)
 
 
 def test_a_framework_without_fsdp_has_no_family_of_it() -> None:

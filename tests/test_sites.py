@@ -11,7 +11,7 @@ from autoplan.cost.network.links import Links
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
-from autoplan.search.limits import default_limits, with_wishes
+from autoplan.search.limits import default_limits, with_flags
 from autoplan.search.ranking import RankedPlan
 from autoplan.search.space import Space
 from autoplan.search.study import search
@@ -55,7 +55,7 @@ def problem_of(cluster: ClusterSpec, model: ModelSpec) -> Problem:
 def ranked(cluster: ClusterSpec, model: ModelSpec, global_batch: int, *fixed: str) -> tuple[RankedPlan, ...]:
     """The best plans without interleaving whose micro-batches have 8 sequences at most."""
     problem = problem_of(cluster, model)
-    limits = with_wishes(
+    limits = with_flags(
         default_limits(problem, (global_batch,)), fix=fixed, at_most=["micro_batch=8", "vp=1"], allow=[]
     )
     return tuple(search(problem, Space(workload=problem.workload, limits=limits, rules=RULES)).ranked)

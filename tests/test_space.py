@@ -20,7 +20,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.rulebooks import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.read.cluster import load_cluster
-from autoplan.search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_wishes
+from autoplan.search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_flags
 from autoplan.search.space import Cell, Space, chunk_counts, layouts
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import Experts, ModelSpec
@@ -70,7 +70,7 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
             (vp, schedule, layout)
             for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp))
             for layout in ((limits.split(model, pp),) if limits.split else layouts(model.num_layers, pp, vp))
-            for schedule in limits.schedules
+            for schedule in limits.of("schedule")
             if schedule != "gpipe" or vp == 1
         ]
         for ep, etp, micro, (vp, schedule, layout), sharding, recompute, kind, batch in product(
@@ -78,9 +78,9 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
             sorted({1, tp}) if model.moe else [1],
             range(1, dict(limits.most)["micro_batch"] + 1),
             shapes,
-            limits.shardings,
+            limits.of("sharding"),
             limits.recomputes,
-            limits.cp_kinds if cp > 1 else limits.cp_kinds[:1],
+            limits.of("cp_kind")[: None if cp > 1 else 1],
             limits.global_batches,
         ):
             stage = tp * cp * replicate * shard
@@ -132,12 +132,9 @@ def test_enumeration_equals_brute_force(
         global_batches=batches,
         most=(("tp", 6), ("cp", 2), ("micro_batch", 4)),
         shard_domains=(2, 4) if book.shards_over_part else (),
-        precision="bf16",
         recomputes=recomputes,
-        shardings=book.usual_shardings,
-        schedules=book.words("schedule"),
         split=book.split,
-    )
+    ).where(sharding=book.usual_shardings, schedule=book.words("schedule"))
     space = replace(space_of(model, devices, limits), rules=book.rules)
     found = enumerated(space)
     shapes = list(all_shapes(limits, model, devices))
@@ -156,11 +153,8 @@ def test_what_is_turned_down_early_holds_no_legal_plan(book: Rulebook, model: Mo
         most=(("tp", 8), ("cp", 2), ("micro_batch", 2)),
         shard_domains=(4,) if book.shards_over_part else (),
         recomputes=("none", "full", *(("full:1", "full:2") if book.repeats_some_layers else ())),
-        shardings=book.words("sharding"),
-        schedules=book.words("schedule"),
-        offloads=("none", "optimizer"),
         split=book.split,
-    )
+    ).where(sharding=book.words("sharding"), schedule=book.words("schedule"), offload=("none", "optimizer"))
     space = replace(space_of(model, devices, limits), rules=book.rules)
     cells = space.cells()
     groups, owner = space.groups(cells)
@@ -299,36 +293,36 @@ def test_default_limits_follow_the_framework(
     framework: str, shardings: tuple[str, ...], schedules: tuple[str, ...], recomputes: tuple[str, ...]
 ) -> None:
     limits = default_limits(replace(problem(), framework=load_framework(framework)), (16,))
-    assert (limits.shardings, limits.schedules, limits.recomputes) == (shardings, schedules, recomputes)
+    assert (limits.of("sharding"), limits.of("schedule"), limits.recomputes) == (shardings, schedules, recomputes)
     check_words(framework, book_of(load_framework(framework)), limits)
 
 
 def test_a_schedule_goes_with_the_chunks_that_it_needs() -> None:
-    limits = with_wishes(default_limits(problem(), (16,)), fix=["schedule=zb-v"], at_most=(), allow=())
+    limits = with_flags(default_limits(problem(), (16,)), fix=["schedule=zb-v"], at_most=(), allow=())
     assert {(plan.schedule, plan.vp) for plan in enumerated(replace(space_of(MOE, 8, limits), rules=()))} == {
         ("zb-v", 2)
     }
-    wider = with_wishes(default_limits(problem(), (16,)), fix=(), at_most=["pp=2"], allow=["schedule=gpipe"])
+    wider = with_flags(default_limits(problem(), (16,)), fix=(), at_most=["pp=2"], allow=["schedule=gpipe"])
     found = {(plan.schedule, plan.pp) for plan in enumerated(replace(space_of(MOE, 8, wider), rules=()))}
     assert found == {("1f1b", 1), ("1f1b", 2), ("gpipe", 2), ("interleaved", 2)}
 
 
-def test_wishes_fix_bound_and_allow() -> None:
+def test_flags_fix_bound_and_allow() -> None:
     limits = default_limits(problem(), (16,))
-    wished = with_wishes(
+    asked = with_flags(
         limits, fix=["tp=16", "sharding=zero1", "micro-batch=2"], at_most=["PP=4", "cp=1"], allow=["tp-overlap"]
     )
-    plans = enumerated(replace(space_of(DENSE, 16, wished), rules=()))
+    plans = enumerated(replace(space_of(DENSE, 16, asked), rules=()))
     assert {plan.tp for plan in plans} == {16}
     assert {plan.sharding for plan in plans} == {"zero1"}
     assert {plan.micro_batch for plan in plans} == {2}
     assert {plan.cp for plan in plans} == {1}
     assert {plan.tp_overlap for plan in plans} == {False, True}
-    assert "tp = 16" in wished.describe()
+    assert "tp = 16" in asked.describe()
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "flags",
     [
         {"fix": ["tp"]},
         {"fix": ["tp=x"]},
@@ -343,10 +337,10 @@ def test_wishes_fix_bound_and_allow() -> None:
         {"allow": ["luck"]},
     ],
 )
-def test_senseless_wishes_are_refused(wish: dict[str, list[str]]) -> None:
-    asked = {"fix": [], "at_most": [], "allow": [], **wish}
+def test_senseless_flags_are_refused(flags: dict[str, list[str]]) -> None:
+    asked = {"fix": [], "at_most": [], "allow": [], **flags}
     with pytest.raises(InputError):
-        with_wishes(default_limits(problem(), (16,)), **asked)
+        with_flags(default_limits(problem(), (16,)), **asked)
 
 
 @pytest.mark.parametrize(
@@ -360,13 +354,13 @@ def test_senseless_wishes_are_refused(wish: dict[str, list[str]]) -> None:
 )
 def test_what_is_no_axis_points_to_the_right_flag(fix: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        with_wishes(default_limits(problem(), (16,)), fix=[fix], at_most=(), allow=())
+        with_flags(default_limits(problem(), (16,)), fix=[fix], at_most=(), allow=())
 
 
 def test_a_fixed_value_replaces_a_default_bound_but_not_that_of_the_user() -> None:
-    assert with_wishes(default_limits(problem(), (16,)), fix=["tp=16"], at_most=(), allow=()).fixes("tp")
+    assert with_flags(default_limits(problem(), (16,)), fix=["tp=16"], at_most=(), allow=()).fixes("tp")
     with pytest.raises(InputError, match="--fix tp=8 is above --max tp=4"):
-        with_wishes(default_limits(problem(), (16,)), fix=["tp=8"], at_most=["tp=4"], allow=())
+        with_flags(default_limits(problem(), (16,)), fix=["tp=8"], at_most=["tp=4"], allow=())
 
 
 def test_cells_are_ordered_by_stages() -> None:
@@ -388,9 +382,9 @@ def test_both_rank_orders_are_looked_at_where_links_beyond_a_node_differ(
     cluster = replace(cluster, network=replace(cluster.network, tiers=tiers))
     problem = Problem(model=MOE, training=TRAINING, cluster=cluster, framework=load_framework(framework))
     limits = default_limits(problem, (8,))
-    assert limits.rank_orders == tuple(RankOrder)[:orders]
+    assert limits.of("rank_order") == tuple(RankOrder)[:orders]
     found = {plan.rank_order for plan in enumerated(space_of(MOE, 8, limits))}
     assert found == set(tuple(RankOrder)[:orders])
-    fixed = with_wishes(limits, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], allow=[])
-    assert fixed.rank_orders == tuple(RankOrder)[1:]
+    fixed = with_flags(limits, fix=["rank_order=tp-cp-ep-pp-dp"], at_most=[], allow=[])
+    assert fixed.of("rank_order") == tuple(RankOrder)[1:]
     assert all(plan.pp == 1 or plan.ep * plan.etp == plan.tp * plan.cp for plan in enumerated(space_of(MOE, 8, fixed)))

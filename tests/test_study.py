@@ -11,7 +11,7 @@ import pytest
 from autoplan.base.errors import NoPlanError
 from autoplan.cost.estimate import estimate
 from autoplan.search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
-from autoplan.search.limits import with_wishes
+from autoplan.search.limits import with_flags
 from autoplan.search.ranking import Leaders, ordering, ranked, seconds_per_sequence
 from autoplan.search.storage import opened
 from autoplan.search.study import MARGIN, Shared, search
@@ -102,14 +102,14 @@ def test_ways_out_are_true() -> None:
     )
     assert search(larger, wider).ranked
     for flag in re.findall(r"with --allow (\w+)", says):
-        allowed = with_wishes(space.limits, fix=(), at_most=(), allow=(flag,))
+        allowed = with_flags(space.limits, fix=(), at_most=(), allow=(flag,))
         assert search(problem, replace(space, limits=allowed)).ranked
 
 
 def test_a_single_device_may_keep_its_optimizer_on_the_host() -> None:
     problem, space = make(DENSE, "h100-sxm:1x1", batches=(16,))
     assert not search(problem, space).ranked
-    allowed = replace(space, limits=with_wishes(space.limits, fix=(), at_most=(), allow=("offload",)))
+    allowed = replace(space, limits=with_flags(space.limits, fix=(), at_most=(), allow=("offload",)))
     best = search(problem, allowed).ranked[0].plan
     assert (best.offload, best.sharding) == ("optimizer", "zero1")
     batch, _ = allowed.plans(allowed.cells())

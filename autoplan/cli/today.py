@@ -69,23 +69,24 @@ def start_from(
 
 def allowed_for(problem: Problem, plan: ParallelPlan) -> list[str]:
     """What a search must be allowed to find the plan of a launch file, where the framework admits that."""
-    from autoplan.search.limits import USUAL_SCHEDULES, default_limits
+    from autoplan.search.limits import default_limits
+    from autoplan.spec.axes import USUAL_SCHEDULES
 
     if _faults(problem, plan):
         return []
     usual = default_limits(problem, (plan.global_batch,))
-    wishes: list[str] = []
-    if plan.sharding in ("zero2", "zero3") and plan.sharding not in usual.shardings:
-        wishes.append(plan.sharding)
+    allowed: list[str] = []
+    if plan.sharding in ("zero2", "zero3") and plan.sharding not in usual.of("sharding"):
+        allowed.append(plan.sharding)
     if plan.offload != "none":
-        wishes.append("offload")
+        allowed.append("offload")
     if plan.schedule not in USUAL_SCHEDULES:
-        wishes.append(f"schedule={plan.schedule}")
+        allowed.append(f"schedule={plan.schedule}")
     if plan.tp_overlap and problem.framework.overlap.tp_overlap_share:
-        wishes.append("tp_overlap")
+        allowed.append("tp_overlap")
     if plan.recompute_num_layers is not None and usual.partial_recomputes:
-        wishes.append("partial_recompute")
-    return wishes
+        allowed.append("partial_recompute")
+    return allowed
 
 
 def nearest_result(problem: Problem, space: Space, result: SearchResult, plan: ParallelPlan) -> SearchResult:

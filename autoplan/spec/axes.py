@@ -6,15 +6,12 @@ offers it in the rules and option tables of `autoplan.frameworks`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-
-from autoplan.base.arrays import Bools, Ints
 from autoplan.base.errors import InputError
 from autoplan.spec.enums import (
     CodedEnum,
@@ -113,7 +110,7 @@ class Axis:
     change: str | None = None  # the change of a plan that holds it, where it is not one by itself; "": none does
     searched: tuple[Value, ...] = ()  # words or flags that a search tries; none: only the default
     allowed: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)  # by what --allow calls them, more of these
-    elsewhere: str = ""  # the flag that says it, where a search cannot fix it
+    elsewhere: str = ""  # where it is said, if not by --fix
     flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
     flag_default: object = ...  # where it is not the default: None follows from other axes
     metavar: str | None = None
@@ -129,13 +126,8 @@ class Axis:
         return self.kind is not Kind.LIST and self.name != "dp"
 
     @property
-    def is_searched(self) -> bool:
-        """Whether `Limits` hold its values one by one."""
-        return bool(self.searched)
-
-    @property
-    def is_fixed_by_number(self) -> bool:
-        """Whether it is a count that a search may be told, or bounded."""
+    def can_be_bounded(self) -> bool:
+        """Whether a search may be told the most that it may be."""
         return self.kind is Kind.COUNT and not self.elsewhere
 
     @property
@@ -152,16 +144,15 @@ class Axis:
         """Return the number that stands for a value in a batch."""
         return value.code if isinstance(value, CodedEnum) else int(value)  # type: ignore[call-overload]
 
-    def column(self, values: Sequence[object]) -> Ints | Bools:
-        """Return the array of a batch that holds `values`."""
-        codes = [self.code(value) for value in values]
-        return np.array(codes, dtype=np.bool_) if self.kind is Kind.FLAG else np.array(codes, dtype=np.int64)
-
     def value(self, code: int) -> int | Value:
         """Return the value that a number in a batch stands for."""
         if self.enum:
             return tuple(self.enum)[code]
         return bool(code) if self.kind is Kind.FLAG else int(code)
+
+    def word(self, value: Value | str) -> Value:
+        """Return the member of the enumeration that a text names; a flag is what it is."""
+        return self.enum(str(value)) if self.enum else bool(value)
 
     def parse(self, text: str, option: str) -> int | Value:
         """Return the value that `text` names; an `InputError` begins with the `option` that it was typed after."""
@@ -231,12 +222,14 @@ AXES: tuple[Axis, ...] = (
         help="Parts of a layer that selective recomputation repeats.",
         default=DEFAULT_RECOMPUTE_MODULES,
         change="recompute",
+        elsewhere="use recompute",
         flag="",
     ),
     _list(
         name="recompute_num_layers",
         help="Layers of every chunk that full recomputation repeats; all.",
         change="recompute",
+        elsewhere="use recompute",
         flag="",
     ),
     _flag(
@@ -262,6 +255,7 @@ AXES: tuple[Axis, ...] = (
         needs=Needs.SPREAD_EXPERTS,
         label="overlap of expert traffic",
         phrase="overlapped expert traffic",
+        elsewhere="searches leave it off, price it with autoplan estimate --ep-overlap",
     ),
     _flag(
         name="grad_reduce_overlap",
@@ -269,6 +263,7 @@ AXES: tuple[Axis, ...] = (
         default=True,
         needs=Needs.COPIES,
         label="overlap of the gradient reduction",
+        elsewhere="searches leave it on",
         flag="",
     ),
     _flag(
@@ -277,6 +272,7 @@ AXES: tuple[Axis, ...] = (
         default=True,
         needs=Needs.COPIES,
         label="overlap of the parameter gather",
+        elsewhere="searches leave it on",
         flag="",
     ),
     _word(
@@ -294,6 +290,7 @@ AXES: tuple[Axis, ...] = (
         needs=Needs.STAGES,
         label="layers of the chunks",
         change="layers",
+        elsewhere="searches spread the layers, --allow uneven_stages widens how",
         flag="--layers",
         metavar="N,N,...",
     ),
@@ -329,21 +326,33 @@ AXES: tuple[Axis, ...] = (
         elsewhere="use --precision",
         flag="",
     ),
-    _list(name="tp_grid", help="Tensor parallelism in several dimensions.", change="", flag=""),
+    _list(
+        name="tp_grid",
+        help="Tensor parallelism in several dimensions.",
+        change="",
+        elsewhere="no launcher supports it",
+        flag="",
+    ),
     _list(
         name="placement",
         help="Nodes in the order of the ranks; as the cluster has them.",
         label="order of the nodes",
         change="nodes",
+        elsewhere="searches order the nodes",
         metavar="NODE,NODE,...",
     ),
 )
 
 AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
 COLUMNS: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.is_column)
-SEARCHED: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.is_searched)
+SEARCHED: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.searched)
 # By the name of a change of a plan, how it is called on screen.
 LABELS: dict[str, str] = {axis.told_as: axis.label for axis in AXES if axis.label}
+
+
+def shown(value: object) -> str:
+    """Return a word, a number or a flag as a person reads it."""
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
 def words_of(axis: str) -> tuple[CodedEnum, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
-from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, Kind
+from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, Axis, Kind
 from autoplan.spec.enums import (
     ContextParallelKind,
     Offload,
@@ -249,7 +249,10 @@ class PlanBatch:
         for plan in plans:
             check_priced(plan)
             index.append(layouts.setdefault(chunk_layers(plan, num_layers), len(layouts)))
-        arrays = {axis.name: axis.column([getattr(plan, axis.name) for plan in plans]) for axis in COLUMNS}
+        arrays = {
+            axis.name: np.array([axis.code(getattr(plan, axis.name)) for plan in plans], dtype=column_type(axis))
+            for axis in COLUMNS
+        }
         arrays["recompute_modules"] = np.array([module_bits(plan) for plan in plans], dtype=np.int64)
         arrays["recompute_num_layers"] = np.array([repeated_layers(plan) for plan in plans], dtype=np.int64)
         layout = np.array(index, dtype=np.int64)
@@ -296,6 +299,11 @@ class PlanBatch:
         if len(placements) > 1:
             raise InputError("plans of one batch must have the same placement")
         return PlanBatch(**arrays, layouts=tuple(layouts), placement=placements.pop())
+
+
+def column_type(axis: Axis) -> type[np.bool_ | np.int64]:
+    """Return the type of the numbers of a batch's column."""
+    return np.bool_ if axis.kind is Kind.FLAG else np.int64
 
 
 @cache
