@@ -19,6 +19,7 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import NORMAL_90
 from autoplan.search.findings import KEPT_WINNERS
+from autoplan.spec.axes import SEARCHED, Kind
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Confidence, Contender, RankedPlan, SearchResult
@@ -38,6 +39,7 @@ COMPONENTS = {
     "states": ("fsdp_communication", "data_parallel_reduce", "parameter_gather"),
     "pipeline": ("pipeline_bubble", "pipeline_send"),
 }
+_SEARCHED_FLAGS = tuple(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG)
 MOST_CONTENDERS = 20  # of which the answer holds the plans
 
 
@@ -75,7 +77,7 @@ def kind_of(plan: ParallelPlan) -> Hashable:
     return (
         (plan.pp, plan.tp, plan.cp, plan.ep, plan.etp, plan.dp, plan.micro_batch, plan.schedule),
         (plan.recompute, plan.recompute_modules, plan.recompute_num_layers),
-        (plan.sharding in ("zero2", "zero3"), plan.offload, plan.tp_overlap),
+        (plan.sharding in ("zero2", "zero3"), plan.offload, *(getattr(plan, name) for name in _SEARCHED_FLAGS)),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,12 +13,13 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken, legal
 from autoplan.frameworks.rulebooks import book_of
-from autoplan.search.axes import FLAGS, axes_of, differing, plan_of, words
+from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared
 from autoplan.search.nearest import neighbours
 from autoplan.search.ranking import TIE, ranked, seconds_per_sequence
 from autoplan.search.walk import Way, changes, prices
-from autoplan.spec.enums import CodedEnum, ContextParallelKind, Offload, Schedule, Sharding
+from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, USUAL_SCHEDULES, Kind
+from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import AxisChange, Explanation, Neighbour, Versus
 from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
@@ -32,8 +32,10 @@ MOST_ALTERNATIVES = 3
 MOST_RULES = 3
 MOST_BATCH = 1.5  # of the batch asked for: a larger one is faster for its size alone
 LEAST_GAIN = 0.005  # less is no reason to change anything
-COUNTS = ("tp", "cp", "pp", "ep", "etp", "micro_batch", "global_batch")
-WORDS: dict[str, tuple[CodedEnum, ...]] = {"offload": tuple(Offload), "cp_kind": tuple(ContextParallelKind)}
+# The axes that --versus may change; those with a change of their own, and two that change with others.
+TYPED = tuple(
+    axis for axis in AXES if axis.kind is not Kind.LIST and (axis.change is None or axis.name in ("vp", "dp_shard"))
+)
 
 
 def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> Explanation:
@@ -172,68 +174,53 @@ def versus(problem: Problem, best: ParallelPlan, name: str, other: ParallelPlan,
     )
 
 
-def changed(problem: Problem, plan: ParallelPlan, wishes: str) -> ParallelPlan:
-    """`plan` with the values of 'tp=4,pp=8'; what depends on them follows, as data parallelism does."""
+def changed(problem: Problem, plan: ParallelPlan, typed: str) -> ParallelPlan:
+    """Return `plan` with the values of 'tp=4,pp=8'; what depends on them follows, as data parallelism does."""
     axes = dict(axes_of(problem.model, plan))
-    schedule, vp = axes.get("schedule", ("1f1b", 1))
-    wanted = _wanted(wishes)
-    for axis, value in wanted.items():
-        match axis:
+    schedule, vp = axes.get("schedule", (Schedule.ONE_F_ONE_B, 1))
+    wanted = _wanted(typed)
+    for name, text in wanted.items():
+        if name not in (axis.name for axis in TYPED):
+            raise InputError(f"--versus {name}: unknown axis; known: {', '.join(axis.name for axis in TYPED)}")
+        if name == "recompute":
+            fields = parse_recompute(text)
+            modules = fields.get("recompute_modules", DEFAULT_RECOMPUTE_MODULES)
+            axes[name] = (fields["recompute"], modules, fields.get("recompute_num_layers"))
+            continue
+        value = AXIS[name].parse(text, "--versus")
+        match name:
             case "vp":
-                vp = _number(axis, value)
-                if "schedule" not in wanted and schedule in ("1f1b", "interleaved"):
-                    schedule = "interleaved" if vp > 1 else "1f1b"
+                vp = int(value)
+                if "schedule" not in wanted and schedule in USUAL_SCHEDULES:
+                    schedule = Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B
             case "schedule":
-                schedule = _word(axis, value.replace("_", "-"), tuple(Schedule))
+                schedule = Schedule(str(value))
                 if "vp" not in wanted:
                     vp = 2 if schedule in ("zb-v", "dualpipe-v") else vp if schedule == "interleaved" else 1
             case "sharding":
-                axes["sharding"] = (_word(axis, value, tuple(Sharding)), None)
+                axes["sharding"] = (value, None)
             case "dp_shard":
-                axes["sharding"] = (axes.get("sharding", (plan.sharding, None))[0], _number(axis, value))
-            case "recompute":
-                fields = parse_recompute(value)
-                modules = fields.get("recompute_modules", ParallelPlan(global_batch=1).recompute_modules)
-                axes["recompute"] = (fields["recompute"], modules, fields.get("recompute_num_layers"))
-            case _ if axis in COUNTS:
-                axes[axis] = _number(axis, value)
-            case _ if axis in WORDS:
-                axes[axis] = _word(axis, value, WORDS[axis])
-            case _ if axis in FLAGS:
-                axes[axis] = _word(axis, value, ("on", "off")) == "on"
+                axes["sharding"] = (axes.get("sharding", (plan.sharding, None))[0], value)
             case _:
-                known = (*COUNTS, "vp", "dp_shard", "recompute", "schedule", "sharding", *WORDS, *FLAGS)
-                raise InputError(f"--versus {axis}: unknown axis; known: {', '.join(known)}")
+                axes[name] = value
     axes["schedule"] = (schedule, vp)
     try:
         other = plan_of(problem, axes)
     except AutoplanError as error:
-        raise InputError(f"--versus {wishes}: {error}") from None
+        raise InputError(f"--versus {typed}: {error}") from None
     if not differing(axes_of(problem.model, plan), axes_of(problem.model, other)):
-        raise InputError(f"--versus {wishes} changes nothing: the plan is {plan.describe()}")
+        raise InputError(f"--versus {typed} changes nothing: the plan is {plan.describe()}")
     return other
 
 
-def _wanted(wishes: str) -> dict[str, str]:
+def _wanted(typed: str) -> dict[str, str]:
     """The value of each axis in 'tp=4,pp=8'; `sharding` stands before the number of ranks over which it is."""
     wanted: dict[str, str] = {}
-    for wish in wishes.split(","):
-        axis, sign, value = (part.strip().lower().replace("-", "_") for part in wish.partition("="))
+    for text in typed.split(","):
+        axis, sign, value = (part.strip().lower().replace("-", "_") for part in text.partition("="))
         if not sign or not value:
-            raise InputError(f"--versus {wishes!r}: no such file; write a plan file, or changes such as tp=4,pp=8")
+            raise InputError(f"--versus {typed!r}: no such file; write a plan file, or changes such as tp=4,pp=8")
         if axis in wanted:
-            raise InputError(f"--versus {wishes}: {axis} is given twice: leave one of them out")
+            raise InputError(f"--versus {typed}: {axis} is given twice: leave one of them out")
         wanted[axis] = value
-    return dict(sorted(wanted.items(), key=lambda one: one[0] == "dp_shard"))
-
-
-def _number(axis: str, value: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,6}", value):
-        raise InputError(f"--versus {axis}={value}: must be a whole number from 1 to 9999999")
-    return int(value)
-
-
-def _word(axis: str, value: str, known: Sequence[str]) -> str:
-    if value not in known:
-        raise InputError(f"--versus {axis}={value}: must be one of {', '.join(known)}")
-    return value
+    return dict(sorted(wanted.items(), key=lambda item: item[0] == "dp_shard"))

@@ -13,11 +13,11 @@ from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.rulebooks import book_of
-from autoplan.search.axes import FLAGS, WITH_TP, axes_of, differing, plan_of, words
+from autoplan.search.axes import WITH_TP, axes_of, differing, plan_of, words
 from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.search.space import chunk_counts
-from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES, Kind
 from autoplan.spec.enums import Offload
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -90,7 +90,7 @@ def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
     values["micro_batch"] = [*divisors(plan.global_batch)]
     if model.moe:
         values["ep"] = [*divisors(model.moe.num_experts)]
-    values = {axis: [one for one in some if limits.admits(axis, one)] for axis, some in values.items()}
+    values = {axis: [count for count in counts if limits.admits(axis, count)] for axis, counts in values.items()}
     if "etp" in axes:
         values["etp"] = [1, WITH_TP]
     if plan.pp > 1:
@@ -101,8 +101,8 @@ def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
     if "sharding" in axes:
         values["sharding"] = [(kind, None) for kind in book.words("sharding")]
     values["recompute"] = [(kind, DEFAULT_RECOMPUTE_MODULES, None) for kind in book.words("recompute")]
-    values["offload"] = [one for one in Offload if one != "activations"]
-    values |= {axis: [not axes[axis]] for axis in FLAGS if axis in axes}
+    values["offload"] = [Offload.NONE, Offload.OPTIMIZER]
+    values |= {axis.name: [not axes[axis.name]] for axis in AXES if axis.kind is Kind.FLAG and axis.name in axes}
     values["cp_kind"] = [*book.words("cp_kind")] if plan.cp > 1 else []
     values["rank_order"] = [*problem.framework.rank_orders] if "rank_order" in axes else []
-    return {axis: [one for one in some if one != axes.get(axis)] for axis, some in values.items()}
+    return {axis: [value for value in choices if value != axes.get(axis)] for axis, choices in values.items()}

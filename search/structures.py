@@ -1,4 +1,4 @@
-"""Which pipelines can the parts of a mixed cluster form, alone and together?"""
+"""Pipelines that the parts of a mixed cluster can form, alone and together."""
 
 from __future__ import annotations
 
@@ -46,9 +46,13 @@ def tensor_degrees(problem: MixedProblem, part: int) -> tuple[int, ...]:
     most, degrees = min(cluster.levels[-1].num_devices, cluster.num_devices), []
     for power in range(most.bit_length()):
         tp = 2**power
-        sp = tp > 1 and problem.framework.network.sequence_parallel and problem.training.seq_len % tp == 0
-        etp = tp if problem.model.moe else 1
-        plan = ParallelPlan(global_batch=1, tp=tp, sp=sp, etp=etp, precision=problem.training.precision)
+        plan = ParallelPlan.derived(
+            has_experts=problem.model.moe is not None,
+            global_batch=1,
+            tp=tp,
+            sp=problem.framework.network.sequence_parallel and problem.training.seq_len % tp == 0,
+            precision=problem.training.precision,
+        )
         workload = Workload(model=problem.model, training=problem.training, num_devices=tp)
         if cluster.num_devices % tp == 0 and not broken(rules, workload, plan):
             degrees.append(tp)

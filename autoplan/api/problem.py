@@ -17,7 +17,7 @@ from autoplan.frameworks.rulebooks import book_of
 from autoplan.read.calibration import built_in_calibration, load_calibration
 from autoplan.read.mixed_cluster import load_parts
 from autoplan.read.model import load_model as read_model
-from autoplan.search.limits import batch_grid, check_words, default_limits, with_wishes
+from autoplan.search.limits import batch_grid, check_words, default_limits, with_flags
 from autoplan.search.placement import is_fragmented
 from autoplan.search.space import Space
 from autoplan.spec.enums import Precision
@@ -227,12 +227,12 @@ def make_space(
     check_framework(problem.framework)
     low, high = parse_batches(str(global_batch))
     batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
-    limits = with_wishes(default_limits(problem, batches), fix=fix, at_most=at_most, allow=allow)
+    limits = with_flags(default_limits(problem, batches), fix=fix, at_most=at_most, allow=allow)
     book = book_of(problem.framework)
     check_words(problem.framework.name, book, limits)
-    if any(limits.tp_overlaps):
+    if any(limits.of("tp_overlap")):
         check_tp_overlap(problem.framework)
-    for rank_order in limits.rank_orders:
-        check_rank_order(problem.framework, rank_order)
+    for rank_order in limits.of("rank_order"):
+        check_rank_order(problem.framework, str(rank_order))
     placement = by_switch(problem.cluster) if is_fragmented(problem) else None
     return Space(workload=problem.workload, limits=limits, rules=book.rules, placement=placement)

@@ -64,9 +64,9 @@ def explain(
         return
     from autoplan.report.explain import print_explanation
     from autoplan.report.terminal import make_console
-    from autoplan.search.axes import NAMES
+    from autoplan.spec.axes import LABELS
 
-    print_explanation(make_console(), file, found, NAMES, str(plan))
+    print_explanation(make_console(), file, found, LABELS, str(plan))
 
 
 def _versus(problem: Problem, best: ParallelPlan, against: str, url: str | None) -> Versus:

@@ -64,9 +64,9 @@ def _nearest(file: PlanFile, to: str, version: str | None, *, most_changes: int)
 def _difference(best: RankedPlan, near: Near) -> str:
     """What changes, and what that costs."""
     from autoplan.base.units import format_percent, format_seconds
-    from autoplan.search.axes import NAMES
+    from autoplan.spec.axes import LABELS
 
-    changes = ", ".join(f"{NAMES.get(axis, axis)} {value} instead of {old}" for axis, value, old in near.changes)
+    changes = ", ".join(f"{LABELS.get(axis, axis)} {value} instead of {old}" for axis, value, old in near.changes)
     ratio = near.plan.step_s / best.step_s - 1.0
     step = f"{format_seconds(near.plan.step_s)} a step instead of {format_seconds(best.step_s)}"
     return f"{changes}; {step}, {format_percent(abs(ratio))} {'slower' if ratio >= 0 else 'faster'}"

@@ -267,7 +267,7 @@ def _print(file: PlanFile, path: Path) -> None:
         print_run(console, file.run)
     if file.today:
         from autoplan.report.launch_file import print_today
-        from autoplan.search.axes import NAMES
+        from autoplan.spec.axes import LABELS
 
-        print_today(console, file.today, NAMES)
+        print_today(console, file.today, LABELS)
     print_next_steps(console, ("why", f" autoplan explain {shlex.quote(str(path))}"), next_step(file, path))

@@ -72,6 +72,11 @@ class Needs(Enum):
     STAGES_AND_REPLICAS = "pp > 1 and dp > 1"
     COPIES = "parameters that several ranks hold"
 
+    @property
+    def order(self) -> int:
+        """The place among the conditions."""
+        return list(Needs).index(self)
+
     def are_met(self, degrees: Degrees, *, has_experts: bool) -> bool:
         """Return whether the axis means something where a model has experts, or none, and these degrees."""
         match self:

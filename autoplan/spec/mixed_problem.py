@@ -240,17 +240,16 @@ class MixedProblem:
 def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: int) -> ParallelPlan:
     """The plan in which all replicas were of `kind` and all their stages had the tensor-parallel degree `tp`."""
     training, replicas = problem.training, plan.num_replicas
-    return ParallelPlan(
+    return ParallelPlan.derived(
+        has_experts=problem.model.moe is not None,
         global_batch=kind.micro_batch * kind.num_microbatches * replicas,
         micro_batch=kind.micro_batch,
         tp=tp,
-        sp=tp > 1 and problem.framework.network.sequence_parallel and training.seq_len % tp == 0,
+        sp=problem.framework.network.sequence_parallel and training.seq_len % tp == 0,
         pp=len(kind.stages),
         layers_per_chunk=tuple(stage.layers for stage in kind.stages),
-        etp=tp if problem.model.moe else 1,
         dp_shard=replicas,
         sharding=plan.sharding,
-        param_gather_overlap=plan.sharding != "none",
         recompute=plan.recompute,
         precision=plan.precision,
     )

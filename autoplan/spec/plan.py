@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -114,6 +115,11 @@ class ParallelPlan:
                 "use zb-v or a smaller pp"
             )
 
+    @classmethod
+    def derived(cls, **values: Any) -> ParallelPlan:
+        """Return the plan of `values` and of what `derived_values` adds to them."""
+        return cls(**derived_values(**values))
+
     @property
     def dp(self) -> int:
         """Data-parallel degree."""
@@ -167,6 +173,44 @@ class ParallelPlan:
         if self.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
             return f"recompute of {' and '.join(self.recompute_modules)}"
         return f"{self.recompute} recompute"
+
+
+def derived_values(
+    *, num_devices: int | None = None, has_experts: bool = False, hint: str = "", **values: Any
+) -> dict[str, Any]:
+    """Return the fields of a plan: `values`, and those that follow from them where they are missing or None.
+
+    Data parallelism takes what the other degrees leave of the devices, and all replicas that are no copies share their
+    states; chunks of a rank are interleaved; experts are split like other matrices.  Sequence parallelism needs tp > 1,
+    and where nothing is sharded no parameters are gathered.  `hint` ends the refusal of degrees that do not divide.
+    """
+    tp = values.get("tp", 1)
+    if num_devices is not None:
+        dp = _data_parallel(num_devices, {axis: values.get(axis, 1) for axis in ("tp", "cp", "pp")}, hint)
+        if (group := values.get("dp_shard")) and dp % group:
+            raise InputError(f"dp {dp} is no multiple of the {group} ranks that states are sharded over")
+        copies = values.get("dp_replicate", dp // group if group else 1)
+        if dp % copies:
+            raise InputError(f"dp_replicate {copies} does not divide dp {dp}{hint}")
+        values |= {"dp_replicate": copies, "dp_shard": dp // copies}
+    if values.get("schedule") is None:
+        values["schedule"] = Schedule.INTERLEAVED if values.get("vp", 1) > 1 else Schedule.ONE_F_ONE_B
+    if values.get("etp") is None:
+        values["etp"] = tp if has_experts else 1
+    gathers = values.get("param_gather_overlap", True) and values.get("sharding") != Sharding.NONE
+    return values | {"sp": tp > 1 and bool(values.get("sp")), "param_gather_overlap": gathers}
+
+
+def _data_parallel(num_devices: int, degrees: Mapping[str, int], hint: str) -> int:
+    """The replicas that other degrees leave of the devices."""
+    for axis, degree in degrees.items():
+        if degree < 1:
+            raise InputError(f"{axis} must be at least 1, got {degree}")
+    dp, rest = divmod(num_devices, math.prod(degrees.values()))
+    if rest or not dp:
+        shown = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        raise InputError(f"{shown} does not divide the {num_devices} devices{hint}")
+    return dp
 
 
 def check_priced(plan: ParallelPlan) -> None:
