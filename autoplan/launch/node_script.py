@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from autoplan.frameworks.common.header import comment
-from autoplan.frameworks.common.job import File, LaunchVariable
+from autoplan.frameworks.common.job import EnvironmentVariable, File, LaunchVariable, OptionGroup
 from autoplan.launch.names import Launcher
 from autoplan.launch.preflight import preflight
 from autoplan.launch.start import Start, header, script
