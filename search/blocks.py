@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from autoplan.search.space import Cell
 
@@ -51,16 +51,6 @@ class BlockResult:
 
 NextRound = Callable[[list[BlockResult]], Sequence[Block]]  # empty: there is nothing left to price
 PriceBlock = Callable[[Block], BlockOutcome]
-
-
-class Rounds(Protocol):
-    """Prices rounds of blocks."""
-
-    def results(self) -> list[BlockResult]:
-        """Return what has been priced by now."""
-
-    def run(self, next_round: NextRound, price: PriceBlock) -> None:
-        """Price blocks until the next round is empty; `next_round` must not depend on the order of results."""
 
 
 class LocalRounds:

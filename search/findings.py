@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,37 +27,6 @@ KEPT = 1000  # plans that a result ranks
 KEPT_WINNERS = 20_000  # best plans of cells, of which a result holds one a cell
 SLACK = 2  # ties by which a bound may lie above an estimate, through rounding
 MOST_BYTES = 1 << 24  # of the text of one block when unpacked
-
-
-class Incumbents(Protocol):
-    """The best plans so far, and what they say of plans that are not priced yet.
-
-    Bounds and measures have the shape (plans, measures).
-    """
-
-    least_skipped: float  # least bound, in the first measure, of what was ruled out
-
-    @property
-    def batch(self) -> PlanBatch | None:
-        """The plans, best first."""
-
-    def emptied(self) -> Incumbents:
-        """Return incumbents that rule out the same plans and hold none."""
-
-    def rules_out(self, bounds: Floats) -> Bools:
-        """Return whether plans with these bounds need no price."""
-
-    def skip(self, bounds: Floats) -> None:
-        """Remember the least of these bounds, whose plans are ruled out."""
-
-    def offer(self, measures: Floats, batch: PlanBatch) -> None:
-        """Take in the plans of `batch` that are good enough, and drop those that they replace."""
-
-    def rows(self) -> dict[str, Any]:
-        """Return plain values for `add_rows`."""
-
-    def add_rows(self, rows: dict[str, Any], placement: tuple[str, ...] | None) -> None:
-        """Take in what was kept elsewhere; the order does not matter."""
 
 
 class NearBest:
@@ -117,8 +86,6 @@ class Front:
     Measures are compared by the logarithm, in steps of `TIE`.
     """
 
-    least_skipped = math.inf  # has no meaning where no measure decides alone
-
     def __init__(self, num_measures: int) -> None:
         self.batch: PlanBatch | None = None
         self._keys: Ints = np.empty((0, num_measures), dtype=np.int64)
@@ -173,6 +140,9 @@ class Front:
         """Take in what was kept elsewhere; the order does not matter."""
         if rows:
             self._add(np.array(rows["keys"], dtype=np.int64), batch_of(rows, placement))
+
+
+Incumbents = NearBest | Front  # bounds and measures have the shape (plans, measures)
 
 
 @dataclass(slots=True)

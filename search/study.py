@@ -15,7 +15,7 @@ import numpy as np
 
 from autoplan.base.errors import NoPlanError
 from autoplan.cost.estimate import estimate
-from autoplan.search.blocks import CELL_AXES, Block, BlockOutcome, BlockResult, LocalRounds, Rounds
+from autoplan.search.blocks import CELL_AXES, Block, BlockOutcome, BlockResult, LocalRounds
 from autoplan.search.findings import FITS, RISKY, Findings, Front, Incumbents, NearBest
 from autoplan.search.frontier import BLOCK_KINDS, Frontier, OpenKinds, best_first
 from autoplan.search.objectives import Measure
@@ -113,7 +113,7 @@ class _Search:
         self._open_kinds: dict[int, OpenKinds] = {}
         self._known: dict[tuple[int, int], Incumbents] = {}
 
-    def best_first(self, rounds: Rounds) -> Findings:
+    def best_first(self, rounds: LocalRounds | Ledger) -> Findings:
         """Price cells in the order of their bounds until what was found rules out the others."""
         findings = Findings(self._no_incumbents())
 
@@ -190,7 +190,7 @@ class _Search:
             findings.add_packed(result.findings, self._frontier.space.placement)
         return findings
 
-    def _incumbents_before(self, block: Block, rounds: Rounds) -> Incumbents:
+    def _incumbents_before(self, block: Block, rounds: LocalRounds | Ledger) -> Incumbents:
         """Return what was known when the round of a block began: a block must not depend on what was found since."""
         key = block.verdict, block.round
         if key not in self._known:
@@ -250,11 +250,7 @@ def _result(frontier: Frontier, findings: Findings) -> SearchResult:
         priced=counts["priced"],
         fitting=counts[VERDICTS[FITS]],
         risky=counts[VERDICTS[RISKY]],
-        best_step_s=min((plan.step_s for plan in plans), default=None)
-        if is_front
-        else plans[0].step_s
-        if plans
-        else None,
+        best_step_s=min((plan.step_s for plan in (plans if is_front else plans[:1])), default=None),
         least_left=least_left,
         proven=proven,
         limits=frontier.space.describe(),
