@@ -1,10 +1,15 @@
-"""What has a search seen so far?  Counts and best plans, put together from blocks, and as text for a study."""
+"""Results of a search so far: counts and best plans, merged from blocks, and written as text into a study.
+
+Two classes keep plans: `NearBest` all plans within a margin of the fastest, `Front` the plans that no other one beats
+in every measure.  Both say which bounds rule a plan out, so that one engine serves one measure and several.
+"""
 
 from __future__ import annotations
 
 import base64
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -12,96 +17,190 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from autoplan.base.arrays import Floats
-from autoplan.search.ranking import TIE, Leaders
+from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.search.ranking import TIE, Leaders, ordering
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import PlanBatch
 
 FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 KEPT = 1000  # plans that a result ranks
-KEPT_WINNERS = 20_000  # best plans of cells, of which a result tells one a cell
-COUNTS = ("expanded", "bounded", "priced")
+KEPT_WINNERS = 20_000  # best plans of cells, of which a result holds one a cell
+SLACK = 2  # ties by which a bound may lie above an estimate, through rounding
 MOST_BYTES = 1 << 24  # of the text of one block when unpacked
+
+
+class NearBest:
+    """Incumbents in one measure: all plans within `margin` of the best."""
+
+    def __init__(self, margin: float) -> None:
+        self.margin = margin
+        self.best = math.inf
+        self.least_skipped = math.inf
+        self.plans = Leaders(KEPT)
+
+    @property
+    def batch(self) -> PlanBatch | None:
+        """The plans, best first; some may be above the bar, which has fallen since."""
+        return self.plans.batch
+
+    @property
+    def bar(self) -> float:
+        """Value that a bound has to be below to be worth a price."""
+        # A plan whose bound is its price is below it, too.
+        return self.best * (1.0 + self.margin) * (1.0 + 2 * TIE)
+
+    def emptied(self) -> NearBest:
+        """Return incumbents with the same bar and no plans."""
+        other = NearBest(self.margin)
+        other.best = self.best
+        return other
+
+    def rules_out(self, bounds: Floats) -> Bools:
+        """Return whether plans with these bounds are not below the bar."""
+        return np.asarray(bounds[:, 0] >= self.bar)
+
+    def skip(self, bounds: Floats) -> None:
+        """Remember the least of these bounds, whose plans are ruled out."""
+        self.least_skipped = min(self.least_skipped, float(bounds[:, 0].min(initial=math.inf)))
+
+    def offer(self, measures: Floats, batch: PlanBatch) -> None:
+        """Take in the plans of `batch` that are among the best."""
+        self.plans.offer(measures[:, 0], batch)
+        self.best = min(self.best, float(measures[:, 0].min(initial=math.inf)))
+
+    def rows(self) -> dict[str, Any]:
+        """Return plain values for `add_rows`, some kilobytes: plans above the bar are left out."""
+        figures = {"best": _finite(self.best), "least_skipped": _finite(self.least_skipped)}
+        return figures | {"plans": leader_rows(self.plans, self.bar)}
+
+    def add_rows(self, rows: dict[str, Any], placement: tuple[str, ...] | None) -> None:
+        """Take in what was kept elsewhere; the order does not matter."""
+        self.best = min(self.best, _infinite(rows["best"]))
+        self.least_skipped = min(self.least_skipped, _infinite(rows["least_skipped"]))
+        offer_rows(self.plans, rows["plans"], placement)
+
+
+class Front:
+    """Incumbents in several measures: plans that no other one beats; of plans with equal measures the plainest.
+
+    Measures are compared by the logarithm, in steps of `TIE`.
+    """
+
+    def __init__(self, num_measures: int) -> None:
+        self.batch: PlanBatch | None = None
+        self._keys: Ints = np.empty((0, num_measures), dtype=np.int64)
+        self._known: Ints = self._keys  # keys of plans that rule others out and are kept elsewhere
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def emptied(self) -> Front:
+        """Return a front that rules out the same plans and holds none."""
+        other = Front(self._keys.shape[1])
+        other._known = np.concatenate([self._known, self._keys])
+        return other
+
+    def rules_out(self, bounds: Floats) -> Bools:
+        """Return whether plans with these bounds cannot belong to the front."""
+        left = np.flatnonzero(np.isfinite(bounds).all(axis=1))
+        keys = np.floor(np.log(bounds[left]) / TIE).astype(np.int64) - SLACK
+        rivals = np.concatenate([self._known, self._keys])
+        # Plans that are good in all measures rule out most: they come first.
+        for rival in rivals[np.argsort(rivals.sum(axis=1))]:
+            kept = ~(rival <= keys).all(axis=1)
+            left, keys = left[kept], keys[kept]
+        out = np.ones(len(bounds), dtype=np.bool_)
+        out[left] = False
+        return out
+
+    def skip(self, bounds: Floats) -> None:
+        """Do nothing: a front has no gap to state."""
+
+    def offer(self, measures: Floats, batch: PlanBatch) -> None:
+        """Take in the plans of `batch` that belong to the front, and drop what they beat."""
+        self._add(np.round(np.log(measures) / TIE).astype(np.int64), batch)
+
+    def _add(self, keys: Ints, batch: PlanBatch) -> None:
+        if self.batch is not None:
+            keys, batch = np.concatenate([self._keys, keys]), PlanBatch.concatenate([self.batch, batch])
+        plainness = np.empty(len(keys), dtype=np.int64)
+        plainness[ordering(np.ones(len(keys)), batch)] = np.arange(len(keys))
+        # The first of the rest in this order is beaten by none of the rest.
+        rest, kept = np.lexsort([plainness, *keys.T[::-1]]), []
+        while len(rest):
+            kept.append(int(rest[0]))
+            rest = rest[~(keys[rest[0]] <= keys[rest]).all(axis=1)]
+        self._keys, self.batch = keys[kept], batch.take(np.array(kept, dtype=np.int64))
+
+    def rows(self) -> dict[str, Any]:
+        """Return plain values for `add_rows`."""
+        return {} if self.batch is None else {**rows_of(self.batch), "keys": self._keys.tolist()}
+
+    def add_rows(self, rows: dict[str, Any], placement: tuple[str, ...] | None) -> None:
+        """Take in what was kept elsewhere; the order does not matter."""
+        if rows:
+            self._add(np.array(rows["keys"], dtype=np.int64), batch_of(rows, placement))
+
+
+Incumbents = NearBest | Front  # bounds and measures have the shape (plans, measures)
 
 
 @dataclass(slots=True)
 class Findings:
-    """What has been seen of plans that are as safe as `wanted`; `margin` as in `search.study.search`."""
+    """What was found in one block of cells, or in many."""
 
-    wanted: int
-    margin: float
-    best: float = np.inf  # seconds per sequence
-    plans: Leaders = field(default_factory=lambda: Leaders(KEPT))
-    winners: Leaders = field(default_factory=lambda: Leaders(KEPT_WINNERS))  # of the cells, block by block
-    left: float = np.inf  # the least bound of what was not priced for it
-    expanded: int = 0  # cells
-    bounded: int = 0
-    priced: int = 0
-    found: dict[int, int] = field(default_factory=lambda: {FITS: 0, RISKY: 0})
-
-    @property
-    def bar(self) -> float:
-        """What a bound has to be below to be worth a price."""
-        # A plan whose bound is its price is below it, too.
-        return self.best * (1.0 + self.margin) * (1.0 + 2 * TIE)
-
-    def skip(self, bound: Floats) -> None:
-        """Remember the least of those bounds that are not below the bar."""
-        self.left = min(self.left, float(bound[bound >= self.bar].min(initial=np.inf)))
-
-    def add(self, other: Findings) -> None:
-        """Take in what was seen elsewhere; the order does not matter."""
-        self.best, self.left = min(self.best, other.best), min(self.left, other.left)
-        for name in COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for verdict, count in other.found.items():
-            self.found[verdict] += count
-        for mine, others in ((self.plans, other.plans), (self.winners, other.winners)):
-            if others.batch is not None:
-                mine.offer(others.objective, others.batch)
+    incumbents: Incumbents
+    winners: Leaders = field(default_factory=lambda: Leaders(KEPT_WINNERS))  # of cells in the first measure
+    # Cells that were expanded, bounds of plans, plans that were priced, and of these how many have each verdict.
+    counts: Counter[str] = field(default_factory=Counter)
 
     def packed(self) -> str:
-        """As text, for an attribute of a trial: some kilobytes, since plans above the bar are left out."""
+        """Return text for an attribute of a trial."""
         table = {
-            "counts": [getattr(self, name) for name in COUNTS],
-            "found": [self.found[FITS], self.found[RISKY]],
-            "best": _finite(self.best),
-            "left": _finite(self.left),
-            "plans": _rows(self.plans, self.bar),
-            "winners": _rows(self.winners, np.inf),
+            "counts": self.counts,
+            "incumbents": self.incumbents.rows(),
+            "winners": leader_rows(self.winners, math.inf),
         }
-        return as_text(table)
+        return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()
 
-    @classmethod
-    def unpacked(cls, text: str, wanted: int, margin: float, placement: tuple[str, ...] | None) -> Findings:
-        """What `packed` made; the plans get the placement that all plans of a space have."""
-        table = from_text(text)
-        seen = cls(wanted=wanted, margin=margin, best=_infinite(table["best"]), left=_infinite(table["left"]))
-        for name, count in zip(COUNTS, table["counts"], strict=True):
-            setattr(seen, name, count)
-        seen.found = dict(zip((FITS, RISKY), table["found"], strict=True))
-        for pool, rows in ((seen.plans, table["plans"]), (seen.winners, table["winners"])):
-            if rows["objective"]:
-                pool.offer(np.array(rows["objective"], dtype=np.float64), batch_of(rows, placement))
-        return seen
+    def add_packed(self, text: str, placement: tuple[str, ...] | None) -> None:
+        """Take in what `packed` made; the plans get the placement that all plans of a space have."""
+        table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
+        self.counts.update(table["counts"])
+        self.incumbents.add_rows(table["incumbents"], placement)
+        offer_rows(self.winners, table["winners"], placement)
 
 
-def together(parts: Iterable[Findings], wanted: int, margin: float) -> Findings:
-    """What all `parts` have seen."""
-    seen = Findings(wanted=wanted, margin=margin)
-    for part in parts:
-        seen.add(part)
-    return seen
+def leader_rows(leaders: Leaders, bar: float) -> dict[str, Any]:
+    """Return the plans that are not above `bar` as plain values, column by column."""
+    if leaders.batch is None:
+        return {"objective": []}
+    keep = leaders.objective <= bar
+    return {**rows_of(leaders.batch.take(keep)), "objective": leaders.objective[keep].tolist()}
 
 
-def as_text(table: dict[str, Any]) -> str:
-    """Plain values as text, for an attribute of a trial."""
-    return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()
+def offer_rows(leaders: Leaders, rows: dict[str, Any], placement: tuple[str, ...] | None) -> None:
+    """Offer plans that `leader_rows` made plain values of."""
+    if rows["objective"]:
+        leaders.offer(np.array(rows["objective"], dtype=np.float64), batch_of(rows, placement))
 
 
-def from_text(text: str) -> dict[str, Any]:
-    """What `as_text` made a text of."""
-    return msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
+def rows_of(batch: PlanBatch) -> dict[str, Any]:
+    """Return plans as plain values, column by column."""
+    used, layout = np.unique(batch.layout, return_inverse=True)
+    columns: dict[str, Any] = {name: getattr(batch, name).tolist() for name in _columns()}
+    return columns | {"layout": layout.tolist(), "layouts": [batch.layouts[at] for at in used]}
+
+
+def batch_of(rows: dict[str, Any], placement: tuple[str, ...] | None) -> PlanBatch:
+    """Return the plans that `rows_of` made plain values of."""
+    columns = {name: np.array(rows[name]) for name in _columns()}
+    layouts = tuple(tuple(layers) for layers in rows["layouts"])
+    return PlanBatch(**columns, layouts=layouts, placement=placement)
+
+
+def _columns() -> Iterable[str]:
+    return (column.name for column in fields(PlanBatch) if column.name not in ("layouts", "placement"))
 
 
 def _finite(value: float) -> float | None:
@@ -110,29 +209,3 @@ def _finite(value: float) -> float | None:
 
 def _infinite(value: float | None) -> float:
     return math.inf if value is None else value
-
-
-def _columns() -> Iterable[str]:
-    return (one.name for one in fields(PlanBatch) if one.name not in ("layouts", "placement"))
-
-
-def _rows(leaders: Leaders, bar: float) -> dict[str, Any]:
-    """The plans that are not above `bar`, column by column."""
-    if leaders.batch is None:
-        return {"objective": []}
-    keep = leaders.objective <= bar
-    return {**rows_of(leaders.batch.take(keep)), "objective": leaders.objective[keep].tolist()}
-
-
-def rows_of(batch: PlanBatch) -> dict[str, Any]:
-    """Plans as plain values, column by column."""
-    used, layout = np.unique(batch.layout, return_inverse=True)
-    columns: dict[str, Any] = {name: getattr(batch, name).tolist() for name in _columns()}
-    return columns | {"layout": layout.tolist(), "layouts": [batch.layouts[at] for at in used]}
-
-
-def batch_of(rows: dict[str, Any], placement: tuple[str, ...] | None) -> PlanBatch:
-    """What `rows_of` was made of."""
-    columns = {name: np.array(rows[name]) for name in _columns()}
-    layouts = tuple(tuple(layers) for layers in rows["layouts"])
-    return PlanBatch(**columns, layouts=layouts, placement=placement)

@@ -1,20 +1,18 @@
-"""Who prices which cells?  A study that many workers share: blocks of cells are put up, claimed and told once.
+"""Optuna study of a search that many workers share: blocks of cells are queued, claimed and priced once.
 
 A block is claimed by the trial of its first cell, which Optuna lets one worker turn from waiting to running; the other
-cells get their trials with the outcome.  What a block comes to depends on the block alone, so that the answer does not
-depend on who prices it, when, or how often a worker is lost on the way.  Blocks are put up in rounds: what one round
-found is known to the next.
+cells get their trials with the outcome.  Whoever prices a block, when, or how often a worker is lost on the way, the
+answer is the same.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import optuna
@@ -23,67 +21,26 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from autoplan.search.blocks import CELL_AXES, Block, BlockOutcome, BlockResult, CellOutcome, NextRound, PriceBlock
 from autoplan.search.sampler import Axes, Sampling, make_sampler
 from autoplan.search.space import Cell
 
-AXES = tuple(field.name for field in fields(Cell))
 BEAT_S = 1.0  # a worker says so often that it is alive
-GRACE_S = 8.0  # one that has not for so long is taken for dead; were it not, its blocks would be priced twice
 PATIENCE_S = 1.0  # for the worker whose turn it is to put up the next round
 POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Cells that are priced together, by their indices in the space, and what was known when they were put up."""
-
-    wanted: int  # the verdict of the plans looked for
-    best: float  # seconds per sequence of the best plan so far
-    cells: tuple[int, ...]
-    round: int = 0  # of those that are put up together, where what was known cannot be told by `best`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellOutcome:
-    """What the trial of a cell says; `value` is None where no plan in it had a chance."""
-
-    value: float | None
-    constraints: dict[str, float]  # feasible at 0 or less
-    attributes: dict[str, Any]
-
-    @property
-    def state(self) -> TrialState:
-        """A cell without a value is pruned."""
-        return TrialState.PRUNED if self.value is None else TrialState.COMPLETE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOutcome:
-    """What a block came to: `found` is all that the answer needs, `cells` is told trial by trial."""
-
-    found: str
-    cells: dict[int, CellOutcome]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """A block and what was found in it."""
-
-    block: Block
-    found: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Head:
-    """The trial of the first cell of a block, and the block; an earlier trial that names a cell keeps it."""
+class _BlockTrial:
+    """The trial of the first cell of a block, and the block without cells that an earlier trial named."""
 
     trial: FrozenTrial
     block: Block
-    own: int  # its cell
+    first_cell: int
 
 
 class Ledger:
-    """One worker's hand in a study of `cells`; `made_here`: nobody else has put anything up yet."""
+    """One worker's access to a study of `cells`; `made_here`: no other worker has queued anything yet."""
 
     def __init__(
         self,
@@ -96,44 +53,41 @@ class Ledger:
     ) -> None:
         self._study, self._storage, self._cells = study, storage, cells
         self._made_here, self._grace_s = made_here, grace_s
-        most = max((getattr(cell, axis) for cell in cells for axis in AXES), default=1)
-        self._distributions: dict[str, BaseDistribution] = {axis: IntDistribution(1, most) for axis in AXES}
-        self._told: set[int] = set()  # numbers of the trials that this worker told
-        self._since: dict[Hashable, float] = {}
+        most = max((getattr(cell, axis) for cell in cells for axis in CELL_AXES), default=1)
+        self._distributions: dict[str, BaseDistribution] = {axis: IntDistribution(1, most) for axis in CELL_AXES}
+        self._finished_here: set[int] = set()  # numbers of trials
+        self._first_seen_s: dict[Hashable, float] = {}
 
-    def settle(
-        self, next_round: Callable[[list[Told]], Sequence[Block]], price: Callable[[Block], BlockOutcome]
-    ) -> list[Told]:
-        """Price blocks beside the other workers until the next round is empty; all that was told by anyone.
+    def run(self, next_round: NextRound, price: PriceBlock) -> None:
+        """Price blocks beside the other workers until the next round is empty.
 
         `next_round` must not depend on the order of what it is given.
         """
         while True:
             trials = self._study.get_trials(deepcopy=False)
-            heads, missing = _live(trials)
-            self._bury(heads)
-            if head := self._claim(heads):
-                self._price(head, price, _cells_told(trials))
-            elif any(not one.trial.state.is_finished() for one in heads):
+            block_trials, missing = _block_trials(trials)
+            self._replace_lost(block_trials)
+            if claimed := self._claim(block_trials):
+                self._price(claimed, price, _recorded_cells(trials))
+            elif any(not block_trial.trial.state.is_finished() for block_trial in block_trials):
                 time.sleep(POLL_S)
             elif missing:
-                self._put_up_in_turn(missing, is_mine=False)
+                self._enqueue_in_turn(missing, is_own_turn=False)
             else:
-                told = _told(heads)
-                blocks = tuple(next_round(told))
+                blocks = tuple(next_round(_results(block_trials)))
                 if not blocks:
-                    return told
-                self._put_up_in_turn(blocks, is_mine=self._ended_round(heads))
+                    return
+                self._enqueue_in_turn(blocks, is_own_turn=self._ended_round(block_trials))
 
-    def told(self) -> list[Told]:
-        """All that was told by now, by anyone."""
-        heads, _ = _live(self._study.get_trials(deepcopy=False))
-        return _told([one for one in heads if one.trial.state.is_finished()])
+    def results(self) -> list[BlockResult]:
+        """Return what has been priced by now, by anyone."""
+        block_trials, _ = _block_trials(self._study.get_trials(deepcopy=False))
+        return _results([block_trial for block_trial in block_trials if block_trial.trial.state.is_finished()])
 
     def sample(self, sampling: Sampling, first: Sequence[int], price: Callable[[int], BlockOutcome]) -> dict[int, str]:
-        """Price `first` and then the cells that a sampler proposes, to so many trials in all: what was found in each.
+        """Price `first` and then the cells that a sampler proposes, to so many trials in all.
 
-        A cell that was proposed before is told again without being priced.
+        Return the packed findings of each cell.  A cell that was proposed before is not priced again.
         """
         axes = Axes(self._cells)
         # Workers with one seed would propose the same cells.
@@ -143,34 +97,35 @@ class Ledger:
         while True:
             trials = self._study.get_trials(deepcopy=False)
             for trial in trials:
-                if trial.state == TrialState.RUNNING and self._waited_s(_beat(trial)) >= self._grace_s:
+                if trial.state == TrialState.RUNNING and self._waited_s(_sign_of_life(trial)) >= self._grace_s:
                     self._fail(trial)
-            known = {one.user_attrs["cell"]: one for one in trials if "found" in one.user_attrs}
-            alive = [one for one in trials if one.state not in (TrialState.FAIL, TrialState.WAITING)]
+            priced = {trial.user_attrs["cell"]: trial for trial in trials if "findings" in trial.user_attrs}
+            alive = [trial for trial in trials if trial.state not in (TrialState.FAIL, TrialState.WAITING)]
             if len(alive) < sampling.trials:
-                self._try(self._study.ask(axes.distributions), axes, known, price)
-            elif any(one.state == TrialState.RUNNING for one in alive):
+                self._run_trial(self._study.ask(axes.distributions), axes, priced, price)
+            elif any(trial.state == TrialState.RUNNING for trial in alive):
                 time.sleep(POLL_S)
             else:
-                return {cell: one.user_attrs["found"] for cell, one in known.items() if one.state.is_finished()}
+                finished = {cell: trial for cell, trial in priced.items() if trial.state.is_finished()}
+                return {cell: trial.user_attrs["findings"] for cell, trial in finished.items()}
 
-    def _try(
-        self, trial: optuna.Trial, axes: Axes, known: Mapping[int, FrozenTrial], price: Callable[[int], BlockOutcome]
+    def _run_trial(
+        self, trial: optuna.Trial, axes: Axes, priced: Mapping[int, FrozenTrial], price: Callable[[int], BlockOutcome]
     ) -> None:
-        """One trial of a sampler."""
+        """Run one trial of a sampler."""
         cell = axes.cell(trial.params)
         try:
-            with self._beating(trial._trial_id):
-                if cell in known and known[cell].state.is_finished():
-                    one = known[cell]
+            with self._showing_life(trial._trial_id):
+                if cell in priced and priced[cell].state.is_finished():
+                    before = priced[cell]
                     outcome = CellOutcome(
-                        value=one.value, constraints=one.constraints, attributes={"again": one.number}
+                        value=before.value, constraints=before.constraints, attributes={"again": before.number}
                     )
                     self._describe(trial._trial_id, outcome)
                 else:
-                    priced = price(cell)
-                    outcome = priced.cells[cell]
-                    self._describe(trial._trial_id, outcome, cell=cell, found=priced.found)
+                    block = price(cell)
+                    outcome = block.cells[cell]
+                    self._describe(trial._trial_id, outcome, cell=cell, findings=block.findings)
                 self._end(trial._trial_id, outcome)
         except UpdateFinishedTrialError:
             return
@@ -178,42 +133,45 @@ class Ledger:
             self._fail(trial)
             raise
 
-    def _ended_round(self, heads: Sequence[_Head]) -> bool:
-        """Whether it was this worker who told the last trial, or made the study: one worker puts up the next round."""
-        if not heads:
+    def _ended_round(self, block_trials: Sequence[_BlockTrial]) -> bool:
+        """Return whether this worker finished the last trial, or made the study: one worker queues the next round."""
+        if not block_trials:
             return self._made_here
-        last = max((one.trial for one in heads), key=lambda trial: (trial.datetime_complete, trial.number))
-        return last.number in self._told
+        last = max(
+            (block_trial.trial for block_trial in block_trials),
+            key=lambda trial: (trial.datetime_complete, trial.number),
+        )
+        return last.number in self._finished_here
 
-    def _put_up_in_turn(self, blocks: tuple[Block, ...], *, is_mine: bool) -> None:
-        if is_mine or self._waited_s(blocks) >= PATIENCE_S:
-            self._put_up(blocks)
+    def _enqueue_in_turn(self, blocks: tuple[Block, ...], *, is_own_turn: bool) -> None:
+        if is_own_turn or self._waited_s(blocks) >= PATIENCE_S:
+            self._enqueue(blocks)
         else:
             time.sleep(POLL_S)
 
-    def _put_up(self, blocks: tuple[Block, ...]) -> None:
-        """Blocks of a round for whoever claims them; each names all, should this worker be lost before the last."""
-        together = [_encoded(block) for block in blocks]
+    def _enqueue(self, blocks: tuple[Block, ...]) -> None:
+        """Queue the blocks of a round; the trial of each names all, should this worker be lost before the last."""
+        round_blocks = [_encoded(block) for block in blocks]
         for block in blocks:
-            attributes = {"block": _encoded(block), "round": together}
+            attributes = {"block": _encoded(block), "round": round_blocks}
             self._study.add_trial(self._trial(block.cells[0], TrialState.WAITING, user_attrs=attributes))
 
     def _trial(self, cell: int, state: TrialState, **more: Any) -> FrozenTrial:
         params = asdict(self._cells[cell])
         return create_trial(state=state, params=params, distributions=self._distributions, **more)
 
-    def _bury(self, heads: Sequence[_Head]) -> None:
-        """Fail the trials of workers that are dead, put their blocks up again, and fail what was put up twice."""
-        for head in heads:
-            state = head.trial.state
-            if state == TrialState.RUNNING and self._waited_s(_beat(head.trial)) >= self._grace_s:
-                self._give_up(head)
-            elif state == TrialState.WAITING and not head.block.cells:
-                self._fail(head.trial)
+    def _replace_lost(self, block_trials: Sequence[_BlockTrial]) -> None:
+        """Fail the trials of workers that are dead, queue their blocks again, and fail what was queued twice."""
+        for block_trial in block_trials:
+            state = block_trial.trial.state
+            if state == TrialState.RUNNING and self._waited_s(_sign_of_life(block_trial.trial)) >= self._grace_s:
+                self._requeue(block_trial)
+            elif state == TrialState.WAITING and not block_trial.block.cells:
+                self._fail(block_trial.trial)
 
-    def _give_up(self, head: _Head) -> None:
-        if self._fail(head.trial):
-            self._put_up((head.block,))
+    def _requeue(self, block_trial: _BlockTrial) -> None:
+        if self._fail(block_trial.trial):
+            self._enqueue((block_trial.block,))
 
     def _fail(self, trial: FrozenTrial | optuna.Trial) -> bool:
         with suppress(UpdateFinishedTrialError):
@@ -221,45 +179,51 @@ class Ledger:
         return False
 
     def _waited_s(self, key: Hashable) -> float:
-        """Since this worker first saw it, by its own clock."""
+        """Return how long ago this worker first saw `key`, by its own clock."""
         now = time.monotonic()
-        return now - self._since.setdefault(key, now)
+        return now - self._first_seen_s.setdefault(key, now)
 
-    def _claim(self, heads: Sequence[_Head]) -> _Head | None:
-        for head in heads:
-            if head.trial.state == TrialState.WAITING and head.block.cells:
+    def _claim(self, block_trials: Sequence[_BlockTrial]) -> _BlockTrial | None:
+        for block_trial in block_trials:
+            if block_trial.trial.state == TrialState.WAITING and block_trial.block.cells:
                 with suppress(UpdateFinishedTrialError):
-                    if self._storage.set_trial_state_values(head.trial._trial_id, TrialState.RUNNING):
-                        return head
+                    if self._storage.set_trial_state_values(block_trial.trial._trial_id, TrialState.RUNNING):
+                        return block_trial
         return None
 
-    def _price(self, head: _Head, price: Callable[[Block], BlockOutcome], already: Collection[tuple[int, int]]) -> None:
-        """Price a claimed block and tell it, unless this worker was taken for dead meanwhile."""
+    def _price(
+        self, block_trial: _BlockTrial, price: Callable[[Block], BlockOutcome], already: Collection[tuple[int, int]]
+    ) -> None:
+        """Price a claimed block and record it, unless this worker was taken for dead meanwhile."""
         try:
-            with self._beating(head.trial._trial_id):
-                self._tell(head, price(head.block), already)
+            with self._showing_life(block_trial.trial._trial_id):
+                self._record(block_trial, price(block_trial.block), already)
         except UpdateFinishedTrialError:
             return
         except BaseException:
-            self._give_up(head)
+            self._requeue(block_trial)
             raise
-        self._told.add(head.trial.number)
+        self._finished_here.add(block_trial.trial.number)
 
-    def _tell(self, head: _Head, outcome: BlockOutcome, already: Collection[tuple[int, int]]) -> None:
-        """The trials of all cells; with the state of the head's own, which comes last, the block is done.
+    def _record(self, block_trial: _BlockTrial, outcome: BlockOutcome, already: Collection[tuple[int, int]]) -> None:
+        """Record the trials of all cells; with the state of the first cell's, which comes last, the block is done.
 
-        First its attributes, which it takes only as long as this worker holds it.
+        First come the attributes of that one, which it takes only as long as this worker holds it.
         """
-        wanted, own = head.block.wanted, outcome.cells.get(head.own, NOTHING)
-        self._describe(head.trial._trial_id, own, found=outcome.found)
-        for cell, one in outcome.cells.items():
-            if cell != head.own and (wanted, cell) not in already:
-                attributes = {**one.attributes, "cell": [wanted, cell]}
+        verdict, first_cell = block_trial.block.verdict, block_trial.first_cell
+        outcome_of_first = outcome.cells.get(first_cell, NO_OUTCOME)
+        self._describe(block_trial.trial._trial_id, outcome_of_first, findings=outcome.findings)
+        for cell, of_cell in outcome.cells.items():
+            if cell != first_cell and (verdict, cell) not in already:
                 trial = self._trial(
-                    cell, one.state, value=one.value, constraints=one.constraints, user_attrs=attributes
+                    cell,
+                    _state_of(of_cell),
+                    value=of_cell.value,
+                    constraints=of_cell.constraints,
+                    user_attrs={**of_cell.attributes, "cell": [verdict, cell]},
                 )
                 self._study.add_trial(trial)
-        self._end(head.trial._trial_id, own)
+        self._end(block_trial.trial._trial_id, outcome_of_first)
 
     def _describe(self, trial_id: int, outcome: CellOutcome, **more: Any) -> None:
         for name, value in {**outcome.attributes, **more}.items():
@@ -269,10 +233,10 @@ class Ledger:
 
     def _end(self, trial_id: int, outcome: CellOutcome) -> None:
         values = None if outcome.value is None else [outcome.value]
-        self._storage.set_trial_state_values(trial_id, outcome.state, values)
+        self._storage.set_trial_state_values(trial_id, _state_of(outcome), values)
 
     @contextmanager
-    def _beating(self, trial_id: int) -> Iterator[None]:
+    def _showing_life(self, trial_id: int) -> Iterator[None]:
         """Show that the worker of a trial lives, in whatever storage: Optuna's own heartbeat is for databases only."""
         done = threading.Event()
 
@@ -292,53 +256,59 @@ class Ledger:
             thread.join()
 
 
-NOTHING = CellOutcome(value=None, constraints={}, attributes={})
+NO_OUTCOME = CellOutcome(value=None, constraints={}, attributes={})
 
 
-def _beat(trial: FrozenTrial) -> Hashable:
-    """Changes as long as the worker of a trial lives."""
+def _state_of(outcome: CellOutcome) -> TrialState:
+    """Return the state of a trial; a cell without a value is pruned."""
+    return TrialState.PRUNED if outcome.value is None else TrialState.COMPLETE
+
+
+def _sign_of_life(trial: FrozenTrial) -> Hashable:
+    """Return what changes as long as the worker of a trial lives."""
     return trial.number, trial.user_attrs.get("beat")
 
 
 def _encoded(block: Block) -> dict[str, Any]:
-    best = block.best if math.isfinite(block.best) else None
-    return {"wanted": block.wanted, "best": best, "cells": list(block.cells), "round": block.round}
+    return {"verdict": block.verdict, "round": block.round, "cells": list(block.cells)}
 
 
-def _decoded(block: dict[str, Any]) -> Block:
-    best = math.inf if block["best"] is None else block["best"]
-    return Block(wanted=block["wanted"], best=best, cells=tuple(block["cells"]), round=block["round"])
+def _decoded(block: Mapping[str, Any]) -> Block:
+    return Block(verdict=block["verdict"], round=block["round"], cells=tuple(block["cells"]))
 
 
-def _told(heads: Iterable[_Head]) -> list[Told]:
-    return [Told(block=one.block, found=one.trial.user_attrs["found"]) for one in heads]
+def _results(block_trials: Iterable[_BlockTrial]) -> list[BlockResult]:
+    return [
+        BlockResult(block=block_trial.block, findings=block_trial.trial.user_attrs["findings"])
+        for block_trial in block_trials
+    ]
 
 
-def _live(trials: Iterable[FrozenTrial]) -> tuple[list[_Head], tuple[Block, ...]]:
-    """(heads that did not fail, blocks of their rounds that no head stands for).
+def _block_trials(trials: Iterable[FrozenTrial]) -> tuple[list[_BlockTrial], tuple[Block, ...]]:
+    """Return the trials of blocks that did not fail, and blocks of their rounds that have no such trial.
 
-    Blocks may be put up twice, and in part, by workers that were taken for dead: a cell belongs to the first that
+    Blocks may be queued twice, and in part, by workers that were taken for dead: a cell belongs to the first that
     names it.
     """
-    heads: list[_Head] = []
+    block_trials: list[_BlockTrial] = []
     named: set[tuple[int, int]] = set()
-    rounds: dict[Block, None] = {}
+    blocks: dict[Block, None] = {}
     for trial in trials:
         if "block" not in trial.user_attrs:
             continue
-        rounds |= dict.fromkeys(_decoded(one) for one in trial.user_attrs["round"])
+        blocks |= dict.fromkeys(_decoded(block) for block in trial.user_attrs["round"])
         if trial.state != TrialState.FAIL:
             block = _decoded(trial.user_attrs["block"])
-            heads.append(_Head(trial=trial, own=block.cells[0], block=_without(block, named)))
-            named.update((block.wanted, cell) for cell in block.cells)
-    left = (_without(block, named) for block in rounds)
-    return heads, tuple(block for block in left if block.cells)
+            block_trials.append(_BlockTrial(trial=trial, first_cell=block.cells[0], block=_without(block, named)))
+            named.update((block.verdict, cell) for cell in block.cells)
+    missing = (_without(block, named) for block in blocks)
+    return block_trials, tuple(block for block in missing if block.cells)
 
 
 def _without(block: Block, named: Collection[tuple[int, int]]) -> Block:
-    return replace(block, cells=tuple(cell for cell in block.cells if (block.wanted, cell) not in named))
+    return replace(block, cells=tuple(cell for cell in block.cells if (block.verdict, cell) not in named))
 
 
-def _cells_told(trials: Iterable[FrozenTrial]) -> set[tuple[int, int]]:
-    """(verdict wanted, cell) of the trials that a block adds: some may be there from a worker that was lost."""
+def _recorded_cells(trials: Iterable[FrozenTrial]) -> set[tuple[int, int]]:
+    """Return (verdict, cell) of the trials that blocks added: some may be there from a worker that was lost."""
     return {tuple(trial.user_attrs["cell"]) for trial in trials if "cell" in trial.user_attrs}

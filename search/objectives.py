@@ -7,22 +7,45 @@ sequence, joules per sequence, or memory.  What is proven of a measure is so pro
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_positive
 from autoplan.cost.energy import step_energy_j, waiting_power_w
 from autoplan.cost.goodput import Reliability
+from autoplan.search.ranking import seconds_per_sequence
+from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_report import RunFigures
 from autoplan.spec.search_result import RankedPlan
 from autoplan.topology.cluster import ClusterSpec
 
 Measure = Literal["time", "energy", "memory"]
+
+
+def measure_bounds(problem: Problem, measures: Sequence[Measure], pace: Floats, least_bytes: Floats) -> Floats:
+    """Return lower bounds of all measures from those of seconds per sequence and memory: shape (plans, measures)."""
+    bounds: dict[Measure, Callable[[], Floats]] = {
+        "time": lambda: pace,
+        "energy": lambda: waiting_power_w(problem.cluster) * pace,
+        "memory": lambda: least_bytes,
+    }
+    return np.stack([bounds[name]() for name in measures], axis=-1)
+
+
+def measured(problem: Problem, measures: Sequence[Measure], costs: CostEstimate) -> Floats:
+    """Return every measure of every plan: shape (plans, measures)."""
+    values: dict[Measure, Callable[[], Floats]] = {
+        "time": lambda: seconds_per_sequence(costs),
+        "energy": lambda: step_energy_j(problem.cluster, costs.terms_s, costs.step_s) / costs.batch.global_batch,
+        "memory": lambda: costs.memory_bytes,
+    }
+    return np.stack([values[name]() for name in measures], axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

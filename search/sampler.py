@@ -1,4 +1,4 @@
-"""Which cell is looked at next, where bounds shall not say it?  Optuna's samplers over the degrees of a cell."""
+"""Optuna's samplers over the degrees of a cell, for searches that do not go by bounds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-
-import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution
-from optuna.samplers import BaseSampler
+from typing import TYPE_CHECKING
 
 from autoplan.base.errors import InputError
 from autoplan.search.space import Cell
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
 
 SAMPLERS = ("tpe", "gp", "nsga2", "cmaes", "random")
 _NEEDS = {"gp": "torch", "cmaes": "cmaes"}  # what Optuna imports for them
@@ -22,7 +23,7 @@ WARM_CELLS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Cells proposed by one of `SAMPLERS`, so many trials in all, those with the least bounds first if `warm`."""
+    """Cells that one of `SAMPLERS` proposes, `trials` in all; those with the least bounds come first if `warm`."""
 
     name: str
     trials: int
@@ -42,7 +43,9 @@ class Sampling:
 
 
 def make_sampler(name: str, seed: int | None) -> BaseSampler:
-    """Optuna's sampler of that name with its default settings."""
+    """Return Optuna's sampler of that name with its default settings."""
+    import optuna
+
     samplers = optuna.samplers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -66,11 +69,13 @@ class Axes:
     """
 
     def __init__(self, cells: Sequence[Cell]) -> None:
+        from optuna.distributions import FloatDistribution
+
         self._cells = cells
         self.distributions: dict[str, BaseDistribution] = {axis: FloatDistribution(0.0, 1.0) for axis in FREE_AXES}
 
     def cell(self, params: Mapping[str, float]) -> int:
-        """The index of the cell that was proposed."""
+        """Return the index of the cell that was proposed."""
         left: Sequence[int] = range(len(self._cells))
         for axis in FREE_AXES:
             values = self._values(left, axis)
@@ -79,7 +84,7 @@ class Axes:
         return left[0]
 
     def params(self, cell: int) -> dict[str, float]:
-        """A proposal that stands for a cell."""
+        """Return a proposal that stands for a cell."""
         left: Sequence[int] = range(len(self._cells))
         params = {}
         for axis in FREE_AXES:

@@ -16,10 +16,9 @@ from autoplan.base.units import format_days, format_tokens
 from autoplan.search.advice import check_result, why_empty
 from autoplan.search.bounds import group_bounds
 from autoplan.search.findings import RISKY
-from autoplan.search.front import search_front
+from autoplan.search.frontier import limit_bytes
 from autoplan.search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
 from autoplan.search.placement import place_best
-from autoplan.search.pricing import limit_bytes
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.study import Progress, Shared, search
@@ -88,7 +87,7 @@ def search_sizes(
             if alone:
                 result = place_best(size.problem, search(size.problem, size.space, shared=_of_size(shared, size)))
             else:
-                result = search_front(size.problem, size.space, measures, shared=_of_size(shared, size))
+                result = search(size.problem, size.space, measures=measures, shared=_of_size(shared, size))
             results[size.num_nodes] = result
             plans = result.ranked[:1] if alone else result.ranked
             found = [

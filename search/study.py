@@ -1,37 +1,47 @@
-"""What is the fastest plan?  An Optuna study whose trials are cells, taken by their bounds until none can be better."""
+"""Best-first search for the fastest plan, or for the plans that no other one beats in several measures.
+
+Cells are priced in the order of their bounds, round by round, until what was found rules out all others.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoplan.base.errors import NoPlanError
 from autoplan.cost.estimate import estimate
-from autoplan.search.findings import FITS, RISKY, Findings, together
-from autoplan.search.ledger import AXES, GRACE_S, Block, BlockOutcome, Ledger, Told
-from autoplan.search.pricing import BLOCK_KINDS, Frontier, Reach, closest, dive, price_block
-from autoplan.search.ranking import Leaders, ranked
+from autoplan.search.blocks import CELL_AXES, Block, BlockOutcome, BlockResult, LocalRounds
+from autoplan.search.findings import FITS, RISKY, Findings, Front, Incumbents, NearBest
+from autoplan.search.frontier import BLOCK_KINDS, Frontier, OpenKinds, best_first
+from autoplan.search.objectives import Measure
+from autoplan.search.pricing import closest, price_block, price_candidates
+from autoplan.search.ranking import ranked
 from autoplan.search.sampler import WARM_CELLS, Sampling
-from autoplan.search.space import Cell, Space
-from autoplan.search.storage import identity, join_study, opened
+from autoplan.search.space import Space
+from autoplan.spec.estimate import VERDICTS
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Certificate, RankedPlan, SearchResult
 
+if TYPE_CHECKING:
+    from autoplan.search.ledger import Ledger
+
 MARGIN = 0.05  # plans so much slower than the best are found too, all of them
-FIRST_KINDS = 128  # of the first round; few of them until there is a plan to beat
+FIRST_KINDS, GROWTH = 128, 8  # of the first round, few until there is a plan to beat; of the next over all before
 ROUND_BLOCKS = 8  # of a round, which workers share: what one block finds helps the next round, not the next block
+GRACE_S = 8.0  # a worker that showed no sign of life for so long is taken for dead
 
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Where a search is kept that others may join: `url` as `search.storage.opened` reads it."""
+    """A search that other workers may join, kept at `url` as `search.storage.opened` reads it."""
 
     url: str
     name: str | None = None  # None: after the problem, so that all who ask the same join
@@ -43,151 +53,222 @@ def search(
     space: Space,
     progress: Progress | None = None,
     *,
+    measures: Sequence[Measure] = ("time",),
     margin: float = MARGIN,
     shared: Shared | None = None,
     sampling: Sampling | None = None,
 ) -> SearchResult:
-    """The best plans of `space`: all those within `margin` of the best, which is proven to be the best.
+    """Find the best plans of `space` in the measures, proven to be the best.
+
+    In the time alone these are all plans within `margin` of the fastest; in other measures the plans that no other one
+    beats in every measure, the best in the first one first.
 
     Plans that fit are ranked; where none does, those that may run out of memory; where there are none of these either
-    the plan that is least too large is told.  An empty space gives an empty result.  A `shared` search is one of all
-    workers that join it, at whatever time, and has the same result for each of them.  With `sampling` the best of the
-    cells that a sampler proposed is told, and what the bounds leave open.
+    the result names the plan that is least too large.  An empty space gives an empty result.  A `shared` search is
+    shared by all workers that join it, at whatever time, and has the same result for each of them.  With `sampling`
+    the result is the best of the cells that a sampler proposed, and what the bounds leave open.
     """
-    frontier = Frontier.of(problem, space)
-    about = {"margin": margin, "sampler": sampling.name if sampling else "bound"}
-    with joined(problem, space, frontier.cells, shared, about) as ledger:
-        if sampling:
-            seen = _sample(problem, space, frontier, ledger, sampling, margin)
-            if not seen.found[FITS]:
-                raise NoPlanError(
-                    f"none of the {seen.expanded} cells that {sampling.name} proposed holds a plan that fits: "
-                    "give more --trials, or --sampler bound, which looks at all of them"
-                )
-        else:
-            seen = _settle(problem, space, frontier, ledger, margin, progress)
-    return _result(problem, space, frontier, seen)
+    frontier = Frontier.of(problem, space, measures)
+    run = _Search(frontier, margin, progress)
+    if sampling:
+        with _joined(frontier, shared, margin=margin, sampler=sampling.name) as ledger:
+            findings = run.sample(ledger, sampling)
+        if not findings.counts[VERDICTS[FITS]]:
+            raise NoPlanError(
+                f"none of the {findings.counts['expanded']} cells that {sampling.name} proposed holds a plan that "
+                "fits: give more --trials, or --sampler bound, which looks at all of them"
+            )
+    elif shared:
+        with _joined(frontier, shared, margin=margin, sampler="bound") as ledger:
+            findings = run.best_first(ledger)
+    else:
+        findings = run.best_first(LocalRounds())
+    return _result(frontier, findings)
 
 
 @contextmanager
-def joined(
-    problem: Problem, space: Space, cells: Sequence[Cell], shared: Shared | None, about: Mapping[str, object]
-) -> Iterator[Ledger]:
-    """A hand in the study of a problem, which only those join who ask for the same; in memory where not `shared`."""
+def _joined(frontier: Frontier, shared: Shared | None, **about: object) -> Iterator[Ledger]:
+    """Join the study of a problem, which only those join who ask for the same; in memory where not `shared`."""
+    from autoplan.search.ledger import Ledger
+    from autoplan.search.storage import identity, join_study, opened
+
+    problem, space = frontier.problem, frontier.space
+    if frontier.measures != ("time",):
+        about = {"measures": " ".join(frontier.measures)}
     with opened(shared.url if shared else None) as storage:
-        same = identity(problem, space, **about) if shared else {}
-        name = shared.name or f"{problem.model.name}-{same['problem']}" if shared else None
-        study, made_here = join_study(storage, name, same)
-        yield Ledger(study, storage, cells, made_here=made_here, grace_s=shared.grace_s if shared else math.inf)
+        attributes = identity(problem, space, **about) if shared else {}
+        name = shared.name or f"{problem.model.name}-{attributes['problem']}" if shared else None
+        study, made_here = join_study(storage, name, attributes)
+        grace_s = shared.grace_s if shared else math.inf
+        yield Ledger(study, storage, frontier.cells, made_here=made_here, grace_s=grace_s)
 
 
-def _settle(
-    problem: Problem, space: Space, frontier: Frontier, ledger: Ledger, margin: float, progress: Progress | None
-) -> Findings:
-    """Price cells in the order of their bounds until none is below the bar."""
-    seen = Findings(wanted=FITS, margin=margin)
-    dived = cache(lambda wanted: dive(problem, space, frontier, wanted, margin))
+class _Search:
+    """One worker's search of a space."""
 
-    @cache
-    def reach_of(wanted: int) -> Reach:
-        return Reach.of(problem, space, frontier, wanted, frontier.usable(problem, wanted), dived(wanted).bar)
+    def __init__(self, frontier: Frontier, margin: float, progress: Progress | None) -> None:
+        self._frontier, self._margin = frontier, margin
+        self._progress = progress or (lambda done, total: None)
+        self._candidates: dict[int, Findings] = {}
+        self._open_kinds: dict[int, OpenKinds] = {}
+        self._known: dict[tuple[int, int], Incumbents] = {}
 
-    def next_round(told: list[Told]) -> tuple[Block, ...]:
-        nonlocal seen
-        for wanted in (FITS, RISKY):
-            mine = [one for one in told if one.block.wanted == wanted]
-            parts = (Findings.unpacked(one.found, wanted, margin, space.placement) for one in mine)
-            seen, reach = together((dived(wanted), *parts), wanted, margin), reach_of(wanted)
-            taken = {cell for one in mine for cell in one.block.cells}
-            if progress:
-                progress(len(taken), len(frontier.cells))
-            if blocks := _next_round(reach, seen, taken):
-                return blocks
-            seen.skip(np.append(reach.bound, reach.left))
-            if seen.found[wanted]:
-                break
-        if progress:
-            progress(len(frontier.cells), len(frontier.cells))
-        return ()
+    def best_first(self, rounds: LocalRounds | Ledger) -> Findings:
+        """Price cells in the order of their bounds until what was found rules out the others."""
+        findings = Findings(self._no_incumbents())
 
-    def price(block: Block) -> BlockOutcome:
-        return price_block(problem, space, reach_of(block.wanted), block, margin)
+        def next_round(results: list[BlockResult]) -> tuple[Block, ...]:
+            nonlocal findings
+            for verdict in (FITS, RISKY):
+                priced = [result for result in results if result.block.verdict == verdict]
+                findings, open_kinds = self._merged(verdict, priced), self._open(verdict)
+                cells = {cell for result in priced for cell in result.block.cells}
+                self._progress(len(cells), len(self._frontier.cells))
+                number = 1 + max((result.block.round for result in priced), default=0)
+                self._known[verdict, number] = findings.incumbents.emptied()
+                if blocks := _next_round(open_kinds, findings.incumbents, cells, number):
+                    return blocks
+                self._skip_rest(open_kinds, findings.incumbents)
+                if findings.counts[VERDICTS[verdict]]:
+                    break
+            self._progress(len(self._frontier.cells), len(self._frontier.cells))
+            return ()
 
-    ledger.settle(next_round, price)
-    return seen
+        def price(block: Block) -> BlockOutcome:
+            known = self._incumbents_before(block, rounds)
+            return price_block(self._frontier, self._open(block.verdict), known, block)
+
+        rounds.run(next_round, price)
+        return findings
+
+    def sample(self, ledger: Ledger, sampling: Sampling) -> Findings:
+        """Price the cells that a sampler proposes, each for itself."""
+        frontier = self._frontier
+        usable = frontier.usable(FITS)
+        bound_of_cell = frontier.cell_bounds(frontier.owner[usable], frontier.bounds[usable])[:, 0]
+
+        def price(cell: int) -> BlockOutcome:
+            nothing = self._no_incumbents()
+            open_kinds = OpenKinds.of(frontier, FITS, usable[frontier.owner[usable] == cell], nothing)
+            return price_block(frontier, open_kinds, nothing, Block(verdict=FITS, round=1, cells=(cell,)))
+
+        first = np.argsort(bound_of_cell, kind="stable")[:WARM_CELLS].tolist() if sampling.warm else []
+        packed = ledger.sample(sampling, first, price)
+        findings = Findings(self._no_incumbents())
+        for text in packed.values():
+            findings.add_packed(text, frontier.space.placement)
+        findings.incumbents.skip(np.delete(bound_of_cell, list(packed))[:, None])
+        return findings
+
+    def _no_incumbents(self) -> Incumbents:
+        measures = self._frontier.measures
+        return NearBest(self._margin) if measures == ("time",) else Front(len(measures))
+
+    def _candidate_findings(self, verdict: int) -> Findings:
+        """Return the candidates to beat: the best of their cells perhaps, and priced again where they stand."""
+        if verdict not in self._candidates:
+            findings = Findings(self._no_incumbents())
+            price_candidates(self._frontier, verdict, findings)
+            findings.incumbents = findings.incumbents.emptied()
+            self._candidates[verdict] = findings
+        return self._candidates[verdict]
+
+    def _open(self, verdict: int) -> OpenKinds:
+        """Return the kinds that the candidates leave open."""
+        if verdict not in self._open_kinds:
+            groups, candidates = self._frontier.usable(verdict), self._candidate_findings(verdict)
+            self._open_kinds[verdict] = OpenKinds.of(self._frontier, verdict, groups, candidates.incumbents)
+        return self._open_kinds[verdict]
+
+    def _merged(self, verdict: int, results: Sequence[BlockResult]) -> Findings:
+        """Merge the findings of blocks with the candidates."""
+        candidates = self._candidate_findings(verdict)
+        findings = Findings(candidates.incumbents.emptied())
+        if candidates.winners.batch is not None:
+            findings.winners.offer(candidates.winners.objective, candidates.winners.batch)
+        for result in results:
+            findings.add_packed(result.findings, self._frontier.space.placement)
+        return findings
+
+    def _incumbents_before(self, block: Block, rounds: LocalRounds | Ledger) -> Incumbents:
+        """Return what was known when the round of a block began: a block must not depend on what was found since."""
+        key = block.verdict, block.round
+        if key not in self._known:
+            before = [
+                result
+                for result in rounds.results()
+                if result.block.verdict == block.verdict and result.block.round < block.round
+            ]
+            self._known[key] = self._merged(block.verdict, before).incumbents.emptied()
+        return self._known[key].emptied()
+
+    def _skip_rest(self, open_kinds: OpenKinds, incumbents: Incumbents) -> None:
+        """Remember the least bound of the kinds that were not priced."""
+        incumbents.skip(open_kinds.bounds[incumbents.rules_out(open_kinds.bounds)])
+        incumbents.skip(np.full((1, len(self._frontier.measures)), open_kinds.least_skipped))
 
 
-def _sample(
-    problem: Problem, space: Space, frontier: Frontier, ledger: Ledger, sampling: Sampling, margin: float
-) -> Findings:
-    """Price the cells that a sampler proposes, each for itself."""
-    usable = frontier.usable(problem, FITS)
-    cell_bound = frontier.cell_bound(usable)
-
-    def price(cell: int) -> BlockOutcome:
-        block = Block(wanted=FITS, best=np.inf, cells=(cell,))
-        groups = usable[frontier.owner[usable] == cell]
-        return price_block(problem, space, Reach.of(problem, space, frontier, FITS, groups, np.inf), block, margin)
-
-    first = np.argsort(cell_bound, kind="stable")[:WARM_CELLS].tolist() if sampling.warm else []
-    found = ledger.sample(sampling, first, price)
-    seen = together((Findings.unpacked(one, FITS, margin, space.placement) for one in found.values()), FITS, margin)
-    seen.left = min(seen.left, float(np.delete(cell_bound, list(found)).min(initial=np.inf)))
-    return seen
-
-
-def _next_round(reach: Reach, seen: Findings, taken: Collection[int]) -> tuple[Block, ...]:
-    """The cells below the bar with the least bounds: more with every round, in blocks of about `BLOCK_KINDS` kinds."""
-    is_left = reach.cell_bound < seen.bar
-    is_left[list(taken)] = False
-    cells = np.argsort(reach.cell_bound, kind="stable")
-    cells = cells[is_left[cells]]
+def _next_round(
+    open_kinds: OpenKinds, incumbents: Incumbents, priced: Collection[int], number: int
+) -> tuple[Block, ...]:
+    """Return the best cells that are not ruled out: more with every round, in blocks of about `BLOCK_KINDS` kinds."""
+    num_left = open_kinds.count(np.flatnonzero(~incumbents.rules_out(open_kinds.bounds)))
+    done = int(open_kinds.count()[list(priced)].sum())
+    num_left[list(priced)] = 0
+    cells = best_first(open_kinds.cell_bounds)
+    cells = cells[num_left[cells] > 0]
     if not len(cells):
         return ()
-    done = int(reach.size(np.inf)[list(taken)].sum())
-    upto = np.cumsum(reach.size(seen.bar)[cells])
-    size = min(max(8 * done, FIRST_KINDS), ROUND_BLOCKS * BLOCK_KINDS)
-    cells = cells[: np.searchsorted(upto, size) + 1]
-    cuts = np.flatnonzero(np.diff(upto[: len(cells)] // BLOCK_KINDS)) + 1
-    parts = np.split(cells, cuts)
-    return tuple(Block(wanted=reach.wanted, best=seen.best, cells=tuple(part.tolist())) for part in parts)
+    total = np.cumsum(num_left[cells])
+    size = min(max(GROWTH * done, FIRST_KINDS), ROUND_BLOCKS * BLOCK_KINDS)
+    cells = cells[: np.searchsorted(total, size) + 1]
+    cuts = np.flatnonzero(np.diff(total[: len(cells)] // BLOCK_KINDS)) + 1
+    return tuple(
+        Block(verdict=open_kinds.verdict, round=number, cells=tuple(part.tolist())) for part in np.split(cells, cuts)
+    )
 
 
-def _result(problem: Problem, space: Space, frontier: Frontier, seen: Findings) -> SearchResult:
-    ranking = _within(seen, _ranked_leaders(problem, seen.plans))
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+
+def _result(frontier: Frontier, findings: Findings) -> SearchResult:
+    problem, incumbents, counts = frontier.problem, findings.incumbents, findings.counts
+    plans = _ranked(problem, incumbents.batch)
+    is_front = not isinstance(incumbents, NearBest)
+    least_left, proven = None, bool(plans)
+    if isinstance(incumbents, NearBest):
+        # All those that the bounds leave none out of.
+        plans = tuple(plan for plan in plans if plan.step_s / plan.plan.global_batch <= incumbents.bar)
+        skipped = incumbents.least_skipped
+        least_left = skipped / incumbents.best if plans and math.isfinite(skipped) else None
+        proven = bool(plans) and skipped >= incumbents.best
     certificate = Certificate(
         cells=len(frontier.cells),
-        expanded=seen.expanded,
-        plans=space.size(frontier.cells),
-        bounded=seen.bounded,
-        priced=seen.priced,
-        fitting=seen.found[FITS],
-        risky=seen.found[RISKY],
-        best_step_s=ranking[0].step_s if ranking else None,
-        least_left=seen.left / seen.best if ranking and np.isfinite(seen.left) else None,
-        proven=bool(ranking) and seen.left >= seen.best,
-        limits=space.describe(),
+        expanded=counts["expanded"],
+        plans=frontier.space.size(frontier.cells),
+        bounded=counts["bounded"],
+        priced=counts["priced"],
+        fitting=counts[VERDICTS[FITS]],
+        risky=counts[VERDICTS[RISKY]],
+        best_step_s=min((plan.step_s for plan in (plans if is_front else plans[:1])), default=None),
+        least_left=least_left,
+        proven=proven,
+        limits=frontier.space.describe(),
+        best_in=tuple(frontier.measures) if is_front else (),
     )
-    rivals = _first_of_cells(problem, seen.winners)
-    nearest = None if ranking else closest(problem, space, frontier)
-    return SearchResult(ranked=ranking, rivals=rivals, closest=nearest, certificate=certificate)
+    rivals = plans if is_front else _ranked(problem, _first_of_cells(findings.winners.batch))
+    return SearchResult(
+        ranked=plans, rivals=rivals, closest=None if plans else closest(frontier), certificate=certificate
+    )
 
 
-def _within(seen: Findings, plans: tuple[RankedPlan, ...]) -> tuple[RankedPlan, ...]:
-    """Those that the bounds leave none out of."""
-    return tuple(one for one in plans if one.step_s / one.plan.global_batch <= seen.bar)
+def _ranked(problem: Problem, batch: PlanBatch | None) -> tuple[RankedPlan, ...]:
+    return () if batch is None else ranked(problem, estimate(problem, batch), range(len(batch)))
 
 
-def _ranked_leaders(problem: Problem, leaders: Leaders) -> tuple[RankedPlan, ...]:
-    if leaders.batch is None:
-        return ()
-    return ranked(problem, estimate(problem, leaders.batch), range(len(leaders)))
-
-
-def _first_of_cells(problem: Problem, leaders: Leaders) -> tuple[RankedPlan, ...]:
-    """The first plan of each cell."""
-    if leaders.batch is None:
-        return ()
-    first, _ = leaders.batch.distinct(*AXES)
-    batch = leaders.batch.take(np.sort(first))
-    return ranked(problem, estimate(problem, batch), range(len(batch)))
+def _first_of_cells(batch: PlanBatch | None) -> PlanBatch | None:
+    """Return the first plan of each cell."""
+    if batch is None:
+        return None
+    first, _ = batch.distinct(*CELL_AXES)
+    return batch.take(np.sort(first))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.energy import step_energy_j
 from autoplan.cost.estimate import estimate
-from autoplan.search.front import Front, search_front
+from autoplan.search.findings import Front
 from autoplan.search.objectives import Measure
 from autoplan.search.ranking import TIE, seconds_per_sequence
 from autoplan.search.space import Space
@@ -64,7 +64,7 @@ def test_the_front_is_that_of_full_enumeration(model: ModelSpec, measures: tuple
     batch, _ = space.plans(space.cells())
     values, verdict = measures_of(problem, batch)
     columns = [MEASURES.index(name) for name in measures]
-    found = search_front(problem, space, measures)
+    found = search(problem, space, measures=measures)
     own = keys_of(problem, found.ranked, columns)
     assert close(set(own), best_of(values[verdict == 0][:, columns]))
     assert len(set(own)) == len(own)
@@ -85,7 +85,7 @@ def test_fronts_of_other_problems_are_those_of_full_enumeration(made: tuple[Prob
         return
     problem = replace(problem, reserve_bytes=reserved * problem.capacity_bytes)
     values, verdict = measures_of(problem, batch)
-    found = search_front(problem, space, MEASURES)
+    found = search(problem, space, measures=MEASURES)
     if verdict.min() == 2:
         assert not found.ranked
         assert found.closest is not None
@@ -93,14 +93,9 @@ def test_fronts_of_other_problems_are_those_of_full_enumeration(made: tuple[Prob
     assert close(set(keys_of(problem, found.ranked, [0, 1, 2])), best_of(values[verdict == verdict.min()]))
 
 
-def test_of_the_time_alone_the_front_is_the_best_plan_of_a_search() -> None:
-    problem, space = make(MOE, batches=(48, 72))
-    assert search_front(problem, space, ("time",)).ranked == search(problem, space).ranked[:1]
-
-
 def test_a_front_repeats_itself() -> None:
     problem, space = make(DENSE, "h100-sxm:1x8")
-    assert search_front(problem, space, MEASURES) == search_front(problem, space, MEASURES)
+    assert search(problem, space, measures=MEASURES) == search(problem, space, measures=MEASURES)
 
 
 points = st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=40)

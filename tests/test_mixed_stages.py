@@ -20,7 +20,7 @@ from autoplan.cost.pipeline.waits import ROWS
 from autoplan.cost.timeline import END_TERMS, RankTimeline, Timeline, timeline
 from autoplan.read.cluster import load_cluster
 from autoplan.report.trace import trace_json
-from autoplan.search.explain_mixed import explain_mixed
+from autoplan.search.mixed_explanation import explain_mixed
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.topology.mixed_cluster import BetweenSpec
 from mixed_cases import SMALL, problem_of, replicas, scaled, stages, whole

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.report.terminal import certificate_line
 from autoplan.search.findings import FITS
-from autoplan.search.pricing import Frontier
+from autoplan.search.frontier import Frontier
 from autoplan.search.sampler import FREE_AXES, SAMPLERS, WARM_CELLS, Axes, Sampling
 from autoplan.search.storage import opened
 from autoplan.search.study import Shared, search
@@ -69,7 +69,8 @@ def test_a_warm_start_begins_with_the_least_bounds_and_proposals_are_told_once(t
         trials[trial.user_attrs["again"]].value == trial.value for trial in trials if "again" in trial.user_attrs
     )
     frontier = Frontier.of(problem, space)
-    bounds = frontier.cell_bound(frontier.usable(problem, FITS))
+    usable = frontier.usable(FITS)
+    bounds = frontier.cell_bounds(frontier.owner[usable], frontier.bounds[usable])[:, 0]
     started = [bounds[trial.user_attrs["cell"]] for trial in trials[:WARM_CELLS]]
     assert started == sorted(bounds)[:WARM_CELLS]
     # What a trial tells is the bound of the best kind of its cell, closer than that of all of the cell at once.

@@ -161,6 +161,8 @@ def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     problem, space = make(MOE)
     whole = search(problem, space)
     monkeypatch.setattr("autoplan.search.pricing.BLOCK_KINDS", 100)
+    monkeypatch.setattr("autoplan.search.frontier.BLOCK_KINDS", 100)
+    monkeypatch.setattr("autoplan.search.study.BLOCK_KINDS", 100)
     parts = search(problem, space)
     assert parts.ranked == whole.ranked
     assert parts.certificate.proven

@@ -23,9 +23,9 @@ from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.nanotron.rules import layers_per_stage
 from autoplan.search import study
-from autoplan.search.findings import FITS, KEPT, Findings
-from autoplan.search.front import Front, _Field, search_front
-from autoplan.search.ledger import Block, BlockOutcome, CellOutcome, Ledger, Told
+from autoplan.search.blocks import Block, BlockOutcome, BlockResult, CellOutcome
+from autoplan.search.findings import KEPT, Findings, NearBest
+from autoplan.search.ledger import Ledger
 from autoplan.search.ranking import seconds_per_sequence
 from autoplan.search.space import Space
 from autoplan.search.storage import fingerprint, join_study, opened
@@ -153,19 +153,18 @@ def test_a_search_resumes_after_its_only_process_was_killed(
 def test_a_front_is_the_same_for_any_number_of_workers_of_whom_one_is_killed(
     asked: tuple[Problem, Space], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoplan.search.front.BLOCK_KINDS", 16)
-    monkeypatch.setattr("autoplan.search.front.FIRST_KINDS", 32)
-    front = partial(search_front, measures=("time", "memory"))
+    monkeypatch.setattr("autoplan.search.study.FIRST_KINDS", 32)
+    front = partial(search, measures=("time", "memory"))
     expected = front(*asked)
     shared = Shared(url=str(tmp_path / "journal"), name=NAME, grace_s=GRACE_S)
     assert front(*asked, shared=replace(shared, name="alone")) == expected
-    price, claimed = _Field.price, FORK.Semaphore(0)
+    price_block, claimed = study.price_block, FORK.Semaphore(0)
 
-    def price_first(field: _Field, block: Block, known: Front) -> BlockOutcome:
-        return price(field, block, known) if block.round == 1 else hang(block, claimed)
+    def price_first(*args: Any) -> BlockOutcome:
+        return price_block(*args) if args[3].round == 1 else hang(args[3], claimed)
 
     with monkeypatch.context() as patch:
-        patch.setattr("autoplan.search.front._Field.price", price_first)
+        patch.setattr("autoplan.search.study.price_block", price_first)
         run_until(lambda: front(*asked, shared=shared), claimed)
     with helped(lambda: front(*asked, shared=shared), 2):
         assert front(*asked, shared=shared) == expected
@@ -305,20 +304,25 @@ def test_findings_survive_as_text() -> None:
     problem, space = make(DENSE, "h100-sxm:1x8", batches=(16,))
     batch, _ = space.plans(space.cells())
     objective = seconds_per_sequence(estimate(problem, batch))
-    seen = Findings(wanted=FITS, margin=0.2, best=float(objective.min()), expanded=3, bounded=7, priced=len(batch))
-    seen.plans.offer(objective, batch)
-    seen.winners.offer(objective[:5], batch.take(np.arange(5)))
-    again = Findings.unpacked(seen.packed(), FITS, 0.2, None)
-    near = int((objective <= seen.bar).sum())
+    incumbents = NearBest(0.2)
+    findings = Findings(incumbents, counts=Counter(expanded=3, bounded=7, priced=len(batch)))
+    incumbents.offer(objective[:, None], batch)
+    incumbents.skip(np.array([[3.0], [2.0]]))
+    findings.winners.offer(objective[:5], batch.take(np.arange(5)))
+    copy = NearBest(0.2)
+    unpacked = Findings(copy)
+    unpacked.add_packed(findings.packed(), None)
+    near = int((objective <= incumbents.bar).sum())
     assert 1 < near < len(batch)
-    assert (len(again.plans), len(again.winners)) == (min(near, KEPT), 5)
-    assert again.plans.objective.tolist() == seen.plans.objective[:near].tolist()
-    for mine, other in ((again.plans, seen.plans), (again.winners, seen.winners)):
-        assert mine.batch is not None
+    assert (len(copy.plans), len(unpacked.winners)) == (min(near, KEPT), 5)
+    assert copy.plans.objective.tolist() == incumbents.plans.objective[:near].tolist()
+    for kept, other in ((copy.plans, incumbents.plans), (unpacked.winners, findings.winners)):
+        assert kept.batch is not None
         assert other.batch is not None
-        assert [mine.batch.plan(at) for at in range(len(mine))] == [other.batch.plan(at) for at in range(len(mine))]
-    assert replace(again, plans=seen.plans, winners=seen.winners) == seen
-    assert len(seen.packed()) < 2**16
+        assert [kept.batch.plan(at) for at in range(len(kept))] == [other.batch.plan(at) for at in range(len(kept))]
+    assert (copy.best, copy.least_skipped) == (objective.min(), 2.0)
+    assert unpacked.counts == findings.counts
+    assert len(findings.packed()) < 2**16
 
 
 # -- the ledger, with blocks that are priced at once -------------------------------------------------------------------
@@ -326,15 +330,15 @@ def test_findings_survive_as_text() -> None:
 ROUNDS = ((0, 1), (2,)), ((3, 4),)
 
 
-def next_round(told: list[Told]) -> tuple[Block, ...]:
-    done = sum(len(one.block.cells) for one in told)
+def next_round(results: list[BlockResult]) -> tuple[Block, ...]:
+    done = sum(len(result.block.cells) for result in results)
     at = {0: 0, 3: 1}.get(done)
-    return () if at is None else tuple(Block(wanted=0, best=1.0, cells=cells) for cells in ROUNDS[at])
+    return () if at is None else tuple(Block(verdict=0, round=at, cells=cells) for cells in ROUNDS[at])
 
 
 def outcome(block: Block) -> BlockOutcome:
     one = CellOutcome(value=1.0, constraints={"memory": -1.0}, attributes={})
-    return BlockOutcome(found=str(block.cells), cells=dict.fromkeys(block.cells, one))
+    return BlockOutcome(findings=str(block.cells), cells=dict.fromkeys(block.cells, one))
 
 
 def ledger_on(storage: optuna.storages.BaseStorage, space: Space, **more: float) -> Ledger:
@@ -342,8 +346,9 @@ def ledger_on(storage: optuna.storages.BaseStorage, space: Space, **more: float)
     return Ledger(study, storage, space.cells(), made_here=made_here, grace_s=more.get("grace_s", 30.0))
 
 
-def found(told: list[Told]) -> list[str]:
-    return sorted(one.found for one in told)
+def found(ledger: Ledger, price: Callable[[Block], BlockOutcome] = outcome) -> list[str]:
+    ledger.run(next_round, price)
+    return sorted(result.findings for result in ledger.results())
 
 
 EVERYTHING = ["(0, 1)", "(2,)", "(3, 4)"]
@@ -357,23 +362,23 @@ def test_a_worker_that_was_lost_while_it_put_up_a_round_is_replaced(asked: tuple
             0,
             TrialState.WAITING,
             user_attrs={
-                "block": {"wanted": 0, "best": 1.0, "cells": [0, 1], "round": 0},
-                "round": [{"wanted": 0, "best": 1.0, "cells": cells, "round": 0} for cells in ([0, 1], [2])],
+                "block": {"verdict": 0, "round": 0, "cells": [0, 1]},
+                "round": [{"verdict": 0, "round": 0, "cells": cells} for cells in ([0, 1], [2])],
             },
         )
     )
-    assert found(ledger_on(storage, space).settle(next_round, outcome)) == EVERYTHING
+    assert found(ledger_on(storage, space)) == EVERYTHING
 
 
 def test_what_is_put_up_twice_is_priced_once(asked: tuple[Problem, Space]) -> None:
     storage, space = optuna.storages.InMemoryStorage(), asked[1]
     ledgers = [ledger_on(storage, space), ledger_on(storage, space)]
     for one in ledgers:
-        one._put_up(next_round([]))
+        one._enqueue(next_round([]))
     priced: list[Block] = []
     price: Callable[[Block], BlockOutcome] = lambda block: priced.append(block) or outcome(block)  # noqa: E731
-    assert found(ledgers[0].settle(next_round, price)) == EVERYTHING
-    assert found(ledgers[1].settle(next_round, price)) == EVERYTHING
+    assert found(ledgers[0], price) == EVERYTHING
+    assert found(ledgers[1], price) == EVERYTHING
     assert len(priced) == len(EVERYTHING)
 
 
@@ -390,10 +395,10 @@ def test_one_that_was_wrongly_taken_for_dead_does_no_harm(asked: tuple[Problem, 
     results: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autoplan.search.ledger.BEAT_S", 30.0)  # so that it says nothing
-        thread = threading.Thread(target=lambda: results.append(found(slow.settle(next_round, slowly))))
+        thread = threading.Thread(target=lambda: results.append(found(slow, slowly)))
         thread.start()
         assert claimed.wait(10.0)
-        assert found(fast.settle(next_round, outcome)) == EVERYTHING
+        assert found(fast) == EVERYTHING
         may_go_on.set()
         thread.join()
     assert results == [EVERYTHING]

@@ -27,7 +27,7 @@ def search_parts(problem: MixedProblem, asked: SpaceFlags, output: OutputFlags) 
     """Find the fastest plan of a mixed cluster, print it and write it to a file, and its page."""
     from autoplan.api.plan_files import make_mixed_file
     from autoplan.base.files import encode, write_text
-    from autoplan.search.mixed import search_mixed
+    from autoplan.search.mixed_search import search_mixed
 
     if asked.narrows:
         raise InputError("--fix and --max do not narrow the plans of a mixed cluster yet: leave them out")
@@ -128,7 +128,7 @@ def explain_saved(file: MixedPlanFile, trace: Path | None, *, force: bool, json:
     from autoplan.base.files import encode
     from autoplan.report.explain import print_mixed_explanation
     from autoplan.report.terminal import make_console
-    from autoplan.search.explain_mixed import explain_mixed
+    from autoplan.search.mixed_explanation import explain_mixed
 
     problem = mixed_problem_of(file)
     found = explain_mixed(problem, file)

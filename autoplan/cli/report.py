@@ -141,11 +141,11 @@ def _space(file: PlanFile, problem: Problem) -> Space:
 
 
 def _front(file: PlanFile, problem: Problem) -> tuple[RankedPlan, ...]:
-    from autoplan.search.front import search_front
+    from autoplan.search.study import search
 
     if file.run and len(file.run.front) > 1:
         return ()  # the file has its own
-    return search_front(problem, _space(file, problem), ("time", "memory")).ranked
+    return search(problem, _space(file, problem), measures=("time", "memory")).ranked
 
 
 def _sizes(file: PlanFile, problem: Problem) -> tuple[SizeOutcome, ...]:

@@ -1,4 +1,4 @@
-"""Why this plan of a mixed cluster?  What its stages do and hold, and what a step would take with one change."""
+"""Explanation of a plan of a mixed cluster: its stages, and the step with one change of the plan."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Change = tuple[str, str, str]
 
 
 def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanation:
-    """What the stages of the best plan of `file` do and hold, and what plans beside it would take."""
-    changed = dict(_priced(problem, file.best.plan))
+    """Explain the best plan of `file`: what its stages do and hold, and what plans beside it would take."""
+    changed = dict(_neighbours(problem, file.best.plan))
     best, *others = estimate_mixed(problem, [file.best.plan, *changed])
-    found = [
+    neighbours = [
         MixedNeighbour(change=change, plan=other, ratio=best.sequences_per_s / other.sequences_per_s)
         for change, other in zip(changed.values(), others, strict=True)
     ]
@@ -33,24 +33,24 @@ def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanatio
         command=file.command,
         plan=best,
         stages=mixed_stages(problem, file.best.plan),
-        changes=_telling(found),
+        changes=_worth_showing(neighbours),
         alternatives=file.alternatives[:MOST_ALTERNATIVES],
         certificate=file.certificate,
     )
 
 
-def _telling(found: Iterable[MixedNeighbour]) -> tuple[MixedNeighbour, ...]:
-    """Of changes of one thing that make a difference the fastest, and the fastest that fits."""
+def _worth_showing(neighbours: Iterable[MixedNeighbour]) -> tuple[MixedNeighbour, ...]:
+    """Return, of changes of one thing that make a difference, the fastest and the fastest that fits."""
     kept: dict[tuple[str, bool], MixedNeighbour] = {}
-    for near in sorted((one for one in found if abs(one.ratio - 1) > TIE), key=lambda one: one.ratio):
+    for near in sorted((near for near in neighbours if abs(near.ratio - 1) > TIE), key=lambda near: near.ratio):
         fits = near.plan.verdict == "fits"
         if fits or (near.change[0], True) not in kept:
             kept.setdefault((near.change[0], fits), near)
     return tuple(kept.values())
 
 
-def _priced(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedPlan, Change]]:
-    """The plans with one change that can be priced."""
+def _neighbours(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedPlan, Change]]:
+    """Yield the plans with one change that can be priced."""
     for change, fields in _changes(plan):
         try:
             other = replace(plan, **fields)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def _priced(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedPlan,
 
 
 def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
-    """(change, fields of the plan that it sets)."""
+    """Yield changes, and the fields of the plan that each sets."""
     for recompute in Recompute:
         yield ("recomputation", plan.recompute, recompute), {"recompute": recompute}
     for sharding in Sharding:
@@ -74,12 +74,12 @@ def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
         of = f" of {letter}" if letter else ""
         for what, before, after, other in (*_other_micro_batches(kind), *_other_layers(kind)):
             yield (f"{what}{of}", before, after), {"kinds": (*plan.kinds[:at], other, *plan.kinds[at + 1 :])}
-    for one, two in itertools.permutations(range(len(plan.kinds)), 2):
-        yield from _shifted(plan, one, two)
+    for giver, taker in itertools.permutations(range(len(plan.kinds)), 2):
+        yield from _shifted(plan, giver, taker)
 
 
 def _other_micro_batches(kind: ReplicaKind) -> Iterator[tuple[str, str, str, ReplicaKind]]:
-    """Micro-batches of half and twice the size, as many sequences in all."""
+    """Yield micro-batches of half and twice the size, with as many sequences in all."""
     sequences = kind.micro_batch * kind.num_microbatches
     for size in (kind.micro_batch // 2, 2 * kind.micro_batch):
         if size and sequences % size == 0:
@@ -88,12 +88,12 @@ def _other_micro_batches(kind: ReplicaKind) -> Iterator[tuple[str, str, str, Rep
 
 
 def _other_layers(kind: ReplicaKind) -> Iterator[tuple[str, str, str, ReplicaKind]]:
-    """One layer of a stage on the next one or the one before."""
+    """Yield pipelines with one layer of a stage on the next one or the one before."""
     for at, by in itertools.product(range(len(kind.stages) - 1), (-1, 1)):
-        here, there = kind.stages[at : at + 2]
-        if min(here.layers + by, there.layers - by) < 1:
+        stage, following = kind.stages[at : at + 2]
+        if min(stage.layers + by, following.layers - by) < 1:
             continue
-        moved = (replace(here, layers=here.layers + by), replace(there, layers=there.layers - by))
+        moved = (replace(stage, layers=stage.layers + by), replace(following, layers=following.layers - by))
         other = replace(kind, stages=(*kind.stages[:at], *moved, *kind.stages[at + 2 :]))
         yield "layers", _layers(kind.stages), _layers(other.stages), other
 
@@ -102,17 +102,17 @@ def _layers(stages: tuple[MixedStage, ...]) -> str:
     return ", ".join(str(stage.layers) for stage in stages)
 
 
-def _shifted(plan: MixedPlan, one: int, two: int) -> Iterator[tuple[Change, dict[str, object]]]:
-    """As few sequences as possible from the replicas of one kind to those of another one."""
+def _shifted(plan: MixedPlan, giver: int, taker: int) -> Iterator[tuple[Change, dict[str, object]]]:
+    """Yield the plan with as few sequences as possible moved from the replicas of one kind to those of another."""
     kinds = list(plan.kinds)
-    rounds = [kinds[at].count * kinds[at].micro_batch for at in (one, two)]
+    rounds = [kinds[at].count * kinds[at].micro_batch for at in (giver, taker)]
     moved = math.lcm(*rounds)
-    counts = (kinds[one].num_microbatches - moved // rounds[0], kinds[two].num_microbatches + moved // rounds[1])
+    counts = (kinds[giver].num_microbatches - moved // rounds[0], kinds[taker].num_microbatches + moved // rounds[1])
     if counts[0] < 1:
         return
-    for at, count in zip((one, two), counts, strict=True):
+    for at, count in zip((giver, taker), counts, strict=True):
         kinds[at] = replace(kinds[at], num_microbatches=count)
-    both = sorted((one, two))
+    both = sorted((giver, taker))
     before, after = (", ".join(str(of[at].num_microbatches) for at in both) for of in (plan.kinds, kinds))
     what = f"micro-batches of {', '.join(plan.letters[at] for at in both)}"
     yield (what, before, after), {"kinds": tuple(kinds)}

@@ -13,8 +13,8 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.rulebooks import book_of
 from autoplan.read.model import load_model
-from autoplan.search.mixed import alone, search_mixed
-from autoplan.search.settle import Settler
+from autoplan.search.mixed_refinement import Refiner
+from autoplan.search.mixed_search import best_alone, search_mixed
 from autoplan.search.structures import Pipelines, Structure, groupings, pipelines, tensor_degrees
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind
@@ -87,7 +87,8 @@ def test_replicas_of_half_the_speed_take_half_the_batch() -> None:
         sharding="zero1",
         recompute="none",
     )
-    ((_, cost),) = Settler(problem, 481).settle([structure])
+    (found,) = Refiner(problem, 481).refine([structure])
+    cost = found.cost
     many = {kind.stages[0].part: kind.count * kind.num_microbatches for kind in cost.plan.kinds}
     assert sum(kind.count * kind.num_microbatches for kind in cost.plan.kinds) == 481
     ideal = sum(
@@ -113,7 +114,8 @@ def test_states_go_where_memory_is() -> None:
         sharding="zero3",
         recompute="full",
     )
-    ((_, cost),) = Settler(problem, 96).settle([structure])
+    (found,) = Refiner(problem, 96).refine([structure])
+    cost = found.cost
     assert cost.verdict == "fits"
     shares = [kind.state_share or 0.0 for kind in cost.plan.kinds]
     assert 4 * sum(shares) == pytest.approx(1, abs=1e-9)
@@ -144,14 +146,14 @@ def hethub(between: BetweenSpec, seq_len: int, global_batch: int) -> tuple[float
     y = replace(scaled("a100-sxm:80x8", "y", speed=0.7), name="y")
     y = replace(y, device=replace(y.device, vendor="amd"))
     problem = problem_of(x, y, model=LLAMA_140B, between=between, seq_len=seq_len)
-    settler = Settler(problem, global_batch)
+    refiner = Refiner(problem, global_batch)
 
     def best(structures: list[tuple[Pipelines, ...]]) -> MixedCost | None:
-        found = settler.settle(
+        found = refiner.refine(
             Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding="zero1", recompute="none")
             for kinds in structures
         )
-        return found[0][1] if found and found[0][1].verdict == "fits" else None
+        return found[0].cost if found and found[0].cost.verdict == "fits" else None
 
     def alone(part: int, groups: int) -> list[Pipelines]:
         return [Pipelines(count=groups // pp, places=((part, 8),) * pp) for pp in (2, 4, 8)]
@@ -249,6 +251,6 @@ def test_what_a_part_reaches_alone_is_a_plan_of_the_framework() -> None:
     """The built-in trainer has no context parallelism, which Megatron-LM would take for such sequences."""
     parts = scaled("a100-sxm:1x8", "a100"), scaled("h100-sxm:1x8", "h100")
     problem = problem_of(*parts, seq_len=65536, framework=load_framework("torch"))
-    found, own = alone(problem, 0, 16), problem.as_if(0, frozenset((0,)))
+    found, own = best_alone(problem, 0, 16), problem.as_if(0, frozenset((0,)))
     assert found is not None
     assert broken(book_of(own.framework).rules, own.workload, found.plan) == ()

@@ -1,6 +1,7 @@
-"""What is the best plan of a structure?  Layers, micro-batches and shares of states that follow from its prices.
+"""Refinement of a structure of mixed pipelines to its best plan: layers, micro-batches and shares of states.
 
-They depend on one another through these prices, so that a few rounds of pricing and sharing out settle them.
+They follow from prices, and depend on one another through these, so that a few rounds of pricing and sharing out are
+needed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, Rep
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.plan import even_chunks
 
-ROUNDS = 6  # of pricing and sharing out anew
+ROUNDS = 6
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A structure whose layers, micro-batches and shares are being settled."""
+    """A structure whose layers, micro-batches and shares are being refined."""
 
     structure: Structure
     plan: MixedPlan | None
@@ -33,24 +34,29 @@ class _Draft:
     cost: MixedCost | None = None  # of the best plan so far: the fastest that fits, else the one that is nearest to
 
 
-Settled = tuple[Structure, MixedCost]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefinedStructure:
+    """A structure and the cost of its best plan."""
+
+    structure: Structure
+    cost: MixedCost
 
 
-def _is_better(one: MixedCost, other: MixedCost | None) -> bool:
+def _is_better(cost: MixedCost, other: MixedCost | None) -> bool:
     if other is None:
         return True
-    fits, other_fits = one.oom_z <= RISKY_Z, other.oom_z <= RISKY_Z
+    fits, other_fits = cost.oom_z <= RISKY_Z, other.oom_z <= RISKY_Z
     if fits and other_fits:
-        return one.sequences_per_s > other.sequences_per_s
-    return fits or (not other_fits and one.oom_z < other.oom_z)
+        return cost.sequences_per_s > other.sequences_per_s
+    return fits or (not other_fits and cost.oom_z < other.oom_z)
 
 
-def _key(kind: ReplicaKind) -> tuple[Place, ...]:
+def _places_of(kind: ReplicaKind) -> tuple[Place, ...]:
     return tuple((stage.part, stage.tp) for stage in kind.stages)
 
 
-class Settler:
-    """Settles structures of one problem and batch, and counts the plans that it prices."""
+class Refiner:
+    """Refines structures of one problem and batch, and counts the plans that it prices."""
 
     def __init__(self, problem: MixedProblem, global_batch: int) -> None:
         self.problem, self.global_batch = problem, global_batch
@@ -58,33 +64,32 @@ class Settler:
         kinds = problem.model.layer_kinds
         self._kind_of_layer = np.array([kinds.index(layer) for layer in problem.model.layers])
 
-    def settle(self, structures: Iterable[Structure]) -> list[Settled]:
-        """The structures that have a plan, each with its best, best first."""
+    def refine(self, structures: Iterable[Structure]) -> list[RefinedStructure]:
+        """Return the structures that have a plan, best first."""
         drafts = [
             _Draft(
-                structure=one,
-                plan=self._first_plan(one),
-                most_layers=[np.full(len(kind.places), self.problem.model.num_layers) for kind in one.kinds],
+                structure=structure,
+                plan=self._first_plan(structure),
+                most_layers=[np.full(len(kind.places), self.problem.model.num_layers) for kind in structure.kinds],
             )
-            for one in structures
+            for structure in structures
         ]
-        seen: set[tuple[int, MixedPlan]] = set()
+        priced: set[tuple[int, MixedPlan]] = set()
         for _ in range(ROUNDS):
-            open_ = [(at, draft) for at, draft in enumerate(drafts) if draft.plan and (at, draft.plan) not in seen]
+            open_ = [(at, draft) for at, draft in enumerate(drafts) if draft.plan and (at, draft.plan) not in priced]
             if not open_:
                 break
-            seen |= {(at, draft.plan) for at, draft in open_ if draft.plan}
+            priced |= {(at, draft.plan) for at, draft in open_ if draft.plan}
             self.num_priced += len(open_)
             costs = estimate_mixed(self.problem, [draft.plan for _, draft in open_ if draft.plan])
             for (_, draft), cost in zip(open_, costs, strict=True):
                 if cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost):
                     draft.cost = cost
                 draft.plan = self._next_plan(draft, cost)
-        done = [(draft.structure, draft.cost) for draft in drafts if draft.cost]
-        return ordered(done)
+        return ordered(RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost)
 
     def _first_plan(self, structure: Structure) -> MixedPlan | None:
-        """Even layers, and micro-batches by the number of devices; the batch need not come out yet."""
+        """Return even layers, and micro-batches by the number of devices; the batch need not come out yet."""
         devices = [sum(tp for _, tp in kind.places) for kind in structure.kinds]
         total = sum(kind.count * size for kind, size in zip(structure.kinds, devices, strict=True))
         layers = [even_chunks(self.problem.model.num_layers, len(kind.places)) for kind in structure.kinds]
@@ -102,13 +107,13 @@ class Settler:
         num_microbatches: Sequence[int],
         shares: Sequence[float] | None,
     ) -> MixedPlan | None:
-        """The plan in which all replicas of kind k have `num_microbatches[k]` together; None if it mixes vendors."""
+        """Return the plan where all replicas of kind k have `num_microbatches[k]` together; None if it mixes vendors."""
         kinds = []
-        for at, (one, cut, many) in enumerate(zip(structure.kinds, layers, num_microbatches, strict=True)):
-            places = zip(one.places, cut, strict=True)
-            stages = tuple(MixedStage(part=part, tp=tp, layers=held) for (part, tp), held in places)
-            least, more = divmod(many, one.count)
-            for count, each in ((one.count - more, least), (more, least + 1)):
+        for at, (kind, cut, total) in enumerate(zip(structure.kinds, layers, num_microbatches, strict=True)):
+            places = zip(kind.places, cut, strict=True)
+            stages = tuple(MixedStage(part=part, tp=tp, layers=num_layers) for (part, tp), num_layers in places)
+            least, more = divmod(total, kind.count)
+            for count, each in ((kind.count - more, least), (more, least + 1)):
                 if count:
                     kinds.append(
                         ReplicaKind(
@@ -128,55 +133,58 @@ class Settler:
         return None if mixes_vendors(self.problem, plan) else plan
 
     def _next_plan(self, draft: _Draft, cost: MixedCost) -> MixedPlan | None:
-        """Share out anew by what the last plan was seen to cost."""
+        """Share out anew by what the last plan costs."""
         kinds = list(zip(cost.plan.kinds, cost.kinds, strict=True))
-        found = [next(price for kind, price in kinds if _key(kind) == one.places) for one in draft.structure.kinds]
-        shares = self._shares(draft, cost, found)
+        prices = [
+            next(price for kind, price in kinds if _places_of(kind) == pipelines.places)
+            for pipelines in draft.structure.kinds
+        ]
+        shares = self._shares(draft, cost, prices)
         if shares is None and cost.oom_z > RISKY_Z:
-            for most, price in zip(draft.most_layers, found, strict=True):
+            for most, price in zip(draft.most_layers, prices, strict=True):
                 self._tighten(most, price)
         layers, passes = [], []
-        for most, price in zip(draft.most_layers, found, strict=True):
+        for most, price in zip(draft.most_layers, prices, strict=True):
             layer_s = np.array([stage.layer_s for stage in price.stages])[:, self._kind_of_layer]
             extra_s, before = self._beside_layers(price, layer_s)
             cut = min_max_layers(layer_s, extra_s, most)
             if cut is None:
                 return None
-            after = extra_s + _held_s(layer_s, cut)
+            after = extra_s + _layers_s(layer_s, cut)
             layers.append(cut)
             passes.append(before * after / before.sum(axis=0))
-        split = self._split(draft.structure, passes, found)
+        split = self._split(draft.structure, passes, prices)
         return self._plan(draft.structure, layers, split, shares) if split else None
 
     def _split(
-        self, structure: Structure, passes: Sequence[Floats], found: Sequence[MixedKindCost]
+        self, structure: Structure, passes: Sequence[Floats], prices: Sequence[MixedKindCost]
     ) -> tuple[int, ...] | None:
-        """Micro-batches of all replicas of every kind."""
+        """Return the micro-batches of all replicas of every kind together."""
         if len(structure.kinds) == 1:
-            many, rest = divmod(self.global_batch, structure.micro_batches[0])
-            return (many,) if not rest and many >= structure.kinds[0].count else None
-        counts = [one.count for one in structure.kinds]
+            total, rest = divmod(self.global_batch, structure.micro_batches[0])
+            return (total,) if not rest and total >= structure.kinds[0].count else None
+        counts = [kind.count for kind in structure.kinds]
         tables = [
-            self._times(self.global_batch // micro // count + 1, one, price)
-            for micro, count, one, price in zip(structure.micro_batches, counts, passes, found, strict=True)
+            self._times(self.global_batch // micro // count + 1, of_kind, price)
+            for micro, count, of_kind, price in zip(structure.micro_batches, counts, passes, prices, strict=True)
         ]
         return split_microbatches(tables, counts, structure.micro_batches, self.global_batch)
 
     def _beside_layers(self, price: MixedKindCost, layer_s: Floats) -> tuple[Floats, Floats]:
-        """(what every stage does beside its layers, forward and backward of every stage)."""
+        """Return the time of every stage beside its layers, and its forward and backward pass."""
         passes = np.array([[stage.forward_s, stage.backward_s] for stage in price.stages]).T
-        held = _held_s(layer_s, [stage.layers for stage in price.stages])
-        return np.maximum(passes.sum(axis=0) - held, 0.0), passes
+        layers_s = _layers_s(layer_s, [stage.layers for stage in price.stages])
+        return np.maximum(passes.sum(axis=0) - layers_s, 0.0), passes
 
     def _times(self, most: int, passes: Floats, price: MixedKindCost) -> Floats:
-        """The pipeline of one replica with 1 to `most` micro-batches."""
-        forward, backward = (np.repeat(one[None, :], most, axis=0) for one in passes)
+        """Return the time of one replica's pipeline with 1 to `most` micro-batches."""
+        forward, backward = (np.repeat(times[None, :], most, axis=0) for times in passes)
         sends = np.repeat(np.array([[stage.send_s for stage in price.stages[:-1]]]), most, axis=0)
         makespan, exposed, _ = pipeline_s(forward, backward, sends, np.arange(1, most + 1))
         return np.maximum.accumulate(makespan + exposed)
 
     def _allowed_bytes(self, stage: MixedStageCost) -> float:
-        """Memory with which a stage is safe."""
+        """Return the memory with which a stage is safe."""
         return stage.capacity_bytes * float(np.exp(RISKY_Z * self.problem.calibrations[stage.part].memory_spread))
 
     def _tighten(self, most: Ints, price: MixedKindCost) -> None:
@@ -186,14 +194,14 @@ class Settler:
             if stage.memory_bytes > allowed:
                 most[at] = min(most[at], stage.layers - 1, int(stage.layers * allowed / stage.memory_bytes))
 
-    def _shares(self, draft: _Draft, cost: MixedCost, found: Sequence[MixedKindCost]) -> tuple[float, ...] | None:
-        """Shares of states with which all stages fit; None where even ones do, or none."""
-        if draft.structure.sharding == "none" or len(found) == 1 or cost.oom_z <= RISKY_Z:
+    def _shares(self, draft: _Draft, cost: MixedCost, prices: Sequence[MixedKindCost]) -> tuple[float, ...] | None:
+        """Return shares of states with which all stages fit; None where even shares do, or none."""
+        if draft.structure.sharding == "none" or len(prices) == 1 or cost.oom_z <= RISKY_Z:
             return None
-        given = {_key(kind): kind.state_share for kind in cost.plan.kinds}
+        given = {_places_of(kind): kind.state_share for kind in cost.plan.kinds}
         most = []
-        for one, price in zip(draft.structure.kinds, found, strict=True):
-            share = given[one.places]
+        for pipelines, price in zip(draft.structure.kinds, prices, strict=True):
+            share = given[pipelines.places]
             share = 1 / cost.plan.num_replicas if share is None else share
             room = [
                 (self._allowed_bytes(stage) - stage.memory_bytes + stage.sharded_bytes) / stage.sharded_bytes * share
@@ -202,23 +210,20 @@ class Settler:
                 for stage in price.stages
             ]
             most.append(min(*room, 1.0))
-        return even_shares(most, [one.count for one in draft.structure.kinds])
+        return even_shares(most, [kind.count for kind in draft.structure.kinds])
 
 
-def _held_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
-    """Time of the layers of every stage."""
+def _layers_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
+    """Return the time of the layers of every stage."""
     ends = np.cumsum([0, *layers])
     return np.array([layer_s[at, ends[at] : ends[at + 1]].sum() for at in range(len(layers))])
 
 
-def ordered(settled: Iterable[Settled]) -> list[Settled]:
-    """Plans that fit by their rate, then those that do not by how far they are from it."""
-    return sorted(
-        settled,
-        key=lambda item: (
-            max(item[1].oom_z - RISKY_Z, 0.0),
-            -item[1].sequences_per_s,
-            len(item[1].plan.kinds),
-            repr(item[1].plan),
-        ),
-    )
+def ordered(refined: Iterable[RefinedStructure]) -> list[RefinedStructure]:
+    """Return plans that fit by their rate, then those that do not by how far they are from it."""
+
+    def key(found: RefinedStructure) -> tuple[float, float, int, str]:
+        cost = found.cost
+        return max(cost.oom_z - RISKY_Z, 0.0), -cost.sequences_per_s, len(cost.plan.kinds), repr(cost.plan)
+
+    return sorted(refined, key=key)

@@ -1,4 +1,4 @@
-"""What is the fastest plan of a mixed cluster?  Structures of pipelines within stated limits, the best ones settled."""
+"""Search for the fastest plan of a mixed cluster: structures of pipelines within limits, the best ones refined."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.rulebooks import book_of
 from autoplan.search.limits import default_limits
-from autoplan.search.settle import Settled, Settler, ordered
+from autoplan.search.mixed_refinement import RefinedStructure, Refiner, ordered
 from autoplan.search.space import Space
 from autoplan.search.structures import LEAST_USED, MAX_STAGES, Pipelines, Structure, groupings, pipelines
-from autoplan.search.study import search as search_alone
+from autoplan.search.study import search
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedProblem
@@ -23,7 +23,7 @@ from autoplan.spec.search_result import RankedPlan
 
 KEPT_PIPELINES = 3  # of every group of parts, taken on to be combined
 KEPT_STRUCTURES = 4  # of every set of parts in use, whose other choices are looked at
-KEPT_CHOICES = 2  # of them, whose kinds are given micro-batches of their own
+KEPT_CHOICES = 2  # of them, whose kinds are given different micro-batches
 KEPT_PLANS = 20
 MICRO_BATCHES = (1, 2, 4, 8)
 
@@ -39,71 +39,75 @@ LIMITS = (
 )
 
 
-def _settle_plainly(
-    settler: Settler, ways: Iterable[tuple[Pipelines, ...]], shardings: Sequence[Sharding]
-) -> list[Settled]:
-    """Structures with one sequence a micro-batch and sharded states; those that do not fit with recomputation too."""
+def _refine_plainly(
+    refiner: Refiner, ways: Iterable[tuple[Pipelines, ...]], shardings: Sequence[Sharding]
+) -> list[RefinedStructure]:
+    """Refine structures with one sequence a micro-batch and sharded states.
+
+    Those that do not fit are refined with recomputation too.
+    """
     plain = [
         Structure(kinds=kinds, micro_batches=(1,) * len(kinds), sharding=sharding, recompute=Recompute.NONE)
         for kinds in ways
         for sharding in _possible(kinds, shardings)
         if sharding != "none"
     ]
-    found = settler.settle(plain)
-    fitting = {one for one, cost in found if cost.oom_z <= RISKY_Z}
+    refined = refiner.refine(plain)
+    fitting = {found.structure for found in refined if found.cost.oom_z <= RISKY_Z}
     return ordered(
-        found + settler.settle(replace(one, recompute=Recompute.FULL) for one in plain if one not in fitting)
+        refined + refiner.refine(replace(each, recompute=Recompute.FULL) for each in plain if each not in fitting)
     )
 
 
 def _possible(kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding]) -> list[Sharding]:
-    """The shardings that are priced: over parts, weights and gradients travel between replicas of one stage only."""
+    """Return shardings that are priced: over parts, weights and gradients travel between replicas of one stage only."""
     is_deep = any(len(kind.places) > 1 for kind in kinds)
     return [sharding for sharding in shardings if sharding in ("none", "zero1") or not is_deep]
 
 
-def _others(
+def _other_choices(
     kinds: tuple[Pipelines, ...], shardings: Sequence[Sharding], recomputes: Sequence[Recompute]
 ) -> Iterator[Structure]:
-    """The other choices of a structure: micro-batches, alike on all kinds, sharding and recomputation."""
+    """Yield other choices of a structure: micro-batches, alike on all kinds, sharding and recomputation."""
     for micro, sharding, recompute in itertools.product(MICRO_BATCHES, _possible(kinds, shardings), recomputes):
         yield Structure(kinds=kinds, micro_batches=(micro,) * len(kinds), sharding=sharding, recompute=recompute)
 
 
-def _unlike(one: Structure) -> Iterator[Structure]:
-    """The structure with another micro-batch on one of its kinds."""
-    for at, micro in itertools.product(range(len(one.kinds)), MICRO_BATCHES):
-        yield replace(one, micro_batches=(*one.micro_batches[:at], micro, *one.micro_batches[at + 1 :]))
+def _other_micro_batches(structure: Structure) -> Iterator[Structure]:
+    """Yield the structure with another micro-batch on one of its kinds."""
+    sizes = structure.micro_batches
+    for at, micro in itertools.product(range(len(structure.kinds)), MICRO_BATCHES):
+        yield replace(structure, micro_batches=(*sizes[:at], micro, *sizes[at + 1 :]))
 
 
 def _subsets(parts: Sequence[int]) -> list[tuple[int, ...]]:
     return [group for size in range(1, len(parts) + 1) for group in itertools.combinations(parts, size)]
 
 
-def alone(problem: MixedProblem, part: int, global_batch: int) -> RankedPlan | None:
-    """The best plan of one part, of all schedules and degrees that a search on it looks at; None where none fits."""
+def best_alone(problem: MixedProblem, part: int, global_batch: int) -> RankedPlan | None:
+    """Return the best plan of one part by itself, of all plans that a search on it covers; None where none fits."""
     own: Problem = problem.as_if(part, frozenset((part,)))
     rules = book_of(own.framework).rules
     space = Space(workload=own.workload, limits=default_limits(own, (global_batch,)), rules=rules)
-    ranked = search_alone(own, space).ranked if space.cells() else ()
+    ranked = search(own, space).ranked if space.cells() else ()
     return ranked[0] if ranked else None
 
 
 def search_mixed(
     problem: MixedProblem, global_batch: int, shardings: Sequence[Sharding] = (Sharding.NONE, Sharding.ZERO1)
 ) -> MixedResult:
-    """The best plans found, and how far they stay behind the sum of what the parts reach alone."""
-    settler = Settler(problem, global_batch)
+    """Find the best plans, and how far they stay behind the sum of the rates that the parts reach alone."""
+    refiner = Refiner(problem, global_batch)
     parts = range(len(problem.cluster.parts))
     structures: set[tuple[Pipelines, ...]] = set()
     best_of: dict[tuple[int, ...], list[Pipelines]] = {}
-    settled: list[Settled] = []
+    refined: list[RefinedStructure] = []
     for group in _subsets(parts):
         ways = pipelines(problem, group, global_batch)
         structures |= {(way,) for way in ways}
-        found = _settle_plainly(settler, [(way,) for way in ways], shardings)
-        best_of[group] = list(dict.fromkeys(one.kinds[0] for one, _ in found))[:KEPT_PIPELINES]
-        settled += found
+        of_group = _refine_plainly(refiner, [(way,) for way in ways], shardings)
+        best_of[group] = list(dict.fromkeys(found.structure.kinds[0] for found in of_group))[:KEPT_PIPELINES]
+        refined += of_group
     combined = {
         kinds
         for grouping in groupings(parts)
@@ -111,44 +115,49 @@ def search_mixed(
         for kinds in itertools.product(*(best_of[group] for group in grouping))
     }
     structures |= combined
-    settled += _settle_plainly(settler, sorted(combined, key=repr), shardings)
+    refined += _refine_plainly(refiner, sorted(combined, key=repr), shardings)
 
-    # What was settled without other choices says which structures are worth them.  Every set of parts has its own, so
-    # that one part more takes nothing away.
-    shortlist = list(dict.fromkeys(one.kinds for one in _best_by_parts(settled, KEPT_STRUCTURES)))
+    # Their plain choices say which structures are worth others.  Every set of parts has its own, so that one part more
+    # takes nothing away.
+    shortlist = list(dict.fromkeys(structure.kinds for structure in _best_by_parts(refined, KEPT_STRUCTURES)))
     scores = stores_scores(problem.as_if(0, frozenset((0,))))
     recomputes: list[Recompute] = (
         [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL] if scores else [Recompute.NONE, Recompute.FULL]
     )
-    settled += settler.settle(one for kinds in shortlist for one in _others(kinds, shardings, recomputes))
-    settled += settler.settle(other for one in _best_by_parts(settled, KEPT_CHOICES) for other in _unlike(one))
-    return _result(problem, global_batch, settled, len(structures), settler.num_priced)
+    refined += refiner.refine(
+        structure for kinds in shortlist for structure in _other_choices(kinds, shardings, recomputes)
+    )
+    refined += refiner.refine(
+        other for structure in _best_by_parts(refined, KEPT_CHOICES) for other in _other_micro_batches(structure)
+    )
+    return _result(problem, global_batch, refined, len(structures), refiner.num_priced)
 
 
-def _best_by_parts(settled: Iterable[Settled], most: int) -> list[Structure]:
-    """Of every set of parts the structures with its best plans, as many as `most` ways to form pipelines."""
+def _best_by_parts(refined: Iterable[RefinedStructure], most: int) -> list[Structure]:
+    """Return, for every set of parts, the structures with its best plans: at most `most` ways to form pipelines."""
     kept: dict[frozenset[int], dict[tuple[Pipelines, ...], Structure]] = defaultdict(dict)
-    for one, _ in ordered(settled):
-        here = kept[frozenset(part for kind in one.kinds for part, _ in kind.places)]
-        if len(here) < most:
-            here.setdefault(one.kinds, one)
-    return [one for here in kept.values() for one in here.values()]
+    for found in ordered(refined):
+        kinds = found.structure.kinds
+        of_parts = kept[frozenset(part for kind in kinds for part, _ in kind.places)]
+        if len(of_parts) < most:
+            of_parts.setdefault(kinds, found.structure)
+    return [structure for of_parts in kept.values() for structure in of_parts.values()]
 
 
 def _result(
-    problem: MixedProblem, global_batch: int, settled: Sequence[Settled], num_structures: int, num_priced: int
+    problem: MixedProblem, global_batch: int, refined: Sequence[RefinedStructure], num_structures: int, num_priced: int
 ) -> MixedResult:
-    costs = [cost for _, cost in ordered(settled)]
+    costs = [found.cost for found in ordered(refined)]
     ranked = tuple({cost.plan: cost for cost in costs if cost.oom_z <= RISKY_Z}.values())[:KEPT_PLANS]
     parts = range(len(problem.cluster.parts))
-    plans_alone = tuple(alone(problem, part, global_batch) for part in parts)
+    plans_alone = tuple(best_alone(problem, part, global_batch) for part in parts)
     rates = []
     for part, plan in zip(parts, plans_alone, strict=True):
-        mixed = [cost for cost in costs if cost.plan.parts == {part}]
+        of_part = [cost for cost in costs if cost.plan.parts == {part}]
         # A part that cannot hold the model alone counts with what it would reach if it could.
-        here = [cost.sequences_per_s for cost in mixed if cost.oom_z <= RISKY_Z]
-        here = here or [cost.sequences_per_s for cost in mixed]
-        rates.append(max([*here, global_batch / plan.step_s if plan else 0.0]))
+        reached = [cost.sequences_per_s for cost in of_part if cost.oom_z <= RISKY_Z]
+        reached = reached or [cost.sequences_per_s for cost in of_part]
+        rates.append(max([*reached, global_batch / plan.step_s if plan else 0.0]))
     certificate = MixedCertificate(
         structures=num_structures,
         plans=num_priced,

@@ -1,0 +1,139 @@
+"""Lower bounds of a space, level by level: of its groups first, then of the kinds in those that are not ruled out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autoplan.base.arrays import Floats, Ints
+from autoplan.search.bounds import first_layers, group_bounds, kind_bounds, kind_costs
+from autoplan.search.findings import FITS, RISKY, Incumbents
+from autoplan.search.objectives import Measure, measure_bounds
+from autoplan.search.space import Cell, Space
+from autoplan.spec.estimate import OOM_Z, RISKY_Z
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
+# Kinds bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.
+BLOCK_KINDS = 8192
+
+
+def limit_bytes(problem: Problem, verdict: int) -> float:
+    """Return the memory that a plan which is as safe as `verdict` needs at most."""
+    return float(problem.capacity_bytes * np.exp(SAFE_Z[verdict] * problem.calibration.memory_spread))
+
+
+def best_first(bounds: Floats) -> Ints:
+    """Return an order in which the least of every measure come first, in turns; `bounds`: (elements, measures)."""
+    place = np.argsort(np.argsort(bounds, axis=0, kind="stable"), axis=0, kind="stable")
+    return np.argsort(place.min(axis=1), kind="stable")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """All groups of a space and measures that their plans cannot beat."""
+
+    problem: Problem
+    space: Space
+    measures: tuple[Measure, ...]
+    cells: tuple[Cell, ...]
+    groups: PlanBatch
+    owner: Ints  # the cell of each group
+    bounds: Floats  # shape (groups, measures)
+    least_bytes: Floats
+    kinds_per_group: Ints  # of each cell
+
+    @classmethod
+    def of(cls, problem: Problem, space: Space, measures: Sequence[Measure] = ("time",)) -> Frontier:
+        """Bound all groups of a space."""
+        cells = space.cells()
+        groups, owner = space.groups(cells)
+        step_s, least_bytes = group_bounds(problem, space, groups, limit_bytes(problem, RISKY))
+        return cls(
+            problem=problem,
+            space=space,
+            measures=tuple(measures),
+            cells=cells,
+            groups=groups,
+            owner=owner,
+            bounds=measure_bounds(problem, measures, step_s / groups.global_batch, least_bytes),
+            least_bytes=least_bytes,
+            kinds_per_group=np.array([space.kinds_of_group(cell) for cell in cells], dtype=np.int64),
+        )
+
+    def usable(self, verdict: int) -> Ints:
+        """Return the groups of which a plan may be as safe as `verdict`, best first."""
+        groups = np.flatnonzero(self.least_bytes <= limit_bytes(self.problem, verdict))
+        return groups[best_first(self.bounds[groups])]
+
+    def cell_bounds(self, owner: Ints, bounds: Floats) -> Floats:
+        """Return the least bounds of every cell, infinite where a cell owns none: shape (cells, measures)."""
+        least = np.full((len(self.cells), len(self.measures)), np.inf)
+        np.minimum.at(least, owner, bounds)
+        return least
+
+    def kinds_of(self, groups: Ints) -> tuple[PlanBatch, Ints]:
+        """Return the kinds of some groups, and for each the index into `groups`."""
+        return self.space.kinds(self.cells, self.groups.take(groups), self.owner[groups])
+
+    def blocks(self, groups: Ints) -> Iterator[Ints]:
+        """Yield `groups` in order, about `BLOCK_KINDS` kinds at a time."""
+        if not len(groups):
+            return
+        total = np.cumsum(self.kinds_per_group[self.owner[groups]]) // BLOCK_KINDS
+        cuts = [0, *(np.flatnonzero(np.diff(total)) + 1), len(groups)]
+        for start, end in pairwise(cuts):
+            yield groups[start:end]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenKinds:
+    """Kinds whose plans may be as safe as `verdict` and that nothing ruled out, best first."""
+
+    verdict: int
+    kinds: PlanBatch
+    owner: Ints  # the cell of each kind
+    bounds: Floats  # shape (kinds, measures)
+    cell_bounds: Floats  # the least of them: shape (cells, measures)
+    least_skipped: float  # least bound, in the first measure, of all other kinds but for those that are too large
+
+    @classmethod
+    def of(cls, frontier: Frontier, verdict: int, groups: Ints, incumbents: Incumbents) -> OpenKinds:
+        """Find those of some groups, which stand best first."""
+        problem, space = frontier.problem, frontier.space
+        most_bytes = limit_bytes(problem, verdict)
+        is_out = incumbents.rules_out(frontier.bounds[groups])
+        least_skipped = float(frontier.bounds[groups[is_out], 0].min(initial=np.inf))
+        groups = groups[~is_out]
+        parts = [frontier.groups.take(groups[:0])]
+        owners, bounds = [groups[:0]], [frontier.bounds[:0]]
+        for some in frontier.blocks(groups):
+            kinds, of_group = frontier.kinds_of(some)
+            costs = kind_costs(problem, kinds, first_layers(problem, space, kinds))
+            step_s, least_bytes = kind_bounds(problem, space, costs, most_bytes)
+            lowest = measure_bounds(problem, frontier.measures, step_s / kinds.global_batch, least_bytes)
+            lowest[~np.isfinite(step_s)] = np.inf  # too large
+            is_out = incumbents.rules_out(lowest)
+            least_skipped = min(least_skipped, float(lowest[is_out, 0].min(initial=np.inf)))
+            kept = np.flatnonzero(~is_out)
+            parts.append(kinds.take(kept))
+            owners.append(frontier.owner[some][of_group[kept]])
+            bounds.append(lowest[kept])
+        bound, owner = np.concatenate(bounds), np.concatenate(owners)
+        order = best_first(bound)
+        return cls(
+            verdict=verdict,
+            kinds=PlanBatch.concatenate(parts).take(order),
+            owner=owner[order],
+            bounds=bound[order],
+            cell_bounds=frontier.cell_bounds(owner, bound),
+            least_skipped=least_skipped,
+        )
+
+    def count(self, rows: Ints | slice = slice(None)) -> Ints:
+        """Return how many of the kinds at some rows each cell holds."""
+        return np.bincount(self.owner[rows], minlength=len(self.cell_bounds))
