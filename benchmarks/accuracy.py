@@ -194,7 +194,7 @@ class Fits:
         least = _median_error(own, kept, model.log_errors(Calibration(), kept))
         while len(path) < min(len(kept) // RUNS_PER_FACTOR, len(FACTORS)) and len(path) <= len(names) + 1:
             tried = [(*path, name) for name in FACTORS if name not in path]
-            errors = [_median_error(own, kept, _unseen_errors(model.only(one), own, kept)) for one in tried]
+            errors = [_median_error(own, kept, _unseen_errors(model.only(factors), own, kept)) for factors in tried]
             path = tried[int(np.argmin(errors))]
             if min(errors) <= (1 - LEAST_GAIN) ** (len(path) - len(names)) * least:
                 names, least = path, min(errors)
@@ -216,8 +216,8 @@ def _median_error(cases: Sequence[Case], kept: Sequence[int], errors: Floats) ->
         by_source[cases[at].source].append(abs(error))
     if not by_source:
         return 0.0
-    sizes = [np.sqrt(len(some)) for some in by_source.values()]
-    return float(np.average([np.median(some) for some in by_source.values()], weights=sizes))
+    sizes = [np.sqrt(len(errors_of_source)) for errors_of_source in by_source.values()]
+    return float(np.average([np.median(errors_of_source) for errors_of_source in by_source.values()], weights=sizes))
 
 
 def _unseen_errors(model: Linearised, cases: Sequence[Case], kept: Sequence[int]) -> Floats:
@@ -248,8 +248,8 @@ def left_out(cases: Sequence[Case], fits: Fits, fold_of: Callable[[Case], str]) 
         folds[fold_of(case)].append(case)
     for fold in folds.values():
         unseen = frozenset(case.run.id for case in fold)
-        for key, some in by_key(fold).items():
-            for case, error in zip(some, log_errors(some, fits.without(key, unseen)), strict=True):
+        for key, own in by_key(fold).items():
+            for case, error in zip(own, log_errors(own, fits.without(key, unseen)), strict=True):
                 errors[case.run.id] = float(error)
     return _with_spreads(cases, errors, fold_of)
 
@@ -283,11 +283,11 @@ def spread_of_kind(case: Case, others: Sequence[Case], errors: dict[str, float])
 def in_fit(cases: Sequence[Case], make: Callable[[tuple[str, str]], Calibration]) -> Steps:
     """Steps of all cases by one calibration for every framework and generation."""
     steps: Steps = {}
-    for key, some in by_key(cases).items():
+    for key, own in by_key(cases).items():
         calibration = make(key)
-        errors = log_errors(some, calibration)
-        spread = conformal_spread(errors) if len(some) >= LEAST_RUNS else calibration.time_spread
-        for case, error in zip(some, errors, strict=True):
+        errors = log_errors(own, calibration)
+        spread = conformal_spread(errors) if len(own) >= LEAST_RUNS else calibration.time_spread
+        for case, error in zip(own, errors, strict=True):
             steps[case.run.id] = (case.measured.step_s / np.exp(error), spread)
     return steps
 
@@ -296,22 +296,22 @@ def ship(cases: Sequence[Case]) -> None:
     """Write the calibration of every framework and generation, with the spread of runs that it has not seen."""
     fits = Fits(cases)
     unseen = left_out(cases, fits, lambda case: case.fold)
-    for key, some in by_key(cases).items():
-        if len(some) < RUNS_PER_FACTOR:
+    for key, own in by_key(cases).items():
+        if len(own) < RUNS_PER_FACTOR:
             continue
         calibration = fits.whole(key)
-        errors = {case.run.id: float(np.log(case.measured.step_s / unseen[case.run.id][0])) for case in some}
+        errors = {case.run.id: float(np.log(case.measured.step_s / unseen[case.run.id][0])) for case in own}
         median = 100 * float(np.median(np.abs(np.expm1(list(errors.values())))))
-        one_of_kind = {case.spread: case for case in some}
-        spreads = {name: spread_of_kind(case, some, errors) for name, case in one_of_kind.items()}
+        one_of_kind = {case.spread: case for case in own}
+        spreads = {name: spread_of_kind(case, own, errors) for name, case in one_of_kind.items()}
         spreads.setdefault("time_spread", max(spreads.values()))
-        sources = ", ".join(sorted({case.source for case in some}))
+        sources = ", ".join(sorted({case.source for case in own}))
         calibration = replace(
             calibration,
             name=" on ".join(key),
             **spreads,
-            memory_spread=some[0].measured.problem.calibration.memory_spread,
-            sources=(f"{len(some)} runs ({sources}): median error {median:.1f} % with a model left out",),
+            memory_spread=own[0].measured.problem.calibration.memory_spread,
+            sources=(f"{len(own)} runs ({sources}): median error {median:.1f} % with a model left out",),
         )
         write_text(PRESETS / f"{'-'.join(key)}.toml", calibration_text(calibration), force=True)
         print(f"{calibration.name}: {calibration.sources[0]}")
@@ -333,7 +333,7 @@ class Scoring:
 
     def with_steps(self, steps: Steps) -> str:
         """The score with other steps, where there are some."""
-        return self._score([_with_step(one, steps.get(one.id)) for one in self._as_shipped])
+        return self._score([_with_step(prediction, steps.get(prediction.id)) for prediction in self._as_shipped])
 
     def _score(self, predictions: Sequence[Prediction]) -> str:
         with tempfile.TemporaryDirectory() as folder:
@@ -343,18 +343,18 @@ class Scoring:
             return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def _with_step(one: Prediction, step: tuple[float, float] | None) -> Prediction:
+def _with_step(prediction: Prediction, step: tuple[float, float] | None) -> Prediction:
     if step is None:
-        return one
+        return prediction
     value, spread = step
     width = float(np.exp(NORMAL_90 * spread))
-    return replace(one, step_time_s=value, step_time_low_s=value / width, step_time_high_s=value * width)
+    return replace(prediction, step_time_s=value, step_time_low_s=value / width, step_time_high_s=value * width)
 
 
 def show_folds(cases: Sequence[Case], scoring: Scoring) -> None:
     """Scores of calibrations that have not seen what they are judged on, and of fewer factors."""
     fits = Fits(cases)
-    chosen = {" on ".join(key): fits.factors(key, range(len(some))) for key, some in by_key(cases).items()}
+    chosen = {" on ".join(key): fits.factors(key, range(len(own))) for key, own in by_key(cases).items()}
     print("Fits are of factors; traits that presets list as fitted stay as they ship, with all runs in view.")
     print("\n".join(f"{name}: {', '.join(factors)}" for name, factors in chosen.items() if factors), end="\n\n")
     for title, steps in (
@@ -393,12 +393,12 @@ def show_worst(cases: Sequence[Case], worst: int) -> None:
     by_source: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         by_source[case.source].append(case)
-    for source, some in sorted(by_source.items()):
-        print(f"\n{source}: the {min(worst, len(some))} worst of {len(some)} runs")
-        costs = [_cost(case) for case in some]
-        errors = np.array([float(c.step_s[0]) / case.measured.step_s - 1 for c, case in zip(costs, some, strict=True)])
+    for source, own in sorted(by_source.items()):
+        print(f"\n{source}: the {min(worst, len(own))} worst of {len(own)} runs")
+        costs = [_cost(case) for case in own]
+        errors = np.array([float(c.step_s[0]) / case.measured.step_s - 1 for c, case in zip(costs, own, strict=True)])
         for at in np.argsort(-np.abs(errors))[:worst]:
-            case, cost = some[at], costs[at]
+            case, cost = own[at], costs[at]
             step = float(cost.step_s[0])
             shares = ((name, float(value[0]) / step) for name, value in cost.terms_s.items())
             terms = ", ".join(f"{name} {100 * share:.0f}" for name, share in shares if share >= 0.01)

@@ -43,7 +43,9 @@ class Kept:
 
     def add(self, records: Iterable[Record]) -> None:
         """Keep records by what they measured."""
-        self.records |= {(one.operation, one.shape, one.dtype, one.kernel, one.mode): one for one in records}
+        self.records |= {
+            (record.operation, record.shape, record.dtype, record.kernel, record.mode): record for record in records
+        }
 
 
 def profiled(scope: MeasurementScope, num_ranks: int, job: Job, budget_s: float) -> tuple[Kept, float]:
@@ -59,11 +61,11 @@ def profiled(scope: MeasurementScope, num_ranks: int, job: Job, budget_s: float)
     return kept, time.monotonic() - began
 
 
-def compared(one: Kept, other: Kept) -> None:
+def compared(record: Kept, other: Kept) -> None:
     """Print how far two runs are apart, by operation and in the median over operations."""
     apart: dict[str, list[float]] = {}
     clean: dict[str, list[float]] = {}
-    for key, first in one.records.items():
+    for key, first in record.records.items():
         second = other.records.get(key)
         if second is None or "failed" in (first.status, second.status):
             continue

@@ -17,11 +17,11 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, NodeGroup, SwitchTier
-from autoplan.topology.placement import Group, spreads, switches_of_nodes
+from autoplan.topology.placement import RankGroup, spreads, switches_of_nodes
 
 DEVICES = 8
 BIG = ParallelPlan(global_batch=64, tp=8, sp=True, pp=8, dp_shard=8)
-_WIDE = (Group("ring", 64, 8, 8, 512), Group("ring", 8, 8, 8, 64))  # its pipelines and data-parallel groups
+_WIDE = (RankGroup("ring", 64, 8, 8, 512), RankGroup("ring", 8, 8, 8, 64))  # its pipelines and data-parallel groups
 
 
 def fat_tree(leaves: Iterable[int], *, nodes_per_leaf: int = 16, taper: float = 4.0) -> ClusterSpec:

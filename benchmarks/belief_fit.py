@@ -39,7 +39,7 @@ def main() -> None:
 
 def log_evidence(group: Group) -> float:
     """Log evidence of the steps of all finished plans of a group."""
-    steps = [(at, one.step_s) for at, one in enumerate(group.answers)]
+    steps = [(at, answer.step_s) for at, answer in enumerate(group.answers)]
     measured = pooled([Measured(at=at, step_s=step_s) for at, step_s in steps if step_s is not None])
     return Belief.of(group.plans, measured).log_evidence
 
@@ -59,10 +59,10 @@ def tables(groups: Sequence[Group]) -> Iterator[str]:
     """All lines of the report."""
     found = evidences(groups)
     sources = np.array([group.source for group in groups])
-    whole = found.sum(axis=-1)
+    total = found.sum(axis=-1)
     yield f"{len(groups)} sweeps; the product has SCATTER {belief.SCATTER:g}, DEGREES_SHARE {belief.DEGREES_SHARE:g}"
     yield f"{'SCATTER':>8}  " + "".join(f"{f'share {share:g}':>12}" for share in SHARES)
-    for scatter, row in zip(SCATTERS, whole - whole.max(), strict=True):
+    for scatter, row in zip(SCATTERS, total - total.max(), strict=True):
         yield f"{scatter:8g}  " + "".join(f"{value:12.1f}" for value in row)
     yield ""
     for source in sorted(set(sources.tolist())):

@@ -196,11 +196,11 @@ def draw_plans(space: Space, cells: Sequence[Cell], rng: Rng, count: int) -> Pla
     """So many legal plans, fewer where they are rare: of a random cell a random group, kind and plan of the kind."""
     parts: list[PlanBatch] = []
     for _ in range(MOST_DRAWS if cells else 0):
-        some = [cells[at] for at in rng.integers(len(cells), size=min(DRAWN_CELLS, 2 * count))]
-        groups, owner = space.groups(some)
+        drawn_cells = [cells[at] for at in rng.integers(len(cells), size=min(DRAWN_CELLS, 2 * count))]
+        groups, owner = space.groups(drawn_cells)
         rows = _one_each(owner, rng)
         groups, owner = groups.take(rows), owner[rows]
-        kinds, of_group = space.kinds(some, groups, owner)
+        kinds, of_group = space.kinds(drawn_cells, groups, owner)
         kinds = kinds.take(_one_each(of_group, rng))
         for inside, kind in space.alike(kinds):
             if len(inside):
@@ -250,8 +250,8 @@ class Priced:
         return np.flatnonzero(self.verdict == min(int(self.verdict.min(initial=2)), 1))
 
 
-def _pace(one: RankedPlan) -> float:
-    return one.step_s / one.plan.global_batch
+def _pace(plan: RankedPlan) -> float:
+    return plan.step_s / plan.plan.global_batch
 
 
 def wrong_with_search(case: Case, priced: Priced, result: SearchResult) -> Iterator[str]:
@@ -280,7 +280,7 @@ def wrong_with_search(case: Case, priced: Priced, result: SearchResult) -> Itera
     best = result.ranked[0]
     if best.plan != batch.plan(int(near[0])) or abs(_pace(best) / pace[near[0]] - 1) > SAME:
         yield f"{best.plan.describe()} was found, {batch.plan(int(near[0])).describe()} is best"
-    if [one.plan for one in result.ranked] != [batch.plan(int(at)) for at in near[:KEPT]]:
+    if [plan.plan for plan in result.ranked] != [batch.plan(int(at)) for at in near[:KEPT]]:
         yield f"{len(result.ranked)} of {len(near)} plans within {MARGIN:.0%} are listed, or in another order"
     if not certificate.proven or certificate.best_step_s != best.step_s:
         yield "the best plan is not proven, or the certificate is of another one"
@@ -343,15 +343,15 @@ def wrong_with_objectives(case: Case, rng: Rng) -> Iterator[str]:
     if not len(costs):
         yield f"{asked}: a plan was found, though none will do"
         return
-    found = np.array([costs_of(objectives, one.figures) for one in front])
-    for one in found:
-        if not (np.abs(costs / one - 1) <= TIE).all(axis=1).any():
-            yield f"{asked}: no plan costs {one}"
-        if ((costs <= one * (1 + TIE)).all(axis=1) & (costs < one * (1 - TIE)).any(axis=1)).any():
-            yield f"{asked}: what costs {one} is beaten"
+    found = np.array([costs_of(objectives, costs_of_plan.figures) for costs_of_plan in front])
+    for row_costs in found:
+        if not (np.abs(costs / row_costs - 1) <= TIE).all(axis=1).any():
+            yield f"{asked}: no plan costs {row_costs}"
+        if ((costs <= row_costs * (1 + TIE)).all(axis=1) & (costs < row_costs * (1 - TIE)).any(axis=1)).any():
+            yield f"{asked}: what costs {row_costs} is beaten"
     left = costs
-    for one in found:
-        left = left[~(one <= left * (1 + TIE)).all(axis=1)]
+    for row_costs in found:
+        left = left[~(row_costs <= left * (1 + TIE)).all(axis=1)]
     if len(left):
         yield f"{asked}: {len(left)} plans of the front are missing, such as {left[0]}"
 
@@ -371,9 +371,9 @@ def wrong_with_plans(priced: Priced, result: SearchResult) -> Iterator[str]:
         yield "the closest plan is not the one that needs least memory"
 
 
-def cell_of(one: RankedPlan) -> Cell:
+def cell_of(plan: RankedPlan) -> Cell:
     """Cell of a plan."""
-    return Cell(**{name: getattr(one.plan, name) for name in Cell.__slots__})
+    return Cell(**{name: getattr(plan.plan, name) for name in Cell.__slots__})
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------
@@ -440,56 +440,58 @@ def large(rng: Rng, count: int, num_plans: int) -> Iterator[Large]:
         most = MOST_OF_RANGES if ":" in case.batch else MOST_REPRESENTED
         if not LEAST_REPRESENTED <= case.space.size(cells) <= most:
             continue
-        if one := beside_plans(case, rng, num_plans):
+        if case_result := beside_plans(case, rng, num_plans):
             count -= 1
-            yield one
+            yield case_result
 
 
 def beside_plans(case: Case, rng: Rng, num_plans: int) -> Large | None:
     """A search beside random plans, of which one at least has to fit."""
     cells, half = case.space.cells(), -(-num_plans // 2)
-    some = Priced.of(case.problem, draw_plans(case.space, cells, rng, half))
-    if not (some.verdict == 0).any():
+    anywhere = Priced.of(case.problem, draw_plans(case.space, cells, rng, half))
+    if not (anywhere.verdict == 0).any():
         return None
     start = time.perf_counter()
     result = search(case.problem, case.space)
     wall_s = time.perf_counter() - start
     best = result.ranked[0]
     others = Priced.of(case.problem, draw_plans(case.space, [cell_of(best)], rng, half))
-    fitting = np.concatenate([one.pace[one.verdict == 0] for one in (some, others)])
+    fitting = np.concatenate([priced.pace[priced.verdict == 0] for priced in (anywhere, others)])
     return Large(
         command=case.command,
         wall_s=wall_s,
         result=result,
-        drawn=len(some.batch) + len(others.batch),
+        drawn=len(anywhere.batch) + len(others.batch),
         fitting=len(fitting),
         nearest=float(fitting.min()) / _pace(best),
-        wrong=tuple(f"{case.command}: {text}" for one in (some, others) for text in wrong_with_plans(one, result)),
+        wrong=tuple(
+            f"{case.command}: {text}" for priced in (anywhere, others) for text in wrong_with_plans(priced, result)
+        ),
     )
 
 
-def _row(one: Large) -> str:
-    found = one.result.certificate
+def _row(row: Large) -> str:
+    found = row.result.certificate
     least = "all priced" if found.least_left is None else f"{100 * (found.least_left - 1):.1f} %"
     cells = (
-        f"`{one.command}`",
+        f"`{row.command}`",
         f"{found.plans:,}",
         f"{found.bounded:,}",
         f"{found.priced:,}",
-        f"{one.wall_s:.2f}",
+        f"{row.wall_s:.2f}",
         "proven" if found.proven else "not proven",
         least,
-        f"{one.drawn:,}",
-        f"{one.fitting:,}",
-        f"{one.nearest:.4f}",
+        f"{row.drawn:,}",
+        f"{row.fitting:,}",
+        f"{row.nearest:.4f}",
     )
     return "| " + " | ".join(cells) + " |"
 
 
 def report(tally: Tally, rows: Sequence[Large], seed: int, cpu_s: float) -> str:
     """Report of both parts."""
-    wrong = [*tally.wrong, *(text for one in rows for text in one.wrong)]
-    gaps = [one for one in rows if not one.result.certificate.proven]
+    wrong = [*tally.wrong, *(text for row in rows for text in row.wrong)]
+    gaps = [row for row in rows if not row.result.certificate.proven]
     lines = [
         f"# Certificates beside full enumeration and random plans, {datetime.date.today()}",
         "",
@@ -512,8 +514,8 @@ def report(tally: Tally, rows: Sequence[Large], seed: int, cpu_s: float) -> str:
         "",
         f"## {len(rows)} problems too large to price",
         "",
-        f"Gap 0 (proven) in {len(rows) - len(gaps)}; {sum(one.drawn for one in rows):,} random legal plans, of which "
-        f"{sum(one.fitting for one in rows):,} fit: {sum(len(one.wrong) for one in rows)} beat the best. `beyond`: the "
+        f"Gap 0 (proven) in {len(rows) - len(gaps)}; {sum(row.drawn for row in rows):,} random legal plans, of which "
+        f"{sum(row.fitting for row in rows):,} fit: {sum(len(row.wrong) for row in rows)} beat the best. `beyond`: the "
         "least bound of what was not priced; `nearest`: the best random plan over the best.",
         "",
         "| problem | plans | bounds | priced | wall s | | beyond | drawn | fit | nearest |",
@@ -537,14 +539,14 @@ def main() -> None:
     rng, start = np.random.default_rng(flags.seed), time.process_time()
     tally = small(rng, flags.small)
     rows = []
-    for one in large(rng, flags.large, flags.plans):
-        rows.append(one)
-        print(_row(one), *one.wrong, file=sys.stderr, flush=True)
+    for found in large(rng, flags.large, flags.plans):
+        rows.append(found)
+        print(_row(found), *found.wrong, file=sys.stderr, flush=True)
     text = report(tally, rows, flags.seed, time.process_time() - start)
     print(text)
     if flags.report:
         write_text(flags.report, text, force=True)
-    sys.exit(bool(tally.wrong or any(one.wrong for one in rows)))
+    sys.exit(bool(tally.wrong or any(row.wrong for row in rows)))
 
 
 if __name__ == "__main__":

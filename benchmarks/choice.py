@@ -76,9 +76,9 @@ def read_pairs(path: Path) -> list[Pairs]:
     for run, row in with_answers(path, read_runs(path)):
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             alike = (run.problem.model, run.problem.training, run.problem.framework, repr(run.problem.cluster))
-            one = (run.problem, run.plan, float(row["step_time_s"]))
-            groups[source_of(run)][*alike, run.plan.global_batch].append(one)
-    found = (_pairs(source, some.values()) for source, some in groups.items())
+            timed_run = (run.problem, run.plan, float(row["step_time_s"]))
+            groups[source_of(run)][*alike, run.plan.global_batch].append(timed_run)
+    found = (_pairs(source, runs.values()) for source, runs in groups.items())
     return [pairs for pairs in found if len(pairs.error)]
 
 
@@ -90,18 +90,18 @@ def _pairs(source: str, groups: Iterable[list[tuple[Problem, ParallelPlan, float
         predicted = np.log(cost.step_s)
         error = np.log([step_s for _, _, step_s in runs]) - predicted
         spread = np.log(cost.high_s / cost.step_s) / NORMAL_90
-        one, other = np.triu_indices(len(runs), 1)
-        differ = np.array([plans[a] != plans[b] for a, b in zip(one, other, strict=True)], dtype=np.bool_)
-        one, other = one[differ], other[differ]
-        if not len(one):
+        first, other = np.triu_indices(len(runs), 1)
+        differ = np.array([plans[a] != plans[b] for a, b in zip(first, other, strict=True)], dtype=np.bool_)
+        first, other = first[differ], other[differ]
+        if not len(first):
             continue
         parts = shares(cost.terms_s)
         values = (
-            error[one] - error[other],
-            apart(parts[one], parts[other]),
-            spread[one] ** 2 + spread[other] ** 2,
-            predicted[one] - predicted[other],
-            np.full(len(one), 1.0 / len(one)),
+            error[first] - error[other],
+            apart(parts[first], parts[other]),
+            spread[first] ** 2 + spread[other] ** 2,
+            predicted[first] - predicted[other],
+            np.full(len(first), 1.0 / len(first)),
         )
         for column, value in zip(columns, values, strict=True):
             column.append(value)
@@ -121,7 +121,7 @@ def table(sources: list[Pairs]) -> Iterator[str]:
     yield "source         pairs  median error  left out: spread  inside  near  shipped: inside  near  half width"
     inside = []
     for pairs in sources:
-        own = fit([one for one in sources if one is not pairs])
+        own = fit([pairs_of_source for pairs_of_source in sources if pairs_of_source is not pairs])
         inside.append((pairs.coverage(own), pairs.coverage(OWN_SPREAD)))
         width = float(np.median(np.expm1(pairs.half_width(OWN_SPREAD))))
         yield (

@@ -37,7 +37,7 @@ from autoplan.api.timings import with_timings
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import write_text
-from autoplan.base.processes import Children, CrewError, Place
+from autoplan.base.processes import Children, CrewError, RankPlace
 from autoplan.base.units import format_volume
 from autoplan.base.values import parse_duration
 from autoplan.cost.estimate import estimate
@@ -59,7 +59,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Operation, Provenance
 from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.run import PRELOAD, run_task
-from autoplan.trainer.task import Report, Task
+from autoplan.trainer.task import Task, TrainingReport
 
 HAS_GPUS = torch.cuda.is_available()
 # On cores without units for bf16 a step in it would take many times as long.
@@ -139,8 +139,8 @@ def device_here() -> str:
     gpus = nvidia_gpus()[0] or amd_gpus(SYS)[0]
     if not gpus:
         raise InputError("neither NVML nor amdkfd tells of the devices that torch sees: pip install nvidia-ml-py")
-    one = gpus[0]
-    return device_id(one.name, one.memory_bytes, architecture=one.architecture, compute_units=one.compute_units)
+    gpu = gpus[0]
+    return device_id(gpu.name, gpu.memory_bytes, architecture=gpu.architecture, compute_units=gpu.compute_units)
 
 
 def problem_of(name: str, folder: Path | None = None) -> Problem:
@@ -163,7 +163,7 @@ def plans_of(name: str) -> list[ParallelPlan]:
     batch, _ = space.plans(space.cells())
     fits = estimate(problem, batch).memory_bytes <= problem.capacity_bytes
     plans = [batch.plan(int(at)) for at in np.flatnonzero(fits)]
-    even = [one for one in plans if one.layers_per_chunk is None]
+    even = [plan for plan in plans if plan.layers_per_chunk is None]
     return even[:: math.ceil(len(even) / MOST_PLANS)]
 
 
@@ -213,10 +213,10 @@ def kept(folder: Path) -> list[Launch]:
     path = folder / "launches.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     launches = [msgspec.json.decode(line, type=Launch) for line in lines]
-    own = [one for one in launches if one.precision == PRECISION]
-    checks_s = [one.check_s for one in own if one.check_s] or [0.0]
+    own = [launch for launch in launches if launch.precision == PRECISION]
+    checks_s = [launch.check_s for launch in own if launch.check_s] or [0.0]
     usual_s = float(np.quantile(checks_s, 0.25))
-    return [replace(one, is_slow=one.check_s > (1 + MOST_SLOWDOWN) * usual_s) for one in own]
+    return [replace(launch, is_slow=launch.check_s > (1 + MOST_SLOWDOWN) * usual_s) for launch in own]
 
 
 def keep(folder: Path, launch: Launch) -> None:
@@ -225,7 +225,7 @@ def keep(folder: Path, launch: Launch) -> None:
         file.write(msgspec.json.encode(launch) + b"\n")
 
 
-def foreign(report: Report) -> float:
+def foreign(report: TrainingReport) -> float:
     """Share of the machine that others used during the steps (`closed-loop` 2.2)."""
     others_s = sum(report.busy_s) - sum(report.cpu_s)
     return max(others_s / (sum(report.step_s) * (os.cpu_count() or 1)), 0.0)
@@ -253,9 +253,9 @@ def measure_all(folder: Path, names: list[str], budget_s: float) -> None:
 
 def wanting(folder: Path, name: str, num_launches: int) -> list[ParallelPlan]:
     """The plans of a model that have not been launched so often without other load, and did not run out of memory."""
-    done = Counter(one.plan for one in kept(folder) if one.model == name and one.is_clean)
-    full = {one.plan for one in kept(folder) if one.model == name and one.is_full}
-    return [one for one in plans_of(name) if done[label(one)] < num_launches and label(one) not in full]
+    done = Counter(launch.plan for launch in kept(folder) if launch.model == name and launch.is_clean)
+    full = {launch.plan for launch in kept(folder) if launch.model == name and launch.is_full}
+    return [plan for plan in plans_of(name) if done[label(plan)] < num_launches and label(plan) not in full]
 
 
 def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int, until: float) -> None:
@@ -265,7 +265,7 @@ def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int,
         model=model,
         framework=load_framework("torch"),
         seq_len=seq_len,
-        tps=tuple(sorted({one.tp for one in plans_of(name)})),
+        tps=tuple(sorted({plan.tp for plan in plans_of(name)})),
         micro_batches=MICRO_BATCHES,
         only=OPERATIONS,
     )
@@ -283,12 +283,12 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
     groups and what they left of the heap, steps take up to a tenth longer.
     """
     model, seq_len = MODELS[name]
-    for one in plans:
+    for plan in plans:
         if time.monotonic() + LAUNCH_S > until:
             break
         task = Task(
             model=model,
-            plan=one,
+            plan=plan,
             seq_len=seq_len,
             dtype=PRECISION,
             num_steps=STEPS,
@@ -296,7 +296,7 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
             data="synthetic",
             tracks_memory=HAS_GPUS,  # on a host it would be counted in a training of its own
         )
-        seen = Launch(model=name, plan=label(one), precision=PRECISION)
+        seen = Launch(model=name, plan=label(plan), precision=PRECISION)
         try:
             answer, check_s = launched(task)
         except CrewError as error:
@@ -317,20 +317,20 @@ def launch(folder: Path, name: str, plans: list[ParallelPlan], until: float) -> 
         keep(folder, seen)
 
 
-def launched(task: Task) -> tuple[Report, float]:
+def launched(task: Task) -> tuple[TrainingReport, float]:
     """(what ranks of its own report of a task, what their checks took)."""
     with Children(functools.partial(train_one, task=task), None, RANKS, limit_s=LIMIT_S, preload=PRELOAD) as ranks:
         answer, check_s = ranks.start(), 0.0
-        while not isinstance(answer, Report):
+        while not isinstance(answer, TrainingReport):
             check_s = answer if isinstance(answer, float) else check_s
             answer = ranks.answer()
         return answer, check_s
 
 
-def train_one(place: Place, line: Connection, *, task: Task) -> None:
+def train_one(place: RankPlace, line: Connection, *, task: Task) -> None:
     """Be a rank of a plan: rank 0 sends what a check took, and what `autoplan run` gets."""
     from autoplan.trainer.device import meet
-    from autoplan.trainer.rank import join, last_words, train
+    from autoplan.trainer.rank import error_cause, join, train
 
     try:
         device = join(place, LIMIT_S)
@@ -344,7 +344,7 @@ def train_one(place: Place, line: Connection, *, task: Task) -> None:
             line.send(report)
         meet(device)
     except Exception as error:
-        line.send(last_words(error))
+        line.send(error_cause(error))
         os._exit(2)  # the ordinary way out waits for groups that no longer answer
     os._exit(0)
 
@@ -374,21 +374,21 @@ def checked_s(device: torch.device) -> float:
 def track_all(folder: Path, names: list[str], budget_s: float) -> None:
     """Count the bytes of each plan in one untimed step, but for those that were counted."""
     began = time.monotonic()
-    done = {(one.model, one.plan) for one in kept(folder) if one.peak_bytes}
+    done = {(launch.model, launch.plan) for launch in kept(folder) if launch.peak_bytes}
     for name in names:
         model, seq_len = MODELS[name]
-        for one in plans_of(name):
-            if (name, label(one)) in done:
+        for plan in plans_of(name):
+            if (name, label(plan)) in done:
                 continue
             if time.monotonic() - began > budget_s:
                 print("the budget is spent; the same command goes on")
                 return
             task = Task(
-                model=model, plan=one, seq_len=seq_len, dtype=PRECISION, num_steps=1, num_warmup=0, data="synthetic"
+                model=model, plan=plan, seq_len=seq_len, dtype=PRECISION, num_steps=1, num_warmup=0, data="synthetic"
             )
             report = run_task(task)
             assert report is not None
-            keep(folder, Launch(model=name, plan=label(one), precision=PRECISION, peak_bytes=max(report.peak_bytes)))
+            keep(folder, Launch(model=name, plan=label(plan), precision=PRECISION, peak_bytes=max(report.peak_bytes)))
     print("the bytes of every plan are counted")
 
 
@@ -428,31 +428,31 @@ class Compared:
 def compare(folder: Path, name: str) -> Compared:
     """Predict the plans of a model that ran clean, from the profile alone."""
     problem, plans = problem_of(name, folder), plans_of(name)
-    launches: dict[str, list[float]] = {label(one): [] for one in plans}
+    launches: dict[str, list[float]] = {label(plan): [] for plan in plans}
     held: dict[str, float] = {}
     full: set[str] = set()
-    for one in kept(folder):
-        if one.model == name and one.plan in launches:
-            if one.is_full:
-                full.add(one.plan)
-            if one.is_clean:
-                launches[one.plan].append(one.seconds)
-            if one.peak_bytes:
-                held[one.plan] = one.peak_bytes
-    plans = [one for one in plans if launches[label(one)]]
+    for launch in kept(folder):
+        if launch.model == name and launch.plan in launches:
+            if launch.is_full:
+                full.add(launch.plan)
+            if launch.is_clean:
+                launches[launch.plan].append(launch.seconds)
+            if launch.peak_bytes:
+                held[launch.plan] = launch.peak_bytes
+    plans = [plan for plan in plans if launches[label(plan)]]
     if not plans:
         raise InputError(f"no plan of {name} has run: launch first")
-    times = [np.array(launches[label(one)]) for one in plans]
+    times = [np.array(launches[label(plan)]) for plan in plans]
     batch = PlanBatch.of(plans, problem.model.num_layers)
     cost = estimate(problem, batch)
     return Compared(
         plans=plans,
         predicted_s=cost.step_s,
-        measured_s=np.array([np.median(one) for one in times]),
-        noise=np.array([np.ptp(one) / 2 / np.median(one) if len(one) > 1 else np.nan for one in times]),
+        measured_s=np.array([np.median(time) for time in times]),
+        noise=np.array([np.ptp(time) / 2 / np.median(time) if len(time) > 1 else np.nan for time in times]),
         launches=times,
         bytes_needed=cost.logged_memory_bytes,
-        bytes_held=np.array([held.get(label(one), np.nan) for one in plans]),
+        bytes_held=np.array([held.get(label(plan), np.nan) for plan in plans]),
         rests=shares(problem, batch),
         full=sorted(full),
     )
@@ -464,10 +464,10 @@ def spearman(measured_s: Floats, predicted_s: Floats, apart: float = 0.0) -> tup
     Over all pairs, the sum of products of differences of ranks over the root of the sums of their squares is Spearman's
     coefficient.
     """
-    measured, predicted = (np.argsort(np.argsort(one)) for one in (measured_s, predicted_s))
+    measured, predicted = (np.argsort(np.argsort(step_s)) for step_s in (measured_s, predicted_s))
     ratio = measured_s[:, None] / measured_s
     counts = np.maximum(ratio, 1 / ratio) > 1 + apart
-    ours, theirs = ((one[:, None] - one)[counts].astype(np.float64) for one in (measured, predicted))
+    ours, theirs = ((step_s[:, None] - step_s)[counts].astype(np.float64) for step_s in (measured, predicted))
     return float((ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum())), int(counts.sum() // 2)
 
 
@@ -478,11 +478,11 @@ def as_good_as_a_launch(found: Compared) -> tuple[float, float]:
     """
     errors, ranks = [], []
     for turn in range(LAUNCHES):
-        several = [one for one in found.launches if len(one) > max(turn, 1)]
+        several = [launch for launch in found.launches if len(launch) > max(turn, 1)]
         if len(several) < 2:
             break
-        others_s = np.array([np.median(np.delete(one, turn)) for one in several])
-        launch_s = np.array([one[turn] for one in several])
+        others_s = np.array([np.median(np.delete(launch, turn)) for launch in several])
+        launch_s = np.array([launch[turn] for launch in several])
         errors.append(np.median(np.abs(launch_s / others_s - 1)))
         ranks.append(spearman(others_s, launch_s, FAR_APART)[0])
     return (float(np.mean(errors)), float(np.mean(ranks))) if errors else (float("nan"), float("nan"))
@@ -508,13 +508,13 @@ def percent(share: float) -> str:
     return "-" if np.isnan(share) else f"{100 * share:.1f} %"
 
 
-def told(name: str, found: Compared) -> list[str]:
+def findings(name: str, found: Compared) -> list[str]:
     """Findings on a model, as Markdown."""
     model, seq_len = MODELS[name]
     errors = np.abs(found.errors)
     correlation, pairs = spearman(found.measured_s, found.predicted_s, FAR_APART)
     launch_error, launch_rank = as_good_as_a_launch(found)
-    launches = [len(one) for one in found.launches]
+    launches = [len(launch) for launch in found.launches]
     noises = found.noise[~np.isnan(found.noise)]
     noise = (float(np.median(noises)), float(noises.max())) if len(noises) else (float("nan"), float("nan"))
     rests = ", ".join(
@@ -535,7 +535,7 @@ def told(name: str, found: Compared) -> list[str]:
         f"over all plans {spearman(found.measured_s, found.predicted_s)[0]:.3f}",
         f"* a launch in place of the prediction of the plan's other ones: error {percent(launch_error)} in the median, "
         f"Spearman {launch_rank:.3f}",
-        told_of_truth(found),
+        accuracy_sentence(found),
         f"* out of memory, though predicted to fit: {'; '.join(found.full) or 'none'}",
         "",
         f"| {'counted' if found.held is found.bytes_held else 'predicted'} memory | plans that fit | picked | best "
@@ -545,9 +545,9 @@ def told(name: str, found: Compared) -> list[str]:
         "",
     ]
     lines += ["| family | plans | median error | worst | bias |", "|---|--:|--:|--:|--:|"]
-    families = [family(one) for one in found.plans]
+    families = [family(plan) for plan in found.plans]
     for kind in dict.fromkeys(families):
-        own = found.errors[np.array([one == kind for one in families])]
+        own = found.errors[np.array([family_name == kind for family_name in families])]
         lines.append(
             f"| {kind} | {len(own)} | {100 * np.median(np.abs(own)):.1f} % | {100 * np.abs(own).max():.1f} % "
             f"| {100 * np.median(own):+.1f} % |"
@@ -558,12 +558,12 @@ def told(name: str, found: Compared) -> list[str]:
         lines.append(
             f"| {label(found.plans[at])} | {1e3 * found.predicted_s[at]:.0f} ms | {1e3 * found.measured_s[at]:.0f} ms "
             f"| {100 * found.errors[at]:+.1f} % | {len(found.launches[at])} | {percent(float(found.noise[at]))} "
-            f"| {told_of_bytes(found, int(at))} |"
+            f"| {memory_sentence(found, int(at))} |"
         )
     return [*lines, ""]
 
 
-def told_of_truth(found: Compared) -> str:
+def accuracy_sentence(found: Compared) -> str:
     """Sentence on how many predictions of time and peak are true, and how far off those of the peak are."""
     counted = found.bytes_errors[~np.isnan(found.bytes_errors)]
     within = f"{(np.abs(found.errors) <= TRUE_S).sum()} of {len(found.errors)} steps within {percent(TRUE_S)}"
@@ -575,12 +575,12 @@ def told_of_truth(found: Compared) -> str:
     )
 
 
-def told_of_bytes(found: Compared, at: int) -> str:
+def memory_sentence(found: Compared, at: int) -> str:
     """Predicted and counted peak of a plan and the error, as cells."""
-    needed, held = found.bytes_needed[at], found.bytes_held[at]
-    if np.isnan(held):
+    needed, peak_bytes = found.bytes_needed[at], found.bytes_held[at]
+    if np.isnan(peak_bytes):
         return f"{format_volume(needed)} | - | -"
-    return f"{format_volume(needed)} | {format_volume(held)} | {100 * found.bytes_errors[at]:+.1f} %"
+    return f"{format_volume(needed)} | {format_volume(peak_bytes)} | {100 * found.bytes_errors[at]:+.1f} %"
 
 
 def report_all(folder: Path, names: list[str], path: Path | None) -> None:
@@ -601,7 +601,7 @@ def report_all(folder: Path, names: list[str], path: Path | None) -> None:
     )
     lines = [f"# Plans predicted and run, {time.strftime('%Y-%m-%d')}", "", intro, "", where, ""]
     for name in names:
-        lines += told(name, compare(folder, name))
+        lines += findings(name, compare(folder, name))
     print("\n".join(lines))
     if path:
         write_text(path, "\n".join(lines), force=True)

@@ -106,7 +106,7 @@ def measure(folder: Path, budget_s: float) -> None:
         for part in PARTS:
             for scope in part.scopes():
                 known = store.known(hello.fingerprint, 1)
-                planned = [one for one in ranked_tasks(scope, hello, known) if one.task.dtype == part.dtype]
+                planned = [record for record in ranked_tasks(scope, hello, known) if record.task.dtype == part.dtype]
                 progress, left_s = Progress(total=len(planned)), until - time.monotonic()
                 run(crew, hello, store, planned, budget_s=left_s, progress=progress, visits_spoilt=False)
                 counts = sum(progress.counts().values(), Counter())
@@ -126,7 +126,7 @@ def measure(folder: Path, budget_s: float) -> None:
 def records_of(folder: Path) -> list[Record]:
     """Records that settled."""
     with open_store(str(folder / "timings.db")) as store:
-        found = [one for one in store.records() if one.status == "ok"]
+        found = [record for record in store.records() if record.status == "ok"]
     if not found:
         raise InputError(f"nothing has been measured in {folder}: measure first")
     return found
@@ -135,9 +135,9 @@ def records_of(folder: Path) -> list[Record]:
 def points_of(records: Iterable[Record], operation: Operation, mode: Mode, dtype: str = "bf16") -> fit.Points:
     """Shapes and median seconds of an operation, the last record of each."""
     found = {
-        one.shape: one.seconds
-        for one in records
-        if one.operation == operation and one.mode == mode and one.dtype == dtype
+        record.shape: record.seconds
+        for record in records
+        if record.operation == operation and record.mode == mode and record.dtype == dtype
     }
     shapes = np.array(list(found), dtype=np.float64).reshape(len(found), len(SHAPES[operation]))
     return fit.Points(shapes=shapes, seconds=np.array(list(found.values())))
@@ -149,7 +149,7 @@ def turned(operation: Operation, shapes: Floats) -> Floats:
     return {"gemm": shapes, "dgrad": np.stack([m, k, n], 1), "wgrad": np.stack([n, k, m], 1)}[operation]
 
 
-def told(name: str, predicted_s: Floats, measured_s: Floats) -> str:
+def error_line(name: str, predicted_s: Floats, measured_s: Floats) -> str:
     """One line of a table: how far off and in which direction."""
     errors = predicted_s / measured_s - 1
     return (
@@ -165,7 +165,7 @@ def report(folder: Path) -> list[str]:
     device = load_device(fingerprint.device)
     if device is None:
         raise InputError(f"no preset is shipped for {fingerprint.device}: there is nothing to compare with")
-    days = sorted({one.measured_at[:10] for one in records})
+    days = sorted({record.measured_at[:10] for record in records})
     made = "\n".join(f"{name}: {value}" for name, value in asdict(fingerprint).items())
     return [f"{made}\nmeasured: {' to '.join(dict.fromkeys((days[0], days[-1])))}, {len(records)} records"] + [
         "\n".join(block) for block in (curves(device, records), compared(device, records), listed(records))
@@ -176,7 +176,7 @@ def curves(device: DeviceSpec, records: list[Record]) -> list[str]:
     """Fitted to these records, each mode apart."""
     lines: list[str] = []
     for mode in MODES:
-        gemms, attention = (points_of(records, one, mode) for one in ("gemm", "attention"))
+        gemms, attention = (points_of(records, operation, mode) for operation in ("gemm", "attention"))
         lines += fitted("gemm", mode, functools.partial(fit.fit_gemm, device, gemms))
         lines += fitted("attention", mode, functools.partial(fit.fit_attention, device, attention))
     return lines
@@ -188,8 +188,8 @@ def fitted(head: str, mode: Mode, make: Callable[[], fit.Fit[Any]]) -> list[str]
         found = make()
     except InputError as error:
         return [f"# {head}, {mode}: {error}"]
-    held = f"{found.num_held_out} of {found.num_points} shapes held out: mean error {100 * found.error:.1f} %"
-    return [f"# {mode}, {held}", curve_toml(head, found.curve, plateau=found.plateau)]
+    summary = f"{found.num_held_out} of {found.num_points} shapes held out: mean error {100 * found.error:.1f} %"
+    return [f"# {mode}, {summary}", curve_toml(head, found.curve, plateau=found.plateau)]
 
 
 def compared(device: DeviceSpec, records: list[Record]) -> list[str]:
@@ -209,7 +209,7 @@ def compared(device: DeviceSpec, records: list[Record]) -> list[str]:
                 predicted = fit.attention_s(device, attention, core, points.shapes)
             else:
                 predicted = fit.gemm_s(device, gemm, dense, turned(operation, points.shapes))
-            lines.append(told(f"{operation} {mode}", predicted, points.seconds))
+            lines.append(error_line(f"{operation} {mode}", predicted, points.seconds))
     return lines
 
 
@@ -217,14 +217,14 @@ def listed(records: list[Record]) -> list[str]:
     """Every record."""
     lines = ["operation, mode, type and shape: time, kernel, clock and power"]
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for one in records:
-        groups[one.operation, one.mode, one.dtype].append(one)
+    for record in records:
+        groups[record.operation, record.mode, record.dtype].append(record)
     for (operation, mode, dtype), own in sorted(groups.items()):
-        for one in sorted(own, key=lambda one: one.shape):
-            seen = f"{one.conditions.get('clock_mhz', '-')} MHz {one.conditions.get('power_w', '-')} W"
-            shape = "x".join(str(size) for size in one.shape)
+        for record in sorted(own, key=lambda record: record.shape):
+            seen = f"{record.conditions.get('clock_mhz', '-')} MHz {record.conditions.get('power_w', '-')} W"
+            shape = "x".join(str(size) for size in record.shape)
             name = f"{operation:18s} {mode:9s} {dtype:4s} {shape:32s}"
-            lines.append(f"{name} {1e6 * one.seconds:10.1f} us  {one.kernel:12s} {seen}")
+            lines.append(f"{name} {1e6 * record.seconds:10.1f} us  {record.kernel:12s} {seen}")
     return lines
 
 

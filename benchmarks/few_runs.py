@@ -129,17 +129,17 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=20, help="of these runs, for every cluster")
     options = parser.parse_args()
     clusters = [
-        one
-        for one in read_clusters(read_cases(options.runs, list(read_runs(options.runs))))
-        if one.size >= options.count + LEAST_OTHERS
+        cluster
+        for cluster in read_clusters(read_cases(options.runs, list(read_runs(options.runs))))
+        if cluster.size >= options.count + LEAST_OTHERS
     ]
-    lines = [f"all clusters: {say(prior_of(clusters))}"]
+    lines = [f"all clusters: {prior_text(prior_of(clusters))}"]
     print(lines[0])
     lines += ["", HEADER]
     print(f"\n{HEADER}")
     rows = []
     for cluster in clusters:
-        prior = prior_of([one for one in clusters if one.source != cluster.source])
+        prior = prior_of([cluster for cluster in clusters if cluster.source != cluster.source])
         row = judge(cluster, prior, options.count, options.draws)
         rows.append(row)
         lines.append(str(row))
@@ -168,11 +168,11 @@ def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
     for case in cases:
         groups[case.source, case.key].append(case)
     clusters = []
-    for (source, key), some in sorted(groups.items()):
+    for (source, key), own in sorted(groups.items()):
         unseen = frozenset(case.run.id for case in cases if case.source == source)
-        base = with_spreads(fits.without(key, unseen), some, spreads)
+        base = with_spreads(fits.without(key, unseen), own, spreads)
         name = f"{source}: {' on '.join(key)}"
-        clusters.append(Cluster(source=source, name=name, cases=[under(case, base) for case in some], base=base))
+        clusters.append(Cluster(source=source, name=name, cases=[under(case, base) for case in own], base=base))
     return clusters
 
 
@@ -181,9 +181,9 @@ def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
 
 def prior_of(clusters: Sequence[Cluster]) -> ClusterPrior:
     """Prior of how clusters differ: by medians, so that none of them decides."""
-    errors = [log_errors(one.cases, one.base) for one in clusters]
-    levels = np.array([np.median(some) for some in errors])
-    scatter = [np.median(np.abs(some - level)) for some, level in zip(errors, levels, strict=True)]
+    errors = [log_errors(cluster.cases, cluster.base) for cluster in clusters]
+    levels = np.array([np.median(cluster_errors) for cluster_errors in errors])
+    scatter = [np.median(np.abs(cluster_errors - level)) for cluster_errors, level in zip(errors, levels, strict=True)]
     logs = np.log(np.array(scatter) / MEDIAN_RUN)
     return ClusterPrior(
         factor_spread=float(np.median(np.abs(levels))) / MEDIAN_CLUSTER,
@@ -192,7 +192,7 @@ def prior_of(clusters: Sequence[Cluster]) -> ClusterPrior:
     )
 
 
-def say(prior: ClusterPrior) -> str:
+def prior_text(prior: ClusterPrior) -> str:
     """The prior in words."""
     return (
         f"factors lie {prior.factor_spread:.3f} from where they start, runs scatter by {prior.run_spread:.3f}, "
@@ -232,10 +232,10 @@ def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
         found["cover"].append(float(np.mean(np.abs(errors) <= NORMAL_90 * spread)))
         found["oracle"].append(_median(plain[others] + oracle.level(plain[drawn])))
     names = factors_for(len(runs))
-    whole = fit(runs, base, names)
-    model = Linearised(runs, names, whole)
+    full = fit(runs, base, names)
+    model = Linearised(runs, names, full)
     rest = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
-    unseen = np.array([model.log_errors(model.fit(base, some), [out])[0] for out, some in enumerate(rest)])
+    unseen = np.array([model.log_errors(model.fit(base, kept), [out])[0] for out, kept in enumerate(rest)])
     names_of_folds = np.array([case.fold for case in cases])
     apart = [
         model.log_errors(model.fit(base, np.flatnonzero(~inside).tolist()), np.flatnonzero(inside).tolist())
@@ -249,7 +249,7 @@ def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
         after=np.array(found["after"]),
         cover=np.array(found["cover"]),
         full=_median(unseen),
-        full_in_fit=_median(-log_errors(cases, whole)),
+        full_in_fit=_median(-log_errors(cases, full)),
         apart=_median(np.concatenate(apart)) if apart else None,
         level=_median(plain + oracle.best),
         oracle=np.array(found["oracle"]),

@@ -132,7 +132,7 @@ def readers() -> tuple[Reader, ...]:
 def exports() -> Iterator[Seed]:
     """Files that export writes for some plans, for every target and version that takes them, and the plan files."""
     cluster, training = load_cluster("h100-sxm:4x8"), TrainingSpec(seq_len=4096)
-    frameworks = {one.rules: one for one in map(load_framework, reversed(preset_frameworks()))}
+    frameworks = {framework.rules: framework for framework in map(load_framework, reversed(preset_frameworks()))}
     for model in map(load_model, ("llama3-8b", "mixtral-8x7b")):
         for rules, framework in frameworks.items():
             problem = Problem(model=model, training=training, cluster=cluster, framework=framework)
@@ -147,7 +147,7 @@ def exports() -> Iterator[Seed]:
                             files = exported(file, target.name, "torchrun", version)
                         except InputError:
                             continue
-                        yield from (Seed(one.name, one.text) for one in files)
+                        yield from (Seed(file.name, file.text) for file in files)
 
 
 def examples(folders: Sequence[Path]) -> Iterator[Seed]:
@@ -250,11 +250,11 @@ def fuzz(seconds: float, seed: int, folders: Sequence[Path], out: Path) -> int:
             model=model, num_devices=7, seq_len=1, variables=(("WORLD_SIZE", "x"), ("TP", "$(id)"), ("BF16", "perhaps"))
         ),
     )
-    own = {one.target: [start for start in seeds if one.recognises(start.name, start.text)] for one in known}
-    for one in known:  # what is imported late is imported before anything is watched
-        for start in own[one.target]:
+    own = {reader.target: [start for start in seeds if reader.recognises(start.name, start.text)] for reader in known}
+    for known_reader in known:  # what is imported late is imported before anything is watched
+        for start in own[known_reader.target]:
             with suppress(InputError, RecursionError):
-                one.read(start.text, givens[0])
+                known_reader.read(start.text, givens[0])
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     slowest: dict[str, float] = defaultdict(float)
     wrong, end = set[str](), time.monotonic() + seconds
@@ -280,8 +280,8 @@ def fuzz(seconds: float, seed: int, folders: Sequence[Path], out: Path) -> int:
         slowest[reader.target] = max(slowest[reader.target], time.process_time() - began)
     print(f"{len(seeds)} files to start from, seed {seed}, {seconds:g} s")
     for target, count in sorted(counts.items()):
-        told = ", ".join(f"{number} {what}" for what, number in sorted(count.items()))
-        print(f"{target}: {count.total()} files, {told}; slowest {1e3 * slowest[target]:.0f} ms")
+        summary = ", ".join(f"{number} {what}" for what, number in sorted(count.items()))
+        print(f"{target}: {count.total()} files, {summary}; slowest {1e3 * slowest[target]:.0f} ms")
     return len(wrong)
 
 

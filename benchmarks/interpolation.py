@@ -106,7 +106,7 @@ def _attention(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str
 
 
 def _experts(device: DeviceSpec, measurements: list[Measurement]) -> tuple[str, str]:
-    usable = [one for one in measurements if one.kernel == EXPERTS_KERNEL]
+    usable = [measurement for measurement in measurements if measurement.kernel == EXPERTS_KERNEL]
     if not usable:
         return _row([device.name, "experts", *[None] * 6]), "# experts: not measured with balanced routing"
     points = fit.training_experts(fit.points_of(usable))
@@ -147,10 +147,10 @@ def _without_curve(link: LinkLevel, rows: Floats) -> Floats:
 def _by_operation(measurements: Iterable[Measurement]) -> dict[Operation, list[Measurement]]:
     """Measurements looked at: bf16 kernels, and NCCL in fp16; in ascending order of shape."""
     result: dict[Operation, list[Measurement]] = defaultdict(list)
-    for one in sorted(measurements, key=lambda one: one.shape):
-        nccl = one.kernel == COLLECTIVES_KERNEL and one.dtype == "fp16"
-        if nccl if one.operation in fit.VOLUMES else one.dtype == "bf16":
-            result[one.operation].append(one)
+    for measurement in sorted(measurements, key=lambda measurement: measurement.shape):
+        nccl = measurement.kernel == COLLECTIVES_KERNEL and measurement.dtype == "fp16"
+        if nccl if measurement.operation in fit.VOLUMES else measurement.dtype == "bf16":
+            result[measurement.operation].append(measurement)
     return result
 
 
@@ -189,13 +189,13 @@ def _radial_s(operation: Operation, known: fit.Points, shapes: Floats) -> Floats
     """
     seconds = np.empty(len(shapes))
     group, groups = (at[:, 0] * (operation in fit.VOLUMES) for at in (shapes, known.shapes))
-    for one in np.unique(group):
-        points, asked = known.where(groups == one), shapes[group == one]
+    for number in np.unique(group):
+        points, asked = known.where(groups == number), shapes[group == number]
         varied = np.ptp(points.shapes, axis=0) > 0
         places = points.shapes[:, varied]
         values = np.log(points.seconds / places.prod(axis=1))
         found = RBFInterpolator(np.log(places), values, kernel="linear", degree=0, neighbors=50)
-        seconds[group == one] = np.exp(found(np.log(asked[:, varied]))) * asked[:, varied].prod(axis=1)
+        seconds[group == number] = np.exp(found(np.log(asked[:, varied]))) * asked[:, varied].prod(axis=1)
     return seconds
 
 
@@ -344,7 +344,9 @@ def main() -> int:
                 _gemms(cluster.device, of["gemm"]),
                 _attention(cluster.device, of["attention"]),
                 _experts(cluster.device, of["experts"]),
-                _collectives(name, cluster.levels[-1], [one for kind in fit.VOLUMES for one in of[kind]]),
+                _collectives(
+                    name, cluster.levels[-1], [measurement for kind in fit.VOLUMES for measurement in of[kind]]
+                ),
             ]
             rows += [row for row, _ in parts]
             tables.append("\n\n".join([f"# {name}", *(table for _, table in parts)]))

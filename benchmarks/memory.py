@@ -173,9 +173,9 @@ def leave_models_out(cases: Sequence[Case]) -> Predicted:
             test = [at for at in indices if cases[at].problem.model.name == model]
             train = [at for at in indices if cases[at].problem.model.name != model]
             if not train:  # a single model: its cells of size and sequence instead
-                for some in _folds(cases, test):
-                    rest = [at for at in test if at not in set(some)]
-                    _fill(cases, some, rest, framework, traits, (logged, z))
+                for fold in _folds(cases, test):
+                    rest = [at for at in test if at not in set(fold)]
+                    _fill(cases, fold, rest, framework, traits, (logged, z))
             else:
                 _fill(cases, test, train, framework, traits, (logged, z))
     return Predicted(logged_gib=logged, oom_z=z)
@@ -198,8 +198,8 @@ def _fill(
     into: tuple[Floats, Floats],
 ) -> None:
     traits = fitted([cases[at] for at in train], framework, names) if names and train else {}
-    said = predicted([cases[at] for at in test], traits)
-    into[0][list(test)], into[1][list(test)] = said.logged_gib, said.oom_z
+    prediction = predicted([cases[at] for at in test], traits)
+    into[0][list(test)], into[1][list(test)] = prediction.logged_gib, prediction.oom_z
 
 
 def fitted(cases: Sequence[Case], framework: Framework, names: Sequence[str]) -> dict[str, float]:
@@ -224,10 +224,10 @@ def _moved(name: str, value: float, factor: float) -> float:
     return 1 + max(value - 1, 1e-3) * factor if name == "reserved_factor" else value * factor
 
 
-def surprise(cases: Sequence[Case], said: Predicted) -> float:
+def surprise(cases: Sequence[Case], prediction: Predicted) -> float:
     """Negative log likelihood: Laplace errors of the peaks, and which runs ran out of memory."""
     total = 0.0
-    for case, logged, z in zip(cases, said.logged_gib, said.oom_z, strict=True):
+    for case, logged, z in zip(cases, prediction.logged_gib, prediction.oom_z, strict=True):
         spread = case.problem.calibration.memory_spread
         if case.peak_gib is not None:
             total += abs(math.log(logged / case.peak_gib)) / spread
@@ -245,40 +245,40 @@ def show_table(cases: Sequence[Case], shipped: Predicted, held_out: Predicted | 
     print("source        runs   median    p90    bias     oom   F1      median    p90    bias   F1")
     for source in sorted({case.source for case in cases}):
         which = [at for at, case in enumerate(cases) if case.source == source]
-        some = [cases[at] for at in which]
-        oom = sum(case.is_oom for case in some)
-        line = f"{source:12}{len(some):6d}  {_errors(some, shipped.take(which))}"
-        line += f"{oom:8d}  {_f1(some, shipped.take(which))}"
+        own = [cases[at] for at in which]
+        oom = sum(case.is_oom for case in own)
+        line = f"{source:12}{len(own):6d}  {_errors(own, shipped.take(which))}"
+        line += f"{oom:8d}  {_f1(own, shipped.take(which))}"
         if held_out is not None:
-            line += f"    {_errors(some, held_out.take(which))}  {_f1(some, held_out.take(which))}"
+            line += f"    {_errors(own, held_out.take(which))}  {_f1(own, held_out.take(which))}"
         print(line)
 
 
-def _errors(cases: Sequence[Case], said: Predicted) -> str:
-    errors = errors_of(cases, said)
+def _errors(cases: Sequence[Case], prediction: Predicted) -> str:
+    errors = errors_of(cases, prediction)
     if not len(errors):
         return f"{'-':>7}{'-':>8}{'-':>8}"
     median, tail, bias = np.median(np.abs(errors)), np.quantile(np.abs(errors), 0.9), np.median(errors)
     return f"{100 * median:7.2f}{100 * tail:8.1f}{100 * bias:+8.1f}"
 
 
-def errors_of(cases: Sequence[Case], said: Predicted) -> Floats:
+def errors_of(cases: Sequence[Case], prediction: Predicted) -> Floats:
     """Predicted over measured peak, less one, of the cases with a measured peak."""
-    pairs = zip(cases, said.logged_gib, strict=True)
+    pairs = zip(cases, prediction.logged_gib, strict=True)
     return np.array([logged / case.peak_gib - 1 for case, logged in pairs if case.peak_gib is not None])
 
 
-def _f1(cases: Sequence[Case], said: Predicted) -> str:
+def _f1(cases: Sequence[Case], prediction: Predicted) -> str:
     true = np.array([case.is_oom for case in cases])
     if not true.any():
         return f"{'-':>5}"
-    hits = (true & (said.oom_z > 0)).sum()
-    return f"{2 * hits / (2 * hits + (true != (said.oom_z > 0)).sum()):5.3f}"
+    hits = (true & (prediction.oom_z > 0)).sum()
+    return f"{2 * hits / (2 * hits + (true != (prediction.oom_z > 0)).sum()):5.3f}"
 
 
-def show_probabilities(cases: Sequence[Case], said: Predicted) -> None:
+def show_probabilities(cases: Sequence[Case], prediction: Predicted) -> None:
     """Print how often runs ran out of memory, by the probability that was given."""
-    probability = np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in said.oom_z])
+    probability = np.array([0.5 * math.erfc(-z / math.sqrt(2)) for z in prediction.oom_z])
     true = np.array([case.is_oom for case in cases])
     print("\nprobability of running out of memory    runs   mean said   happened")
     bounds = (0.0, 0.001, RISKY_ABOVE, 0.2, OOM_ABOVE, 0.8, 0.999, 1.0)
@@ -291,24 +291,24 @@ def show_probabilities(cases: Sequence[Case], said: Predicted) -> None:
             )
 
 
-def show_spreads(cases: Sequence[Case], said: Predicted) -> None:
+def show_spreads(cases: Sequence[Case], prediction: Predicted) -> None:
     """The spread of log memory that a calibration should state: nine tenths of the errors within 1.645 of it."""
     print("\nspread of log(measured / predicted) by framework and generation, nine tenths within 1.645 of it")
     for key in sorted({case.key for case in cases}):
         which = [at for at, case in enumerate(cases) if case.key == key and case.peak_gib is not None]
         if which:
-            errors = np.abs(np.log(1 + errors_of([cases[at] for at in which], said.take(which))))
+            errors = np.abs(np.log(1 + errors_of([cases[at] for at in which], prediction.take(which))))
             stated = cases[which[0]].problem.calibration.memory_spread
             name = " on ".join(key)
             print(f"  {name:36}{len(which):5d} runs {np.quantile(errors, 0.9) / 1.645:6.3f}, stated {stated:.3f}")
     print("\nspread under which verdicts are likeliest, where ten runs or more ran out of memory")
     for key in sorted({case.key for case in cases}):
         which = [at for at, case in enumerate(cases) if case.key == key]
-        some = [cases[at] for at in which]
-        if sum(case.is_oom for case in some) >= LEAST_OOM:
-            stated = some[0].problem.calibration.memory_spread
-            found = likeliest_spread(some, stated * said.oom_z[which])
-            print(f"  {' on '.join(key):36}{len(some):5d} runs {found:6.3f}, stated {stated:.3f}")
+        own = [cases[at] for at in which]
+        if sum(case.is_oom for case in own) >= LEAST_OOM:
+            stated = own[0].problem.calibration.memory_spread
+            found = likeliest_spread(own, stated * prediction.oom_z[which])
+            print(f"  {' on '.join(key):36}{len(own):5d} runs {found:6.3f}, stated {stated:.3f}")
 
 
 def likeliest_spread(cases: Sequence[Case], log_ratio: Floats) -> float:

@@ -123,8 +123,8 @@ def large_questions() -> Iterator[Question]:
         ),
         QWEN: ({"dp_shard": 32, "sharding": "zero3"}, {"dp_shard": 32, "sharding": "zero3", "recompute": "full"}),
     }
-    for model, some in spreads.items():
-        for spread in some:
+    for model, plans in spreads.items():
+        for spread in plans:
             for count in (1, 4):
                 plan = ParallelPlan(**{"global_batch": 1, "micro_batch": 1, **spread})
                 yield Question(model=model, plan=replace(plan, global_batch=count * plan.dp), seq_len=4096)
@@ -168,9 +168,9 @@ def compared(title: str, questions: Iterator[Question], truth: Any) -> str:
         began = time.monotonic()
         true = truth(question)
         took_s = time.monotonic() - began
-        for stage, (mine, other) in enumerate(zip(predicted(question), true, strict=True)):
-            errors.append(mine / other - 1)
-            row = f"{question.model.name:15}{question.plan.describe()[:64]:66}{stage:2}{mine / MIB:10,.1f}"
+        for stage, (predicted_bytes, other) in enumerate(zip(predicted(question), true, strict=True)):
+            errors.append(predicted_bytes / other - 1)
+            row = f"{question.model.name:15}{question.plan.describe()[:64]:66}{stage:2}{predicted_bytes / MIB:10,.1f}"
             rows.append(f"{row}{other / MIB:10,.1f}{errors[-1]:+8.1%}{took_s:7.1f} s")
             print(rows[-1], file=sys.stderr, flush=True)
     size = np.abs(errors)
@@ -192,8 +192,8 @@ def main() -> int:
         if options.large or not options.real:
             sections.append(compared("Counted by the memory oracle, MiB", large_questions(), counted))
         head = f"# Predicted memory of plain torch, {datetime.now(UTC):%Y-%m-%d}"
-        told = f"`python benchmarks/memory_oracle.py`: torch {version('torch')}, Python {platform.python_version()}."
-        text = "\n\n".join([head, told, *sections])
+        made_by = f"`python benchmarks/memory_oracle.py`: torch {version('torch')}, Python {platform.python_version()}."
+        text = "\n\n".join([head, made_by, *sections])
         print(text)
         if options.report:
             write_text(options.report, text + "\n", force=True)

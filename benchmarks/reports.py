@@ -32,13 +32,13 @@ def existing(text: str) -> Path:
 def curve_toml(head: str, curve: Any, **more: float) -> str:
     """A fitted curve as a preset holds it, `more` figures behind it as comments."""
     lines = [f"[{head}]"]
-    for one in fields(curve):
-        if one.name in ("source", "efficiency"):  # the level is that of training, not of the tables
+    for parameter in fields(curve):
+        if parameter.name in ("source", "efficiency"):  # the level is that of training, not of the tables
             continue
-        value, key = getattr(curve, one.name), one.name
-        for human, inside, factor in file_units(one.name):
+        value, key = getattr(curve, parameter.name), parameter.name
+        for human, inside, factor in file_units(parameter.name):
             if human in ("_us", "_mib"):
-                key, value = one.name[: -len(inside)] + human, value / factor
+                key, value = parameter.name[: -len(inside)] + human, value / factor
         lines.append(f"{key} = {value:.3g}")
     return "\n".join([*lines, *(f"# {name}: {value:.3g}" for name, value in more.items())])
 

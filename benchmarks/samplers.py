@@ -105,7 +105,9 @@ def ours(problem: Problem, space: Space) -> tuple[int, int]:
         with opened(shared.url) as storage:
             trials = optuna.load_study(study_name=shared.name, storage=storage).trials
     mark = NEAR * best.step_s / best.plan.global_batch
-    feasible = [one.value if one.value is not None and one.constraints["memory"] <= 0 else np.inf for one in trials]
+    feasible = [
+        trial.value if trial.value is not None and trial.constraints["memory"] <= 0 else np.inf for trial in trials
+    ]
     return 1 + int(np.argmax(np.array(feasible) <= mark)), len(trials)
 
 
@@ -123,15 +125,15 @@ def rows(model: str, cluster: str, batch: int, seq_len: int, options: argparse.N
         most, seeds = options.trials, range(options.gp_seeds if name == "gp" else options.seeds)
         start = time.process_time()
         cold = [trials_to_reach(name, seed, space, values, (), most) for seed in seeds]
-        seconds = (time.process_time() - start) / sum(one or most for one in cold)
+        seconds = (time.process_time() - start) / sum(run or most for run in cold)
         warm = [trials_to_reach(name, seed, space, values, order[:WARM_CELLS], most) for seed in seeds]
-        done = " / ".join(f"{sum(one is not None for one in runs)} of {len(runs)}" for runs in (cold, warm))
+        done = " / ".join(f"{sum(run is not None for run in runs)} of {len(runs)}" for runs in (cold, warm))
         yield f"| {name} | {_middle(cold, most)} | {_middle(warm, most)} | {done} | {seconds:.4f} |"
 
 
 def _middle(runs: list[int | None], most: int) -> str:
-    counts = [most + 1 if one is None else one for one in runs]
-    return " (".join(f"> {most}" if one > most else f"{one:g}" for one in (median(counts), max(counts))) + ")"
+    counts = [most + 1 if run is None else run for run in runs]
+    return " (".join(f"> {most}" if count > most else f"{count:g}" for count in (median(counts), max(counts))) + ")"
 
 
 def main() -> None:

@@ -241,8 +241,8 @@ def rates(name: str) -> tuple[float, float, float]:
     problem, space = _problem(name)
     cells = space.cells()
     groups, owner = space.groups(cells)
-    some = np.random.default_rng(0).permutation(len(groups))[: MOST_KINDS // 64]
-    kinds, _ = space.kinds(cells, groups.take(some), owner[some])
+    sample = np.random.default_rng(0).permutation(len(groups))[: MOST_KINDS // 64]
+    kinds, _ = space.kinds(cells, groups.take(sample), owner[sample])
     first = first_layers(problem, space, kinds)
     plans, _ = space.plans_in(kinds.take(np.random.default_rng(1).permutation(len(kinds))[: MOST_PLANS // 64]))
     plans = plans.take(legal(space.rules, space.workload, plans))
@@ -272,7 +272,7 @@ def beside(name: str, code: str, folder: Path, space: str, interpreter: str) -> 
     """Full estimates per CPU second, theirs and ours in turns."""
     turns = [(_peer_per_s(code, folder, interpreter), rates(space)[2]) for _ in range(TURNS)]
     theirs, ours = (statistics.median(column) for column in zip(*turns, strict=True))
-    ratio = statistics.median(mine / other for other, mine in turns)
+    ratio = statistics.median(own_s / other for other, own_s in turns)
     return f"| {name} | {theirs:,.0f} | {ours:,.0f} | {ratio:,.0f} |"
 
 

@@ -67,7 +67,7 @@ def _machine(device: int, version: int) -> Fingerprint:
 
 
 def _count(store: Store) -> int:
-    return sum(one.num_records for one in store.holdings())
+    return sum(holding.num_records for holding in store.holdings())
 
 
 def _push_all(files: list[Path], url: str, *, kill_after: int | None = None) -> float:
@@ -78,11 +78,12 @@ def _push_all(files: list[Path], url: str, *, kill_after: int | None = None) -> 
         with open_store(url) as store:
             victim = files[-1].stem
             while not any(
-                one.fingerprint.device == victim and one.num_records >= kill_after for one in store.holdings()
+                holding.fingerprint.device == victim and holding.num_records >= kill_after
+                for holding in store.holdings()
             ):
                 time.sleep(0.1)
         running[-1].kill()
-    codes = [one.wait() for one in running]
+    codes = [process.wait() for process in running]
     assert codes[:-1] == [0] * (len(files) - 1), codes
     assert (codes[-1] < 0) == (kill_after is not None), codes
     return time.perf_counter() - start
@@ -97,17 +98,17 @@ def _writers(url: str, folder: Path, num_writers: int, num_rows: int) -> str:
         if not files[-1].exists():
             with open_store(str(files[-1])) as store:
                 store.add(_records(machine, num_rows, number))
-        expected |= {one.key for one in _records(machine, num_rows, number)}
+        expected |= {record.key for record in _records(machine, num_rows, number)}
     first_s = _push_all(files, url, kill_after=num_rows // 2)
     with open_store(url) as store:
         left = _count(store)
     again_s = _push_all(files, url)
     with open_store(url) as store:
-        held = [one.key for one in store.records(include_hidden=True)]
+        keys = [record.key for record in store.records(include_hidden=True)]
         findings = sum(1 for _ in store.check())
-    lost, doubled = len(expected - set(held)), len(held) - len(set(held))
+    lost, doubled = len(expected - set(keys)), len(keys) - len(set(keys))
     assert findings == 0, findings
-    assert set(held) <= expected, len(held)
+    assert set(keys) <= expected, len(keys)
     sent = num_writers * num_rows
     return (
         f"| {_kind(url)} | {num_writers} x {num_rows:,} | {first_s:.0f} s | {sent - left:,} | {again_s:.0f} s "

@@ -138,17 +138,17 @@ def measure(
     """Step times of every plan, by round."""
     found: list[list[float]] = [[] for _ in plans]
     for round_ in range(rounds):
-        for at, one in enumerate(plans):
+        for at, plan in enumerate(plans):
             run = folder / f"{round_}-{at:02d}"
             if not (run / OUTCOME).is_file():
                 if time.monotonic() > until_s:
                     sys.exit(f"{round_} rounds and {at} plans of {rounds} rounds are done: call again")
                 run.mkdir(parents=True, exist_ok=True)
-                write_text(run / PLAN, encode(make_plan_file(problem, [one], None)), force=True)
+                write_text(run / PLAN, encode(make_plan_file(problem, [plan], None)), force=True)
                 finish(run)
             result = read_result(run, LogReader(), JobStatus(state="ended", status=0), seconds=0.0)
             if result.step_s is None:
-                print(f"{one.plan.describe()}: {result.reason}", file=sys.stderr)
+                print(f"{plan.plan.describe()}: {result.reason}", file=sys.stderr)
             else:
                 found[at].append(result.step_s)
     return found
@@ -170,16 +170,16 @@ def table(
 ) -> Iterator[str]:
     """Every plan, in the order of its truth, and what tune made of them."""
     model = problem.model
-    middle = np.array([median(some) if some else np.inf for some in truth])
+    middle = np.array([median(runs) if runs else np.inf for runs in truth])
     best = float(middle.min())
-    ratios = [abs(np.log(one / two)) for some in truth for one, two in pairwise(some)]
+    ratios = [abs(np.log(first / two)) for runs in truth for first, two in pairwise(runs)]
     yield f"{len(plans)} plans of {model.num_layers} layers of {model.hidden_size} on two ranks, {STEPS} steps each"
     yield "predicted   truth of rounds                over the best  trial"
     for at in np.argsort(middle, kind="stable").tolist():
-        rounds = " ".join(f"{1000 * one:6.1f}" for one in truth[at])
-        said = ", ".join(_said(one) for one in tried if one.at == at)
+        rounds = " ".join(f"{1000 * run_s:6.1f}" for run_s in truth[at])
+        times = ", ".join(_time_text(trial) for trial in tried if trial.at == at)
         predicted, over = 1000 * plans[at].step_s, middle[at] / best - 1
-        yield f"{predicted:6.1f} ms  {rounds} ms  {over:8.1%}  {said:24} {plans[at].plan.describe()}"
+        yield f"{predicted:6.1f} ms  {rounds} ms  {over:8.1%}  {times:24} {plans[at].plan.describe()}"
     kept, regret = look(plans, tried).best, float("inf")
     if kept:
         regret = middle[kept.at] / best - 1
@@ -191,7 +191,7 @@ def table(
     yield f"the plan predicted best is {middle[0] / best - 1:.1%} over the best; aim: {NEAR:.0%}, or the noise"
 
 
-def _said(trial: TunedTrial) -> str:
+def _time_text(trial: TunedTrial) -> str:
     """A trial in a word or two."""
     if trial.result is None or trial.result.step_s is None:
         return f"{trial.number}: {trial.result.how if trial.result else 'under way'}"

@@ -113,7 +113,7 @@ def read_groups(path: Path) -> list[Group]:
         if outcome.source in (*SOURCES, *ERRATIC):
             rows[outcome.decision][outcome.plan].append((run, outcome))
     made = (_group(decision, plans, calibrations) for decision, plans in rows.items() if len(plans) >= LEAST_PLANS)
-    return [one for one in made if one is not None]
+    return [group for group in made if group is not None]
 
 
 def _group(
@@ -121,14 +121,14 @@ def _group(
     rows: dict[tuple[str, ...], list[tuple[Run, RunOutcome]]],
     calibrations: dict[tuple[str, tuple[str, str]], Calibration],
 ) -> Group | None:
-    answers = {plan: _answer([outcome for _, outcome in some]) for plan, some in rows.items()}
-    steps = [one.step_s for one in answers.values() if one.step_s is not None]
+    answers = {plan: _answer([outcome for _, outcome in own]) for plan, own in rows.items()}
+    steps = [answer.step_s for answer in answers.values() if answer.step_s is not None]
     if len(steps) < LEAST_FINISHED:
         return None
     priced = {
-        plan: one
-        for plan, some in rows.items()
-        if (one := _priced(some[0][0], family(decision[0]), calibrations)) is not None
+        plan: cost
+        for plan, own in rows.items()
+        if (cost := _priced(own[0][0], family(decision[0]), calibrations)) is not None
     }
     _, framework, year, model, *_, gpu, num_gpus, seq_len, batch = decision[:11]
     return Group(
@@ -144,7 +144,7 @@ def _group(
 
 def _answer(outcomes: Sequence[RunOutcome]) -> TrialResult:
     """Result of running a plan; of repeats that finished, the mean."""
-    steps = [one.step_s for one in outcomes if one.is_finished and one.step_s is not None]
+    steps = [outcome.step_s for outcome in outcomes if outcome.is_finished and outcome.step_s is not None]
     if steps:
         return TrialResult(how="measured", step_s=float(np.mean(steps)))
     how: TrialEnd = "oom" if outcomes[0].status == "oom" else "failed"
@@ -179,8 +179,8 @@ def tuned(group: Group, seed: int) -> Iterator[int]:
         if view.next is not None:
             at = view.next
         else:
-            done = {one.at for one in trials}
-            at = min((at for at in range(len(group.plans)) if at not in done), key=lambda one: view.belief.mean[one])
+            done = {trial.at for trial in trials}
+            at = min((at for at in range(len(group.plans)) if at not in done), key=lambda at: view.belief.mean[at])
         yield at
         trials.append(TunedTrial(number=len(trials), at=at, job="", result=group.answers[at]))
 
@@ -191,11 +191,11 @@ def spoiled(group: Group, seed: int) -> Group:
     factors = {name: float(np.exp(SPOILED_COMPONENT * rng.standard_normal())) for name in COMPONENTS}
     factor_of = {term: factors[name] for name, terms in COMPONENTS.items() for term in terms}
     plans = []
-    for one in group.plans:
+    for plan in group.plans:
         own = float(np.exp(SPOILED_PLAN * rng.standard_normal()))
-        terms = {name: own * factor_of.get(name, 1.0) * value for name, value in one.terms_s.items()}
+        terms = {name: own * factor_of.get(name, 1.0) * value for name, value in plan.terms_s.items()}
         step_s = sum(terms.values())
-        plans.append(replace(one, terms_s=terms, step_s=step_s, low_s=step_s, high_s=step_s))
+        plans.append(replace(plan, terms_s=terms, step_s=step_s, low_s=step_s, high_s=step_s))
     return replace(group, plans=tuple(plans))
 
 
@@ -225,7 +225,9 @@ def by_tpe(group: Group, seed: int, *, warm: bool = False) -> Iterator[int]:
     first = list(in_order(group, seed))[:ENQUEUED] if warm else []
     words = [sorted({row[column] for row in group.axes}) for column in range(len(group.axes[0]))]
     distributions: dict[str, BaseDistribution] = {
-        f"axis {column}": CategoricalDistribution(some) for column, some in enumerate(words) if len(some) > 1
+        f"axis {column}": CategoricalDistribution(column_words)
+        for column, column_words in enumerate(words)
+        if len(column_words) > 1
     }
     known = {tuple(row[int(name[5:])] for name in distributions): at for at, row in enumerate(group.axes)}
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
@@ -240,7 +242,7 @@ def by_tpe(group: Group, seed: int, *, warm: bool = False) -> Iterator[int]:
             _tell(study, trial, group.answers[at] if at in done else None)
             continue
         if at < 0 or at in done:
-            at = int(rng.choice([one for one in known.values() if one not in done]))
+            at = int(rng.choice([value for value in known.values() if value not in done]))
         repeats = 0
         done.add(at)
         yield at
@@ -299,11 +301,11 @@ def stopped(group: Group) -> Ended:
     )
 
 
-def left_to_itself(groups: Sequence[Group]) -> str:
+def stopping_point(groups: Sequence[Group]) -> str:
     """Words on where it stops, and how far from the best."""
     ends = [stopped(group) for group in groups]
-    regrets = np.array([one.regret for one in ends])
-    counted = [one.trials for one in ends]
+    regrets = np.array([end.regret for end in ends])
+    counted = [end.trials for end in ends]
     return (
         f"stops after {np.median(counted):.0f} trials (median; p90 {np.percentile(counted, 90):.0f}), "
         f"{np.mean(regrets <= NEAR):.0%} of the time within {NEAR:.0%} of the best; "
@@ -315,14 +317,14 @@ def tables(groups: Sequence[Group], seeds: int) -> Iterator[str]:
     """All lines of the report."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     for sources, what in ((SOURCES, "the sweeps of the aim"), (ERRATIC, "a sweep with erratic runs, beyond the aim")):
-        some = [one for one in groups if one.source in sources]
-        yield f"{what}: {len(some)} groups, {sum(one.size for one in some)} plans"
+        own_groups = [group for group in groups if group.source in sources]
+        yield f"{what}: {len(own_groups)} groups, {sum(group.size for group in own_groups)} plans"
         num_seeds = seeds if sources == SOURCES else 1
         yield f"trials until a plan within {NEAR:.0%} of the best was measured; {num_seeds} seeds where there is chance"
         yield f"{'':22}{'median':>8}{'p90':>8}{'mean':>8}   mean of {', '.join(sources)}"
         for name, (policy, is_seeded) in POLICIES.items():
             counts: dict[str, list[int]] = defaultdict(list)
-            for group in some:
+            for group in own_groups:
                 for seed in range(num_seeds if is_seeded else 1):
                     counts[group.source].append(trials_to_find(group, policy(group, seed)))
             everything = np.concatenate([counts[source] for source in sources])
@@ -331,14 +333,14 @@ def tables(groups: Sequence[Group], seeds: int) -> Iterator[str]:
             yield f"{name:22}{middle:8.1f}{high:8.1f}{everything.mean():8.2f}   {means}"
         if sources == SOURCES:
             yield f"{'aim':22}{AIM[0]:8.1f}{AIM[1]:8.1f}"
-        yield f"left to itself, autoplan tune {left_to_itself(some)}"
-        worse = [spoiled(group, seed) for group in some for seed in range(num_seeds)]
-        yield f"with spoiled predictions it {left_to_itself(worse)}"
+        yield f"left to itself, autoplan tune {stopping_point(own_groups)}"
+        worse = [spoiled(group, seed) for group in own_groups for seed in range(num_seeds)]
+        yield f"with spoiled predictions it {stopping_point(worse)}"
         yield ""
     yield "group by group: plans, finished ones; trials of autoplan tune until found and until it stops, regret then"
     for group in groups:
         end, found = stopped(group), trials_to_find(group, tuned(group, 0))
-        finished = sum(one.step_s is not None for one in group.answers)
+        finished = sum(answer.step_s is not None for answer in group.answers)
         yield f"{group.size:4}{finished:4}{found:5}{end.trials:5}{end.regret:9.1%}  {group.title}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from autoplan.base.processes import Children, Place
+from autoplan.base.processes import Children, RankPlace
 from autoplan.profiler.protocol import Hello, Job
 
 PRELOAD = ("autoplan.profiler.worker",)
@@ -25,7 +25,7 @@ class Crew(Children):
     """The ranks that measure: asked for a `Task`, they answer with an `Outcome`."""
 
     def __init__(
-        self, job: Job, place: Place | None, num_ranks: int, prepare: Callable[..., Any] | None = None
+        self, job: Job, place: RankPlace | None, num_ranks: int, prepare: Callable[..., Any] | None = None
     ) -> None:
         work = functools.partial(_measure, job=job, prepare=prepare)
         super().__init__(work, place, num_ranks, limit_s=job.limit_s, preload=PRELOAD)
@@ -37,7 +37,7 @@ class Crew(Children):
         return hello
 
 
-def _measure(place: Place, line: Connection, *, job: Job, prepare: Callable[..., Any] | None) -> None:
+def _measure(place: RankPlace, line: Connection, *, job: Job, prepare: Callable[..., Any] | None) -> None:
     from autoplan.profiler.worker import serve
 
     serve(place, job, line, prepare)

@@ -24,7 +24,7 @@ from autoplan.read.cluster import load_device
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.timing import Operation, line_of
+from autoplan.spec.timing import Operation, batch_index
 from autoplan.topology.cluster import DeviceSpec
 
 PRODUCTS: tuple[Operation, ...] = ("gemm", "dgrad", "wgrad")
@@ -138,7 +138,7 @@ def _ordered(planned: Iterable[RankedTask], known: Collection[TaskKey]) -> list[
     begun = {_line(*key) for key in known}
     first: list[RankedTask] = []
     further: list[RankedTask] = []
-    for ranked in sorted(planned, key=lambda item: (item.task.shape[line_of(item.task.operation)], -item.effect_s)):
+    for ranked in sorted(planned, key=lambda item: (item.task.shape[batch_index(item.task.operation)], -item.effect_s)):
         line = _line(*ranked.task.key)
         (further if line in begun else first).append(ranked)
         begun.add(line)
@@ -146,7 +146,7 @@ def _ordered(planned: Iterable[RankedTask], known: Collection[TaskKey]) -> list[
 
 
 def _line(operation: str, shape: tuple[int, ...], dtype: str, kernel: str, mode: str) -> tuple[object, ...]:
-    at = line_of(cast(Operation, operation))
+    at = batch_index(cast(Operation, operation))
     return (operation, shape[:at] + shape[at + 1 :], dtype, kernel, mode)
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.base.errors import InputError
-from autoplan.base.processes import GRACE_S, START_S, Fault, Place
+from autoplan.base.processes import GRACE_S, START_S, Fault, RankPlace
 from autoplan.base.units import cleaned
 from autoplan.profiler.machine.environment import fingerprint
 from autoplan.profiler.machine.sensors import Sensors
@@ -84,7 +84,7 @@ class Ranks:
         dist.monitored_barrier(self.control, datetime.timedelta(seconds=left_s), wait_all_ranks=True)
 
 
-def join(place: Place, job: Job) -> Ranks:
+def join(place: RankPlace, job: Job) -> Ranks:
     """Become a rank: take a device and meet the others."""
     torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
     device = take_device(place)
@@ -260,7 +260,7 @@ def _free(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def serve(place: Place, job: Job, line: Connection, prepare_task: Prepare | None) -> None:
+def serve(place: RankPlace, job: Job, line: Connection, prepare_task: Prepare | None) -> None:
     """Serve as a rank until rank 0's program has no more tasks, or something is wrong with the ranks together."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process lives
     try:

@@ -11,7 +11,7 @@ from autoplan.search.limits import Limits
 from autoplan.search.space import Space
 from autoplan.search.study import search
 from autoplan.spec.problem import Problem
-from autoplan.spec.search_result import Obvious, SearchResult
+from autoplan.spec.search_result import ObviousPlan, SearchResult
 
 
 def _narrowed(limits: Limits, **degrees: int) -> Limits:
@@ -41,7 +41,7 @@ def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
     yield "a pipeline without tensor parallelism", _narrowed(limits, tp=1, cp=1)
 
 
-def obvious(problem: Problem, space: Space, result: SearchResult) -> tuple[Obvious, ...]:
+def obvious(problem: Problem, space: Space, result: SearchResult) -> tuple[ObviousPlan, ...]:
     """The best legal plan of every family, unless it is the answer or that of a family before."""
     best = result.rivals[0]
     seen, found = {best.plan}, []
@@ -52,5 +52,5 @@ def obvious(problem: Problem, space: Space, result: SearchResult) -> tuple[Obvio
             continue
         seen.add(plan.plan)
         excess = 0.0 if outcome.rivals else max(plan.memory_bytes - problem.capacity_bytes, 0.0)
-        found.append(Obvious(family=name, plan=plan, ratio=pace(plan) / pace(best), excess_bytes=excess))
+        found.append(ObviousPlan(family=name, plan=plan, ratio=pace(plan) / pace(best), excess_bytes=excess))
     return tuple(found)

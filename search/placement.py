@@ -22,7 +22,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 from autoplan.topology.levels import Topology
 from autoplan.topology.placement import (
-    Group,
+    RankGroup,
     Seats,
     effective_members,
     leaving_share,
@@ -41,7 +41,7 @@ SPREAD_WEIGHT = 1e-6
 MEAN_WEIGHT = 1e-3  # of the mean over switches or siblings, beside their worst
 
 # By level and group, seconds for each share of the group's traffic that leaves a switch.
-Line = dict[tuple[int, Group], float]
+Line = dict[tuple[int, RankGroup], float]
 
 
 def is_fragmented(problem: Problem) -> bool:
@@ -108,7 +108,7 @@ class _Search:
     above: tuple[Ints, ...]  # by tier, and last by site, the switch of every class
     seats: dict[int, Seats]  # of the levels that they matter for
     widths: tuple[int, ...]  # nodes from a group's first member to its second
-    spans: tuple[Group, ...]  # groups that should lie below few switches
+    spans: tuple[RankGroup, ...]  # groups that should lie below few switches
     listed_s: float
 
     @classmethod
@@ -126,7 +126,7 @@ class _Search:
         step_s = float(estimate(problem.on(Topology(levels=tuple(levels))), batch).step_s[0])
         places, size = groups(batch), problem.cluster.devices_per_node
         pairs = [(int(stride[0]), int(count[0])) for stride, count in (places.pp, places.shard, places.replicate)]
-        spans = [Group("ring", stride, count, count, stride * count) for stride, count in pairs]
+        spans = [RankGroup("ring", stride, count, count, stride * count) for stride, count in pairs]
         if places.gaps:
             run, step = (int(value[0]) for value in places.gaps)
             spans[1] = spans[1]._replace(run=run, step=step)
@@ -230,7 +230,7 @@ class _Search:
         of_class[self.listed] = self.seats[level].switch
         return of_class[orders]
 
-    def _shares(self, orders: Ints) -> dict[tuple[int, Group], Floats]:
+    def _shares(self, orders: Ints) -> dict[tuple[int, RankGroup], Floats]:
         """For each level and group what leaves every switch: shape (orders, switches)."""
         return {
             (level, group): leaving_share(seats, self._switch(level, orders), group)
@@ -247,7 +247,9 @@ class _Search:
         worst = np.max([one.max(axis=1) for one in found], axis=0)
         return worst + MEAN_WEIGHT * np.sum([one.mean(axis=1) for one in found], axis=0)
 
-    def _what_if(self, shares: dict[tuple[int, Group], Floats], where: tuple[int, Group], leaving: float) -> float:
+    def _what_if(
+        self, shares: dict[tuple[int, RankGroup], Floats], where: tuple[int, RankGroup], leaving: float
+    ) -> float:
         """The step with these shares, but another one in one place."""
         levels = list(self.problem.topology.levels)
         for at, seats in self.seats.items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # torch is loaded in the ranks only
     from multiprocessing.connection import Connection
 
-    from autoplan.base.processes import Place
+    from autoplan.base.processes import RankPlace
     from autoplan.profiler.operations.inputs import Run, StagedRun
     from autoplan.profiler.protocol import Rules, Task
     from autoplan.profiler.worker import Ranks
@@ -21,13 +21,13 @@ if TYPE_CHECKING:  # torch is loaded in the ranks only
 EXITS, DIES, HANGS, LIES, REFUSES, HANGS_INSIDE = range(101, 107)  # as m of a gemm, on rank 1
 
 
-def answer_late(place: Place, line: Connection, *, after_s: float) -> None:
+def answer_late(place: RankPlace, line: Connection, *, after_s: float) -> None:
     """The whole work of a rank that has nothing to say for a while."""
     time.sleep(after_s)
     line.send("late")
 
 
-def end_late(place: Place, line: Connection, *, after_s: float, mark: str) -> None:
+def end_late(place: RankPlace, line: Connection, *, after_s: float, mark: str) -> None:
     """The whole work of a rank that has things to do after its program has no more tasks."""
     line.send("here")
     with contextlib.suppress(EOFError):
@@ -36,7 +36,7 @@ def end_late(place: Place, line: Connection, *, after_s: float, mark: str) -> No
     Path(mark).touch()
 
 
-def fill_or_abort(place: Place, line: Connection) -> None:
+def fill_or_abort(place: RankPlace, line: Connection) -> None:
     """The whole work of a rank that runs out of memory, and of others that are aborted as they miss it."""
     from autoplan.base.processes import Fault
 

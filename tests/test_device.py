@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from autoplan.base.errors import InputError  # noqa: E402
-from autoplan.base.processes import Place  # noqa: E402
+from autoplan.base.processes import RankPlace  # noqa: E402
 from autoplan.trainer.device import describe, is_out_of_memory, take_device  # noqa: E402
 
 
-def taken(monkeypatch: pytest.MonkeyPatch, place: Place, num_devices: int) -> int:
+def taken(monkeypatch: pytest.MonkeyPatch, place: RankPlace, num_devices: int) -> int:
     """The index of the device that a rank takes where torch sees so many."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -24,14 +24,14 @@ def taken(monkeypatch: pytest.MonkeyPatch, place: Place, num_devices: int) -> in
 
 
 def test_a_rank_takes_the_device_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    second = Place(rank=9, num_ranks=16, local_rank=1, launcher="srun")
+    second = RankPlace(rank=9, num_ranks=16, local_rank=1, launcher="srun")
     assert taken(monkeypatch, second, 8) == 1
     assert taken(monkeypatch, second, 1) == 0  # Slurm shows it none but its own
-    assert taken(monkeypatch, Place(rank=3, num_ranks=4, local_rank=3), 8) == 3
+    assert taken(monkeypatch, RankPlace(rank=3, num_ranks=4, local_rank=3), 8) == 3
 
 
 def test_more_ranks_than_devices_are_refused_by_the_first_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [Place(rank=rank, num_ranks=4, local_rank=rank) for rank in range(4)]
+    places = [RankPlace(rank=rank, num_ranks=4, local_rank=rank) for rank in range(4)]
     assert [taken(monkeypatch, place, 2) for place in places[:2]] == [0, 1]
     with pytest.raises(InputError, match=r"has no device: 4 ranks were asked for, torch sees 2 devices"):
         taken(monkeypatch, places[2], 2)
@@ -39,7 +39,7 @@ def test_more_ranks_than_devices_are_refused_by_the_first_without_one(monkeypatc
 
 def test_without_accelerators_ranks_compute_on_the_host() -> None:
     if not torch.cuda.is_available():
-        assert take_device(Place(rank=3, num_ranks=4, local_rank=3)) == torch.device("cpu")
+        assert take_device(RankPlace(rank=3, num_ranks=4, local_rank=3)) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from autoplan.api.discovery import local_cluster
 from autoplan.api.timings import stored_timings
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table
-from autoplan.base.processes import Place
+from autoplan.base.processes import RankPlace
 from autoplan.base.units import GIB, MIB
 from autoplan.cli import main
 from autoplan.profiler.discover import local, nvidia_smi, report
@@ -731,7 +731,7 @@ def test_the_ranks_of_a_job_meet_and_rank_0_hears_of_every_node() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting_point = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    places = [Place(rank=rank, num_ranks=3, meeting_point=meeting_point, launcher="torchrun") for rank in range(3)]
+    places = [RankPlace(rank=rank, num_ranks=3, meeting_point=meeting_point, launcher="torchrun") for rank in range(3)]
     here, _ = local.see(tools={})
     reports = [Report(host=host, seen=(replace(here[0], host=host),)) for host in ("gpu1", "gpu2")]
     with ThreadPoolExecutor() as pool:  # the second rank of the first node has nothing to say

@@ -16,7 +16,7 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.rulebooks import book_of
 from autoplan.read.model import load_model
-from autoplan.report.explain import _wish
+from autoplan.report.explain import _versus_flag
 from autoplan.search.axes import axes_of, differing
 from autoplan.search.choice import pace
 from autoplan.search.explain import LEAST_GAIN, changed, explain, versus
@@ -162,7 +162,7 @@ def test_changes_that_make_no_other_plan_are_refused(wishes: str, says: str) -> 
 def test_the_changes_that_are_told_can_be_typed(model: ModelSpec, plan: ParallelPlan) -> None:
     problem, _ = make(model)
     told = {near.changes[0][0]: near for near in explained(problem, plan).changes}
-    typed = {axis: wish for axis, near in told.items() if (wish := _wish(near))}
+    typed = {axis: wish for axis, near in told.items() if (wish := _versus_flag(near))}
     assert set(told) - set(typed) <= {"layers", "rank_order"}
     for axis, wish in typed.items():
         wanted = told[axis].plan.plan

@@ -26,7 +26,7 @@ from autoplan.topology.cluster import (
     WanSpec,
 )
 from autoplan.topology.components import node_graph
-from autoplan.topology.graph import Group, bisection_bytes_per_s, classes, min_cut_bytes_per_s, quotient
+from autoplan.topology.graph import PlaceGroup, bisection_bytes_per_s, classes, min_cut_bytes_per_s, quotient
 from autoplan.topology.levels import compile_topology
 from benchmarks.expanded import expand
 
@@ -321,7 +321,7 @@ def test_colours_are_refined_until_equal_vertices_see_equal_ones() -> None:
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
-def shape(group: Group) -> Any:
+def shape(group: PlaceGroup) -> Any:
     return (group.name, group.count, group.num_nodes, tuple(shape(one) for one in group.inside))
 
 

@@ -24,7 +24,7 @@ from stores import held
 pytest.importorskip("torch")
 
 from autoplan.base.errors import InputError
-from autoplan.base.processes import Children, CrewError, Place, place_from
+from autoplan.base.processes import Children, CrewError, RankPlace, place_from
 from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello, Job, Outcome, Task
 from autoplan.spec.timing import Operation
@@ -258,7 +258,7 @@ def test_ctrl_c_does_not_reach_what_ranks_are_forked_from() -> None:
 
 def test_a_leading_rank_may_end_in_its_own_time_unless_something_is_wrong(tmp_path: Path) -> None:
     """Ranks that other programs started hear from it that there is no more to do."""
-    place = Place(rank=0, num_ranks=2, local_rank=0, meeting_point="env://", launcher="torchrun")
+    place = RankPlace(rank=0, num_ranks=2, local_rank=0, meeting_point="env://", launcher="torchrun")
 
     def end(name: str, error: type[BaseException] | None) -> bool:
         work = functools.partial(faulty_ranks.end_late, after_s=1.0, mark=str(tmp_path / name))
@@ -274,7 +274,7 @@ def test_a_leading_rank_may_end_in_its_own_time_unless_something_is_wrong(tmp_pa
 PLACES = [
     (
         {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"},
-        Place(rank=3, num_ranks=8, local_rank=1, meeting_point="env://", launcher="torchrun"),
+        RankPlace(rank=3, num_ranks=8, local_rank=1, meeting_point="env://", launcher="torchrun"),
     ),
     (
         {
@@ -284,7 +284,7 @@ PLACES = [
             "SLURM_STEP_NODELIST": "gpu[007-009,12],login1",
             "SLURM_JOB_ID": "1234567",
         },
-        Place(rank=9, num_ranks=16, local_rank=1, meeting_point="tcp://gpu007:34067", launcher="srun"),
+        RankPlace(rank=9, num_ranks=16, local_rank=1, meeting_point="tcp://gpu007:34067", launcher="srun"),
     ),
     (
         {
@@ -297,7 +297,7 @@ PLACES = [
             "SLURM_STEP_NUM_TASKS": "1",
             "SLURM_LOCALID": "0",
         },
-        Place(rank=1, num_ranks=2, local_rank=1, meeting_point="tcp://127.0.0.1:29500", launcher="mpirun"),
+        RankPlace(rank=1, num_ranks=2, local_rank=1, meeting_point="tcp://127.0.0.1:29500", launcher="mpirun"),
     ),
     (
         {
@@ -308,7 +308,7 @@ PLACES = [
             "MASTER_ADDR": "10.0.0.1",
             "MASTER_PORT": "7000",
         },
-        Place(rank=5, num_ranks=8, local_rank=1, meeting_point="tcp://10.0.0.1:7000", launcher="mpirun"),
+        RankPlace(rank=5, num_ranks=8, local_rank=1, meeting_point="tcp://10.0.0.1:7000", launcher="mpirun"),
     ),
     # A batch script is no rank: Slurm gives it a process id but no step.
     ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}, None),
@@ -317,7 +317,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("variables", "expected"), PLACES)
-def test_a_rank_reads_its_place_from_its_launcher(variables: dict[str, str], expected: Place | None) -> None:
+def test_a_rank_reads_its_place_from_its_launcher(variables: dict[str, str], expected: RankPlace | None) -> None:
     assert place_from(variables) == expected
 
 

@@ -20,7 +20,7 @@ from autoplan.profiler import doctor
 from autoplan.profiler.store import open_store
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.timing import Calibration
-from autoplan.trainer.task import Command, Predicted, Report, RunFile, Task
+from autoplan.trainer.task import Command, PredictedRun, RunFile, Task, TrainingReport
 from commands import run
 from search_cases import DENSE
 from stores import GEMM, some_records
@@ -100,8 +100,8 @@ def test_a_checkup_obeys_its_schema(folder: Path) -> None:
 
 def test_a_run_and_a_profile_obey_theirs(folder: Path) -> None:
     plan = ParallelPlan(global_batch=4, dp_shard=2)
-    predicted = Predicted(device="cpu", step_s=1.0, low_s=0.9, high_s=1.1, terms_s={"gemm": 1.0}, peak_bytes=1e9)
-    measured = Report(losses=(1.0, 0.5), step_s=(1.0, 1.1), device="cpu")
+    predicted = PredictedRun(device="cpu", step_s=1.0, low_s=0.9, high_s=1.1, terms_s={"gemm": 1.0}, peak_bytes=1e9)
+    measured = TrainingReport(losses=(1.0, 0.5), step_s=(1.0, 1.1), device="cpu")
     task = Task(model=DENSE, plan=plan, seq_len=128, dtype="fp32")
     command = Command(
         model=DENSE, plan=plan, seq_len=128, arguments=("a",), log_of="nemo", times_from="step", num_steps=3

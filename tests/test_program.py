@@ -22,7 +22,7 @@ import pytest
 from autoplan.jobs import program
 from autoplan.jobs.program import Ending, run_program
 from autoplan.profiler.store import open_store
-from autoplan.runs.failure import LastWords
+from autoplan.runs.failure import LogEnd
 from commands import run
 
 PROGRAM = str(Path(__file__).parent / "logging_program.py")
@@ -235,7 +235,7 @@ def test_a_child_that_keeps_the_output_open_is_not_waited_for() -> None:
 
 
 def test_the_first_error_of_the_end_is_the_reason() -> None:
-    words = LastWords()
+    words = LogEnd()
     assert words.reason == "it wrote nothing"
     for line in ("[rank1]:Traceback (most recent call last):", "[rank1]:KeyError: 'a'", "RuntimeError: NCCL", "bye"):
         words.read(line)
@@ -247,13 +247,13 @@ def test_the_first_error_of_the_end_is_the_reason() -> None:
         "10.0.0.7: ",
         "2026-08-22T15:22:22.123Z [rank3]: ",
     ):
-        words = LastWords()
+        words = LogEnd()
         for line in ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "KeyError: 'a'"):
             words.read(f"{label}{line}")
         words.read("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ")
         words.read("pdsh@node0: worker-1: ssh exited with exit code 1")
         assert words.reason == "KeyError: 'a'"
-    words = LastWords()
+    words = LogEnd()
     words.read("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")
     words.read("srun: error: task 0: Out Of Memory")
     assert words.out_of_memory.startswith("slurmstepd")

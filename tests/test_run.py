@@ -32,7 +32,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Operation
 from autoplan.spec.training import TrainingSpec
 from autoplan.trainer import run as trainer_run
-from autoplan.trainer.task import Advance, Report
+from autoplan.trainer.task import Advance, TrainingReport
 from commands import run
 
 MODEL = """
@@ -108,10 +108,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         time.sleep(0.05)
 
 
-def striking(strike: Callable[[], None]) -> Callable[..., Report | None]:
+def striking(strike: Callable[[], None]) -> Callable[..., TrainingReport | None]:
     """Training in which something happens after the second step."""
 
-    def train(task: object, place: object, *, advance: Callable[[Advance], None]) -> Report | None:
+    def train(task: object, place: object, *, advance: Callable[[Advance], None]) -> TrainingReport | None:
         def seen(now: Advance) -> None:
             advance(now)
             if now.step == 1:

@@ -24,7 +24,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import SHAPES, line_of
+from autoplan.spec.timing import SHAPES, batch_index
 from autoplan.spec.training import TrainingSpec
 
 MEGATRON: Framework = load_framework("megatron-core")
@@ -186,10 +186,10 @@ def test_what_is_known_or_not_asked_for_or_cannot_run_is_left_out() -> None:
 def test_a_first_point_of_every_line_comes_before_a_second_of_any_then_the_larger_share(num_known: int) -> None:
     scope = replace(SCOPE, micro_batches=(1, 2, 4))
     known = {one.task.key for one in ranked_tasks(scope, LAB, ())[:num_known]}
-    begun = {(key[0], key[1][: line_of(key[0])], key[1][line_of(key[0]) + 1 :], *key[2:]) for key in known}
+    begun = {(key[0], key[1][: batch_index(key[0])], key[1][batch_index(key[0]) + 1 :], *key[2:]) for key in known}
     effects: list[list[float]] = [[], []]
     for one in ranked_tasks(scope, LAB, known):
-        task, at = one.task, line_of(one.task.operation)
+        task, at = one.task, batch_index(one.task.operation)
         line = (task.operation, task.shape[:at], task.shape[at + 1 :], *task.key[2:])
         is_second = line in begun
         assert is_second or not effects[1]  # all first points are through before

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import InputError
 from autoplan.read.cluster import load_cluster
-from autoplan.spec.timing import DISTURBED_SPREAD, Match, Measurement, Operation, TimingTable, burst_factors
+from autoplan.spec.timing import (
+    DISTURBED_SPREAD,
+    Match,
+    Measurement,
+    Operation,
+    SourceFactors,
+    TimingTable,
+    burst_factors,
+)
 
 
 def measured(operation: Operation, shape: tuple[int, ...], seconds: float, dtype: str = "bf16") -> Measurement:
@@ -123,17 +131,19 @@ def test_kin_that_take_another_time_were_not_measured() -> None:
     assert kin.seconds[1] == 2 * found.seconds[1]
 
 
-def test_a_nudge_multiplies_measured_and_interpolated_times_apart() -> None:
-    table = dataclasses.replace(GRID, nudge=(2.0, 3.0, 5.0))
+def test_source_factors_multiply_measured_and_interpolated_times_apart() -> None:
+    table = dataclasses.replace(GRID, source_factors=SourceFactors(measured=2.0, interpolated=3.0, disturbed=5.0))
     shapes = np.array([[256, 512, 4096], [300, 512, 4096], [8, 8, 8]])
-    plain, nudged = (one.lookup("gemm", "bf16", shapes).otherwise(np.full(3, 7.0)) for one in (GRID, table))
-    assert nudged == pytest.approx(plain * [2.0, 3.0, 1.0])
+    plain, scaled = (one.lookup("gemm", "bf16", shapes).otherwise(np.full(3, 7.0)) for one in (GRID, table))
+    assert scaled == pytest.approx(plain * [2.0, 3.0, 1.0])
 
 
 def test_a_disturbed_time_is_told_apart_and_widens_the_interval() -> None:
     clean = measured("gemm", (64, 64, 64), 1.0)
     disturbed = dataclasses.replace(measured("gemm", (128, 64, 64), 2.0), is_disturbed=True)
-    table = dataclasses.replace(TimingTable.of([clean, disturbed]), nudge=(2.0, 3.0, 5.0))
+    table = dataclasses.replace(
+        TimingTable.of([clean, disturbed]), source_factors=SourceFactors(measured=2.0, interpolated=3.0, disturbed=5.0)
+    )
     shapes = np.array([[64, 64, 64], [128, 64, 64], [96, 64, 64]])
     found = table.lookup("gemm", "bf16", shapes)
     plain = found.seconds.copy()

@@ -18,7 +18,7 @@ from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer import run as trainer_run
 from autoplan.trainer.run import check_task, run_task
-from autoplan.trainer.task import Advance, Check
+from autoplan.trainer.task import Advance, Deviation
 from trained import DENSE, peaks_of_building, plan_of, task
 
 
@@ -48,10 +48,10 @@ def test_what_the_transformer_is_not_is_refused() -> None:
 
 
 def test_a_difference_that_is_no_rounding_does_not_hold() -> None:
-    found = Check(loss=0.0, gradients=1e-2, weights=0.0)
+    found = Deviation(loss=0.0, gradients=1e-2, weights=0.0)
     assert not found.holds
-    assert not Check(loss=float("nan"), gradients=0.0, weights=0.0).holds
-    assert Check(loss=1e-6, gradients=3e-6, weights=1e-6).holds
+    assert not Deviation(loss=float("nan"), gradients=0.0, weights=0.0).holds
+    assert Deviation(loss=1e-6, gradients=3e-6, weights=1e-6).holds
 
 
 def test_a_run_reports_every_step_and_its_loss_falls() -> None:

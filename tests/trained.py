@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from autoplan.base.processes import Children, Fault, Place
+from autoplan.base.processes import Children, Fault, RankPlace
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.run import PRELOAD
-from autoplan.trainer.task import Check, Task
+from autoplan.trainer.task import Deviation, Task
 
 DENSE = ModelSpec(
     name="dense", num_layers=4, hidden_size=32, vocab_size=256, num_heads=4, num_kv_heads=2, ffn_size=64, qk_norm="head"
@@ -54,11 +54,11 @@ def assert_alike(tasks: list[Task]) -> None:
     # Where no pipeline shares layers out, two of them tell as much as four.
     tasks = [one if one.plan.pp > 1 else replace(one, model=replace(one.model, num_layers=2)) for one in tasks]
     for one, check in zip(tasks, checks(tasks), strict=True):
-        assert isinstance(check, Check)
+        assert isinstance(check, Deviation)
         assert check.holds, (one.plan.describe(), check)
 
 
-def checks(tasks: Sequence[Task]) -> list[Check]:
+def checks(tasks: Sequence[Task]) -> list[Deviation]:
     """How far each of the plans, all of them for as many ranks, is from one process."""
     work = functools.partial(_compare, tasks=tuple(tasks))
     with Children(work, None, tasks[0].plan.num_devices, limit_s=120.0, preload=PRELOAD) as ranks:
@@ -73,7 +73,7 @@ def peaks_of_building(task: Task) -> int:
     return peak
 
 
-def _build(place: Place, line: Connection, *, task: Task) -> None:
+def _build(place: RankPlace, line: Connection, *, task: Task) -> None:
     import torch.distributed as dist
 
     from autoplan.trainer.rank import join
@@ -88,24 +88,24 @@ def _build(place: Place, line: Connection, *, task: Task) -> None:
     dist.barrier()  # nobody leaves before rank 0 has told
 
 
-def _compare(place: Place, line: Connection, *, tasks: tuple[Task, ...]) -> None:
+def _compare(place: RankPlace, line: Connection, *, tasks: tuple[Task, ...]) -> None:
     import logging
 
     from torch.distributed import barrier
 
     from autoplan.trainer import rank
-    from autoplan.trainer.rank import alone, collected, differences, join, last_words, trained
+    from autoplan.trainer.rank import collected, differences, error_cause, join, task_on_one_rank, trained_state
 
     rank.CHECKED_STEPS = 2  # the second begins with what the first has left; a third would not tell more
-    by_one = functools.cache(trained)  # the same for many plans
+    by_one = functools.cache(trained_state)  # the same for many plans
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     try:
         device = join(place, 60.0)
         for task in tasks:
-            spread = collected(trained(task, device), place.rank)
+            spread = collected(trained_state(task, device), place.rank)
             if place.rank == 0:
-                line.send(differences(spread, by_one(alone(task), device)))
+                line.send(differences(spread, by_one(task_on_one_rank(task), device)))
         barrier()  # a rank that has ended counts as lost
     except Exception as error:
-        line.send(Fault(text=f"{task.plan.describe()}: {last_words(error).text}"))
+        line.send(Fault(text=f"{task.plan.describe()}: {error_cause(error).text}"))
     os._exit(0)

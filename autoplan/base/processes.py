@@ -54,7 +54,7 @@ _LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Place of a rank in the job, and where all meet (a URL as torch.distributed takes it)."""
 
     rank: int = 0
@@ -81,10 +81,10 @@ class Fault:
 
 
 # The whole work of a rank: its place, and the line to the program that started it.
-Work = Callable[[Place, Connection], None]
+Work = Callable[[RankPlace, Connection], None]
 
 
-def place_from(variables: Mapping[str, str]) -> Place | None:
+def place_from(variables: Mapping[str, str]) -> RankPlace | None:
     """The place that a launcher gave this program, None where there is no launcher.
 
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.  Open MPI: OMPI_COMM_WORLD_*.  MPICH and Intel MPI
@@ -106,7 +106,7 @@ def place_from(variables: Mapping[str, str]) -> Place | None:
             raise InputError(f"{launcher}: {rank}, {size} and {local} must be whole numbers") from None
         if not 0 <= numbers[0] < numbers[1]:
             raise InputError(f"{launcher}: {rank} is {numbers[0]}, but {size} is {numbers[1]}")
-        return Place(
+        return RankPlace(
             rank=numbers[0],
             num_ranks=numbers[1],
             local_rank=numbers[2],
@@ -140,10 +140,10 @@ def _first_host(nodes: str) -> str:
         raise InputError(f"SLURM_STEP_NODELIST {nodes!r} names no host: pass MASTER_ADDR=<host of rank 0> on") from None
 
 
-def local_places(num_ranks: int, meeting_file: Path) -> list[Place]:
+def local_places(num_ranks: int, meeting_file: Path) -> list[RankPlace]:
     """The places of ranks that all run here and meet at a file."""
     url = f"file://{meeting_file}"
-    return [Place(rank=rank, num_ranks=num_ranks, local_rank=rank, meeting_point=url) for rank in range(num_ranks)]
+    return [RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, meeting_point=url) for rank in range(num_ranks)]
 
 
 def signal_name(number: int) -> str:
@@ -162,7 +162,13 @@ class Children:
     """
 
     def __init__(
-        self, work: Work, place: Place | None, num_ranks: int, *, limit_s: float, preload: Sequence[str] = ("torch",)
+        self,
+        work: Work,
+        place: RankPlace | None,
+        num_ranks: int,
+        *,
+        limit_s: float,
+        preload: Sequence[str] = ("torch",),
     ) -> None:
         self._work, self._place, self._num_ranks, self._limit_s = work, place, num_ranks, limit_s
         self._preload = list(preload)
@@ -172,8 +178,8 @@ class Children:
         try:
             self._folder = tempfile.mkdtemp(prefix="autoplan-ranks-")
         except OSError as error:
-            said = error.strerror or error
-            raise InputError(f"ranks have no folder to meet in: {said}; set TMPDIR to one with space") from None
+            reason = error.strerror or error
+            raise InputError(f"ranks have no folder to meet in: {reason}; set TMPDIR to one with space") from None
 
     @property
     def leads(self) -> bool:
@@ -281,9 +287,9 @@ class Children:
             time.sleep(0.05)
         offset = self._place.rank if self._place else 0
         full = {at: fault.text for at, fault in words.items() if fault.is_out_of_memory}
-        said = full or killed or {at: fault.text for at, fault in words.items()}
+        causes = full or killed or {at: fault.text for at, fault in words.items()}
         return CrewError(
-            cleaned("; ".join(f"rank {offset + at} {text}" for at, text in sorted(said.items()))),
+            cleaned("; ".join(f"rank {offset + at} {text}" for at, text in sorted(causes.items()))),
             is_out_of_memory=bool(full),
         )
 
@@ -317,8 +323,10 @@ def _check_port(meeting_point: str) -> None:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        said = os.strerror(error.errno or 0)
-        raise InputError(f"ranks cannot meet at port {port} of this host: {said}; set MASTER_PORT to another") from None
+        reason = os.strerror(error.errno or 0)
+        raise InputError(
+            f"ranks cannot meet at port {port} of this host: {reason}; set MASTER_PORT to another"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -368,7 +376,7 @@ def _server(preload: list[str]) -> ForkServerContext:
     return context
 
 
-def _be_rank(place: Place, work: Work, line: Connection) -> None:
+def _be_rank(place: RankPlace, work: Work, line: Connection) -> None:
     """The whole life of a rank, in a process of its own."""
     gc.freeze()  # what was loaded before is no garbage: to look for some among torch takes half a second every time
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the program decides

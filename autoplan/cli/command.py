@@ -16,10 +16,10 @@ from autoplan.base.errors import AutoplanError, InputError
 if TYPE_CHECKING:
     from autoplan.frameworks.logs import LoggedRun
     from autoplan.jobs.program import Ending
-    from autoplan.runs.failure import LastWords
+    from autoplan.runs.failure import LogEnd
     from autoplan.spec.plan import ParallelPlan
     from autoplan.spec.problem import Problem
-    from autoplan.trainer.task import Command, Report
+    from autoplan.trainer.task import Command, TrainingReport
 
 
 class ProgramError(AutoplanError):
@@ -65,7 +65,7 @@ def run_command(
     log: Path | None = None,
     force: bool = False,
     quiet: bool = False,
-) -> tuple[Command, Report]:
+) -> tuple[Command, TrainingReport]:
     """Run `program`, which trains by `plan`, until it has logged `steps` step times after `warmup` ones, and end it.
 
     What it writes goes to `log` too.  A `ProgramError` says how it failed, in words of its own.
@@ -75,13 +75,13 @@ def run_command(
     from autoplan.cli.progress import progress_bar
     from autoplan.frameworks.logs import Batch, LogReader
     from autoplan.jobs.program import run_program
-    from autoplan.runs.failure import LastWords
+    from autoplan.runs.failure import LogEnd
 
     place = place_from(os.environ)
     if place and place.num_ranks > 1:
         raise InputError(f"--command starts the job itself: run it once, not as every rank of {place.launcher}")
     batch = Batch(num_sequences=plan.global_batch, seq_len=problem.training.seq_len, num_devices=plan.num_devices)
-    reader, words = LogReader(batch, warmup=warmup), LastWords()
+    reader, words = LogReader(batch, warmup=warmup), LogEnd()
     leave_on_sigterm()
     with ExitStack() as stack:
         show = stack.enter_context(progress_bar(quiet=quiet, doing="training", unit="timed steps"))
@@ -114,7 +114,7 @@ def run_command(
     return _as_command(problem, plan, program, logged), _as_report(problem, logged)
 
 
-def _check(ending: Ending, words: LastWords, name: str, num_steps: int, limit_s: float) -> None:
+def _check(ending: Ending, words: LogEnd, name: str, num_steps: int, limit_s: float) -> None:
     """Refuse a program that did not end well."""
     from autoplan.base.processes import signal_name
 
@@ -148,12 +148,12 @@ def _as_command(problem: Problem, plan: ParallelPlan, program: list[str], logged
     )
 
 
-def _as_report(problem: Problem, logged: LoggedRun) -> Report:
+def _as_report(problem: Problem, logged: LoggedRun) -> TrainingReport:
     """What the log says, as the trainer reports; memory only where the log tells the peak that was predicted."""
-    from autoplan.trainer.task import Report
+    from autoplan.trainer.task import TrainingReport
 
     peak = logged.allocated_bytes if problem.framework.memory.logs_memory == "allocated" else logged.reserved_bytes
-    return Report(
+    return TrainingReport(
         losses=logged.losses,
         step_s=logged.step_s,
         peak_bytes=() if peak is None else (peak,),

@@ -17,11 +17,11 @@ from autoplan.cli.options import ForceOption, QuietOption
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoplan.base.processes import Place
+    from autoplan.base.processes import RankPlace
     from autoplan.cli.runs import RunKeeper
     from autoplan.spec.plan import ParallelPlan
     from autoplan.spec.problem import Problem
-    from autoplan.trainer.task import Advance, Command, Predicted, Report, RunFile, Task
+    from autoplan.trainer.task import Advance, Command, PredictedRun, RunFile, Task, TrainingReport
 
 FRAMEWORK = "torch"  # what the trainer is priced as
 EMULATION = "these cores have no bf16 units, and are many times as fast in fp32"
@@ -95,7 +95,7 @@ def run(
             warn_of_emulation(problem)
     predicted = _predicted(problem, wanted)
     task: Task | Command
-    report: Report | None
+    report: TrainingReport | None
     try:
         if program:
             words = [whole_url(context, one) or one for one in program]
@@ -185,7 +185,7 @@ def _task(
     )
 
 
-def _train(task: Task, place: Place | None, *, log: Path | None, force: bool, quiet: bool) -> Report | None:
+def _train(task: Task, place: RankPlace | None, *, log: Path | None, force: bool, quiet: bool) -> TrainingReport | None:
     """What the built-in trainer reports; None where this is another rank than the first."""
     from autoplan.cli.command import opened_log
     from autoplan.cli.process import check_torch, leave_on_sigterm
@@ -242,14 +242,14 @@ def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
     return problem
 
 
-def _predicted(problem: Problem, plan: ParallelPlan) -> Predicted:
+def _predicted(problem: Problem, plan: ParallelPlan) -> PredictedRun:
     """What the plan should take."""
     from autoplan.cost.estimate import estimate
     from autoplan.spec.plan import PlanBatch
-    from autoplan.trainer.task import Predicted
+    from autoplan.trainer.task import PredictedRun
 
     cost = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
-    return Predicted(
+    return PredictedRun(
         device=problem.cluster.device.name,
         step_s=float(cost.step_s[0]),
         low_s=float(cost.low_s[0]),

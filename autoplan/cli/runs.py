@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from autoplan.search.tune import Tuning
     from autoplan.spec.plan import ParallelPlan
     from autoplan.spec.problem import Problem
-    from autoplan.trainer.task import Predicted, Report
+    from autoplan.trainer.task import PredictedRun, TrainingReport
 
 
 class RunKeeper:
@@ -27,7 +27,7 @@ class RunKeeper:
         open_store(url).close()
 
     def keep(
-        self, problem: Problem, plan: ParallelPlan, predicted: Predicted, report: Report, *, log_of: str = ""
+        self, problem: Problem, plan: ParallelPlan, predicted: PredictedRun, report: TrainingReport, *, log_of: str = ""
     ) -> None:
         """Add a run that ended well; `log_of` is the framework whose log told, blank for the built-in trainer."""
         from autoplan.profiler.record import MOST_SAMPLES
@@ -46,7 +46,7 @@ class RunKeeper:
         self,
         problem: Problem,
         plan: ParallelPlan,
-        predicted: Predicted,
+        predicted: PredictedRun,
         error: CrewError | ProgramError,
         *,
         is_own: bool,

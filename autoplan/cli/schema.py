@@ -133,9 +133,13 @@ def _any_of(kinds: Sequence[Any]) -> dict[str, Any]:
 
 def _run_schema() -> dict[str, Any]:
     """That of `autoplan.trainer.task.RunFile`, whose task is one of two."""
-    from autoplan.trainer.task import Command, Predicted, Report, Task
+    from autoplan.trainer.task import Command, PredictedRun, Task, TrainingReport
 
-    fields = {"task": _any_of((Task, Command)), "predicted": _any_of((Predicted,)), "measured": _any_of((Report,))}
+    fields = {
+        "task": _any_of((Task, Command)),
+        "predicted": _any_of((PredictedRun,)),
+        "measured": _any_of((TrainingReport,)),
+    }
     definitions = {name: body for part in fields.values() for name, body in part.pop("$defs").items()}
     return {
         "type": "object",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autoplan.frameworks.common.launch import Given, Launch
     from autoplan.frameworks.common.rules import Rule
     from autoplan.search.space import Space
-    from autoplan.spec.explanation import AxisChange, OptionChange, Today
+    from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
     from autoplan.spec.plan import ParallelPlan
     from autoplan.spec.plan_file import PlanFile
     from autoplan.spec.problem import Problem
@@ -100,14 +100,14 @@ def nearest_result(problem: Problem, space: Space, result: SearchResult, plan: P
     return replace(result, rivals=(best, *result.rivals), ranked=(best, *result.ranked), certificate=certificate)
 
 
-def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchResult) -> Today:
+def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchResult) -> CurrentPlan:
     """How the plan of the launch file compares with the best one, which `file` holds."""
     from autoplan.frameworks.common import universal_rules as universal
     from autoplan.frameworks.rulebooks import book_of
     from autoplan.search.choice import compared, pace
     from autoplan.search.ranking import TIE
     from autoplan.search.walk import Way, changes, prices, walk
-    from autoplan.spec.explanation import Today
+    from autoplan.spec.explanation import CurrentPlan
 
     plan, launch = started.plan, started.launch
     priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
@@ -116,7 +116,7 @@ def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchR
         found, steps = changes(way), walk(way)
     except AutoplanError:  # the plan does not even add up, as `broken` says
         found, steps = (), ()
-    today = Today(
+    today = CurrentPlan(
         path=str(started.path),
         target=launch.target,
         plan=plan,
@@ -158,7 +158,7 @@ def _broken(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tu
 # -- the options of the file ------------------------------------------------------------------------------------------
 
 
-def _with_options(started: Started, file: PlanFile, today: Today) -> Today:
+def _with_options(started: Started, file: PlanFile, today: CurrentPlan) -> CurrentPlan:
     """`today` with the options that change, as a whole and axis by axis, as its target writes them."""
     from autoplan.launch.targets import TARGETS
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Cause, Jobs, JobStatus, SilentError
-from autoplan.runs.failure import LastWords
+from autoplan.runs.failure import LogEnd
 
 if TYPE_CHECKING:
     from autoplan.search.tune import TrialResult, Tuning, View
@@ -301,18 +301,18 @@ def spent_hours(problem: Problem, view: View) -> float:
 def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: float) -> TrialResult:
     """What came of a trial that ended, from what it left in its folder; `log` has read its log."""
     from autoplan.base.files import decode, read_table
-    from autoplan.trainer.task import Report
+    from autoplan.trainer.task import TrainingReport
 
     outcome = folder / OUTCOME
     if outcome.is_file():
         try:
-            report = decode(Report, read_table(outcome).get("measured") or {}, str(outcome))
+            report = decode(TrainingReport, read_table(outcome).get("measured") or {}, str(outcome))
             if not report.step_s:
                 raise InputError(f"{outcome}: holds no step times")
         except InputError as error:
             return _result("failed", str(error), seconds=seconds)
         return _timed("measured", report.step_s, peak_bytes=max(report.peak_bytes, default=None), seconds=seconds)
-    words, refusal = LastWords(), ""
+    words, refusal = LogEnd(), ""
     for name in (LOG, MESSAGES):
         for line in _lines(folder / name):
             words.read(line)

@@ -16,7 +16,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.timing import PROVENANCES, Provenance
+from autoplan.spec.timing import PROVENANCES, Provenance, SourceFactors
 from autoplan.topology.cluster import ClusterSpec
 
 _GROWTH = 1e-6  # small enough that hardly any maximum changes sides, large enough for the digits of a step
@@ -45,9 +45,9 @@ def _grown(problem: Problem, batch: PlanBatch) -> dict[Provenance, CostEstimate 
     """What the plans cost where all times of one provenance are longer; None where the problem has no such times."""
     slower: dict[Provenance, Problem | None] = dict.fromkeys(("measured", "interpolated", "disturbed"))
     if not problem.timings.is_empty:
-        for at, name in enumerate(slower):  # in the order of `Nudge`
-            first, second, third = (1.0 + _GROWTH * (place == at) for place in range(3))
-            slower[name] = replace(problem, timings=replace(problem.timings, nudge=(first, second, third)))
+        for name in slower:
+            factors = SourceFactors(**{name: 1.0 + _GROWTH})
+            slower[name] = replace(problem, timings=replace(problem.timings, source_factors=factors))
     slower["datasheet"] = _slower_datasheet(problem)
     return {name: None if other is None else estimate(other, batch) for name, other in slower.items()}
 

@@ -74,8 +74,8 @@ def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
             f"{num_devices} devices fill no whole number of nodes of {cluster.name!r}, which have "
             f"{cluster.devices_per_node} each: name the cluster that has such nodes"
         )
-    one = replace(cluster, num_nodes=max(nodes, 1), nodes=(), faults=())
-    return one if nodes else replace(one, devices_per_node=rest, levels=_resized(cluster, rest))
+    resized = replace(cluster, num_nodes=max(nodes, 1), nodes=(), faults=())
+    return resized if nodes else replace(resized, devices_per_node=rest, levels=_resized(cluster, rest))
 
 
 @lru_cache(maxsize=64)
@@ -98,15 +98,15 @@ def _resized(cluster: ClusterSpec, devices: int) -> tuple[LinkLevel, ...]:
     """
     size = cluster.devices_per_node
     usable = []
-    for one in cluster.levels:
-        if one.num_devices > size:
-            whole = one.num_devices // devices * devices or one.num_devices
-            usable.append(replace(one, num_devices=whole))
-        elif one.num_devices == size:
-            usable.append(_of_node(one, devices))
-        elif devices % one.num_devices == 0:
-            usable.append(one)
-    return tuple({one.num_devices: one for one in reversed(usable)}.values())[::-1]
+    for level in cluster.levels:
+        if level.num_devices > size:
+            joined = level.num_devices // devices * devices or level.num_devices
+            usable.append(replace(level, num_devices=joined))
+        elif level.num_devices == size:
+            usable.append(_of_node(level, devices))
+        elif devices % level.num_devices == 0:
+            usable.append(level)
+    return tuple({level.num_devices: level for level in reversed(usable)}.values())[::-1]
 
 
 def cluster_schema() -> dict[str, Any]:
@@ -136,6 +136,6 @@ def _expanded(group: Any, where: str) -> Any:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return group
     try:
-        return {**group, "names": [one for name in names for one in expand_hosts(name)]}
+        return {**group, "names": [host for name in names for host in expand_hosts(name)]}
     except InputError as error:
         raise InputError(f"{where}: nodes: {error}") from None

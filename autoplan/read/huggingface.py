@@ -73,7 +73,9 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     names = table.get("architectures")
     if names is not None and not isinstance(names, list):
         raise InputError(f"architectures must be a list of names, got {_show(names)}")
-    if names is not None and not any(str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in names):
+    if names is not None and not any(
+        str(architecture).endswith(("ForCausalLM", "LMHeadModel")) for architecture in names
+    ):
         raise InputError(f"architectures = {_show(names)} names no causal language model (...ForCausalLM)")
     return table, kind
 
@@ -143,7 +145,7 @@ class _Config:
 
     def value(self, part: str, inner: str, expression: str) -> Any:
         """The value of one field, `_ABSENT` where its default holds; the file comes before the class's assumptions."""
-        field = next(one for one in fields(_PARTS[part]) if one.name == inner)
+        field = next(inner_field for inner_field in fields(_PARTS[part]) if inner_field.name == inner)
         hint = typing.get_type_hints(_PARTS[part])[inner]
         choices = self.rules.get("choices", {}).get(inner)
         kind = bool if choices else typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
@@ -173,9 +175,9 @@ class _Config:
         value = self.given(key)
         if not isinstance(value, list) or not value:
             raise InputError(f"{key} must be a list with one word a layer, got {_show(value)}")
-        for one in value:
-            if not isinstance(one, str) or one not in known:
-                raise InputError(f"{key} holds {_show(one)}; known: {', '.join(known)}")
+        for item in value:
+            if not isinstance(item, str) or item not in known:
+                raise InputError(f"{key} holds {_show(item)}; known: {', '.join(known)}")
         return value
 
     def window(self, num_layers: int) -> dict[str, Any]:
@@ -213,7 +215,7 @@ class _Config:
             listed = self.given(key)
             if listed is _ABSENT or listed is None or (listed == [] and key == "mlp_only_layers"):
                 continue
-            if not isinstance(listed, list) or not all(type(one) is int for one in listed) or not listed:
+            if not isinstance(listed, list) or not all(type(item) is int for item in listed) or not listed:
                 raise InputError(f"{key} must be a list of layer numbers, got {_show(listed)}")
             if key == "mlp_only_layers" and listed == list(range(len(listed))):
                 return {"num_dense_layers": len(listed)}

@@ -33,7 +33,7 @@ def load_model(text: str) -> ModelSpec:
     if name in aliases:
         return _preset(aliases[name], presets[aliases[name]])
     close = difflib.get_close_matches(name, [*presets, *aliases], n=3, cutoff=0.4)
-    names = list(dict.fromkeys(aliases.get(one, one) for one in close)) or sorted(presets)
+    names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close)) or sorted(presets)
     hint = f"did you mean {', '.join(names)}?" if close else f"known: {', '.join(names)}"
     raise InputError(f"unknown model {text!r}: neither a preset nor a path; {hint}")
 

@@ -15,7 +15,7 @@ from autoplan.base.units import format_rate, format_seconds
 from autoplan.report.terminal import print_table
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.components import Component, Link
-from autoplan.topology.graph import ClusterGraph, Group, bisection_bytes_per_s, links_up, quotient
+from autoplan.topology.graph import ClusterGraph, PlaceGroup, bisection_bytes_per_s, links_up, quotient
 from autoplan.topology.levels import compile_topology
 from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster
 
@@ -70,7 +70,7 @@ def nodes_text(count: int) -> str:
     return "1 node" if count == 1 else f"{count:,} nodes"
 
 
-def place_name(group: Group) -> str:
+def place_name(group: PlaceGroup) -> str:
     """'2 x leaf of 32 nodes', '32 x node'."""
     name = f"{group.count:,} x {group.name}" if group.count > 1 else group.name
     size = f" of {nodes_text(group.num_nodes)}" if group.inside else ""
@@ -121,14 +121,14 @@ def _way_up(link: Link) -> str:
     return _whole(link, f" up{blocking}{far}{sharp}")
 
 
-def _switch_lines(found: ClusterGraph, group: Group, places: int) -> Iterator[Tree]:
+def _switch_lines(found: ClusterGraph, group: PlaceGroup, places: int) -> Iterator[Tree]:
     """The switches of a place, those with the same links together."""
     counts: Counter[tuple[Component, str]] = Counter()
     for vertex in group.vertices:
         ways = ", ".join(_way_up(link) for link in links_up(found.graph, vertex))
         counts[found.graph.nodes[vertex]["component"], ways] += found.graph.nodes[vertex]["count"] // places
     for (component, ways), count in counts.items():
-        yield _tree(": ".join(one for one in (component_text(component, count), ways) if one))
+        yield _tree(": ".join(text for text in (component_text(component, count), ways) if text))
 
 
 def _line(found: ClusterGraph, vertex: str, places: int) -> Tree:
@@ -154,15 +154,15 @@ def _tree(text: str, style: str = "") -> Tree:
     return Tree(Text(text, style=style))
 
 
-def _place(found: ClusterGraph, group: Group, places: int, *, is_known: bool = False) -> Tree:
+def _place(found: ClusterGraph, group: PlaceGroup, places: int, *, is_known: bool = False) -> Tree:
     """One place with what is inside it; `places` of it are in the cluster.  The components of a node are told once."""
     name = place_name(group)
     if not group.inside:
         tree = _tree(f"{name}, as above" if is_known else name, "bold")
         kinds = {vertex: found.graph.nodes[vertex]["component"].kind for vertex in group.vertices}
-        told = [one for one in kinds if kinds[one] in SHOWN and (not is_known or _has_fault(found, one))]
-        told.sort(key=lambda vertex: SHOWN.index(kinds[vertex]))
-        tree.children += [_line(found, vertex, places) for vertex in told]
+        shown = [vertex for vertex in kinds if kinds[vertex] in SHOWN and (not is_known or _has_fault(found, vertex))]
+        shown.sort(key=lambda vertex: SHOWN.index(kinds[vertex]))
+        tree.children += [_line(found, vertex, places) for vertex in shown]
         return tree
     tree = _tree(name, "bold")
     tree.children += _switch_lines(found, group, places)

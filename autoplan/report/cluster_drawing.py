@@ -31,7 +31,7 @@ from autoplan.topology.components import (
     node_graph,
     wide_levels,
 )
-from autoplan.topology.graph import ClusterGraph, Group, links_up
+from autoplan.topology.graph import ClusterGraph, PlaceGroup, links_up
 
 if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
     from autoplan.cost.collectives.traffic import StepTraffic
@@ -175,7 +175,7 @@ def draw(cluster: ClusterSpec, found: ClusterGraph, step: StepTraffic | None = N
 
 
 def _moved(cluster: ClusterSpec, step: StepTraffic) -> dict[str, str]:
-    """What a step moves, in words, by the name of a fabric or the kind of its direct links, that of the tier whose
+    """Bytes of a step, in words, by the name of a fabric or the kind of its direct links, that of the tier whose
     switches the links lead out of, "nic", or "wan".
     """
     words = [f"{format_volume(moved)} a step" for moved in step.level_bytes]
@@ -198,18 +198,18 @@ def _span(depth: int) -> Span:
     return MARGIN + GUTTER + INSET * depth, WIDTH - MARGIN - INSET * depth
 
 
-def _opened(group: Group) -> Iterator[Group]:
+def _opened(group: PlaceGroup) -> Iterator[PlaceGroup]:
     """A place and the first one inside it, down to a node."""
     yield group
     if group.inside:
         yield from _opened(group.inside[0])
 
 
-def _others(group: Group) -> str:
+def _others(group: PlaceGroup) -> str:
     """The places in one that are not opened."""
     counts: Counter[str] = Counter()
-    for one in group.inside[1:]:
-        counts[place_name(replace(one, count=1))] += one.count
+    for place in group.inside[1:]:
+        counts[place_name(replace(place, count=1))] += place.count
     others = [f"{count:,} x {name}" for name, count in counts.items()]
     more = f" and {len(others) - MOST_OTHERS} more kinds" if len(others) > MOST_OTHERS else ""
     return f"besides: {', '.join(others[:MOST_OTHERS])}{more}" if others else ""
@@ -218,7 +218,7 @@ def _others(group: Group) -> str:
 def _draw_switches(
     canvas: _Canvas,
     found: ClusterGraph,
-    group: Group,
+    group: PlaceGroup,
     total: int,
     span: Span,
     above: _Box | None,
@@ -244,7 +244,7 @@ def _draw_node(
     canvas: _Canvas,
     cluster: ClusterSpec,
     found: ClusterGraph,
-    node: Group,
+    node: PlaceGroup,
     total: int,
     span: Span,
     above: _Box | None,
@@ -281,7 +281,7 @@ def _draw_node(
         y += ROW + GAP
     if above:
         link = nic_link(cluster)
-        for box in (one for one in boxes.values() if one.kind == "nic"):
+        for box in (nic for nic in boxes.values() if nic.kind == "nic"):
             canvas.link(above, box, link)
         labels[link, above.y + ROW] = moved.get("nic", "")
     for (link, at), sent in labels.items():

@@ -31,15 +31,23 @@ class Compared:
 
 
 BEST: tuple[tuple[str, Callable[[RunFigures], float | None], Callable[[RunFigures], str]], ...] = (
-    ("fastest", lambda one: 1 / one.tokens_per_s, lambda one: f"{one.tokens_per_s:,.0f} tokens/s"),
+    ("fastest", lambda figures: 1 / figures.tokens_per_s, lambda figures: f"{figures.tokens_per_s:,.0f} tokens/s"),
     (
         "fastest a device",
-        lambda one: one.num_devices / one.tokens_per_s,
-        lambda one: f"{one.tokens_per_s / one.num_devices:,.0f} tokens/s",
+        lambda figures: figures.num_devices / figures.tokens_per_s,
+        lambda figures: f"{figures.tokens_per_s / figures.num_devices:,.0f} tokens/s",
     ),
-    ("cheapest", lambda one: one.cost_per_token, lambda one: f"{1e6 * (one.cost_per_token or 0):,.4g} per M tokens"),
-    ("least energy", lambda one: one.energy_per_token_j, lambda one: f"{one.energy_per_token_j:,.3g} J per token"),
-    ("done first", lambda one: one.run_s, lambda one: format_days(one.run_s or 0)),
+    (
+        "cheapest",
+        lambda figures: figures.cost_per_token,
+        lambda figures: f"{1e6 * (figures.cost_per_token or 0):,.4g} per M tokens",
+    ),
+    (
+        "least energy",
+        lambda figures: figures.energy_per_token_j,
+        lambda figures: f"{figures.energy_per_token_j:,.3g} J per token",
+    ),
+    ("done first", lambda figures: figures.run_s, lambda figures: format_days(figures.run_s or 0)),
 )
 
 
@@ -47,23 +55,23 @@ def print_compared(console: Console, found: Sequence[Compared]) -> None:
     """The table of all clusters and sizes, and which is best in what."""
     rows = [
         Row(
-            places=(one.cluster, str(one.outcome.num_nodes)),
-            best=one.outcome.best,
-            least=one.outcome.least,
-            why=one.outcome.why,
+            places=(entry.cluster, str(entry.outcome.num_nodes)),
+            best=entry.outcome.best,
+            least=entry.outcome.least,
+            why=entry.outcome.why,
         )
-        for one in found
+        for entry in found
     ]
     print_runs(console, ("cluster", "nodes"), rows)
     console.print()
     grid = labelled()
-    planned = [one for one in found if one.outcome.best]
-    safe = [one for one in planned if one.outcome.best and one.outcome.best.plan.verdict == "fits"]
+    planned = [entry for entry in found if entry.outcome.best]
+    safe = [entry for entry in planned if entry.outcome.best and entry.outcome.best.plan.verdict == "fits"]
     for label, cost, shown in BEST:
         known = [
-            (value, one)
-            for one in safe or planned
-            if one.outcome.best and (value := cost(one.outcome.best.figures)) is not None
+            (value, entry)
+            for entry in safe or planned
+            if entry.outcome.best and (value := cost(entry.outcome.best.figures)) is not None
         ]
         if known:
             _, best = min(known, key=lambda pair: pair[0])
@@ -78,9 +86,9 @@ def draw_rates(found: Sequence[Compared]) -> str:
     smallest size would reach if it scaled perfectly.
     """
     lines: dict[str, list[tuple[float, float]]] = {}
-    for one in found:
-        if (best := one.outcome.best) is not None:
-            lines.setdefault(one.cluster, []).append((best.figures.num_devices, best.figures.tokens_per_s))
+    for entry in found:
+        if (best := entry.outcome.best) is not None:
+            lines.setdefault(entry.cluster, []).append((best.figures.num_devices, best.figures.tokens_per_s))
     lines = {name: sorted(points) for name, points in lines.items()}
     ideals = {
         name: [(devices, points[0][1] * devices / points[0][0]) for devices, _ in (points[0], points[-1])]

@@ -43,8 +43,10 @@ def print_explanation(console: Console, file: PlanFile, found: Explanation, name
     _print_terms(console, found.plan, stages)
     console.print()
     grid = labelled()
-    for at, says in enumerate(found.binds or ("neither memory nor a rule: no plan with one or two changes is faster",)):
-        grid.add_row("" if at else "binds", escape(says))
+    for at, reason in enumerate(
+        found.binds or ("neither memory nor a rule: no plan with one or two changes is faster",)
+    ):
+        grid.add_row("" if at else "binds", escape(reason))
     for at, near in enumerate(found.better):
         grid.add_row("" if at else "faster", escape(f"{_changes(near, names)}: {_needs(near, found)}"))
     print_part(console, grid)
@@ -55,10 +57,10 @@ def print_explanation(console: Console, file: PlanFile, found: Explanation, name
         console.print()
         _print_changes(console, found, names)
         if found.alternatives:
-            lost = [(one.plan.describe(), one) for one in found.alternatives]
+            lost = [(plan.plan.describe(), plan) for plan in found.alternatives]
             console.print()
             _print_lost(console, found.plan, lost)
-    wish = next((wish for near in _telling(found) if near.is_possible and (wish := _wish(near))), "")
+    wish = next((wish for near in _effective_changes(found) if near.is_possible and (wish := _versus_flag(near))), "")
     if wish and not found.versus:
         print_next_steps(console, ("next", f"autoplan explain {shlex.quote(path)} --versus {wish}"))
 
@@ -80,7 +82,7 @@ def print_mixed_explanation(console: Console, file: MixedPlanFile, found: MixedE
     _print_mixed_changes(console, found, names)
     if found.alternatives:
         console.print()
-        _print_lost(console, found.plan, [(describe(one.plan, names), one) for one in found.alternatives])
+        _print_lost(console, found.plan, [(describe(plan.plan, names), plan) for plan in found.alternatives])
 
 
 def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequence[PlacedStage]) -> None:
@@ -94,20 +96,20 @@ def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequenc
     pipeline_s = sum(value for name, value in best.terms_s.items() if name not in (*END_OF_STEP, "stragglers"))
     rows = []
     for name, value in best.terms_s.items():
-        of_stages = [one.place.num_microbatches * one.cost.terms_s.get(name, 0.0) for one in firsts]
+        of_stages = [stage.place.num_microbatches * stage.cost.terms_s.get(name, 0.0) for stage in firsts]
         if max(value, *of_stages) < LEAST_SHOWN_S:
             continue
         cells = [_seconds(seconds) for seconds in of_stages]
         rows.append((term_name(name), format_seconds(value), format_percent(value / best.step_s), *cells))
     if len(stages) > 1:
-        waits = (format_seconds(max(pipeline_s - one.busy_s, 0.0)) for one in firsts)
+        waits = (format_seconds(max(pipeline_s - stage.busy_s, 0.0)) for stage in firsts)
         rows.append(("(waits for others)", "", "", *waits))
     rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0), *[""] * len(groups)))
-    rows.append(("memory", "", "", *(format_bytes(one.cost.memory_bytes) for one in firsts)))
-    free = (format_bytes(one.place.capacity_bytes - one.cost.memory_bytes) for one in firsts)
+    rows.append(("memory", "", "", *(format_bytes(stage.cost.memory_bytes) for stage in firsts)))
+    free = (format_bytes(stage.place.capacity_bytes - stage.cost.memory_bytes) for stage in firsts)
     rows.append(("free", "", "", *free))
-    if any(one.place.part for one in firsts):
-        rows.append(("on", "", "", *(escape(one.place.part) for one in firsts)))
+    if any(stage.place.part for stage in firsts):
+        rows.append(("on", "", "", *(escape(stage.place.part) for stage in firsts)))
     heads = [f"stage {group[0].place.kind}{number_ranges(stage.place.stage for stage in group)}" for group in groups]
     columns = [("time of a step", False), ("", True), ("share", True), *((head, True) for head in heads)]
     print_table(console, columns, rows, keep=3)
@@ -129,7 +131,7 @@ def _needs(near: Neighbour, found: Explanation) -> str:
     """Speed-up of a neighbour, and what it lacks."""
     parts = [f"{format_seconds(near.plan.step_s)}, {_faster(near.ratio)}"]
     if near.plan.verdict != "fits":
-        parts.append(_room(near, found.capacity_bytes))
+        parts.append(_memory_needed(near, found.capacity_bytes))
     parts += [f"refused: {rule}" for rule in near.broken[:1]]
     if near.plan.plan.global_batch != found.plan.plan.global_batch:
         parts.append(f"a global batch of {near.plan.plan.global_batch:,} would do")
@@ -138,7 +140,7 @@ def _needs(near: Neighbour, found: Explanation) -> str:
     return "; ".join(parts)
 
 
-def _wish(near: Neighbour) -> str:
+def _versus_flag(near: Neighbour) -> str:
     """The changes as --versus takes them; blank where it has no words for one."""
     plan, axes = near.plan.plan, [axis for axis, _, _ in near.changes]
     if not UNSPOKEN.isdisjoint(axes):
@@ -155,22 +157,22 @@ def _wish(near: Neighbour) -> str:
     return ",".join(f"{axis}={value}" for axis, value in values.items())
 
 
-def _room(near: Neighbour, capacity_bytes: float) -> str:
+def _memory_needed(near: Neighbour, capacity_bytes: float) -> str:
     needed = f"needs {format_bytes(near.plan.memory_bytes)} of {format_bytes(capacity_bytes)} on stage {near.stage}"
     return needed if near.plan.verdict == "oom" else f"{needed}, {format_percent(near.plan.oom_probability)} risk"
 
 
-def _telling(found: Explanation) -> list[Neighbour]:
+def _effective_changes(found: Explanation) -> list[Neighbour]:
     """Changes that make a difference: neither those that leave the step as it is nor slower ones that are refused."""
     return [near for near in found.changes if near.ratio <= 1 - LEVEL or (near.ratio >= 1 + LEVEL and not near.broken)]
 
 
 def _print_changes(console: Console, found: Explanation, names: Names) -> None:
     rows = []
-    for near in _telling(found)[:SHOWN_CHANGES]:
+    for near in _effective_changes(found)[:SHOWN_CHANGES]:
         why = reasons(near.plan, found.plan) if near.ratio >= 1 + LEVEL else ""
         if near.plan.verdict != "fits":
-            why = f"{_room(near, found.capacity_bytes)}{'; ' * bool(why)}{why}"
+            why = f"{_memory_needed(near, found.capacity_bytes)}{'; ' * bool(why)}{why}"
         if near.broken:
             why = f"refused: {near.broken[0]}"
         rows.append(
@@ -209,7 +211,7 @@ def _print_lost(
 ) -> None:
     """Other plans, by their descriptions."""
     console.print("why the next best lost")
-    rows = [(escape(words), format_seconds(one.step_s), escape(reasons(one, best))) for words, one in lost]
+    rows = [(escape(words), format_seconds(plan.step_s), escape(reasons(plan, best))) for words, plan in lost]
     print_table(console, (("plan", False), ("step", True), ("why", False)), rows, keep=3)
 
 
@@ -251,14 +253,18 @@ def _print_versus(console: Console, best: RankedPlan, other: Versus, names: Name
 
 def _print_alone(console: Console, best: RankedPlan, changes: Sequence[AxisChange], names: Names) -> None:
     rows = []
-    for one in changes:
-        says = escape(f"{names.get(one.axis, one.axis)} {one.before} -> {one.after}")
-        if one.alone is None:
-            rows.append((says, "", escape(f"not alone: {one.why_not}")))
+    for change in changes:
+        text = escape(f"{names.get(change.axis, change.axis)} {change.before} -> {change.after}")
+        if change.alone is None:
+            rows.append((text, "", escape(f"not alone: {change.why_not}")))
         else:
-            fits = "" if one.alone.verdict == "fits" else f"{one.alone.verdict}, {format_bytes(one.alone.memory_bytes)}"
-            scale = best.plan.global_batch / one.alone.plan.global_batch
-            rows.append((says, _signed(scale * one.alone.step_s - best.step_s), fits))
+            fits = (
+                ""
+                if change.alone.verdict == "fits"
+                else f"{change.alone.verdict}, {format_bytes(change.alone.memory_bytes)}"
+            )
+            scale = best.plan.global_batch / change.alone.plan.global_batch
+            rows.append((text, _signed(scale * change.alone.step_s - best.step_s), fits))
     print_table(console, (("each change alone", False), ("", True), ("", False)), rows, keep=3)
 
 

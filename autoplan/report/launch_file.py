@@ -10,7 +10,7 @@ from rich.markup import escape
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table, slower
-from autoplan.spec.explanation import AxisChange, OptionChange, Today
+from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.search_result import RankedPlan
@@ -73,7 +73,7 @@ def model_line(model: ModelSpec) -> str:
     return ", ".join((*parts, f"vocabulary of {model.vocab_size:,}"))
 
 
-def print_today(console: Console, today: Today, names: dict[str, str]) -> None:
+def print_today(console: Console, today: CurrentPlan, names: dict[str, str]) -> None:
     """Print how good the plan of a launch file is, the gain of each change, and the options that change.
 
     `names` are those of axes that are not called on screen as they are inside.
@@ -100,7 +100,7 @@ def print_today(console: Console, today: Today, names: dict[str, str]) -> None:
         print_part(console, escape(f"\noptions are not compared: {today.no_options}"))
 
 
-def gap_line(today: Today) -> str:
+def gap_line(today: CurrentPlan) -> str:
     """Sentence on how much slower the file's plan is than the best, and whether the model can tell."""
     gap = today.gap
     assert gap is not None
@@ -113,67 +113,69 @@ def gap_line(today: Today) -> str:
     sure = "inside" if gap.low <= 1.0 <= gap.high else "outside"
     text += f", {sure} the model's {width} interval"
     if today.num_faster:
-        some = "" if today.num_faster == 1 else "s"
-        text += f"; at least {today.num_faster:,} other choice{some} of degrees {'is' if not some else 'are'} faster"
+        plural = "" if today.num_faster == 1 else "s"
+        text += (
+            f"; at least {today.num_faster:,} other choice{plural} of degrees {'is' if not plural else 'are'} faster"
+        )
     return text
 
 
-def _priced(one: RankedPlan) -> str:
-    risk = "" if one.verdict == "fits" else f", {format_percent(one.oom_probability)} risk of running out of memory"
+def _priced(plan: RankedPlan) -> str:
+    risk = "" if plan.verdict == "fits" else f", {format_percent(plan.oom_probability)} risk of running out of memory"
     return (
-        f"{format_seconds(one.step_s)} (90 %: {format_seconds(one.low_s)} to {format_seconds(one.high_s)}), "
-        f"MFU {format_percent(one.mfu)}, {format_bytes(one.memory_bytes)}{risk}"
+        f"{format_seconds(plan.step_s)} (90 %: {format_seconds(plan.low_s)} to {format_seconds(plan.high_s)}), "
+        f"MFU {format_percent(plan.mfu)}, {format_bytes(plan.memory_bytes)}{risk}"
     )
 
 
-def _cells(one: RankedPlan, is_rate: bool) -> tuple[str, str]:
-    memory = format_bytes(one.memory_bytes)
-    says = f"{one.tokens_per_s_per_device:,.0f}" if is_rate else format_seconds(one.step_s)
-    return says, memory if one.verdict == "fits" else f"{memory} {one.verdict}"
+def _cells(plan: RankedPlan, is_rate: bool) -> tuple[str, str]:
+    memory = format_bytes(plan.memory_bytes)
+    time = f"{plan.tokens_per_s_per_device:,.0f}" if is_rate else format_seconds(plan.step_s)
+    return time, memory if plan.verdict == "fits" else f"{memory} {plan.verdict}"
 
 
-def _print_changes(console: Console, today: Today, names: dict[str, str]) -> None:
+def _print_changes(console: Console, today: CurrentPlan, names: dict[str, str]) -> None:
     """Every change in the order of the walk: what it brings alone, and where it stands after those before it.
 
     Steps of unlike batches do not compare: their rates are told.
     """
-    told = {one.axis: one for one in today.changes}
-    is_rate = "global_batch" in told
+    changes = {change.axis: change for change in today.changes}
+    is_rate = "global_batch" in changes
     rows = []
     for step in today.walk:
         for axis in step.axes:
             after = _cells(step.plan, is_rate) if axis == step.axes[-1] else ("with the next", "")
-            rows.append((*_alone(told[axis], names, is_rate), *after))
+            rows.append((*_alone(changes[axis], names, is_rate), *after))
     if not today.walk:
-        rows = [(*_alone(one, names, is_rate), "", "") for one in today.changes]
+        rows = [(*_alone(change, names, is_rate), "", "") for change in today.changes]
     columns = [("change", False), ("alone", True), ("memory", True), ("in this order", True), ("memory", True)]
     print_table(console, columns, rows, keep=5)
     if is_rate:
         console.print("(tokens/s of a device)")
-    for one in today.changes:
-        if one.why_not:
-            print_part(console, escape(f"{names.get(one.axis, one.axis)} not alone: {one.why_not}"))
+    for change in today.changes:
+        if change.why_not:
+            print_part(console, escape(f"{names.get(change.axis, change.axis)} not alone: {change.why_not}"))
 
 
-def _alone(one: AxisChange, names: dict[str, str], is_rate: bool) -> tuple[str, str, str]:
-    says = escape(f"{names.get(one.axis, one.axis)} {one.before} -> {one.after}")
-    return (says, *(_cells(one.alone, is_rate) if one.alone else ("not alone", "")))
+def _alone(change: AxisChange, names: dict[str, str], is_rate: bool) -> tuple[str, str, str]:
+    text = escape(f"{names.get(change.axis, change.axis)} {change.before} -> {change.after}")
+    return (text, *(_cells(change.alone, is_rate) if change.alone else ("not alone", "")))
 
 
 def _print_options(console: Console, options: Sequence[OptionChange]) -> None:
     print_part(console, "options, from today's file to the one that is exported for the best plan")
     grid = labelled()
-    for one in options:
-        grid.add_row(escape(one.option), escape(_option_change(one)))
+    for option in options:
+        grid.add_row(escape(option.option), escape(_option_change(option)))
     print_part(console, grid)
 
 
-def _option_change(one: OptionChange) -> str:
-    if one.before is None:
-        return f"add {_cut(one.after or '')}".rstrip()
-    if one.after is None:
-        return f"drop {_cut(one.before)}".rstrip()
-    return f"{_cut(one.before) or 'set'} -> {_cut(one.after) or 'set'}"
+def _option_change(option: OptionChange) -> str:
+    if option.before is None:
+        return f"add {_cut(option.after or '')}".rstrip()
+    if option.after is None:
+        return f"drop {_cut(option.before)}".rstrip()
+    return f"{_cut(option.before) or 'set'} -> {_cut(option.after) or 'set'}"
 
 
 def _cut(value: str) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, print_terms, runs
+from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, print_terms, repetitions
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
@@ -25,7 +25,7 @@ def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
         if not runs_of or runs_of[-1][0] != (stage.part, stage.tp):
             runs_of.append(((stage.part, stage.tp), []))
         runs_of[-1][1].append(stage.layers)
-    stages = " | ".join(f"{names[part]} tp {tp}: {runs(layers)}" for (part, tp), layers in runs_of)
+    stages = " | ".join(f"{names[part]} tp {tp}: {repetitions(layers)}" for (part, tp), layers in runs_of)
     return f"{kind.count} x ({stages}) of {kind.num_microbatches} micro-batches of {kind.micro_batch}"
 
 
@@ -96,7 +96,7 @@ def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str
 
 def waiting(cost: MixedCost, stages: Sequence[PlacedStage]) -> Iterator[tuple[str, str]]:
     """(label, text) of the stage with most work, of the one nearest to its capacity, and of replicas that wait."""
-    slowest, fullest = max(stages, key=lambda one: one.busy_s), max(stages, key=lambda one: one.fill)
+    slowest, fullest = max(stages, key=lambda stage: stage.busy_s), max(stages, key=lambda stage: stage.fill)
     if len(stages) > 1:
         yield "slowest", f"{slowest.place.words}: at work {format_percent(slowest.busy_s / cost.step_s)} of the step"
     there = f"{format_bytes(fullest.cost.memory_bytes)} of {format_bytes(fullest.place.capacity_bytes)}"

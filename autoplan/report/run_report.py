@@ -17,15 +17,15 @@ SHOWN_FRONT = 40
 
 # Columns: header, how a cell reads, None where the figure is not known.
 FIGURES: tuple[tuple[str, Callable[[RunFigures], str | None]], ...] = (
-    ("devices", lambda one: f"{one.num_devices:,}"),
-    ("tokens/s", lambda one: f"{one.tokens_per_s:,.0f}"),
-    ("goodput", lambda one: format_percent(one.goodput)),
-    ("cost/M tokens", lambda one: _shown(one.cost_per_token, lambda value: f"{1e6 * value:,.4g}")),
-    ("J/token", lambda one: _shown(one.energy_per_token_j, lambda value: f"{value:,.3g}")),
-    ("run", lambda one: _shown(one.run_s, format_days)),
-    ("device hours", lambda one: _shown(one.device_hours, lambda value: f"{value:,.0f}")),
-    ("tokens in budget", lambda one: _shown(one.tokens_in_budget, format_tokens)),
-    ("lasts", lambda one: _shown(one.budget_s, format_days)),
+    ("devices", lambda figures: f"{figures.num_devices:,}"),
+    ("tokens/s", lambda figures: f"{figures.tokens_per_s:,.0f}"),
+    ("goodput", lambda figures: format_percent(figures.goodput)),
+    ("cost/M tokens", lambda figures: _shown(figures.cost_per_token, lambda value: f"{1e6 * value:,.4g}")),
+    ("J/token", lambda figures: _shown(figures.energy_per_token_j, lambda value: f"{value:,.3g}")),
+    ("run", lambda figures: _shown(figures.run_s, format_days)),
+    ("device hours", lambda figures: _shown(figures.device_hours, lambda value: f"{value:,.0f}")),
+    ("tokens in budget", lambda figures: _shown(figures.tokens_in_budget, format_tokens)),
+    ("lasts", lambda figures: _shown(figures.budget_s, format_days)),
 )
 
 
@@ -57,7 +57,7 @@ def print_run(console: Console, report: RunReport) -> None:
     print_part(console, grid)
     if len(report.front) > 1:
         console.print(f"\nno plan is better in all of {', '.join(report.objectives)} than one of these")
-        print_runs(console, (), [Row(best=one) for one in report.front[:SHOWN_FRONT]])
+        print_runs(console, (), [Row(best=run) for run in report.front[:SHOWN_FRONT]])
         if len(report.front) > SHOWN_FRONT:
             console.print(f"({len(report.front) - SHOWN_FRONT} more: --json has all)")
     if len(report.sizes) > 1:
@@ -65,11 +65,11 @@ def print_run(console: Console, report: RunReport) -> None:
             f"\nthe {len(report.sizes)} numbers of nodes that were tried; without a plan the figures are those that no "
             "plan beats"
         )
-        print_runs(console, ("nodes",), [_size_row(one) for one in report.sizes])
+        print_runs(console, ("nodes",), [_size_row(size) for size in report.sizes])
 
 
-def _size_row(one: SizeOutcome) -> Row:
-    return Row(places=(str(one.num_nodes),), best=one.best, least=one.least, why=one.why)
+def _size_row(size: SizeOutcome) -> Row:
+    return Row(places=(str(size.num_nodes),), best=size.best, least=size.least, why=size.why)
 
 
 def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
@@ -101,7 +101,7 @@ def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
 def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> None:
     """A table of runs; of several rows without the figures that are the same in all."""
     figures = [row.figures for row in rows if row.figures]
-    texts = {head: {text(one) for one in figures} for head, text in FIGURES}
+    texts = {head: {text(row) for row in figures} for head, text in FIGURES}
     shown = [
         (head, text) for head, text in FIGURES if texts[head] != {None} and (len(texts[head]) > 1 or len(rows) == 1)
     ]

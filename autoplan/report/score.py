@@ -44,7 +44,7 @@ def score_by_source(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Pr
     by_source: dict[str, list[RunOutcome]] = defaultdict(list)
     for outcome in outcomes:
         by_source[outcome.source].append(outcome)
-    rows = {source: score(some, predictions) for source, some in sorted(by_source.items())}
+    rows = {source: score(group, predictions) for source, group in sorted(by_source.items())}
     known = {name: [row[name] for row in rows.values() if row[name] is not None] for name in COLUMNS}
     mean: Row = {
         name: fmean(value for value in values if value is not None) if values else None
@@ -68,14 +68,14 @@ def _steps(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]
     for outcome in outcomes:
         if not outcome.is_finished or outcome.step_s is None:
             continue
-        said = predictions.get(outcome.id)
-        if said is None or said.step_time_s is None:
+        prediction = predictions.get(outcome.id)
+        if prediction is None or prediction.step_time_s is None:
             errors.append(1.0)
             covered.append(0.0)
             continue
-        errors.append(abs(said.step_time_s - outcome.step_s) / outcome.step_s)
-        bias.append(math.log(said.step_time_s / outcome.step_s))
-        low, high = said.step_time_low_s, said.step_time_high_s
+        errors.append(abs(prediction.step_time_s - outcome.step_s) / outcome.step_s)
+        bias.append(math.log(prediction.step_time_s / outcome.step_s))
+        low, high = prediction.step_time_low_s, prediction.step_time_high_s
         if low is None or high is None:
             covered.append(0.0)
         else:
@@ -96,8 +96,8 @@ class _Choice:
     """One distinct plan of a decision; repeats of it are averaged."""
 
     def __init__(self, members: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> None:
-        said = [predictions[member.id] for member in members if member.id in predictions]
-        steps = [one.step_time_s for one in said if one.step_time_s is not None]
+        predicted = [predictions[member.id] for member in members if member.id in predictions]
+        steps = [prediction.step_time_s for prediction in predicted if prediction.step_time_s is not None]
         measured = [member.step_s for member in members if member.is_finished and member.step_s is not None]
         self.said_s = fmean(steps) if steps else None
         self.measured_s = fmean(measured) if measured else None
@@ -113,16 +113,16 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
     taus, regrets, bad = [], [], []
     for plans in decisions.values():
         choices = [_Choice(members, predictions) for members in plans.values()]
-        done = [one.measured_s for one in choices if one.measured_s is not None]
-        pairs = [(one.said_s, one.measured_s) for one in choices if one.said_s is not None]
-        both = [(said, measured) for said, measured in pairs if measured is not None]
+        done = [choice.measured_s for choice in choices if choice.measured_s is not None]
+        pairs = [(choice.said_s, choice.measured_s) for choice in choices if choice.said_s is not None]
+        both = [(predicted, measured) for predicted, measured in pairs if measured is not None]
         if len(both) >= LEAST_PLANS and len({measured for _, measured in both}) > 1:
             taus += [tau] if (tau := kendall_tau(both)) is not None else []
-        known = [one for one in choices if one.status in ("ok", "oom", "invalid")]
+        known = [choice for choice in choices if choice.status in ("ok", "oom", "invalid")]
         if len(done) >= 2 and len(known) >= LEAST_PLANS:
             pick = _pick(known)
             regrets.append(1.0 - min(done) / pick.measured_s if pick and pick.measured_s else 1.0)
-            pick = _pick([one for one in choices if one.status != "?"])
+            pick = _pick([choice for choice in choices if choice.status != "?"])
             bad.append(float(not (pick and pick.measured_s)))
     return {
         "groups": len(regrets),
@@ -135,8 +135,10 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
 def _pick(choices: Sequence[_Choice]) -> _Choice | None:
     """The fastest of those that are said to fit; of the risky ones only where none fits."""
     for verdict in ("fits", "risky"):
-        if some := [(one.said_s, at) for at, one in enumerate(choices) if one.verdict == verdict and one.said_s]:
-            return choices[min(some)[1]]
+        if candidates := [
+            (choice.said_s, at) for at, choice in enumerate(choices) if choice.verdict == verdict and choice.said_s
+        ]:
+            return choices[min(candidates)[1]]
     return None
 
 
@@ -156,10 +158,10 @@ def _memory(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction
     errors = []
     for outcome in outcomes:
         if outcome.status == "ok" and outcome.peak_gib is not None:
-            said = predictions.get(outcome.id)
-            guess = said.peak_memory_gib if said else None
+            prediction = predictions.get(outcome.id)
+            guess = prediction.peak_memory_gib if prediction else None
             errors.append(1.0 if guess is None else abs(guess - outcome.peak_gib) / outcome.peak_gib)
-    said_oom = {outcome.id for outcome in outcomes if _says_oom(predictions.get(outcome.id))}
+    said_oom = {outcome.id for outcome in outcomes if _is_predicted_oom(predictions.get(outcome.id))}
     oom = [outcome.id for outcome in outcomes if outcome.status == "oom"]
     hits = sum(name in said_oom for name in oom)
     false = sum(outcome.status == "ok" and outcome.id in said_oom for outcome in outcomes)
@@ -173,8 +175,8 @@ def _memory(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction
     }
 
 
-def _says_oom(said: Prediction | None) -> bool:
-    return said is not None and said.verdict == "oom"
+def _is_predicted_oom(prediction: Prediction | None) -> bool:
+    return prediction is not None and prediction.verdict == "oom"
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:

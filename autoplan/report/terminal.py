@@ -22,7 +22,7 @@ from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.plan import chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
-from autoplan.spec.search_result import Certificate, Confidence, Obvious, RankedPlan
+from autoplan.spec.search_result import Certificate, Confidence, ObviousPlan, RankedPlan
 from autoplan.spec.timing import Provenance
 
 SHOWN_PLANS = 10
@@ -165,10 +165,10 @@ def labelled(columns: int = 2) -> Table:
     return grid
 
 
-def runs(counts: Iterable[object]) -> str:
+def repetitions(counts: Iterable[object]) -> str:
     """Counts with their repetitions told once: '7, 14 x 8, 7'."""
-    runs = [(count, len(list(same))) for count, same in groupby(counts)]
-    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
+    repetitions = [(count, len(list(same))) for count, same in groupby(counts)]
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in repetitions)
 
 
 def layers_line(file: PlanFile) -> str:
@@ -177,8 +177,8 @@ def layers_line(file: PlanFile) -> str:
     chunks = chunk_layers(plan, file.model.num_layers)
     if len(set(chunks)) == 1:
         return ""
-    text = f"{runs(sum(chunks[rank :: plan.pp]) for rank in range(plan.pp))} on the stages"
-    return f"{text}; {runs(chunks)} in the chunks" if plan.vp > 1 else text
+    text = f"{repetitions(sum(chunks[rank :: plan.pp]) for rank in range(plan.pp))} on the stages"
+    return f"{text}; {repetitions(chunks)} in the chunks" if plan.vp > 1 else text
 
 
 def _answer(file: PlanFile) -> Table:
@@ -204,7 +204,9 @@ def _answer(file: PlanFile) -> Table:
         f"{format_bytes(best.memory_bytes)} of {format_bytes(file.capacity_bytes)}, {room}, {risk} risk of running out",
     )
     if len(file.stages) > 1:
-        grid.add_row("", f"{runs(f'{stage.memory_bytes / GIB:,.1f}' for stage in file.stages)} GiB on the stages")
+        grid.add_row(
+            "", f"{repetitions(f'{stage.memory_bytes / GIB:,.1f}' for stage in file.stages)} GiB on the stages"
+        )
     if file.rests_on:
         grid.add_row("rests on", rests_on(file.rests_on))
     if file.listed_step_s is not None:
@@ -221,8 +223,8 @@ def mfu_convention(file: PlanFile) -> str:
     """Peak rate that an MFU refers to.  That of a CPU is worked out from its clock, which no datasheet does."""
     device = file.cluster.device
     name, peak = datasheet_peak(device, file.training.precision)
-    told = "peak" if device.vendor == "cpu" else "datasheet peak"
-    return f"Megatron model FLOPs over the {name} {told}, {format_flops(peak)}"
+    peak_name = "peak" if device.vendor == "cpu" else "datasheet peak"
+    return f"Megatron model FLOPs over the {name} {peak_name}, {format_flops(peak)}"
 
 
 def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: float) -> str:
@@ -238,13 +240,13 @@ def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: flo
 
 def number_ranges(numbers: Iterable[int]) -> str:
     """Whole numbers with neighbours joined: '0-3+6'."""
-    runs: list[list[int]] = []
+    repetitions: list[list[int]] = []
     for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if repetitions and number == repetitions[-1][-1] + 1:
+            repetitions[-1].append(number)
         else:
-            runs.append([number])
-    return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+            repetitions.append([number])
+    return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in repetitions)
 
 
 def rests_on(shares: Mapping[Provenance, float]) -> str:
@@ -255,24 +257,24 @@ def rests_on(shares: Mapping[Provenance, float]) -> str:
 
 def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
     """The plans in their order; with the quantile of the step by which they are, where that is not the step itself."""
-    many = len({one.plan.global_batch for one in plans}) > 1
+    many = len({plan.plan.global_batch for plan in plans}) > 1
     columns = [("#", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True), ("memory", True)]
     if quantile is not None:
         columns.insert(3, (f"{quantile:g} quantile", True))
     rows = []
-    for at, one in enumerate(plans, 1):
+    for at, plan in enumerate(plans, 1):
         cells = [
             str(at),
-            escape(one.plan.describe()),
-            format_seconds(one.step_s),
-            f"{one.tokens_per_s_per_device:,.0f}",
-            format_percent(one.mfu),
-            format_bytes(one.memory_bytes),
+            escape(plan.plan.describe()),
+            format_seconds(plan.step_s),
+            f"{plan.tokens_per_s_per_device:,.0f}",
+            format_percent(plan.mfu),
+            format_bytes(plan.memory_bytes),
         ]
         if quantile is not None:
             spreads = NormalDist().inv_cdf(quantile) / NORMAL_90
-            cells.insert(3, format_seconds(one.step_s * (one.high_s / one.step_s) ** spreads))
-        rows.append([*cells, f"{one.plan.global_batch:,}"] if many else cells)
+            cells.insert(3, format_seconds(plan.step_s * (plan.high_s / plan.step_s) ** spreads))
+        rows.append([*cells, f"{plan.plan.global_batch:,}"] if many else cells)
     print_table(console, [*columns, ("batch", True)] if many else columns, rows, keep=3)
 
 
@@ -294,9 +296,9 @@ def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False
     return f"{format_percent(share)} faster than the runner-up ({second.plan.describe()}): {reasons(best, second)}"
 
 
-def reasons(one: RankedPlan | MixedCost, other: RankedPlan | MixedCost) -> str:
+def reasons(plan: RankedPlan | MixedCost, other: RankedPlan | MixedCost) -> str:
     """The terms in which two plans' times per sequence differ most, as the first of them has them: more or less."""
-    gained = _gained(one, other)
+    gained = _gained(plan, other)
     largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
     least = LEAST_REASON * max(abs(gained[largest[0]]), abs(sum(gained.values())))
     return ", ".join(
@@ -375,24 +377,24 @@ def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, st
             yield "" if at else "unless", f"{flip.quantity} {change}{late}: then {flip.plan.describe()}{tell}"
         if not flips:
             yield "unless", "no number of the hardware, halved or doubled alone, makes another plan win"
-    for at, one in enumerate(choice.obvious):
-        yield "" if at else "not", f"{one.family}: {_lost(best, one)}"
+    for at, rival in enumerate(choice.obvious):
+        yield "" if at else "not", f"{rival.family}: {_lost(best, rival)}"
 
 
-def _lost(best: RankedPlan, one: Obvious) -> str:
+def _lost(best: RankedPlan, rival: ObviousPlan) -> str:
     """Reason why an alternative lost: memory, or time in the terms that grow most."""
-    if one.excess_bytes > 0:
-        return f"does not fit by {format_bytes(one.excess_bytes)} ({one.plan.plan.describe()})"
-    lost = _gained(best, one.plan)
+    if rival.excess_bytes > 0:
+        return f"does not fit by {format_bytes(rival.excess_bytes)} ({rival.plan.plan.describe()})"
+    lost = _gained(best, rival.plan)
     largest = sorted(lost, key=lambda name: -lost[name])[:SHOWN_REASONS]
     parts = [
         f"{format_seconds(lost[name])} more {term_name(name)}"
         for name in largest
         if lost[name] > LEAST_REASON * abs(sum(lost.values()))
     ]
-    risk = "" if one.plan.verdict == "fits" else "may run out of memory, "
-    gap = f"{format_percent(abs(one.ratio - 1.0))} {'slower' if one.ratio > 1 else 'faster'}"
-    return f"{risk}{gap} ({one.plan.plan.describe()}): {', '.join(parts)}"
+    risk = "" if rival.plan.verdict == "fits" else "may run out of memory, "
+    gap = f"{format_percent(abs(rival.ratio - 1.0))} {'slower' if rival.ratio > 1 else 'faster'}"
+    return f"{risk}{gap} ({rival.plan.plan.describe()}): {', '.join(parts)}"
 
 
 def print_answer(console: Console, file: PlanFile) -> None:
@@ -547,17 +549,17 @@ def print_waterfall(console: Console, stages: Sequence[PlacedStage]) -> None:
         kept = {0, len(groups) - 1, groups.index(worst), *range(MOST_MEMORY_COLUMNS - 2)}
         groups = [group for at, group in enumerate(groups) if at in kept]
     firsts = [group[0] for group in groups]
-    terms = [one.cost.memory_terms_bytes for one in firsts]
+    terms = [stage.cost.memory_terms_bytes for stage in firsts]
     rows = [
-        (MEMORY_NAMES[name], *(f"{one[name] / GIB:,.2f}" for one in terms))
+        (MEMORY_NAMES[name], *(f"{terms_bytes[name] / GIB:,.2f}" for terms_bytes in terms))
         for name in terms[0]
-        if any(one[name] for one in terms)
+        if any(terms_bytes[name] for terms_bytes in terms)
     ]
-    rows.append(("[bold]all[/]", *(f"[bold]{one.cost.memory_bytes / GIB:,.2f}[/]" for one in firsts)))
-    rows.append(("free", *(f"{(one.place.capacity_bytes - one.cost.memory_bytes) / GIB:,.2f}" for one in firsts)))
-    rows.append(("risk", *(format_percent(one.cost.oom_probability) for one in firsts)))
-    if any(one.place.part for one in firsts):
-        rows.append(("on", *(escape(one.place.part) for one in firsts)))
+    rows.append(("[bold]all[/]", *(f"[bold]{stage.cost.memory_bytes / GIB:,.2f}[/]" for stage in firsts)))
+    rows.append(("free", *(f"{(stage.place.capacity_bytes - stage.cost.memory_bytes) / GIB:,.2f}" for stage in firsts)))
+    rows.append(("risk", *(format_percent(stage.cost.oom_probability) for stage in firsts)))
+    if any(stage.place.part for stage in firsts):
+        rows.append(("on", *(escape(stage.place.part) for stage in firsts)))
     print_table(console, [("stage", False), *((_numbers(group), True) for group in groups)], rows)
 
 

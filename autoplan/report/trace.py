@@ -48,8 +48,8 @@ def _process(at: int, rank: RankTimeline) -> Iterator[dict[str, Any]]:
             yield _named(pid, tid, "thread_name", stream if lane == 0 else f"{stream} ({lane + 1})")
             yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
             yield from (_slice(pid, tid, event, start, end) for event, start, end in events)
-    for time, held in zip(rank.memory_time_s.tolist(), rank.memory_bytes.tolist(), strict=True):
-        counted = {"ph": "C", "pid": pid, "name": "reserved memory", "args": {"bytes": round(held)}}
+    for time, memory_bytes in zip(rank.memory_time_s.tolist(), rank.memory_bytes.tolist(), strict=True):
+        counted = {"ph": "C", "pid": pid, "name": "reserved memory", "args": {"bytes": round(memory_bytes)}}
         yield counted | {"ts": _microseconds(_nanoseconds(time))}
 
 
@@ -60,7 +60,7 @@ def _named(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
 def _lanes(events: Iterable[Event]) -> list[list[tuple[Event, int, int]]]:
     """(event, start, end in nanoseconds) in as few lanes as keep events apart: slices of a thread must nest."""
     lanes: list[list[tuple[Event, int, int]]] = []
-    for event in sorted(events, key=lambda one: one.start_s):
+    for event in sorted(events, key=lambda item: item.start_s):
         start, end = _nanoseconds(event.start_s), _nanoseconds(event.start_s + event.duration_s)
         lane = next((lane for lane in lanes if lane[-1][2] <= start), None)
         if lane is None:
@@ -71,7 +71,7 @@ def _lanes(events: Iterable[Event]) -> list[list[tuple[Event, int, int]]]:
 
 
 def _slice(pid: int, tid: int, event: Event, start: int, end: int) -> dict[str, Any]:
-    told = {"microbatch": event.microbatch, "chunk": event.chunk}
+    arguments = {"microbatch": event.microbatch, "chunk": event.chunk}
     return {
         "ph": "X",
         "pid": pid,
@@ -80,7 +80,7 @@ def _slice(pid: int, tid: int, event: Event, start: int, end: int) -> dict[str, 
         "cat": event.kind,
         "ts": _microseconds(start),
         "dur": _microseconds(end - start),
-        "args": {name: value for name, value in told.items() if value is not None},
+        "args": {name: value for name, value in arguments.items() if value is not None},
     }
 
 

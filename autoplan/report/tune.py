@@ -14,20 +14,20 @@ def print_tuned(console: Console, report: TuneReport) -> None:
     """The best plan, all trials in the order of their measured steps, and why there were no more."""
     if report.best is not None and report.best_s is not None:
         plan = report.best.plan
-        runs = [str(one.number) for one in report.trials if one.plan == plan and one.measured_s is not None]
+        runs = [str(trial.number) for trial in report.trials if trial.plan == plan and trial.measured_s is not None]
         which = f"trial {runs[0]}" if len(runs) == 1 else f"trials {', '.join(runs)}"
         console.print(
             f"{escape(plan.describe())}: {format_seconds(report.best_s)} a step, measured in {which} of "
             f"{len(report.trials)}\n"
         )
     columns = (("trial", True), ("plan", False), ("predicted", True), ("measured", True), ("off", True), ("end", False))
-    rows = [_row(one) for one in sorted(report.trials, key=_order)]
+    rows = [_row(trial) for trial in sorted(report.trials, key=_order)]
     print_table(console, columns, rows)
     console.print()
     grid = labelled()
-    for one in report.trials:
-        if one.reason:
-            grid.add_row(f"trial {one.number}", escape(one.reason))
+    for trial in report.trials:
+        if trial.reason:
+            grid.add_row(f"trial {trial.number}", escape(trial.reason))
     grid.add_row("ended", escape(report.ended))
     if report.best is not None:
         grid.add_row("model", f"steps take {report.ratio:.2f} times as long as predicted, in the median of the trials")
@@ -37,17 +37,17 @@ def print_tuned(console: Console, report: TuneReport) -> None:
     print_part(console, grid)
 
 
-def _order(one: TriedPlan) -> tuple[bool, float, int]:
+def _order(trial: TriedPlan) -> tuple[bool, float, int]:
     """Measured ones first, the fastest of them first."""
-    is_timed = one.measured_s is not None
-    pace = one.measured_s / one.plan.global_batch if one.measured_s is not None else 0.0
-    return not is_timed, pace, one.number
+    is_timed = trial.measured_s is not None
+    pace = trial.measured_s / trial.plan.global_batch if trial.measured_s is not None else 0.0
+    return not is_timed, pace, trial.number
 
 
-def _row(one: TriedPlan) -> tuple[str, ...]:
+def _row(trial: TriedPlan) -> tuple[str, ...]:
     measured = off = "-"
-    if one.measured_s is not None:
-        ratio = one.predicted_s / one.measured_s
-        measured = format_seconds(one.measured_s)
+    if trial.measured_s is not None:
+        ratio = trial.predicted_s / trial.measured_s
+        measured = format_seconds(trial.measured_s)
         off = f"{'+' if ratio >= 1 else '-'}{format_percent(abs(ratio - 1))}"
-    return str(one.number), escape(one.plan.describe()), format_seconds(one.predicted_s), measured, off, one.end
+    return str(trial.number), escape(trial.plan.describe()), format_seconds(trial.predicted_s), measured, off, trial.end

@@ -23,7 +23,7 @@ _LAUNCHERS = ("ChildFailedError", "CalledProcessError")  # only say that another
 _STARTERS = ("srun: ", "slurmstepd: ", "pdsh@")  # so do lines of these
 
 
-class LastWords:
+class LogEnd:
     """Keeps the end of a log, and says what it says."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from autoplan.frameworks.common.launch import Launch
 from autoplan.frameworks.launch_files import MOST_BYTES as MOST_LAUNCH_BYTES
 from autoplan.frameworks.launch_files import looks_like_launch
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader, chunks
-from autoplan.runs.failure import LastWords
+from autoplan.runs.failure import LogEnd
 from autoplan.spec.plan import chunk_layers
 
 MOST_FILES = 100_000  # of a folder; a run writes few
@@ -118,10 +118,10 @@ def _find(folder: Path) -> _Found:
         found.passed_over.append(PassedOver(path=where, reason=f"cannot be read: {error.strerror or error}"))
 
     paths = (Path(top, name) for top, _, names in os.walk(folder, onerror=complain) for name in names)
-    some = sorted(islice(paths, MOST_FILES + 1))
-    if len(some) > MOST_FILES:
+    found_paths = sorted(islice(paths, MOST_FILES + 1))
+    if len(found_paths) > MOST_FILES:
         found.passed_over.append(PassedOver(path=folder, reason=f"only {MOST_FILES:,} of its files were looked at"))
-    for path in sorted(some[:MOST_FILES], key=Path.is_symlink):  # what a link leads to has a name of its own
+    for path in sorted(found_paths[:MOST_FILES], key=Path.is_symlink):  # what a link leads to has a name of its own
         try:
             _sort_in(path, found, seen)
         except (InputError, OSError) as error:
@@ -166,16 +166,16 @@ def _started_by(
 ) -> tuple[Path, Launch]:
     """The launch file of a log that is called `name`."""
     places: Iterable[Path] = (log.parent, *log.parent.parents)
-    held = next((launches[place] for place in places if place in launches), [])
-    if not held:
+    candidates = next((launches[place] for place in places if place in launches), [])
+    if not candidates:
         raise InputError(f"no launch file lies beside it or above it, up to {folder}")
-    if len(held) > 1:
-        held = _named_like(name, held) or held
-    read = [(path, launch) for path in held if isinstance(launch := reading(path), Launch)]
+    if len(candidates) > 1:
+        candidates = _named_like(name, candidates) or candidates
+    read = [(path, launch) for path in candidates if isinstance(launch := reading(path), Launch)]
     if not read:
-        raise InputError(str(reading(held[0])))
+        raise InputError(str(reading(candidates[0])))
     first, *others = read
-    if any(_what(one) != _what(first[1]) for _, one in others):
+    if any(_start_key(launch) != _start_key(first[1]) for _, launch in others):
         which = " or ".join(path.name for path, _ in read[:4])
         raise InputError(f"whether {which} started it is not clear: name the log as the launch file is named")
     return first
@@ -188,7 +188,7 @@ def _named_like(name: str, launches: list[Path]) -> list[Path]:
     return [path for path in alike if len(path.stem) == longest]
 
 
-def _what(launch: Launch) -> tuple[object, ...]:
+def _start_key(launch: Launch) -> tuple[object, ...]:
     """Plan and problem of a launch file, whatever its model is called, and however even layers are written."""
     model, plan = replace(launch.model, name="any", aliases=(), sources=()), replace(launch.plan, layers_per_chunk=None)
     return launch.framework, model, launch.training, plan, chunk_layers(launch.plan, model.num_layers)
@@ -201,7 +201,7 @@ def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:
     reader = LogReader(batch)
     out_of_memory, errors = "", []
     for log in logs:
-        words, num_steps = LastWords(), 0
+        words, num_steps = LogEnd(), 0
         for data in chunks(log, MOST_LOG_BYTES):
             for start in range(0, len(data), _PIECE):
                 had_memory = not words.out_of_memory

@@ -54,16 +54,16 @@ def read_outcomes(path: Path) -> Iterator[RunOutcome]:
     for row in read_rows(path, "measured runs", ("id", "step_time_s")):
         step_s = positive(path, row, "step_time_s")
         # A table of one's own may leave the status out: what has a step time ended well.
-        said = row.get("status", "").strip() or ("ok" if step_s is not None else "?")
-        if said not in STATUSES:
+        status = row.get("status", "").strip() or ("ok" if step_s is not None else "?")
+        if status not in STATUSES:
             raise InputError(
-                f"{path}: status {said[:40]!r} of {row['id'][:40]} must be one of {', '.join(filter(None, STATUSES))}"
+                f"{path}: status {status[:40]!r} of {row['id'][:40]} must be one of {', '.join(filter(None, STATUSES))}"
             )
         source = re.sub(r"-\d+$", "", row["id"])
         yield RunOutcome(
             id=row["id"],
             source=source,
-            status=STATUSES[said],
+            status=STATUSES[status],
             step_s=step_s,
             peak_gib=positive(path, row, "peak_memory_gib"),
             decision=(source, *(row.get(column, "") for column in GROUP_COLUMNS)),

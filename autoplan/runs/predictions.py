@@ -34,7 +34,7 @@ def predict(run: Run) -> Prediction:
         return Prediction(id=run.id, verdict="unpriced", note="; ".join(part for part in (str(error), filled) if part))
     cost = estimate(run.problem, batch)
     verdict = VERDICTS[int(cost.verdict[0])]
-    is_told = not any(one.startswith("recompute=") for one in run.filled)
+    is_told = not any(column.startswith("recompute=") for column in run.filled)
     if verdict == "oom" and _fits_recomputed(run.problem, run.plan, is_told=is_told):
         verdict = "risky"
         note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)

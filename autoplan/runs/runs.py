@@ -405,9 +405,9 @@ def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
     moe = problem.model.moe
     if moe is None:
         return 1
-    held = problem.framework.memory.bytes_per_weight + problem.framework.memory.bytes_per_grad
+    state_bytes = problem.framework.memory.bytes_per_weight + problem.framework.memory.bytes_per_grad
     experts = 3 * problem.model.hidden_size * moe.expert_ffn_size * moe.num_experts * problem.model.num_layers
-    fits = held * experts / moe.interval / pp < problem.capacity_bytes
+    fits = state_bytes * experts / moe.interval / pp < problem.capacity_bytes
     return 1 if fits else math.gcd(moe.num_experts, num_gpus // pp)
 
 

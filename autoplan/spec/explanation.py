@@ -40,7 +40,7 @@ class WalkStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Today:
+class CurrentPlan:
     """Plan of a launch file beside the best one, and the changes that lead from one to the other.
 
     The first step of the walk changes the file's plan, the last one ends at the best; all of them are legal and as safe

@@ -132,11 +132,13 @@ class MixedPlan:
 
         Of a stage whose layers other kinds cut elsewhere the middle one decides.
         """
-        middle = sum(one.layers for one in kind.stages[:stage]) + kind.stages[stage].layers // 2
-        held = [(other.count, part_of_layer(other, middle)) for other in self.kinds]
-        here = kind.stages[stage].part
-        inside = sum(count for count, part in held if part == here) or kind.count  # a stage without layers
-        return inside, len({part for _, part in held} | {here})
+        middle = sum(earlier.layers for earlier in kind.stages[:stage]) + kind.stages[stage].layers // 2
+        layers_elsewhere = [(other.count, part_of_layer(other, middle)) for other in self.kinds]
+        own_part = kind.stages[stage].part
+        inside = (
+            sum(count for count, part in layers_elsewhere if part == own_part) or kind.count
+        )  # a stage without layers
+        return inside, len({part for _, part in layers_elsewhere} | {own_part})
 
 
 def part_of_layer(kind: ReplicaKind, layer: int) -> int:
@@ -220,7 +222,7 @@ class MixedProblem:
 
     def between(self, part: int, used: frozenset[int], num_senders: int) -> Level:
         """Level that `num_senders` devices of `part` share when they send to the other parts in use at once."""
-        spec, fabrics = self.cluster.between, [self._fabric(one, used) for one in used]
+        spec, fabrics = self.cluster.between, [self._fabric(part_used, used) for part_used in used]
         latency = max(fabric.latency_s for fabric in fabrics) if spec.latency_s is None else spec.latency_s
         rate = min(fabric.bytes_per_s for fabric in fabrics)
         if spec.device_bytes_per_s is not None:
@@ -263,14 +265,14 @@ def check_mixed(problem: MixedProblem, plan: MixedPlan) -> None:
     for kind in plan.kinds:
         if beyond := [part for part in kind.parts if part >= len(parts)]:
             raise InputError(f"part {beyond[0]} does not exist: the cluster has {len(parts)}, counted from 0")
-        if (held := sum(stage.layers for stage in kind.stages)) != num_layers:
-            raise InputError(f"layers of the stages add up to {held}, the model has {num_layers}")
+        if (layers_elsewhere := sum(stage.layers for stage in kind.stages)) != num_layers:
+            raise InputError(f"layers of the stages add up to {layers_elsewhere}, the model has {num_layers}")
     for at in sorted(plan.parts):
         taken = sum(kind.num_devices(at) for kind in plan.kinds)
         if taken > parts[at].num_devices:
             raise InputError(f"the plan takes {taken} devices of {parts[at].name}, which has {parts[at].num_devices}")
-    if says := mixes_vendors(problem, plan):
-        raise InputError(says)
+    if reason := mixes_vendors(problem, plan):
+        raise InputError(reason)
     _check_sharding(problem, plan)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from autoplan.base.errors import InputError
 from autoplan.spec.estimate import StageCost
-from autoplan.spec.explanation import Today
+from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
 from autoplan.spec.model import ModelSpec
@@ -62,7 +62,7 @@ class PlanFile:
     listed_step_s: float | None = None  # of the best plan on the nodes as listed, where it has a placement
     choice: Confidence | None = None  # where plans were searched
     run: RunReport | None = None  # where objectives, numbers of nodes or a run were given
-    today: Today | None = None  # where the search began with a launch file
+    today: CurrentPlan | None = None  # where the search began with a launch file
     space: SpaceFlags | None = None  # where plans were searched
 
     @property
@@ -76,13 +76,13 @@ class PlanFile:
                 f"schema_version is {self.schema_version}, this autoplan reads {PLAN_FILE_VERSION}: "
                 "make the file again with this version"
             )
-        for name, one in (
+        for name, checked in (
             ("best", self.best),
-            *((f"alternatives[{at}]", one) for at, one in enumerate(self.alternatives)),
+            *((f"alternatives[{at}]", ranked) for at, ranked in enumerate(self.alternatives)),
         ):
-            if one.plan.precision != self.training.precision:
+            if checked.plan.precision != self.training.precision:
                 raise InputError(
-                    f"{name}.plan.precision is {one.plan.precision}, training.precision {self.training.precision}: "
+                    f"{name}.plan.precision is {checked.plan.precision}, training.precision {self.training.precision}: "
                     "make them the same"
                 )
 

@@ -114,7 +114,7 @@ class Problem:
 
     @property
     def workload(self) -> Workload:
-        """What rules look at, of plans on the whole cluster."""
+        """Input of the rules beside a plan, for plans on all devices of the cluster."""
         return Workload(model=self.model, training=self.training, num_devices=self.cluster.num_devices)
 
     @property

@@ -124,7 +124,7 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Obvious:
+class ObviousPlan:
     """The best plan of a family that a person would think of first: how it compares with the answer."""
 
     family: str
@@ -151,7 +151,7 @@ class Confidence:
     num_contenders: int
     contenders: tuple[Contender, ...]
     sensitivity: Sensitivity | None = None
-    obvious: tuple[Obvious, ...] = ()
+    obvious: tuple[ObviousPlan, ...] = ()
 
     @property
     def is_close(self) -> bool:

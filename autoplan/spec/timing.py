@@ -203,9 +203,16 @@ _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
 _SQUARED = ("seq_len",)  # the work of attention grows with its square, but within a window
 
 
-# What measured, interpolated and disturbed times are multiplied by: how much a step grows with them says what rests on
-# them.
-Nudge = tuple[float, float, float]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFactors:
+    """Factors on times by their source: how much a step grows with them tells what rests on that source."""
+
+    measured: float = 1.0
+    interpolated: float = 1.0
+    disturbed: float = 1.0
+
+
+AS_MEASURED = SourceFactors()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,7 +222,7 @@ class Lookup:
     seconds: Floats
     is_exact: Bools
     is_disturbed: Bools  # of those that were measured
-    nudge: Nudge = (1.0, 1.0, 1.0)
+    source_factors: SourceFactors = AS_MEASURED
 
     @classmethod
     def refused(cls, size: int | tuple[int, ...]) -> Lookup:
@@ -248,8 +255,10 @@ class Lookup:
 
     def otherwise(self, seconds: Floats) -> Floats:
         """The times, and `seconds` where the table refused."""
-        measured, interpolated, disturbed = self.nudge
-        own = self.seconds * np.select([self.is_disturbed, self.is_exact], [disturbed, measured], interpolated)
+        factors = self.source_factors
+        own = self.seconds * np.select(
+            [self.is_disturbed, self.is_exact], [factors.disturbed, factors.measured], factors.interpolated
+        )
         return np.where(np.isnan(own), seconds, own)
 
 
@@ -297,7 +306,7 @@ class TimingTable:
     """
 
     times: Mapping[tuple[Operation, str], _Times] = field(default_factory=dict)
-    nudge: Nudge = (1.0, 1.0, 1.0)
+    source_factors: SourceFactors = AS_MEASURED
     slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
     match: Match = Match.EXACT  # the farthest among the machines of the measurements
     is_own: bool = False  # the framework runs these very kernels and layers; else the best that the device has
@@ -316,7 +325,7 @@ class TimingTable:
     def spread(self) -> float:
         """Share of the standard deviation of a step's logarithm that its measurements add, in quadrature."""
         kinds = self.times.values()
-        disturbed = sum(len(one.disturbed) for one in kinds) / max(sum(len(one.exact) for one in kinds), 1)
+        disturbed = sum(len(kind.disturbed) for kind in kinds) / max(sum(len(kind.exact) for kind in kinds), 1)
         return math.hypot(self.match.spread, DISTURBED_SPREAD * disturbed)
 
     def holds(self, operation: Operation, *dtypes: str) -> bool:
@@ -347,15 +356,15 @@ class TimingTable:
         )
         devices, match = set(), Match.EXACT
         disturbed: dict[tuple[Operation, str], set[tuple[int, ...]]] = defaultdict(set)
-        for one in measurements:
-            devices.add(one.device)
-            match = max(match, one.match)
+        for measurement in measurements:
+            devices.add(measurement.device)
+            match = max(match, measurement.match)
             factor = 1.0
-            if one.is_burst and slower:
-                factor = slower.get((one.operation, one.dtype), slower.get(one.operation, 1.0))
-            samples[one.operation, one.dtype][one.shape].append(one.seconds * factor)
-            if one.is_disturbed:
-                disturbed[one.operation, one.dtype].add(one.shape)
+            if measurement.is_burst and slower:
+                factor = slower.get((measurement.operation, measurement.dtype), slower.get(measurement.operation, 1.0))
+            samples[measurement.operation, measurement.dtype][measurement.shape].append(measurement.seconds * factor)
+            if measurement.is_disturbed:
+                disturbed[measurement.operation, measurement.dtype].add(measurement.shape)
         if len(devices) > 1:
             raise InputError(f"a table holds the times of one device, got {', '.join(sorted(devices))}: build one each")
         times = {kind: _times(kind[0], repeats, disturbed[kind]) for kind, repeats in samples.items()}
@@ -372,7 +381,7 @@ class TimingTable:
         rows, inverse = np.unique(shapes, axis=0, return_inverse=True)
         found = times.at(operation, rows)
         seconds = found.seconds * self.slower.get(operation, 1.0)
-        return replace(found, seconds=seconds, nudge=self.nudge).take(inverse.ravel())
+        return replace(found, seconds=seconds, source_factors=self.source_factors).take(inverse.ravel())
 
 
 NO_TIMINGS = TimingTable()  # one for all, so that problems without measured times are alike
@@ -408,7 +417,7 @@ def burst_factors(
     return factors
 
 
-def line_of(operation: Operation) -> int:
+def batch_index(operation: Operation) -> int:
     """Index of the number in an operation's shapes that grows with the batch."""
     return _columns(operation)[0][0]
 

@@ -1,4 +1,4 @@
-"""The part of a problem that the rules of frameworks look at beside the plan."""
+"""Model, training and number of devices, by which the rules of frameworks judge a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoplan.spec.training import TrainingSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What rules look at beside the plan."""
+    """Input of the rules of frameworks beside the plan."""
 
     model: ModelSpec
     training: TrainingSpec

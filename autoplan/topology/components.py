@@ -119,8 +119,8 @@ def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
     # A preset cut down to fewer devices than it has sockets or switches keeps those of the devices that are left.
     sockets = [add_component(graph, ("socket", at), SOCKET) for at in range(min(host.num_sockets, size))]
     between = Link(kind="socket", bytes_per_s=host.socket_bytes_per_s, sustained_bytes_per_s=host.socket_bytes_per_s)
-    for one, other in combinations(sockets, 2):
-        connect(graph, one, other, between)
+    for socket, other in combinations(sockets, 2):
+        connect(graph, socket, other, between)
     hubs = sockets
     if host.num_pcie_switches:
         hubs = [
@@ -152,7 +152,9 @@ def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: fl
 
     A level over PCIe is these very links, so that it says what they sustain; without one that is their own rate.
     """
-    levels = [one for one in cluster.levels if one.kind == "pcie" and one.num_devices <= cluster.devices_per_node]
+    levels = [
+        level for level in cluster.levels if level.kind == "pcie" and level.num_devices <= cluster.devices_per_node
+    ]
     own = levels[-1].bandwidth_bytes_per_s if levels else cluster.device.host_link_bytes_per_s
     sustained = own * levels[-1].efficiency if levels else own
     return Link(
@@ -187,7 +189,7 @@ def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: f
     Of an oversubscribed switch the nodes of the job have the share that is theirs when all of its ports are busy.
     """
     network, (num_nics, rate) = cluster.network, nics_of_node(cluster)
-    over = math.prod(one.oversubscription for one in network.tiers[: tier + 1])
+    over = math.prod(inner_tier.oversubscription for inner_tier in network.tiers[: tier + 1])
     total = num_nodes * num_nics * rate / rails / over
     link = Link(
         kind=network.kind,

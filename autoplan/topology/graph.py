@@ -40,14 +40,14 @@ from autoplan.topology.components import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PlaceGroup:
     """A place that holds `count` times the same: a site, a switch with what is below it, a node."""
 
     name: str
     count: int  # in each place around it
     num_nodes: int  # in one of them
     vertices: tuple[str, ...]  # of the quotient graph: its own switches, or the components of a node
-    inside: tuple[Group, ...] = ()
+    inside: tuple[PlaceGroup, ...] = ()
     has_faults: bool = False
 
 
@@ -56,7 +56,7 @@ class ClusterGraph:
     """The quotient graph, and how its places lie in each other, outermost first."""
 
     graph: Graph
-    root: Group
+    root: PlaceGroup
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -199,9 +199,9 @@ def _blocks(runs: Runs, size: int) -> Iterator[tuple[Runs, int]]:
             if not room:
                 yield tuple(partial), 1
                 partial, room = [], size
-        whole, rest = divmod(count, size)
-        if whole:
-            yield ((node, size),), whole
+        full, rest = divmod(count, size)
+        if full:
+            yield ((node, size),), full
         if rest:
             partial, room = [(node, rest)], size - rest
     if partial:
@@ -222,7 +222,7 @@ def _as_named(nodes: Sequence[tuple[tuple[str, ...], _Node]], depth: int = 0) ->
     places: dict[str, list[tuple[tuple[str, ...], _Node]]] = defaultdict(list)
     for path, node in nodes:
         places[path[depth]].append((path, node))
-    return _switch((_as_named(some, depth + 1), 1) for some in places.values())
+    return _switch((_as_named(group, depth + 1), 1) for group in places.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,21 +302,21 @@ class _Folded:
             found = [self._inside(faults, rails)[1] for faults in sorted({node.faults for node in switch.nodes})]
             numbers: dict[Any, int] = {}
             seen = [tuple(class_of["nic", at] for class_of in found) for at in range(len(rails))]
-            refined = tuple(numbers.setdefault(one, len(numbers)) for one in seen)
+            refined = tuple(numbers.setdefault(classes, len(numbers)) for classes in seen)
             if refined == rails:
                 return rails
             rails = refined
 
-    def _place(self, child: _Node | _Switch, count: int, total: int, depth: int, above: _Above) -> Group:
+    def _place(self, child: _Node | _Switch, count: int, total: int, depth: int, above: _Above) -> PlaceGroup:
         """Vertices of `total` equal places, `count` in each around it."""
         if isinstance(child, _Node):
             name, vertices = "node", self._place_node(child, total, above)
-            inside: tuple[Group, ...] = ()
+            inside: tuple[PlaceGroup, ...] = ()
         else:
-            here = self._place_switches(child, total, depth, above)
-            name, vertices = self.tiers[depth], tuple(dict.fromkeys(here.vertices))
-            inside = tuple(self._place(one, n, n * total, depth + 1, here) for one, n in child.below)
-        return Group(
+            switches = self._place_switches(child, total, depth, above)
+            name, vertices = self.tiers[depth], tuple(dict.fromkeys(switches.vertices))
+            inside = tuple(self._place(inner, n, n * total, depth + 1, switches) for inner, n in child.below)
+        return PlaceGroup(
             name=name,
             count=count,
             num_nodes=child.num_nodes,
@@ -352,17 +352,17 @@ class _Folded:
         sizes = Counter(class_of.values())
         vertices: dict[int, str] = {}
         for at, component in inside.nodes(data="component"):
-            here = class_of[at]
-            if here not in vertices:
+            class_number = class_of[at]
+            if class_number not in vertices:
                 own = replace(component, side=node.side) if component.kind == "device" else component
-                vertices[here] = self._add(own, sizes[here] * total)
+                vertices[class_number] = self._add(own, sizes[class_number] * total)
             if component.kind == "nic" and above.vertices:
                 up = above.vertices[at[1] % len(above.vertices)]
-                self._connect(vertices[here], up, nic_link(self.cluster, component.share), total)
+                self._connect(vertices[class_number], up, nic_link(self.cluster, component.share), total)
             elif component.kind == "device":
                 for (level, _), key in zip(wide_levels(self.cluster), enumerate(node.racks), strict=True):
                     link = fabric_link(level, share=slow.get(at[1], 1.0))
-                    self._connect(vertices[here], self.racks[key], link, total)
+                    self._connect(vertices[class_number], self.racks[key], link, total)
         for a, b, link in inside.edges(data="link"):
             self._connect(vertices[class_of[a]], vertices[class_of[b]], link, total)
         return tuple(vertices.values())

@@ -17,7 +17,7 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.base.curves import CollectiveCurve
 from autoplan.base.errors import UnpricedError
 from autoplan.topology.cluster import ClusterSpec
-from autoplan.topology.placement import Group, Pattern, Seats, fills_evenly, switches_of_nodes
+from autoplan.topology.placement import Pattern, RankGroup, Seats, fills_evenly, switches_of_nodes
 
 
 class Gaps(NamedTuple):
@@ -102,12 +102,14 @@ def _seated(seats: Seats, stride: Ints, size: Ints, gaps: Gaps | None, pattern: 
     """Effective members below one switch, worked out once for groups that are alike."""
     run = size if gaps is None else np.minimum(gaps.run, size)
     step = stride * size if gaps is None else np.where(run < size, gaps.step, stride * size)
-    rows = np.stack([one.ravel() for one in np.broadcast_arrays(stride, size, run, step)], axis=1)
-    like = np.zeros(len(rows), dtype=np.int64)
+    rows = np.stack([column.ravel() for column in np.broadcast_arrays(stride, size, run, step)], axis=1)
+    numbers = np.zeros(len(rows), dtype=np.int64)
     for column in rows.T:
-        _, first, like = np.unique(like * (column.max(initial=0) + 1) + column, return_index=True, return_inverse=True)
-    found = [seats.members(Group(pattern, *row)) for row in rows[first].tolist()]
-    return np.array(found, dtype=np.float64)[like].reshape(size.shape)
+        _, first, numbers = np.unique(
+            numbers * (column.max(initial=0) + 1) + column, return_index=True, return_inverse=True
+        )
+    found = [seats.members(RankGroup(pattern, *row)) for row in rows[first].tolist()]
+    return np.array(found, dtype=np.float64)[numbers].reshape(size.shape)
 
 
 def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:

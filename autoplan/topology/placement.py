@@ -22,7 +22,7 @@ from autoplan.topology.cluster import ClusterSpec
 Pattern = Literal["ring", "all_to_all", "chain"]
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Groups of `size` ranks, `stride` apart; after each `run` of them the next begins `step` further on."""
 
     pattern: Pattern
@@ -48,9 +48,9 @@ class Seats:
     own: Floats  # shape (switches)
     devices_per_node: int
     is_even: bool
-    known: dict[Group, float] = field(default_factory=dict)
+    known: dict[RankGroup, float] = field(default_factory=dict)
 
-    def members(self, group: Group) -> float:
+    def members(self, group: RankGroup) -> float:
         """Effective number of members of `group` below one switch; all of them where none talks beyond it."""
         if group not in self.known:
             leaving = leaving_share(self, self.switch[None], group).max()
@@ -58,7 +58,7 @@ class Seats:
         return self.known[group]
 
 
-def effective_members(group: Group, leaving: float) -> float:
+def effective_members(group: RankGroup, leaving: float) -> float:
     """Members below a switch of a regular network where this share of a member's traffic leaves it.
 
     Of a ring that leaves a switch no more than half is taken to be below it, as in regular networks: the two parts have
@@ -71,7 +71,7 @@ def effective_members(group: Group, leaving: float) -> float:
     return min(1 / leaving, float((group.size + 1) // 2))
 
 
-def leaving_share(seats: Seats, switch: Ints, group: Group) -> Floats:
+def leaving_share(seats: Seats, switch: Ints, group: RankGroup) -> Floats:
     """Share of the traffic below each switch that leaves it, of all siblings of `group` together.
 
     `switch` has shape (orders, nodes), one row for every order of the nodes; the result (orders, switches).  In a ring
@@ -97,7 +97,7 @@ def leaving_share(seats: Seats, switch: Ints, group: Group) -> Floats:
     return seats.load * (seats.own * left / np.maximum(sent, 1) + (1 - seats.own) * mean)
 
 
-def _ranks(group: Group, num_nodes: int, devices_per_node: int) -> tuple[Ints, int]:
+def _ranks(group: RankGroup, num_nodes: int, devices_per_node: int) -> tuple[Ints, int]:
     """(ranks of every sibling of a group: shape (siblings, size), how many make a node).
 
     Neighbouring ranks whose siblings sit on the same nodes are counted once.
@@ -116,7 +116,7 @@ def _ranks(group: Group, num_nodes: int, devices_per_node: int) -> tuple[Ints, i
     return ranks[ranks[:, -1] < total], unit
 
 
-def spreads(switch: Ints, group: Group, devices_per_node: int) -> Ints:
+def spreads(switch: Ints, group: RankGroup, devices_per_node: int) -> Ints:
     """Below how many switches each sibling of `group` lies, for every order of the nodes: shape (orders, siblings).
 
     Source: He et al. (Arnold), arXiv:2509.15940, the spread of a communication group.

@@ -34,14 +34,14 @@ class Spans:
     @classmethod
     def of(cls, topology: Topology, members: Ints | Floats) -> Spans:
         """Return the spans of groups with so many `members` in one domain of each level."""
-        here = members.astype(np.float64)
-        inner = np.concatenate([np.ones((1, *here.shape[1:])), here[:-1]])
-        base, reach = inner.copy(), here.copy()
+        in_domain = members.astype(np.float64)
+        inner = np.concatenate([np.ones((1, *in_domain.shape[1:])), in_domain[:-1]])
+        base, reach = inner.copy(), in_domain.copy()
         for at in topology.tiers:
             base[at] = base[at - 1]
         for at in reversed(topology.tiers):
             reach[at - 1] = reach[at]
-        return cls(inner=inner, here=here, base=base, reach=reach)
+        return cls(inner=inner, here=in_domain, base=base, reach=reach)
 
     @property
     def is_crossed(self) -> Bools:

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 
 from autoplan.base.errors import AutoplanError, InputError
-from autoplan.base.processes import Place
+from autoplan.base.processes import RankPlace
 from autoplan.base.units import cleaned
 
 # How torch, cuBLAS, cuDNN and NCCL call it, beside an exception of its own.
 _FULL = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
 
 
-def take_device(place: Place) -> torch.device:
+def take_device(place: RankPlace) -> torch.device:
     """The device of a rank, from here on the current one; the host where there is none.
 
     A launcher may show each rank all devices of the node, or its own alone.

@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoplan.trainer import parallel, step
-from autoplan.trainer.rank import last_words
+from autoplan.trainer.rank import error_cause
 from autoplan.trainer.step import Training
 from autoplan.trainer.tensor_memory import StorageTracker
 from autoplan.trainer.verify import Moment, Question
@@ -55,7 +55,7 @@ def serve(line: Connection, questions: list[Question]) -> None:
         with _grounded(first):
             line.send([_peaks(question) for question in questions])
     except Exception as error:
-        line.send(last_words(error))
+        line.send(error_cause(error))
 
 
 def _peaks(question: Question) -> dict[Moment, int]:

@@ -78,17 +78,17 @@ def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) 
     sizes["tp"] = plan.tp
     if num_beside > 1:
         sizes = {"beside": num_beside, **sizes}
-    whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    places = {name: whole.get_local_rank(name) for name in sizes}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    places = {name: mesh.get_local_rank(name) for name in sizes}
     dp = None
     if plan.dp > 1:
         is_hybrid = plan.sharding != "none" and plan.dp_replicate > 1 and plan.dp_shard > 1
-        dp = whole["replicate", "shard"] if is_hybrid else whole["replicate", "shard"]._flatten("dp")
+        dp = mesh["replicate", "shard"] if is_hybrid else mesh["replicate", "shard"]._flatten("dp")
     return Grid(
-        whole=whole,
-        tp=whole["tp"] if plan.tp > 1 else None,
+        whole=mesh,
+        tp=mesh["tp"] if plan.tp > 1 else None,
         dp=dp,
-        pp=whole["pp"] if plan.pp > 1 else None,
+        pp=mesh["pp"] if plan.pp > 1 else None,
         dp_rank=places["replicate"] * plan.dp_shard + places["shard"],
         pp_rank=places["pp"],
     )

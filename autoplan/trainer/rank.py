@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoplan.base.errors import AutoplanError
-from autoplan.base.processes import GRACE_S, START_S, Fault, Place
+from autoplan.base.processes import GRACE_S, START_S, Fault, RankPlace
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.device import describe, is_out_of_memory, meet, take_device
 from autoplan.trainer.step import Times, Training
-from autoplan.trainer.task import Advance, Check, Report, Task
+from autoplan.trainer.task import Advance, Deviation, Task, TrainingReport
 from autoplan.trainer.tensor_memory import StorageTracker
 from autoplan.trainer.tokens import sequences
 
@@ -34,7 +34,7 @@ _LEAST = 1e-4
 _SGD_LR = 0.5  # large, so that a wrong gradient shows (`closed-loop` 1)
 
 
-def serve(place: Place, line: Connection, *, task: Task) -> None:
+def serve(place: RankPlace, line: Connection, *, task: Task) -> None:
     """Be a rank of `task`: rank 0 sends an `Advance` after every step and a `Report` at the end."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process lives
     # On failure it logs its whole table of actions, on every rank.
@@ -52,12 +52,12 @@ def serve(place: Place, line: Connection, *, task: Task) -> None:
             meet(device)
     except Exception as error:
         with contextlib.suppress(OSError):
-            line.send(last_words(error))
+            line.send(error_cause(error))
         os._exit(2)  # the ordinary way out waits for groups that no longer answer
     os._exit(0)
 
 
-def join(place: Place, limit_s: float) -> torch.device:
+def join(place: RankPlace, limit_s: float) -> torch.device:
     """Take a device and meet the others."""
     torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
     device = take_device(place)
@@ -71,14 +71,14 @@ def join(place: Place, limit_s: float) -> torch.device:
     return device
 
 
-def last_words(error: BaseException) -> Fault:
+def error_cause(error: BaseException) -> Fault:
     """Cause of an error, in one line."""
     while error.__cause__ is not None:  # a pipeline says where its stage failed, not of what
         error = error.__cause__
     return Fault(text=describe(error), is_out_of_memory=is_out_of_memory(error))
 
 
-def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere: Any) -> Report:
+def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere: Any) -> TrainingReport:
     """The steps of this rank, which has joined the others; told on `line` as they end.  `nowhere` takes tracebacks."""
 
     def watch() -> None:
@@ -108,7 +108,7 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
         peaks = _gathered(float(torch.cuda.max_memory_allocated(device)))
     by_rank = _gathered(rows[task.num_warmup :])
     steps = [[ranks[at] for ranks in by_rank] for at in range(task.num_steps)]
-    return Report(
+    return TrainingReport(
         losses=tuple(rank_rows[0][1] for rank_rows in steps),
         step_s=tuple(max(row[0].step_s for row in rank_rows) for rank_rows in steps),
         passes_s=tuple(max(row[0].passes_s for row in rank_rows) for rank_rows in steps),
@@ -125,9 +125,9 @@ def _training(task: Task, device: torch.device) -> Training:
     return Training(task.model, task.plan, seq_len=task.seq_len, device=device, dtype=task.dtype, seed=task.seed)
 
 
-def _gathered(mine: Any) -> list[Any]:
+def _gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, value)
     return found
 
 
@@ -157,19 +157,25 @@ def _tracked_bytes(task: Task, device: torch.device) -> list[float]:
 # -- comparison with one process --------------------------------------------------------------------------------------
 
 
-State = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedState:
+    """Losses of some steps, and the gradients and weights after them by the names of the whole model, in fp32."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
 
 
-def compared(task: Task, rank: int, device: torch.device) -> Check:
+def compared(task: Task, rank: int, device: torch.device) -> Deviation:
     """Train some steps by the plan and, on rank 0, by one process: how far are they apart?"""
-    spread = collected(trained(task, device), rank)
-    box = [differences(spread, trained(alone(task), device)) if rank == 0 else None]
+    spread = collected(trained_state(task, device), rank)
+    box = [differences(spread, trained_state(task_on_one_rank(task), device)) if rank == 0 else None]
     dist.broadcast_object_list(box, 0)
-    assert isinstance(box[0], Check)
+    assert isinstance(box[0], Deviation)
     return box[0]
 
 
-def alone(task: Task) -> Task:
+def task_on_one_rank(task: Task) -> Task:
     """Return the task for one process."""
     plan = task.plan
     return replace(
@@ -177,7 +183,7 @@ def alone(task: Task) -> Task:
     )
 
 
-def trained(task: Task, device: torch.device) -> State:
+def trained_state(task: Task, device: torch.device) -> TrainedState:
     """Weights of this rank after some steps, in fp32."""
     training = Training(
         task.model,
@@ -191,37 +197,43 @@ def trained(task: Task, device: torch.device) -> State:
         is_alone=task.plan.num_devices == 1,
     )
     losses = [training.step(sequences(task, step))[1] for step in range(CHECKED_STEPS)]
-    return losses, training.whole_gradients(), training.whole_weights()
+    return TrainedState(losses=losses, gradients=training.whole_gradients(), weights=training.whole_weights())
 
 
-def collected(state: State, rank: int) -> State:
-    """The parts of all ranks on rank 0."""
-    brought: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(state, brought if rank == 0 else None)
+def collected(state: TrainedState, rank: int) -> TrainedState:
+    """Gather the states of all ranks on rank 0; other ranks get theirs without tensors."""
+    states: list[TrainedState | None] = [None] * dist.get_world_size()
+    dist.gather_object(state, states if rank == 0 else None)
     gradients: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
-    for _, some, others in (one for one in brought if one is not None):
-        gradients |= some
-        weights |= others
-    return state[0], gradients, weights
+    for state_of_rank in states:
+        if state_of_rank is not None:
+            gradients |= state_of_rank.gradients
+            weights |= state_of_rank.weights
+    return replace(state, gradients=gradients, weights=weights)
 
 
-def differences(spread: State, whole: State) -> Check:
+def differences(spread: TrainedState, reference: TrainedState) -> Deviation:
     """Compare what all ranks trained together with what one process did."""
-    missing = whole[1].keys() ^ spread[1].keys()
+    missing = reference.gradients.keys() ^ spread.gradients.keys()
     if missing:
         raise AutoplanError(f"the plan trains other weights than the model has: {', '.join(sorted(missing)[:3])}")
-    gradients, weights = _apart(spread[1], whole[1]), _apart(spread[2], whole[2])
-    losses = np.subtract(spread[0], whole[0])
-    return Check(loss=float(np.abs(losses).max()), gradients=gradients, weights=weights)
+    return Deviation(
+        loss=float(np.abs(np.subtract(spread.losses, reference.losses)).max()),
+        gradients=_largest_difference(spread.gradients, reference.gradients),
+        weights=_largest_difference(spread.weights, reference.weights),
+    )
 
 
-def _apart(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+def _largest_difference(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     """The largest difference of two tensors of one name, over the norm of the second.
 
     What should be zero is rounding alone, such as the gradient of a bias of keys where positions are learned: nothing
     counts as smaller than `_LEAST` of the largest.
     """
-    least = _LEAST * max(float(whole.norm()) for whole in others.values())
-    apart = [float((some[name] - whole).norm()) / max(float(whole.norm()), least) for name, whole in others.items()]
+    least = _LEAST * max(float(reference.norm()) for reference in others.values())
+    apart = [
+        float((tensors[name] - reference).norm()) / max(float(reference.norm()), least)
+        for name, reference in others.items()
+    ]
     return float(np.max(apart))  # not Python's max, which may pass over what is not a number

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from autoplan.base.errors import InputError
-from autoplan.base.processes import Children, CrewError, Place
+from autoplan.base.processes import Children, CrewError, RankPlace
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.trainer.rules import DECLINES, RULES, check_model
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.training import TrainingSpec
-from autoplan.trainer.task import Advance, Data, Report, Task
+from autoplan.trainer.task import Advance, Data, Task, TrainingReport
 
 PRELOAD = ("autoplan.trainer.rank",)
 NUM_BYTES = 256  # tokens of a text
@@ -35,8 +35,8 @@ def check_task(task: Task) -> None:
 
 
 def run_task(
-    task: Task, place: Place | None = None, *, advance: Callable[[Advance], None] = lambda advance: None
-) -> Report | None:
+    task: Task, place: RankPlace | None = None, *, advance: Callable[[Advance], None] = lambda advance: None
+) -> TrainingReport | None:
     """Train by a plan: what rank 0 reports; None where this program has started another rank.
 
     Without a `place` all ranks are started here.  A `CrewError` says which rank was lost and how.
@@ -56,12 +56,12 @@ def run_task(
         while isinstance(answer, Advance):
             advance(answer)
             answer = ranks.answer()
-        if not isinstance(answer, Report):
+        if not isinstance(answer, TrainingReport):
             raise CrewError(f"rank 0 answered {type(answer).__name__} instead of a report")
         return answer
 
 
-def _train(place: Place, line: Connection, *, task: Task) -> None:
+def _train(place: RankPlace, line: Connection, *, task: Task) -> None:
     from autoplan.trainer.rank import serve
 
     serve(place, line, task=task)

@@ -63,8 +63,8 @@ class Training:
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of this replica, from all sequences of a step, (global_batch, seq_len + 1)."""
         size = self.plan.global_batch // self.plan.dp
-        mine = tokens[self.grid.dp_rank * size :][:size].to(self.device)
-        return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+        own = tokens[self.grid.dp_rank * size :][:size].to(self.device)
+        return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
     def backpropagate(self, tokens: Tensor) -> list[Tensor]:
         """Both passes of a step over all its micro-batches; losses where the head is."""
@@ -125,8 +125,8 @@ def _named(part: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().float().cpu().clone()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().float().cpu().clone()
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

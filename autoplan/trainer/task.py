@@ -41,7 +41,7 @@ class Advance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Deviation:
     """Differences of a plan from one process: the largest of a loss, and of a tensor over its norm."""
 
     loss: float
@@ -51,11 +51,11 @@ class Check:
     @property
     def holds(self) -> bool:
         """Whether the difference is rounding: the worst plans seen are at 3e-6, the mildest fault at 1e-2."""
-        return all(one <= 1e-4 for one in (self.loss, self.gradients, self.weights))
+        return all(difference <= 1e-4 for difference in (self.loss, self.gradients, self.weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class TrainingReport:
     """Measurements of a run, by step after the warm-up, and by rank; empty where the user's program does not tell."""
 
     losses: tuple[float, ...]
@@ -66,11 +66,11 @@ class Report:
     busy_s: tuple[float, ...] = ()  # processor time that everything on this node spent in it; 0 where that is not told
     peak_bytes: tuple[float, ...] = ()  # of every rank: what its tensors held at once; empty where it was not tracked
     device: str  # such as cpu or the name of the GPU
-    check: Check | None = None
+    check: Deviation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class PredictedRun:
     """Prediction for a run, on the device of the plan's cluster; `terms_s` add up to `step_s`."""
 
     device: str
@@ -99,5 +99,5 @@ class RunFile:
     """A run, what was predicted of it, and what it measured."""
 
     task: Task | Command
-    predicted: Predicted
-    measured: Report
+    predicted: PredictedRun
+    measured: TrainingReport

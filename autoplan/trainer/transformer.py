@@ -142,7 +142,7 @@ class MoE(nn.Module):
         parts = torch.split(tokens[rows], self._counts(chosen))
         # Every expert takes part, also without a token: its gradient is zero, not missing.
         # Taken apart at once: the gradient of one expert alone would be as large as that of all.
-        results = [self._run(*one) for one in zip(parts, into.unbind(), back.unbind(), strict=True)]
+        results = [self._run(*expert) for expert in zip(parts, into.unbind(), back.unbind(), strict=True)]
         mixed = torch.cat(results) * weights.flatten()[order, None]
         total = torch.zeros_like(tokens).index_add(0, rows, mixed)
         if self.shared_into is not None and self.shared_back is not None:
@@ -242,11 +242,11 @@ def initialise(module: nn.Module, device: torch.device, seed: int, prefix: str =
             if not weight.is_meta:
                 continue
             name = plain_name(f"{path}.{key}" if path else key)
-            whole, fresh = _drawn(name, weight.shape, device, seed), torch.empty_like(weight, device=device)
+            drawn, fresh = _drawn(name, weight.shape, device, seed), torch.empty_like(weight, device=device)
             if isinstance(fresh, DTensor):
-                whole = distribute_tensor(whole, fresh.device_mesh, fresh.placements, src_data_rank=None)
+                drawn = distribute_tensor(drawn, fresh.device_mesh, fresh.placements, src_data_rank=None)
             with torch.no_grad():
-                fresh.copy_(whole)
+                fresh.copy_(drawn)
             owner.register_parameter(key, nn.Parameter(fresh))
 
 

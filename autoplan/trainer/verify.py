@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from autoplan.base.errors import InputError
-from autoplan.base.processes import Children, CrewError, Place
+from autoplan.base.processes import Children, CrewError, RankPlace
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.trainer.rules import RULES
 from autoplan.spec.model import ModelSpec
@@ -62,12 +62,14 @@ def check(model: ModelSpec, plan: ParallelPlan, seq_len: int) -> None:
     """Refuse what the built-in trainer does not run."""
     if importlib.util.find_spec("torch") is None:
         raise InputError("the memory oracle is torch itself, which is not installed: pip install 'autoplan[profile]'")
-    held = importlib.metadata.version("torch")
-    if tuple(map(int, re.findall(r"\d+", held)[:2])) < _LEAST_TORCH:
+    installed = importlib.metadata.version("torch")
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _LEAST_TORCH:
         least = ".".join(map(str, _LEAST_TORCH))
-        raise InputError(f"the memory oracle needs torch {least} or later, here is {held}: pip install --upgrade torch")
-    says = "the memory oracle is the built-in trainer, which does not run the plan"
-    check_legal(RULES, model, TrainingSpec(seq_len=seq_len), plan, says)
+        raise InputError(
+            f"the memory oracle needs torch {least} or later, here is {installed}: pip install --upgrade torch"
+        )
+    reason = "the memory oracle is the built-in trainer, which does not run the plan"
+    check_legal(RULES, model, TrainingSpec(seq_len=seq_len), plan, reason)
 
 
 def peak_bytes(question: Question) -> float:
@@ -123,7 +125,7 @@ def _answer(questions: list[Question]) -> list[dict[Moment, int]]:
     return answer
 
 
-def _serve(place: Place, line: Connection, *, questions: list[Question]) -> None:
+def _serve(place: RankPlace, line: Connection, *, questions: list[Question]) -> None:
     from autoplan.trainer.oracle import serve
 
     serve(line, questions)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.hostlist import expand_hosts
-from autoplan.base.processes import START_S, Place
+from autoplan.base.processes import START_S, RankPlace
 from autoplan.profiler.discover.defects import defects_of
 from autoplan.profiler.discover.describe import Description, describe, training_nics
 from autoplan.profiler.discover.fabric import fabric_of
@@ -35,7 +35,7 @@ def switches_above(variables: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(reversed(names[1:-1]))
 
 
-def gather(place: Place, own_report: Report | None) -> list[Report] | None:
+def gather(place: RankPlace, own_report: Report | None) -> list[Report] | None:
     """The reports of all nodes on rank 0, None on another one; a rank that is not the first on its node has none.
 
     They go through the store by which the ranks of a job meet, as text: no device is touched.

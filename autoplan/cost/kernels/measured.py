@@ -54,7 +54,7 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
         found.seconds[..., rows] = own.seconds.reshape(some.shape[:-1])
         found.is_exact[..., rows] = own.is_exact.reshape(some.shape[:-1])
         found.is_disturbed[..., rows] = own.is_disturbed.reshape(some.shape[:-1])
-    return replace(found, nudge=problem.timings.nudge).scaled(1 / problem.device_share)
+    return replace(found, source_factors=problem.timings.source_factors).scaled(1 / problem.device_share)
 
 
 def passes_s(found: Sequence[Lookup], references: Sequence[Floats]) -> tuple[Floats, ...]:

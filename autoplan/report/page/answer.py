@@ -38,7 +38,7 @@ def answer(content: PlanContent) -> Markup:
         _warning(file),
         tag("div", *_figures(file), class_="figures"),
         choice,
-        pairs(_more(file)),
+        pairs(_further_lines(file)),
         id="answer",
         aria_labelledby="answer-title",
     )
@@ -58,8 +58,8 @@ def _axes(file: PlanFile) -> Iterator[Markup]:
     for axis, degree in zip(words[::2], words[1::2], strict=True):
         yield tag("span", tag("span", axis, class_="quiet"), " ", tag("strong", degree), class_="axis")
         yield Markup(" ")
-    for one in rest:
-        yield tag("span", one, class_="axis plain")
+    for text in rest:
+        yield tag("span", text, class_="axis plain")
         yield Markup(" ")
 
 
@@ -108,19 +108,19 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
     )
 
 
-def figure(label: str, value: str, drawn: Child, says: str) -> Markup:
+def figure(label: str, value: str, drawn: Child, meaning: str) -> Markup:
     """A figure with its label, a bar, and what it means."""
     return tag(
         "div",
         tag("p", label, class_="label"),
         tag("p", value, class_="value"),
         drawn or tag("div", class_="bar empty"),
-        tag("p", says, class_="note"),
+        tag("p", meaning, class_="note"),
         class_="figure",
     )
 
 
-def _more(file: PlanFile) -> Iterator[tuple[str, Child]]:
+def _further_lines(file: PlanFile) -> Iterator[tuple[str, Child]]:
     """Further lines of the answer, where there are any."""
     if layers := layers_line(file):
         yield "layers", layers

@@ -12,8 +12,8 @@ from autoplan.report.page.html import Markup, tag
 def commands(content: Content) -> Markup:
     """Each command with its purpose, to copy."""
     refused = content.missing.get("start")
-    says = f"No files that start this plan are written: {refused}." if refused else None
-    return section("next", "What to do next", says, tag("ol", *_items(content), class_="steps"))
+    sentence = f"No files that start this plan are written: {refused}." if refused else None
+    return section("next", "What to do next", sentence, tag("ol", *_items(content), class_="steps"))
 
 
 def _items(content: Content) -> Iterator[Markup]:

@@ -28,13 +28,13 @@ def masthead(model: str, devices: str, asked: str) -> Markup:
     )
 
 
-def section(name: str, title: str, says: Child, *children: Child) -> Markup:
+def section(name: str, title: str, summary: Child, *children: Child) -> Markup:
     """A section with what it says in one sentence."""
     head = tag("h2", title, id=f"{name}-title")
     return tag(
         "section",
         head,
-        tag("p", says, class_="says") if says else None,
+        tag("p", summary, class_="says") if summary else None,
         *children,
         id=name,
         aria_labelledby=f"{name}-title",
@@ -78,16 +78,16 @@ def folded(summary: str, *children: Child) -> Markup:
 
 def bar(segments: Iterable[Segment], *, mark: float | None = None, start: float = 0.0) -> Markup:
     """Segments side by side, from `start` on; `mark` is where a line crosses, such as a limit.  All are shares."""
-    segments = [one for one in segments if one.share > 0]
-    spoken = ", ".join(f"{one.name} {one.text}" for one in segments)
+    segments = [segment for segment in segments if segment.share > 0]
+    spoken = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
     pieces = [
         tag(
             "span",
-            class_=f"piece {one.colour}",
-            style=f"width:{100 * one.share:.3f}%",
-            data_tip=f"{one.name}: {one.text}",
+            class_=f"piece {segment.colour}",
+            style=f"width:{100 * segment.share:.3f}%",
+            data_tip=f"{segment.name}: {segment.text}",
         )
-        for one in segments
+        for segment in segments
     ]
     if start:
         pieces.insert(0, tag("span", class_="offset", style=f"width:{100 * start:.3f}%"))
@@ -127,8 +127,8 @@ def pairs(entries: Iterable[tuple[str, Child]]) -> Markup:
 def chart(name: str, label: str, colours: Markup, content: Markup) -> Markup:
     """A chart that a script draws from `content`, with the key of its colours and buttons to move in it."""
     buttons = (
-        tag("button", sign, type="button", data_zoom=what, aria_label=f"{says}: {label}", title=says)
-        for sign, what, says in (("+", "in", "Zoom in"), ("−", "out", "Zoom out"), ("↺", "all", "Show all"))
+        tag("button", sign, type="button", data_zoom=what, aria_label=f"{hint_text}: {label}", title=hint_text)
+        for sign, what, hint_text in (("+", "in", "Zoom in"), ("−", "out", "Zoom out"), ("↺", "all", "Show all"))
     )
     hint = "Arrow keys move, plus and minus zoom, 0 shows all; its numbers stand in the table below"
     drawn = tag(

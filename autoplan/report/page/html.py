@@ -22,7 +22,7 @@ Attribute = str | int | bool | None
 
 def joined(children: Iterable[Child]) -> Markup:
     """Children one after another, escaped where they are text."""
-    parts = (one if isinstance(one, Markup) else escape(one) for one in children if one)
+    parts = (child if isinstance(child, Markup) else escape(child) for child in children if child)
     return Markup("".join(parts))
 
 

@@ -23,7 +23,7 @@ def importance(content: PlanContent) -> Markup:
     return section(
         "importance",
         title,
-        _says(found),
+        _summary(found),
         key([("faster", "shortens the step"), ("slower", "lengthens it")]),
         bars(
             "Change of the step time with one per cent more of each number",
@@ -35,7 +35,7 @@ def importance(content: PlanContent) -> Markup:
     )
 
 
-def _says(found: Sensitivity) -> str:
+def _summary(found: Sensitivity) -> str:
     if not found.flips:
         return "No number of the hardware, halved or doubled alone, makes another plan win."
     flip = found.flips[0]
@@ -44,7 +44,7 @@ def _says(found: Sensitivity) -> str:
 
 
 def _slopes(found: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
-    ordered = sorted(found.elasticities.items(), key=lambda one: -abs(one[1]))
+    ordered = sorted(found.elasticities.items(), key=lambda item: -abs(item[1]))
     most = max((abs(value) for _, value in ordered), default=0.0) or 1.0
     for name, slope in ordered:
         text = f"{'+' if slope > 0 else '−'}{abs(slope):.2f} %" if abs(slope) >= LEAST_SHOWN else "0"

@@ -28,13 +28,13 @@ COLOUR_OF_TERM = {term: f"m-{name}" for name, terms in MEMORY_SUMS.items() for t
 def memory(content: Content) -> Markup:
     """The fullest stage as a waterfall, then all stages."""
     worst = max(content.stages, key=lambda stage: stage.fill)
-    scale = 1.02 * max(max(one.place.capacity_bytes, one.cost.memory_bytes) for one in content.stages)
+    scale = 1.02 * max(max(stage.place.capacity_bytes, stage.cost.memory_bytes) for stage in content.stages)
     kinds = alike(content.stages, lambda cost: cost.memory_terms_bytes)
     reserve_bytes = content.file.reserve_bytes
     return section(
         "memory",
         "Where the memory goes",
-        _says(worst, len(content.stages)),
+        _summary(worst, len(content.stages)),
         key((f"m-{name}", text) for name, text in SUM_NAMES.items()),
         bars(
             f"Memory of {worst.place.words} by term",
@@ -73,11 +73,11 @@ def _free_bytes(stage: PlacedStage) -> float:
 
 def _capacities(stages: Iterable[PlacedStage]) -> str:
     """Capacity of a device on every part of the cluster that is in use."""
-    there = {one.place.part: format_bytes(one.place.capacity_bytes) for one in stages}
+    there = {stage.place.part: format_bytes(stage.place.capacity_bytes) for stage in stages}
     return ", ".join(f"{size} on {part}" if part else size for part, size in there.items())
 
 
-def _says(worst: PlacedStage, num_stages: int) -> str:
+def _summary(worst: PlacedStage, num_stages: int) -> str:
     free, words = _free_bytes(worst), worst.place.words
     where = f"{words[0].upper()}{words[1:]} is fullest: it" if num_stages > 1 else "A device"
     left = f"and leaves {format_bytes(free)}" if free >= 0 else f"which is {format_bytes(-free)} too much"
@@ -109,17 +109,17 @@ def _stacked(stage: PlacedStage, scale: float) -> Markup:
 def _table(kinds: list[list[PlacedStage]]) -> Markup:
     """One row a stage, one column a term."""
     firsts = [stages[0] for stages in kinds]
-    names = [name for name in MEMORY_NAMES if any(one.cost.memory_terms_bytes.get(name) for one in firsts)]
+    names = [name for name in MEMORY_NAMES if any(stage.cost.memory_terms_bytes.get(name) for stage in firsts)]
     columns = [("stage", False), *((MEMORY_NAMES[name], True) for name in names)]
     columns += [("all", True), ("free", True), ("risk", True)]
     rows = (
         (
             stage_name(stages),
-            *(f"{one.cost.memory_terms_bytes.get(name, 0.0) / GIB:,.2f}" for name in names),
-            f"{one.cost.memory_bytes / GIB:,.2f}",
-            f"{_free_bytes(one) / GIB:,.2f}",
-            format_percent(one.cost.oom_probability),
+            *(f"{stage.cost.memory_terms_bytes.get(name, 0.0) / GIB:,.2f}" for name in names),
+            f"{stage.cost.memory_bytes / GIB:,.2f}",
+            f"{_free_bytes(stage) / GIB:,.2f}",
+            format_percent(stage.cost.oom_probability),
         )
-        for stages, one in zip(kinds, firsts, strict=True)
+        for stages, stage in zip(kinds, firsts, strict=True)
     )
     return table("Memory of each stage by term, in GiB", columns, rows)

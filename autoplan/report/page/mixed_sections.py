@@ -72,13 +72,13 @@ def _figures(content: MixedContent) -> Iterator[Markup]:
         bar([Segment(name="in use", colour="compute", share=share, text=format_percent(share))]),
         f"of {cluster.num_devices:,}{f'; idle: {idle}' if idle else ''}",
     )
-    fullest = max(content.stages, key=lambda one: one.fill)
-    held = format_bytes(fullest.cost.memory_bytes)
+    fullest = max(content.stages, key=lambda stage: stage.fill)
+    memory = format_bytes(fullest.cost.memory_bytes)
     yield figure(
         "Memory",
         format_percent(fullest.fill),
-        bar([Segment(name="fullest stage", colour="memory", share=min(fullest.fill, 1.0), text=held)]),
-        f"{held} of {format_bytes(fullest.place.capacity_bytes)} on {fullest.place.words}; "
+        bar([Segment(name="fullest stage", colour="memory", share=min(fullest.fill, 1.0), text=memory)]),
+        f"{memory} of {format_bytes(fullest.place.capacity_bytes)} on {fullest.place.words}; "
         f"{format_percent(fullest.cost.oom_probability)} risk of running out",
     )
 
@@ -89,7 +89,7 @@ def plans(content: MixedContent) -> Markup | None:
     shown = (file.best, *file.alternatives[: SHOWN_PLANS - 1])
     if len(shown) == 1:
         return None
-    lost = [(_name(file, one), format_seconds(one.step_s), reasons(one, file.best)) for one in shown[1:]]
+    lost = [(_name(file, plan), format_seconds(plan.step_s), reasons(plan, file.best)) for plan in shown[1:]]
     return section(
         "plans",
         "The best plans side by side",
@@ -103,16 +103,16 @@ def plans(content: MixedContent) -> Markup | None:
     )
 
 
-def _name(file: MixedPlanFile, one: MixedCost) -> str:
-    return describe(one.plan, file.cluster.part_names)
+def _name(file: MixedPlanFile, plan: MixedCost) -> str:
+    return describe(plan.plan, file.cluster.part_names)
 
 
 def _ranking(file: MixedPlanFile, shown: tuple[MixedCost, ...]) -> Iterator[tuple[Child, Markup, str, str]]:
-    slowest = max(one.step_s for one in shown)
-    for at, one in enumerate(shown, 1):
-        name = tag("span", tag("span", f"{at} ", class_="quiet"), _name(file, one))
-        drawn = bar(kind_segments(one.terms_s, slowest))
-        yield name, drawn, format_seconds(one.step_s), f"{one.sequences_per_s:.4g}"
+    slowest = max(plan.step_s for plan in shown)
+    for at, plan in enumerate(shown, 1):
+        name = tag("span", tag("span", f"{at} ", class_="quiet"), _name(file, plan))
+        drawn = bar(kind_segments(plan.terms_s, slowest))
+        yield name, drawn, format_seconds(plan.step_s), f"{plan.sequences_per_s:.4g}"
 
 
 def parts(content: MixedContent) -> Markup:

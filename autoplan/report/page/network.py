@@ -21,7 +21,7 @@ def network(content: PlanContent) -> Markup:
     return section(
         "network",
         "What goes over which links",
-        _says(step),
+        _summary(step),
         bars(
             "Traffic of a device over the links of each level",
             ("links", f"sent by a device of stage {step.stage} in a step", "volume"),
@@ -35,11 +35,11 @@ def network(content: PlanContent) -> Markup:
     )
 
 
-def _says(step: StepTraffic) -> str:
+def _summary(step: StepTraffic) -> str:
     if not step.rows:
         return "A step sends nothing: there is one device."
-    row = max(step.rows, key=lambda one: one.time_s)
-    seconds, share = sum(one.time_s for one in step.rows), format_percent(step.share(row))
+    row = max(step.rows, key=lambda row: row.time_s)
+    seconds, share = sum(row.time_s for row in step.rows), format_percent(step.share(row))
     return (
         f"The links of stage {step.stage} are busy for {format_seconds(seconds)} of a step, shown or hidden behind "
         f"work: {share} of that is the {OPERATION_NAMES[row.operation]} of {row.communicator} over "

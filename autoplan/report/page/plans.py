@@ -42,7 +42,7 @@ def plans(content: PlanContent) -> Markup | None:
     shown = (file.best, *file.alternatives[: SHOWN_PLANS - 1])
     if len(shown) == 1:
         return None
-    slowest = max(_per_sequence(one) for one in shown)
+    slowest = max(_per_sequence(plan) for plan in shown)
     return section(
         "plans",
         "The best plans side by side",
@@ -57,20 +57,20 @@ def plans(content: PlanContent) -> Markup | None:
     )
 
 
-def _per_sequence(one: RankedPlan) -> float:
-    return one.step_s / one.plan.global_batch
+def _per_sequence(plan: RankedPlan) -> float:
+    return plan.step_s / plan.plan.global_batch
 
 
 def _ranking(shown: Sequence[RankedPlan], slowest: float) -> Iterator[tuple[Child, Markup, str, str]]:
-    for at, one in enumerate(shown, 1):
-        whole_s = slowest * one.plan.global_batch
-        name = tag("span", tag("span", f"{at} ", class_="quiet"), one.plan.describe())
-        drawn = bar(kind_segments(one.terms_s, whole_s))
-        yield name, drawn, format_seconds(one.step_s), format_bytes(one.memory_bytes)
+    for at, plan in enumerate(shown, 1):
+        whole_s = slowest * plan.plan.global_batch
+        name = tag("span", tag("span", f"{at} ", class_="quiet"), plan.plan.describe())
+        drawn = bar(kind_segments(plan.terms_s, whole_s))
+        yield name, drawn, format_seconds(plan.step_s), format_bytes(plan.memory_bytes)
 
 
 def _note_batches(shown: Sequence[RankedPlan]) -> Markup | None:
-    if len({one.plan.global_batch for one in shown}) == 1:
+    if len({plan.plan.global_batch for plan in shown}) == 1:
         return None
     return note("Their batches differ: bars compare the time of a sequence, numbers are those of a step.")
 
@@ -80,22 +80,22 @@ def _compared(shown: Sequence[RankedPlan]) -> Markup:
     columns = [("axis or term", False), *((f"#{at}", True) for at in range(1, len(shown) + 1))]
     rows: list[tuple[Child, ...]] = []
     for name, value in AXES:
-        values = [value(one.plan) for one in shown]
+        values = [value(plan.plan) for plan in shown]
         if len(set(values)) > 1 or values[0] not in ("1", "none"):
-            rows.append((name, *(_beside(one, values[0]) for one in values)))
+            rows.append((name, *(_beside(value_of_plan, values[0]) for value_of_plan in values)))
     figures: tuple[tuple[str, Callable[[RankedPlan], str]], ...] = (
-        ("step", lambda one: format_seconds(one.step_s)),
-        ("90 % from", lambda one: format_seconds(one.low_s)),
-        ("90 % to", lambda one: format_seconds(one.high_s)),
-        ("tokens/s per device", lambda one: f"{one.tokens_per_s_per_device:,.0f}"),
-        ("MFU", lambda one: format_percent(one.mfu)),
-        ("memory", lambda one: format_bytes(one.memory_bytes)),
-        ("risk of running out", lambda one: format_percent(one.oom_probability)),
+        ("step", lambda plan: format_seconds(plan.step_s)),
+        ("90 % from", lambda plan: format_seconds(plan.low_s)),
+        ("90 % to", lambda plan: format_seconds(plan.high_s)),
+        ("tokens/s per device", lambda plan: f"{plan.tokens_per_s_per_device:,.0f}"),
+        ("MFU", lambda plan: format_percent(plan.mfu)),
+        ("memory", lambda plan: format_bytes(plan.memory_bytes)),
+        ("risk of running out", lambda plan: format_percent(plan.oom_probability)),
     )
-    rows += [(name, *(value(one) for one in shown)) for name, value in figures]
+    rows += [(name, *(value(plan) for plan in shown)) for name, value in figures]
     for term in shown[0].terms_s:
-        if any(one.terms_s.get(term, 0.0) >= LEAST_SHOWN_S for one in shown):
-            rows.append((term_name(term), *(or_none(one.terms_s.get(term, 0.0)) for one in shown)))
+        if any(plan.terms_s.get(term, 0.0) >= LEAST_SHOWN_S for plan in shown):
+            rows.append((term_name(term), *(or_none(plan.terms_s.get(term, 0.0)) for plan in shown)))
     return table("The best plans in every axis and term", columns, rows)
 
 
@@ -133,7 +133,7 @@ def front(content: PlanContent) -> Markup:
                 name="no plan is better in both",
                 kind="steps",
                 colour="first",
-                points=[_point(one) for one in sorted(content.front, key=lambda one: one.memory_bytes)],
+                points=[_point(plan) for plan in sorted(content.front, key=lambda plan: plan.memory_bytes)],
             ),
             Series(name="the answer", kind="point", colour="second", points=[_point(file.best, "the answer, ")]),
         ],
@@ -141,20 +141,20 @@ def front(content: PlanContent) -> Markup:
     )
     columns = (("plan", False), ("step", True), ("memory", True), ("MFU", True))
     rows = (
-        (one.plan.describe(), format_seconds(one.step_s), format_bytes(one.memory_bytes), format_percent(one.mfu))
-        for one in content.front
+        (plan.plan.describe(), format_seconds(plan.step_s), format_bytes(plan.memory_bytes), format_percent(plan.mfu))
+        for plan in content.front
     )
     listed = table("Plans that no other beats in both step time and memory", columns, rows)
-    return section("front", title, _says(content.front), drawn, folded(f"The {len(content.front)} plans", listed))
+    return section("front", title, _summary(content.front), drawn, folded(f"The {len(content.front)} plans", listed))
 
 
-def _point(one: RankedPlan, what: str = "") -> tuple[float, float, str]:
-    text = f"{what}{one.plan.describe()}: {format_seconds(one.step_s)}, {format_bytes(one.memory_bytes)}"
-    return one.memory_bytes / GIB, one.step_s, text
+def _point(plan: RankedPlan, what: str = "") -> tuple[float, float, str]:
+    text = f"{what}{plan.plan.describe()}: {format_seconds(plan.step_s)}, {format_bytes(plan.memory_bytes)}"
+    return plan.memory_bytes / GIB, plan.step_s, text
 
 
-def _says(front: Sequence[RankedPlan]) -> str:
-    fastest, smallest = front[0], min(front, key=lambda one: one.memory_bytes)
+def _summary(front: Sequence[RankedPlan]) -> str:
+    fastest, smallest = front[0], min(front, key=lambda plan: plan.memory_bytes)
     if len(front) == 1:
         return "The answer is the plan with the least memory as well: no other is better in either."
     return (
@@ -169,17 +169,17 @@ def _front_of_run(found: Sequence[RunPlan], objectives: Sequence[str]) -> Markup
     from autoplan.report.run_report import FIGURES, SHOWN_FRONT
 
     shown = found[:SHOWN_FRONT]
-    kept = [(head, text) for head, text in FIGURES if any(text(one.figures) for one in shown)]
+    kept = [(head, text) for head, text in FIGURES if any(text(plan.figures) for plan in shown)]
     columns = [("plan", False), ("nodes", True), ("step", True), ("memory", True), *((head, True) for head, _ in kept)]
     rows = (
         (
-            one.plan.plan.describe(),
-            f"{one.num_nodes:,}",
-            format_seconds(one.plan.step_s),
-            format_bytes(one.plan.memory_bytes),
-            *(text(one.figures) or "" for _, text in kept),
+            plan.plan.plan.describe(),
+            f"{plan.num_nodes:,}",
+            format_seconds(plan.plan.step_s),
+            format_bytes(plan.plan.memory_bytes),
+            *(text(plan.figures) or "" for _, text in kept),
         )
-        for one in shown
+        for plan in shown
     )
     return section(
         "front",

@@ -31,6 +31,6 @@ class Series:
 
 def plot(label: str, x: Axis, y: Axis, series: Sequence[Series], limit: tuple[float, str] | None = None) -> Markup:
     """Series over two axes; `limit` is a value of x with its name."""
-    series = [one for one in series if one.points]
-    content = {"x": asdict(x), "y": asdict(y), "series": [asdict(one) for one in series], "limit": limit}
-    return chart("plot", label, key((one.colour, one.name) for one in series), data("content", content))
+    series = [line for line in series if line.points]
+    content = {"x": asdict(x), "y": asdict(y), "series": [asdict(line) for line in series], "limit": limit}
+    return chart("plot", label, key((line.colour, line.name) for line in series), data("content", content))

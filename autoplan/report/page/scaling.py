@@ -15,37 +15,40 @@ from autoplan.spec.run_report import RunFigures, RunPlan
 def scaling(content: PlanContent) -> Markup:
     """Tokens per second by devices, beside what perfect scaling would give."""
     title = "Fewer or more devices"
-    found = [one.best for one in content.sizes if one.best]
+    found = [size.best for size in content.sizes if size.best]
     if not found:
         return section("scaling", title, content.why_not("sizes"))
     first, last = found[0].figures, found[-1].figures
     perfect = [
-        (one.num_devices, first.tokens_per_s * one.num_devices / first.num_devices, "perfect scaling")
-        for one in (first, last)
+        (figures.num_devices, first.tokens_per_s * figures.num_devices / first.num_devices, "perfect scaling")
+        for figures in (first, last)
     ]
-    mine = [one for one in found if one.num_nodes == content.file.cluster.num_nodes]
+    same_size = [run for run in found if run.num_nodes == content.file.cluster.num_nodes]
     drawn = plot(
         "Tokens per second by number of devices",
         Axis(label="devices", scale="log", base=2),
         Axis(label="tokens/s", scale="log"),
         [
             Series(name="perfect scaling", kind="dashes", colour="faint", points=perfect),
-            Series(name="best plan", kind="line", colour="first", points=[_point(one) for one in found]),
+            Series(name="best plan", kind="line", colour="first", points=[_point(run) for run in found]),
             Series(
-                name="the answer", kind="point", colour="second", points=[_point(one, "the answer, ") for one in mine]
+                name="the answer",
+                kind="point",
+                colour="second",
+                points=[_point(run, "the answer, ") for run in same_size],
             ),
         ],
     )
-    return section("scaling", title, _says(first, last), drawn, _table(content, found))
+    return section("scaling", title, _summary(first, last), drawn, _table(content, found))
 
 
-def _point(one: RunPlan, what: str = "") -> tuple[float, float, str]:
-    figures = one.figures
-    text = f"{what}{one.plan.plan.describe()}: {figures.tokens_per_s:,.0f} tokens/s of {figures.num_devices:,} devices"
+def _point(run: RunPlan, what: str = "") -> tuple[float, float, str]:
+    figures = run.figures
+    text = f"{what}{run.plan.plan.describe()}: {figures.tokens_per_s:,.0f} tokens/s of {figures.num_devices:,} devices"
     return figures.num_devices, figures.tokens_per_s, text
 
 
-def _says(first: RunFigures, last: RunFigures) -> str:
+def _summary(first: RunFigures, last: RunFigures) -> str:
     if first.num_devices == last.num_devices:
         return "Of the sizes that were tried only this one has a plan that fits."
     faster, more = last.tokens_per_s / first.tokens_per_s, last.num_devices / first.num_devices
@@ -57,7 +60,7 @@ def _says(first: RunFigures, last: RunFigures) -> str:
 
 def _table(content: PlanContent, found: Sequence[RunPlan]) -> Markup:
     columns = [("devices", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True)]
-    has_cost = any(one.figures.cost_per_token is not None for one in found)
+    has_cost = any(run.figures.cost_per_token is not None for run in found)
     if has_cost:
         columns.append(("cost per M tokens", True))
     rows = []

@@ -36,7 +36,7 @@ def schedule(content: Content) -> Markup:
     return section(
         "schedule",
         title,
-        _says(found),
+        _summary(found),
         chart(
             "gantt",
             "Schedule of the pipeline, a row for one rank of each stage",
@@ -48,10 +48,10 @@ def schedule(content: Content) -> Markup:
     )
 
 
-def _says(found: Timeline) -> str:
+def _summary(found: Timeline) -> str:
     if len(found.ranks) == 1:
         return "There is one stage: every rank does the same, and none waits for another one's passes."
-    waits = [_waits_s(one, found.pipeline_s) for one in found.ranks]
+    waits = [_waits_s(rank, found.pipeline_s) for rank in found.ranks]
     idle = sum(waits) / len(waits) / found.step_s
     return (
         f"{_micro_batches(found)} {format_seconds(found.pipeline_s)} of the {format_seconds(found.step_s)}; a stage "
@@ -70,7 +70,7 @@ def _micro_batches(found: Timeline) -> str:
 
 def _waits_s(rank: RankTimeline, until_s: float) -> float:
     """Time that a rank waits before the step ends."""
-    return sum(one.duration_s for one in rank.others if one.stream == "wait" and one.start_s < until_s)
+    return sum(event.duration_s for event in rank.others if event.stream == "wait" and event.start_s < until_s)
 
 
 def _key(found: Timeline) -> Markup:
@@ -97,11 +97,11 @@ def _notes(found: Timeline) -> Iterable[str]:
 
 def _codes(rank: RankTimeline) -> list[tuple[str, int]]:
     """The kinds of passes that a rank makes, by (kind, chunk)."""
-    return list(dict.fromkeys((one.kind, one.chunk or 0) for one in rank.passes))
+    return list(dict.fromkeys((event.kind, event.chunk or 0) for event in rank.passes))
 
 
 def _content(found: Timeline) -> dict[str, Any]:
-    num_messages = sum(one.kind == "message" for rank in found.ranks for one in rank.others)
+    num_messages = sum(event.kind == "message" for rank in found.ranks for event in rank.others)
     fullest = max(found.ranks, key=lambda rank: float(rank.memory_bytes.max()) / rank.place.capacity_bytes)
     return {
         "step_s": found.step_s,
@@ -132,22 +132,22 @@ def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
                 "traffic": sum(terms.get(name, 0.0) for name in TRAFFIC) / seconds if seconds else 0.0,
             }
         )
-    messages = [one for one in rank.others if one.kind == "message"] if with_messages else []
+    messages = [event for event in rank.others if event.kind == "message"] if with_messages else []
     return {
         "stage": rank.place.name,
         "where": rank.place.words,
         "ranks": _ranks(rank),
         "kinds": kinds,
-        "codes": _packed([number[one.kind, one.chunk or 0] for one in rank.passes], np.uint16),
-        "starts": _packed([one.start_s for one in rank.passes]),
+        "codes": _packed([number[event.kind, event.chunk or 0] for event in rank.passes], np.uint16),
+        "starts": _packed([event.start_s for event in rank.passes]),
         "messages": {
-            "starts": _packed([one.start_s for one in messages]),
-            "seconds": _packed([one.duration_s for one in messages]),
+            "starts": _packed([message.start_s for message in messages]),
+            "seconds": _packed([message.duration_s for message in messages]),
         },
         "others": [
-            [_name(one.kind, beside=one.beside), _colour(one.kind), one.start_s, one.duration_s, one.beside]
-            for one in rank.others
-            if one.kind not in ("message", "pipeline_bubble", "pipeline_send")
+            [_name(event.kind, beside=event.beside), _colour(event.kind), event.start_s, event.duration_s, event.beside]
+            for event in rank.others
+            if event.kind not in ("message", "pipeline_bubble", "pipeline_send")
         ],
         "waits": _waits(rank),
     }
@@ -155,11 +155,11 @@ def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
 
 def _waits(rank: RankTimeline) -> dict[str, str]:
     """Bubbles and waits for messages, in the order of time."""
-    waits = [one for one in rank.others if one.kind in ("pipeline_bubble", "pipeline_send")]
+    waits = [event for event in rank.others if event.kind in ("pipeline_bubble", "pipeline_send")]
     return {
-        "starts": _packed([one.start_s for one in waits]),
-        "seconds": _packed([one.duration_s for one in waits]),
-        "sends": _packed([one.kind == "pipeline_send" for one in waits], np.uint8),
+        "starts": _packed([wait.start_s for wait in waits]),
+        "seconds": _packed([wait.duration_s for wait in waits]),
+        "sends": _packed([wait.kind == "pipeline_send" for wait in waits], np.uint8),
     }
 
 

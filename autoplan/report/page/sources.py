@@ -29,7 +29,7 @@ def sources(content: PlanContent) -> Markup:
     return sources_section(
         file,
         [("", file.cluster, file.calibration)],
-        _says(content),
+        _summary(content),
         pairs((name, means) for name, means in MEANS.items()),
         tag("h3", "What each part of the step rests on"),
         key((f"s-{name}", name) for name in MEANS),
@@ -41,18 +41,18 @@ def mixed_sources(content: MixedContent) -> Markup:
     """Sources of each part of a mixed cluster, without shares of the step."""
     file = content.file
     parts = zip(file.cluster.part_names, file.cluster.parts, file.calibrations, strict=True)
-    says = "Nothing was measured on this cluster: the step time rests on what was published of its parts."
-    return sources_section(file, [*parts], says)
+    summary = "Nothing was measured on this cluster: the step time rests on what was published of its parts."
+    return sources_section(file, [*parts], summary)
 
 
 def sources_section(
-    file: PlanFile | MixedPlanFile, parts: Sequence[tuple[str, ClusterSpec, Calibration]], says: str, *shares: Child
+    file: PlanFile | MixedPlanFile, parts: Sequence[tuple[str, ClusterSpec, Calibration]], summary: str, *shares: Child
 ) -> Markup:
     """Section of sources: shares of the step, then the sources of every part's (name, cluster, calibration)."""
     return section(
         "sources",
         "Where the numbers come from",
-        says,
+        summary,
         *shares,
         tag("h3", "What they were taken from"),
         pairs(_facts(file, parts)),
@@ -61,7 +61,7 @@ def sources_section(
     )
 
 
-def _says(content: PlanContent) -> str:
+def _summary(content: PlanContent) -> str:
     file = content.file
     own = sum(file.rests_on.get(kind, 0.0) for kind in TIMED)
     if own == 0:
@@ -78,7 +78,7 @@ def _terms(content: PlanContent) -> Iterator[tuple[str, Markup, str]]:
         if (seconds := best.terms_s.get(name, 0.0)) >= LEAST_SHOWN_S:
             yield (
                 term_name(name),
-                _stacked({kind: float(one[0]) for kind, one in shares.items()}),
+                _stacked({kind: float(share[0]) for kind, share in shares.items()}),
                 format_seconds(seconds),
             )
     yield "all", _stacked(content.file.rests_on), format_seconds(best.step_s)
@@ -112,12 +112,12 @@ def _count(number: int, noun: str) -> str:
 
 def _cited(parts: Sequence[tuple[str, ClusterSpec, Calibration]]) -> Markup:
     cited = (
-        one
+        source
         for _, cluster, calibration in parts
-        for one in (*calibration.sources, *cluster.device.sources, *cluster.sources)
+        for source in (*calibration.sources, *cluster.device.sources, *cluster.sources)
     )
-    return tag("ul", *(tag("li", one) for one in dict.fromkeys(cited)), class_="reasons")
+    return tag("ul", *(tag("li", source) for source in dict.fromkeys(cited)), class_="reasons")
 
 
 def _limits(limits: Sequence[str]) -> Markup:
-    return tag("ul", *(tag("li", one) for one in limits), class_="reasons")
+    return tag("ul", *(tag("li", limit) for limit in limits), class_="reasons")

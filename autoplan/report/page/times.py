@@ -50,7 +50,7 @@ def times(content: Content) -> Markup:
     return section(
         "time",
         "Where the time goes",
-        _says(file.best.terms_s, file.best.step_s),
+        _summary(file.best.terms_s, file.best.step_s),
         kind_key(),
         bars("Time of a step by term", ("term", "in a step", "time", "share"), _waterfall(file.best.terms_s), "total"),
         note("Work is that of the busiest stage; what the others have less of, they wait.")
@@ -60,8 +60,8 @@ def times(content: Content) -> Markup:
     )
 
 
-def _says(terms_s: Mapping[str, float], step_s: float) -> str:
-    kinds = sorted(kind_seconds(terms_s).items(), key=lambda one: -one[1])
+def _summary(terms_s: Mapping[str, float], step_s: float) -> str:
+    kinds = sorted(kind_seconds(terms_s).items(), key=lambda item: -item[1])
     (first, most), *rest = kinds
     others = ", ".join(f"{format_percent(value / step_s)} {KINDS[kind][0]}" for kind, value in rest[:2] if value > 0)
     return f"{format_percent(most / step_s)} of a step is {KINDS[first][0]}{f', {others}' if others else ''}."
@@ -69,14 +69,14 @@ def _says(terms_s: Mapping[str, float], step_s: float) -> str:
 
 def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str, str]]:
     """Each term begins where the one before it ends; last all of them."""
-    whole, before = sum(terms_s.values()), 0.0
+    total_s, before = sum(terms_s.values()), 0.0
     for name, seconds in terms_s.items():
         if seconds >= LEAST_SHOWN_S:
             text = format_seconds(seconds)
-            piece = Segment(name=term_name(name), colour=COLOURS[name], share=seconds / whole, text=text)
-            yield term_name(name), bar([piece], start=before / whole), text, format_percent(seconds / whole)
+            piece = Segment(name=term_name(name), colour=COLOURS[name], share=seconds / total_s, text=text)
+            yield term_name(name), bar([piece], start=before / total_s), text, format_percent(seconds / total_s)
         before += seconds
-    yield "all", bar(kind_segments(terms_s, whole)), format_seconds(whole), format_percent(1.0)
+    yield "all", bar(kind_segments(terms_s, total_s)), format_seconds(total_s), format_percent(1.0)
 
 
 def _stages(content: Content) -> Markup | None:
@@ -122,7 +122,9 @@ def or_none(seconds: float) -> str:
 
 def alike(stages: Iterable[PlacedStage], of: Callable[[StageCost], object]) -> list[list[PlacedStage]]:
     """Neighbouring stages on the same devices that are the same in something, together."""
-    return [list(same) for _, same in groupby(stages, key=lambda one: (one.place.kind, one.place.part, of(one.cost)))]
+    return [
+        list(same) for _, same in groupby(stages, key=lambda item: (item.place.kind, item.place.part, of(item.cost)))
+    ]
 
 
 def dense(rows: Sequence[object]) -> str:
