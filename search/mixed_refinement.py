@@ -107,7 +107,7 @@ class Refiner:
         num_microbatches: Sequence[int],
         shares: Sequence[float] | None,
     ) -> MixedPlan | None:
-        """Return the plan where all replicas of kind k have `num_microbatches[k]` together; None if it mixes vendors."""
+        """Return the plan where replicas of kind k share `num_microbatches[k]`, or None if it mixes vendors."""
         kinds = []
         for at, (kind, cut, total) in enumerate(zip(structure.kinds, layers, num_microbatches, strict=True)):
             places = zip(kind.places, cut, strict=True)
