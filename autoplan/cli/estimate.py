@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +29,7 @@ from autoplan.cli.options import (
     TraceOption,
     whole_number,
 )
+from autoplan.cli.plan_flags import plan_flags, plan_of_flags
 
 if TYPE_CHECKING:
     from autoplan.frameworks.common.rules import Rule
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from autoplan.spec.plan_file import PlanFile
     from autoplan.spec.problem import Problem
 
-RECOMPUTE_HELP = (
-    "none, selective, full, full:N (the first N layers of every chunk), or parts such as moe_act+layernorm."
-)
 BESIDE_A_PLAN_FILE = {"model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url"}
 BESIDE_A_LAUNCH_FILE = {
     *BESIDE_A_PLAN_FILE,
@@ -48,6 +45,7 @@ BESIDE_A_LAUNCH_FILE = {
 }
 
 
+@plan_flags(after="seq_len")
 def estimate(
     context: typer.Context,
     model: Annotated[
@@ -68,34 +66,6 @@ def estimate(
     ] = None,
     global_batch: Annotated[int | None, whole_number("--global-batch", "N", "Sequences in a step.")] = None,
     seq_len: Annotated[int | None, whole_number("--seq-len", "TOKENS", "Sequence length.")] = None,
-    tp: Annotated[int, whole_number("--tp", "N", "Tensor-parallel degree.")] = 1,
-    cp: Annotated[int, whole_number("--cp", "N", "Context-parallel degree.")] = 1,
-    pp: Annotated[int, whole_number("--pp", "N", "Pipeline stages.")] = 1,
-    vp: Annotated[int, whole_number("--vp", "N", "Chunks of layers per stage.")] = 1,
-    ep: Annotated[int, whole_number("--ep", "N", "Expert-parallel degree.")] = 1,
-    etp: Annotated[int | None, whole_number("--etp", "N", "Tensor-parallel degree of experts; as tp.")] = None,
-    dp_replicate: Annotated[int, whole_number("--dp-replicate", "N", "Copies of the group that shards states.")] = 1,
-    micro_batch: Annotated[int, whole_number("--micro-batch", "N", "Sequences in a micro-batch.")] = 1,
-    sharding: Annotated[str, typer.Option(help="none, zero1, zero2 or zero3.")] = "zero1",
-    recompute: Annotated[str, typer.Option(metavar="WHAT", help=RECOMPUTE_HELP)] = "none",
-    schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved, gpipe, zb-h1, zb-v or dualpipe-v.")] = None,
-    layers: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Layers of every chunk in model order; evenly spread.")
-    ] = None,
-    cp_kind: Annotated[str, typer.Option(help="ring or all_to_all.")] = "ring",
-    offload: Annotated[str, typer.Option(help="none or optimizer.")] = "none",
-    rank_order: Annotated[
-        str, typer.Option(metavar="ORDER", help="tp-cp-ep-dp-pp or tp-cp-ep-pp-dp, nearest ranks first.")
-    ] = "tp-cp-ep-dp-pp",
-    placement: Annotated[
-        str | None,
-        typer.Option(metavar="NODE,NODE,...", help="Nodes in the order of the ranks; as the cluster has them."),
-    ] = None,
-    tp_overlap: Annotated[bool, typer.Option("--tp-overlap", help="Overlap tensor-parallel traffic.")] = False,
-    ep_overlap: Annotated[
-        bool, typer.Option("--ep-overlap", help="Run expert traffic beside another micro-batch.")
-    ] = False,
-    sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism where tp > 1.")] = True,
     precision: PrecisionOption = "bf16",
     attention: AttentionOption = "flash",
     framework: FrameworkOption = "megatron-core",
@@ -116,6 +86,7 @@ def estimate(
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
+    **axes: Any,
 ) -> None:
     """Price one plan: time and memory by term and by pipeline stage.
 
@@ -171,29 +142,7 @@ def estimate(
         if cluster is None or global_batch is None or seq_len is None:
             raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
         problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
-        wanted = PlanFlags(
-            tp=tp,
-            cp=cp,
-            pp=pp,
-            vp=vp,
-            ep=ep,
-            etp=etp,
-            dp_replicate=dp_replicate,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            sharding=sharding,
-            recompute=recompute,
-            schedule=schedule,
-            layers=layers,
-            cp_kind=cp_kind,
-            offload=offload,
-            rank_order=rank_order,
-            placement=placement,
-            tp_overlap=tp_overlap,
-            ep_overlap=ep_overlap,
-            sp=sp,
-        )
-        plan = wanted.plan_for(problem)
+        plan = plan_of_flags(problem, {**axes, "global_batch": global_batch})
     _price(problem, plan, timings or "", output)
 
 
@@ -214,64 +163,6 @@ class EstimateFlags:
         for path in (self.out, self.trace):
             if path is not None:
                 check_output(path, force=self.force)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFlags:
-    """The flags that say a plan, as typed; None where the usual value depends on others."""
-
-    tp: int
-    cp: int
-    pp: int
-    vp: int
-    ep: int
-    etp: int | None
-    dp_replicate: int
-    global_batch: int
-    micro_batch: int
-    sharding: str
-    recompute: str
-    schedule: str | None
-    layers: str | None
-    cp_kind: str
-    offload: str
-    rank_order: str
-    placement: str | None
-    tp_overlap: bool
-    ep_overlap: bool
-    sp: bool
-
-    def plan_for(self, problem: Problem) -> ParallelPlan:
-        """The plan on the whole cluster: the data-parallel degree is what the other degrees leave of it."""
-        from autoplan.base.files import decode
-        from autoplan.frameworks.rulebooks import book_of
-        from autoplan.spec.plan import ParallelPlan, parse_recompute
-
-        split = book_of(problem.framework).split
-        degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp_replicate": self.dp_replicate}
-        table = {
-            **degrees,
-            "dp_shard": _rest(problem.cluster.num_devices, degrees),
-            "vp": self.vp,
-            "ep": self.ep,
-            "etp": self.etp if self.etp is not None else (self.tp if problem.model.moe else 1),
-            "global_batch": self.global_batch,
-            "micro_batch": self.micro_batch,
-            "sharding": self.sharding,
-            **parse_recompute(self.recompute),
-            "schedule": self.schedule or ("interleaved" if self.vp > 1 else "1f1b"),
-            "layers_per_chunk": _layers(self.layers) or (split(problem.model, self.pp * self.vp) if split else None),
-            "cp_kind": self.cp_kind,
-            "offload": self.offload,
-            "rank_order": self.rank_order,
-            "placement": self.placement.split(",") if self.placement else None,
-            "tp_overlap": self.tp_overlap,
-            "ep_overlap": self.ep_overlap,
-            "sp": self.sp and self.tp > 1 and problem.framework.network.sequence_parallel,
-            "param_gather_overlap": self.sharding != "none",
-            "precision": problem.training.precision,
-        }
-        return decode(ParallelPlan, table, "plan")
 
 
 def _price(problem: Problem, plan: ParallelPlan, timings: str, output: EstimateFlags) -> None:
@@ -340,27 +231,6 @@ def _verify_memory(problem: Problem, file: PlanFile, *, quiet: bool) -> None:
         print("autoplan: asking the memory oracle, in a minute at most", file=sys.stderr)
     found = ask(Question(model=problem.model, plan=file.best.plan, seq_len=problem.training.seq_len))
     print_verified(make_console(), file, found)
-
-
-def _rest(num_devices: int, degrees: dict[str, int]) -> int:
-    """The data-parallel degree that uses the whole cluster."""
-    for axis, degree in degrees.items():
-        if degree < 1:
-            raise InputError(f"{axis} must be at least 1, got {degree}")
-    product = math.prod(degrees.values())
-    if num_devices % product:
-        shown = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-        raise InputError(f"{shown} must divide the {num_devices} devices of the cluster: change one degree or the size")
-    return num_devices // product
-
-
-def _layers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
-        raise InputError(f"--layers {text!r}: write the layers of every chunk, such as 19,21,21,19")
-    return [int(part) for part in parts]
 
 
 def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:

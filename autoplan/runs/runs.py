@@ -26,7 +26,7 @@ from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
-from autoplan.spec.enums import Offload, Precision, Recompute, RecomputeModule, Schedule, Sharding
+from autoplan.spec.enums import Offload, Precision, Recompute, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -330,7 +330,7 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         raise UnpricedError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not num_gpus {num_gpus}")
     ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
     etp = row.integer("etp", 1, most=MOST_DEGREE) or 1  # 0: not used
-    sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel) and tp > 1
+    sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel)
     sharding = row.text("sharding", "zero1")
     offload = sharding.endswith("+offload")
     sharding = sharding.removesuffix("+offload")
@@ -345,22 +345,22 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
     recompute = row.word("recompute", tuple(Recompute), _usual_recompute(problem))
-    return ParallelPlan(
+    chunks = vp if pp > 1 else 1
+    return ParallelPlan.derived(
         global_batch=global_batch,
         micro_batch=micro_batch,
         tp=tp,
         sp=sp,
         cp=cp,
         pp=pp,
-        vp=vp if pp > 1 else 1,
-        layers_per_chunk=_layers_per_chunk(problem, pp, vp if pp > 1 else 1),
-        schedule=Schedule.INTERLEAVED if vp > 1 and pp > 1 else Schedule.ONE_F_ONE_B,
+        vp=chunks,
+        layers_per_chunk=_layers_per_chunk(problem, pp, chunks),
         ep=ep,
         etp=etp,
         dp_replicate=dp // shard,
         dp_shard=shard,
-        sharding=sharding,  # type: ignore[arg-type]
-        recompute=recompute,  # type: ignore[arg-type]
+        sharding=sharding,
+        recompute=recompute,
         recompute_modules=_recompute_modules(problem, recompute),
         precision=problem.training.precision,
         offload=Offload.OPTIMIZER if offload else Offload.NONE,

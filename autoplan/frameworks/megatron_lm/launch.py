@@ -12,7 +12,7 @@ from autoplan.frameworks.megatron_lm.arguments import Arguments
 from autoplan.frameworks.megatron_lm.known_models import named
 from autoplan.frameworks.megatron_lm.notation import moe_places
 from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
-from autoplan.spec.enums import Precision, RankOrder, Schedule, Sharding
+from autoplan.spec.enums import Precision, RankOrder, Schedule
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -103,9 +103,9 @@ def _plan(
     fields = reading.fields
     fields |= {"precision": precision, "dp": _replicas(reading.arguments, num_devices)}
     read_lines(options.PLAN, reading)
-    uses_chunks = fields.get("vp", 1) > 1
-    fields["schedule"] = schedule or (Schedule.INTERLEAVED if uses_chunks else Schedule.ONE_F_ONE_B)
-    return ParallelPlan(**_consistent(fields, model))
+    return ParallelPlan.derived(
+        has_experts=model.moe is not None, schedule=schedule, **_consistent(fields, has_experts=model.moe is not None)
+    )
 
 
 def _replicas(arguments: Arguments, num_devices: int | None) -> int:
@@ -126,14 +126,11 @@ def _replicas(arguments: Arguments, num_devices: int | None) -> int:
     return dp
 
 
-def _consistent(fields: Fields, model: ModelSpec) -> Fields:
+def _consistent(fields: Fields, *, has_experts: bool) -> Fields:
     """Return the fields of a plan as Megatron-LM takes them where one has no effect without another."""
-    has_experts = model.moe is not None
     return fields | {
-        "sp": fields["sp"] and fields["tp"] > 1,
         "ep": fields["ep"] if has_experts else 1,
-        "etp": (fields["etp"] or fields["tp"]) if has_experts else 1,
+        "etp": fields["etp"] or None if has_experts else None,
         "ep_overlap": fields["ep_overlap"] and has_experts,
-        "param_gather_overlap": fields["param_gather_overlap"] and fields["sharding"] != Sharding.NONE,
         "rank_order": fields["rank_order"] if fields["pp"] > 1 else RankOrder.DP_BEFORE_PP,
     }

@@ -146,11 +146,11 @@ def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: Mode
     has_sp = parallelism.word("tp_mode", _TP_MODES, "ALL_REDUCE")
     is_async = parallelism.flag("tp_linear_async_communication")
     layers = layers_per_stage(model, pp)
-    return ParallelPlan(
+    return ParallelPlan.derived(
         global_batch=micro_batch * tokens.count("batch_accumulation_per_replica") * dp,
         micro_batch=micro_batch,
         tp=tp,
-        sp=has_sp and tp > 1,
+        sp=has_sp,
         cp=parallelism.count("context_parallel_size", 1),
         pp=pp,
         schedule=schedule if pp > 1 else Schedule.ONE_F_ONE_B,
@@ -160,7 +160,6 @@ def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: Mode
         sharding=_SHARDINGS[zero_stage],
         recompute=Recompute.FULL if parallelism.flag("recompute_layer") else Recompute.NONE,
         tp_overlap=is_async and tp > 1,
-        param_gather_overlap=zero_stage > 0,
     )
 
 
