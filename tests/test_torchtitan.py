@@ -20,8 +20,9 @@ from autoplan.frameworks.common.job import Job
 from autoplan.frameworks.common.launch import Given, Launch
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.launch_files import read_launch
-from autoplan.frameworks.torchtitan.export import module_text, stages
-from autoplan.frameworks.torchtitan.read import _known, read, recognises, spread
+from autoplan.frameworks.torchtitan.export import module_text
+from autoplan.frameworks.torchtitan.options import spread, stages
+from autoplan.frameworks.torchtitan.read import _known, read, recognises
 from autoplan.frameworks.torchtitan.rules import RULES
 from autoplan.launch.targets import exported, job_of
 from autoplan.read.model import load_model

@@ -76,6 +76,18 @@ class Row(Option):
         return {name: self.decode(source, self.name(notation), default)}
 
 
+@dataclass(frozen=True, slots=True)
+class Constant(Option):
+    """An option that is written and, when read, costs neither time nor memory."""
+
+    write: Value | Callable[[PlanFile], Value] = None
+
+
+def evaluated(write: Value | Callable[[PlanFile], Value], plan_file: PlanFile) -> Value:
+    """Return the value that a constant writes for a plan."""
+    return write(plan_file) if callable(write) else write
+
+
 def count(key: str, field: str, default: int | None = None, **others: Any) -> Row:
     """Return a row of a whole number; without a default it must be given."""
     return Row(key, field, default, decode=lambda source, name, known: source.count(name, known), **others)

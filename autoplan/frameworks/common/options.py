@@ -129,6 +129,10 @@ class Options:
             raise InputError(f"{self.name(key)} must be a whole number of at least {least}, got {show(found)}")
         return int(found)
 
+    def optional_count(self, key: str, default: int | None = None) -> int | None:
+        """Return a whole number of at least one, or the default where the option has no value."""
+        return self.count(key) if self.has(key) else default
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
         found = self.value(key)

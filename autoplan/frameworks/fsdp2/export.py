@@ -14,21 +14,13 @@ from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.fsdp2.options import SCHEDULES
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 
 SETTINGS, MODULE = "fsdp2.json", "fsdp2_plan.py"
-# Of torch.distributed.pipelining.schedules.get_schedule_class; zero bubbles with one stage a rank.
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved": "Interleaved1F1B",
-    "zb-h1": "InterleavedZeroBubble",
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.option_table import Fields, Value, count, number, optional_count, switch, word
+from autoplan.frameworks.common.option_table import Constant, Fields, Value, count, number, optional_count, switch, word
 from autoplan.frameworks.megatron_lm.known_models import preset_of
 from autoplan.frameworks.megatron_lm.notation import expert_pattern
-from autoplan.frameworks.megatron_lm.table import BRIDGE, Assumed, Constant, Line, Reading, Special, switches, valued
+from autoplan.frameworks.megatron_lm.table import BRIDGE, Assumed, Line, Reading, Special, switches, valued
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan_file import PlanFile
 

@@ -11,14 +11,13 @@ import re
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.option_table import Fields, Option, Value, count, optional_count, switch
+from autoplan.frameworks.common.option_table import Constant, Fields, Option, Value, count, optional_count, switch
 from autoplan.frameworks.megatron_lm.arguments import Arguments, typed
 from autoplan.frameworks.megatron_lm.model_options import ARCHITECTURE, DROPOUT
 from autoplan.frameworks.megatron_lm.notation import MOST_LAYERS, layout_counts, pipeline_layout
 from autoplan.frameworks.megatron_lm.table import (
     BRIDGE,
     Assumed,
-    Constant,
     Line,
     Reading,
     Special,

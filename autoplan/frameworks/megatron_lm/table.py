@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autoplan.frameworks.common.option_table import Fields, Option, Row, Value
+from autoplan.frameworks.common.option_table import Constant, Fields, Option, Row, Value, evaluated
 from autoplan.frameworks.megatron_lm.arguments import Arguments, typed
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
@@ -38,13 +38,6 @@ class Assumed(Option):
 
     values: tuple[Value, ...] = ()
     why: str = ""
-    write: Value | Callable[[PlanFile], Value] = None
-
-
-@dataclass(frozen=True, slots=True)
-class Constant(Option):
-    """An option that is written and, when read, costs neither time nor memory."""
-
     write: Value | Callable[[PlanFile], Value] = None
 
 
@@ -109,15 +102,13 @@ def flat(options: Iterable[Option]) -> Iterator[Option]:
 
 def written(option: Option, plan_file: PlanFile) -> dict[str, Value]:
     """Return the options that a row writes; switches that are on are True."""
-    match option:
-        case Row():
-            values = {option.key: option.value(plan_file)}
-        case Special():
-            values = option.write(plan_file)
-        case Assumed() | Constant():
-            values = {option.key: option.write(plan_file) if callable(option.write) else option.write}
-        case _:
-            values = {}
+    values: dict[str, Value] = {}
+    if isinstance(option, Special):
+        values = option.write(plan_file)
+    elif isinstance(option, Row):
+        values = {option.key: option.value(plan_file)}
+    elif isinstance(option, Assumed | Constant):
+        values = {option.key: evaluated(option.write, plan_file)}
     return {key: value for key, value in values.items() if value is not None and value is not False}
 
 

@@ -17,11 +17,18 @@ from autoplan.base.files import decode, read_table, shipped
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.rules import check_legal
-from autoplan.frameworks.fsdp2.export import SCHEDULES
+from autoplan.frameworks.torchtitan.families import builder_of, family_of, write_sizes
+from autoplan.frameworks.torchtitan.options import (
+    CONVERTERS,
+    OLD_CONVERTERS,
+    POLICIES,
+    write_batch,
+    write_parallelism,
+)
 from autoplan.frameworks.torchtitan.rules import RULES
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan, chunk_layers
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
@@ -129,7 +136,7 @@ def module_text(plan_file: PlanFile, version: str) -> str:
             "",
             "",
             "def model():",
-            *_model_lines(family, model, training.seq_len, plan.cp, version),
+            *_model_lines(family, plan_file, version),
             "",
             "",
             "def plan():",
@@ -146,15 +153,15 @@ def module_text(plan_file: PlanFile, version: str) -> str:
 
 
 def _imports(family: str, plan_file: PlanFile, converters: list[str], version: str) -> list[str]:
-    policies = {"full": ["FullAC"], "selective": ["SelectiveAC"], "none": []}
     is_main = version == "main"  # whose data loaders take more words than this file has for them
     rope = "CosSinRoPE" if family in ("qwen3", "gpt_oss") else "ComplexRoPE"
+    recompute = plan_file.best.plan.recompute
     modules: dict[str, list[str]] = {
         "torchtitan.components.loss": [] if plan_file.model.num_mtp_layers else ["CrossEntropyLoss"],
         "torchtitan.components.optimizer": ["default_adamw"],
         "torchtitan.components.quantization": sorted(converters),
         "torchtitan.config": ["CompileConfig", "ParallelismConfig", "TrainingConfig"],
-        "torchtitan.distributed.activation_checkpoint": policies[plan_file.best.plan.recompute],
+        "torchtitan.distributed.activation_checkpoint": [POLICIES[recompute]] if recompute in POLICIES else [],
         "torchtitan.hf_datasets.text_datasets": [] if is_main else ["HuggingFaceTextDataLoader"],
         "torchtitan.models": [family],
         f"torchtitan.models.{family}.config_registry": [f"{family}_debugmodel"] if is_main else [],
@@ -166,9 +173,9 @@ def _imports(family: str, plan_file: PlanFile, converters: list[str], version: s
 
 def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
+    policy = POLICIES.get(plan.recompute)
     loss = "deepseek_v3.MTPLoss" if model.num_mtp_layers else "CrossEntropyLoss"
     compiling = {"enable": _compiles(training)} | ({"enable_async_tensor_parallel": True} if plan.tp_overlap else {})
-    policies = {"full": Code("FullAC.Config()"), "selective": Code("SelectiveAC.Config()"), "none": None}
     return {
         "model_spec": Code("model_spec"),
         "loss": Code(f"{loss}.Config(global_vocab_size={model.vocab_size})"),
@@ -176,67 +183,11 @@ def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
         "dataloader": Code(
             f"{family_of(model)}_debugmodel().dataloader" if version == "main" else "HuggingFaceTextDataLoader.Config()"
         ),
-        "training": Code(_call("TrainingConfig", _training(plan, training, version), 8)),
-        "parallelism": Code(_call("ParallelismConfig", _parallelism(plan, model, version), 8)),
-        "activation_checkpoint": policies[plan.recompute],
+        "training": Code(_call("TrainingConfig", write_batch(plan, training.seq_len, version), 8)),
+        "parallelism": Code(_call("ParallelismConfig", write_parallelism(plan_file, version), 8)),
+        "activation_checkpoint": Code(f"{policy}.Config()") if policy else None,
         "compile": Code(_call("CompileConfig", compiling, 8)),
     }
-
-
-def _training(plan: ParallelPlan, training: TrainingSpec, version: str) -> dict[str, Any]:
-    """Batch and sequence; a pipeline takes all micro-batches of a replica at once."""
-    count = plan.num_microbatches if plan.pp > 1 else 1
-    if version == "main":
-        return {
-            "num_tokens_per_microbatch_per_dp_rank": plan.micro_batch * training.seq_len,
-            "num_tokens_per_train_step": plan.global_batch * training.seq_len,
-            "max_context_length": training.seq_len,
-            "disable_cuda_graphs": True,
-        }
-    values: dict[str, Any] = {
-        "local_batch_size": plan.micro_batch * count,
-        "global_batch_size": plan.global_batch,
-        "seq_len": training.seq_len,
-    }
-    # Pipelines and expert parallelism refuse CUDA graphs (trainer.py:183), and no prediction knows them.
-    return values if version == "0.2" else values | {"disable_cuda_graphs": True}
-
-
-def _parallelism(plan: ParallelPlan, model: ModelSpec, version: str) -> dict[str, Any]:
-    is_sharded = plan.sharding != "none"
-    values: dict[str, Any] = {
-        "data_parallel_replicate_degree": plan.dp_replicate if is_sharded else plan.dp,
-        "data_parallel_shard_degree": plan.dp_shard if is_sharded else 1,
-        "fsdp_reshard_after_forward": "never" if plan.sharding == "zero2" else "default",
-        "tensor_parallel_degree": plan.tp,
-        "context_parallel_degree": plan.cp,
-        "pipeline_parallel_degree": plan.pp,
-        "expert_parallel_degree": plan.ep,
-    }
-    if version != "0.2" and plan.tp > 1:
-        values["enable_sequence_parallel"] = plan.sp
-    if version == "0.2" and plan.tp_overlap:
-        values["enable_async_tensor_parallel"] = True
-    if plan.pp > 1:
-        values["pipeline_parallel_schedule"] = SCHEDULES[plan.schedule]
-        if version == "main":
-            values["num_pp_microbatches"] = plan.num_microbatches
-        else:
-            values["pipeline_parallel_microbatch_size"] = plan.micro_batch
-        head = "output" if version == "0.2" else "lm_head"
-        values["module_fqns_per_model_part"] = stages(chunk_layers(plan, model.num_layers), head)
-    return values
-
-
-def stages(counts: tuple[int, ...], head: str) -> list[list[str]]:
-    """The modules of every stage in model order: (1, 2) is [[tok_embeddings, layers.0], [layers.1, layers.2, ...]]."""
-    names, first = [], 0
-    for count in counts:
-        names.append([f"layers.{layer}" for layer in range(first, first + count)])
-        first += count
-    names[0].insert(0, "tok_embeddings")
-    names[-1] += ["norm", head]
-    return names
 
 
 def _compiles(training: TrainingSpec) -> bool:
@@ -246,7 +197,7 @@ def _compiles(training: TrainingSpec) -> bool:
 
 def _converters(plan: ParallelPlan, model: ModelSpec, *, compiled: bool) -> list[tuple[str, str]]:
     """(class, configured) of what changes the model for a precision; the head and the router stay in 16 bits."""
-    prefix = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}.get(plan.precision)
+    prefix = CONVERTERS.get(plan.precision)
     if prefix is None:
         return []
     inside = {"fqns": ["attention", "feed_forward", "shared_experts"]}
@@ -261,78 +212,9 @@ def _converters(plan: ParallelPlan, model: ModelSpec, *, compiled: bool) -> list
 # -- the models that it builds ----------------------------------------------------------------------------------------
 
 
-def family_of(model: ModelSpec) -> str:
-    """Which of its models has the blocks of `model`; refused where none has."""
-    for family, fits in (("gpt_oss", _is_gpt_oss), ("deepseek_v3", _is_deepseek), ("qwen3", _is_qwen3)):
-        if fits(model):
-            return family
-    if _is_llama3(model):
-        return "llama3"
-    raise InputError(
-        f"torchtitan builds no model with the blocks of {model.name!r}: it knows those of Llama 3 (no biases), Qwen 3 "
-        "(norms of heads, all layers MoE or none), DeepSeek-V3 (latent attention) and gpt-oss"
-    )
-
-
-def _is_plain(model: ModelSpec) -> bool:
-    """Rotary positions, one RMSNorm before every gated block: what all of its models have."""
-    return (
-        model.layer_pattern is None
-        and model.norm == "rmsnorm"
-        and model.norms_per_block == 1
-        and not model.embedding_norm
-        and model.position_embedding == "rope"
-        and model.gated_mlp
-        and not model.shares_mtp_layer
-    )
-
-
-def _is_unbiased(model: ModelSpec) -> bool:
-    """No biases, sinks or windows."""
-    biases = (model.mlp_bias, model.qkv_bias, model.attention_output_bias, model.attention_sinks)
-    return not any(biases) and model.window is None and not (model.moe and model.moe.router_bias)
-
-
-def _is_llama3(model: ModelSpec) -> bool:
-    dense = model.moe is None and model.mla is None and model.qk_norm == "none" and not model.num_mtp_layers
-    return (
-        _is_plain(model) and _is_unbiased(model) and dense and model.qk_head_dim * model.num_heads == model.hidden_size
-    )
-
-
-def _is_qwen3(model: ModelSpec) -> bool:
-    moe = model.moe
-    whole = moe is None or (
-        not moe.num_dense_layers and moe.interval == 1 and not moe.shared_expert_ffn_size and moe.latent_size is None
-    )
-    usual = model.mla is None and model.qk_norm == "head" and not model.num_mtp_layers
-    return _is_plain(model) and _is_unbiased(model) and whole and usual
-
-
-def _is_deepseek(model: ModelSpec) -> bool:
-    moe = model.moe
-    if moe is None or model.mla is None:
-        return False
-    shared, rest = divmod(moe.shared_expert_ffn_size, moe.expert_ffn_size)
-    usual = moe.interval == 1 and moe.latent_size is None and not moe.shared_expert_gate and shared > 0 and not rest
-    untied = not model.tied_embeddings and model.qk_norm == "none"
-    return _is_plain(model) and _is_unbiased(model) and usual and untied
-
-
-def _is_gpt_oss(model: ModelSpec) -> bool:
-    moe = model.moe
-    if moe is None or model.mla is not None:
-        return False
-    fixed = (model.num_heads, model.kv_heads, model.qk_head_dim, model.window, model.full_attention_interval)
-    biases = (model.mlp_bias, model.qkv_bias, model.attention_output_bias, model.attention_sinks, moe.router_bias)
-    whole = not moe.num_dense_layers and moe.interval == 1 and not moe.shared_expert_ffn_size and not moe.latent_size
-    usual = model.qk_norm == "none" and not model.tied_embeddings and not model.num_mtp_layers
-    # models/gpt_oss/__init__.py:76 and :183
-    return _is_plain(model) and fixed == (64, 8, 64, 128, 2) and all(biases) and whole and usual
-
-
-def _model_lines(family: str, model: ModelSpec, seq_len: int, cp: int, version: str) -> list[str]:
-    """The body of a function that returns the model's config."""
+def _model_lines(family: str, plan_file: PlanFile, version: str) -> list[str]:
+    """Return the body of a function that returns the model's config."""
+    model = plan_file.model
     dim = model.hidden_size
     norm = f"qwen3._qwen3_norm({dim})" if family == "qwen3" else _norm(family, dim)
     skip = "SKIP_" if model.tied_embeddings else ""
@@ -356,7 +238,7 @@ def _model_lines(family: str, model: ModelSpec, seq_len: int, cp: int, version: 
     if model.num_mtp_layers:
         count = model.num_mtp_layers
         values["mtp_layers"] = Code(f"deepseek_v3._build_mtp_layers(layers[-1], dim={dim}, num_mtp_layers={count})")
-    builder, inside = _layers(family, model, seq_len, cp, version)
+    builder, inside = _layers(family, plan_file, version)
     return [
         f"    layers = {_call(builder, inside, 4)}",
         f"    return {_call(f'{family}.{class_name}Model.Config', values, 4)}",
@@ -367,53 +249,24 @@ def _norm(family: str, dim: int) -> str:
     return _call("RMSNorm.Config", {"normalized_shape": dim, "param_init": Code(f"{family}._NORM_INIT")}, 8)
 
 
-def _layers(family: str, model: ModelSpec, seq_len: int, cp: int, version: str) -> tuple[str, dict[str, Any]]:
-    """The builder of a family's layers and its arguments."""
-    moe, mla = model.moe, model.mla
+def _layers(family: str, plan_file: PlanFile, version: str) -> tuple[str, dict[str, Any]]:
+    """Return the builder of a family's layers and its arguments."""
+    model, mla = plan_file.model, plan_file.model.mla
     width = mla.qk_rope_head_dim if mla else model.qk_head_dim
     length = "max_context_length" if version == "main" else "max_seq_len"
     rope = "CosSinRoPE" if family in ("qwen3", "gpt_oss") else "ComplexRoPE"
+    theta, seq_len = float(model.rope_base), plan_file.training.seq_len
     values: dict[str, Any] = {
         "n_layers": model.num_layers,
         "dim": model.hidden_size,
-        "rope": Code(f"{rope}.Config(dim={width}, {length}={seq_len}, theta={float(model.rope_base)!r})"),
+        "rope": Code(f"{rope}.Config(dim={width}, {length}={seq_len}, theta={theta!r})"),
         # The only one that context parallelism takes (distributed/full_dtensor.py:46).
-        "attn_backend": "varlen" if family == "gpt_oss" and cp == 1 else "flex",
+        "attn_backend": "varlen" if family == "gpt_oss" and plan_file.best.plan.cp == 1 else "flex",
     }
-    heads = {"n_heads": model.num_heads, "n_kv_heads": model.kv_heads}
-    if moe:
+    if model.moe:
         values["moe_comm_backend"] = "standard"
-    if family == "llama3":
-        return "llama3._build_llama3_layers", values | heads | {"hidden_dim": model.ffn_size}
-    if family == "qwen3" and moe is None:
-        return "qwen3._build_qwen3_layers", values | heads | {"head_dim": width, "hidden_dim": model.ffn_size}
-    assert moe is not None
-    experts = {"num_experts": moe.num_experts}
-    if family == "qwen3":
-        experts |= {"top_k": moe.experts_per_token, "moe_hidden_dim": moe.expert_ffn_size}
-        return "qwen3._build_qwen3_moe_layers", values | heads | {"head_dim": width} | experts
-    if family == "gpt_oss":
-        experts |= {"top_k": moe.experts_per_token, "hidden_dim": moe.expert_ffn_size}
-        return "gpt_oss._build_gptoss_layers", values | experts | {"load_balance_coeff": 1e-3}
-    assert mla is not None
-    latent = {
-        "n_heads": model.num_heads,
-        "q_lora_rank": mla.q_lora_rank or 0,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "mscale": 1.0,
-    }
-    experts |= {
-        "n_dense_layers": moe.num_dense_layers,
-        "dense_hidden_dim": model.ffn_size,
-        "moe_hidden_dim": moe.expert_ffn_size,
-        "num_shared_experts": moe.shared_expert_ffn_size // moe.expert_ffn_size,
-        "router_top_k": moe.experts_per_token,
-    }
-    routing = {"router_score_func": "sigmoid", "router_route_norm": True, "non_blocking_capacity_factor": None}
-    return "deepseek_v3._build_dsv3_layers", values | latent | experts | routing
+    builder = builder_of(family, model)
+    return f"{family}.{builder}", values | write_sizes(builder, plan_file)
 
 
 # -- version 0.2: TOML ------------------------------------------------------------------------------------------------
@@ -427,15 +280,15 @@ def _toml(plan_file: PlanFile) -> str:
     tables: dict[str, Mapping[str, Any]] = {
         "model": {"name": family, "flavor": flavor},
         "optimizer": {"name": "AdamW", "lr": 3e-4},
-        "training": _training(plan, training, "0.2"),
-        "parallelism": _parallelism(plan, model, "0.2"),
+        "training": write_batch(plan, training.seq_len, "0.2"),
+        "parallelism": write_parallelism(plan_file, "0.2"),
         "activation_checkpoint": {"mode": plan.recompute},
         "compile": {"enable": _compiles(training), "components": ["model", "loss"]},
     }
     if plan.recompute == "selective":
         tables["activation_checkpoint"] = {"mode": "selective", "selective_ac_option": "op"}
     if plan.precision != "bf16":
-        kind = {"fp8": "float8", "mxfp8": "mx"}[plan.precision]
+        kind = OLD_CONVERTERS[plan.precision]
         outside = {"filter_fqns": ["output", "router.gate"]}
         recipe = {"recipe_name": "rowwise"} if kind == "float8" else {"recipe_name": "mxfp8_cublas"}
         grouped = [f"quantize.grouped_mm.{kind}"] if model.moe else []

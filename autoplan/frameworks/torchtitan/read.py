@@ -19,25 +19,27 @@ from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
 from autoplan.frameworks.common.literals import Built, Module, Unknown
 from autoplan.frameworks.common.options import Options, show
 from autoplan.frameworks.common.shell import Command, is_open, read_script
+from autoplan.frameworks.torchtitan.families import model_of, size_of
+from autoplan.frameworks.torchtitan.options import (
+    ASIDE,
+    CONVERTERS,
+    OLD_CONVERTERS,
+    POLICIES,
+    read_assumed,
+    read_batch,
+    read_degrees,
+    read_pipeline,
+    read_sequence,
+    read_sharding,
+)
 from autoplan.read.model import load_model
-from autoplan.spec.enums import Schedule
-from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
 _TRAINS = ("torchtitan.train", "torchtitan/train.py", "plan_cfg.py")
 _ENTRIES = ("run_train.sh",)
 _OLD_FILE = "job.config_file"  # whose name is an option of 0.2
-_CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
-_POLICIES = {"FullAC.Config": "full", "SelectiveAC.Config": "selective", "MemoryBudgetAC.Config": "memory-budget"}
-_OLD_CONVERTERS = {"float8": "fp8", "mx": "mxfp8"}
-_SINGLE = {"1f1b": "1f1b", "gpipe": "gpipe", "interleavedzerobubble": "zb-h1"}  # with one stage a rank
-_MULTI = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v"}
-# Sections that cost neither time nor memory, or that a plan does not choose.
-_ASIDE = (
-    *("hf_assets_path", "dump_folder", "profiler", "profiling", "metrics", "tokenizer", "dataloader", "optimizer"),
-    *("lr_scheduler", "checkpoint", "comm", "debug", "validator", "validation", "job", "loss", "override"),
-)
 
 
 @dataclass(slots=True)
@@ -108,8 +110,9 @@ def _of_toml(table: dict[str, Any]) -> Found:
         found.unread.append(Unread(option="model.flavor", value=f"{family} {flavor}", why="a model without a preset"))
     for converter in converters if isinstance(converters, list) else []:
         kind = str(converter).rsplit(".", 1)[-1]
-        if kind in _OLD_CONVERTERS:
-            found.precision = _OLD_CONVERTERS[kind]
+        precision = next((name for name, word in OLD_CONVERTERS.items() if word == kind), None)
+        if precision is not None:
+            found.precision = precision
         else:
             found.unread.append(Unread(option="model.converters", value=show(converter), why="not known"))
     policy = Options(table).inside("activation_checkpoint")
@@ -150,7 +153,7 @@ def _of_module(text: str, variables: dict[str, str]) -> Found:
             found.unread.append(_chunks(value.name))
         elif isinstance(value, Built):
             found.options[key] = {name: _plain(one) for name, one in value.named.items()}
-        elif key not in _ASIDE:
+        elif key not in ASIDE:
             found.options[key] = _plain(value)
     return found
 
@@ -181,7 +184,8 @@ def _text(value: Any) -> str:
 
 def _read_policy(found: Found, value: Any) -> None:
     name = ".".join(value.name.rsplit(".", 2)[-2:]) if isinstance(value, Built) else None
-    found.recompute = "none" if value is None else _POLICIES.get(name or "")
+    kinds = {f"{policy}.Config": kind for kind, policy in (*POLICIES.items(), ("memory-budget", "MemoryBudgetAC"))}
+    found.recompute = "none" if value is None else kinds.get(name or "")
     if found.recompute is None:
         raise InputError(f"activation_checkpoint {_text(value)}: known are FullAC, SelectiveAC and None")
 
@@ -204,77 +208,14 @@ def _read_model(found: Found, spec: Any, function: str) -> None:
         family = family or next((one for one in families if one.replace("_", "") in function.replace("_", "")), "")
         found.model = _of_flavor(family, flavor)
         if found.model is not None:
-            found.model = replace(found.model, num_mtp_layers=_whole(spec, "num_mtp_layers", 0))
+            found.model = replace(found.model, num_mtp_layers=size_of(spec, "num_mtp_layers", 0))
     for converter in converters:
         name = converter.name.split(".")[-2] if isinstance(converter, Built) and "." in converter.name else ""
-        precision = next((word for prefix, word in _CONVERTERS.items() if name.startswith(prefix)), None)
+        precision = next((word for word, prefix in CONVERTERS.items() if name.startswith(prefix)), None)
         if precision is not None:
             found.precision = precision
         else:
             found.unread.append(Unread(option="converters", value=name or _text(converter), why="not known"))
-
-
-def _whole(built: Built, key: str, default: int | None = None) -> int:
-    """A size that a call was given."""
-    value = built.named.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{key} of the model cannot be read: pass --model")
-    return value
-
-
-def model_of(config: Built, name: str) -> ModelSpec:
-    """The architecture of a model config whose layers one of torchtitan's builders makes."""
-    layers = config.named.get("layers")
-    if not isinstance(layers, Built):
-        raise InputError("the layers of the model cannot be read: pass --model")
-    builder, values = layers.name.rsplit(".", 1)[-1], layers.named
-    rope = values.get("rope")
-    base = rope.named.get("theta", 10000.0) if isinstance(rope, Built) else 10000.0
-
-    def size(key: str, default: int | None = None) -> int:
-        return _whole(layers if key in values else config, key, default)
-
-    def experts(width: str = "moe_hidden_dim", top: str = "top_k", **others: Any) -> Experts:
-        inside: dict[str, Any] = {
-            "num_experts": size("num_experts"),
-            "experts_per_token": size(top),
-            "expert_ffn_size": size(width),
-        }
-        return Experts(**inside | others)
-
-    shape: dict[str, Any] = {
-        "name": name,
-        "num_layers": size("n_layers"),
-        "hidden_size": size("dim"),
-        "vocab_size": size("vocab_size"),
-        "tied_embeddings": config.named.get("enable_weight_tying", False) is True,
-        "rope_base": float(base) if isinstance(base, int | float) else 10000.0,
-    }
-    if builder == "_build_gptoss_layers":
-        # models/gpt_oss/__init__.py:76 and :183
-        fixed = load_model("gpt-oss-20b")
-        return replace(fixed, **shape, aliases=(), sources=(), moe=experts("hidden_dim", router_bias=True))
-    heads = size("n_heads")
-    kv_heads = heads if values.get("n_kv_heads") is None else size("n_kv_heads")
-    shape |= {"num_heads": heads, "num_kv_heads": kv_heads if kv_heads != heads else None}
-    if builder == "_build_llama3_layers":
-        return ModelSpec(**shape, ffn_size=size("hidden_dim"))
-    if builder in ("_build_qwen3_layers", "_build_qwen3_moe_layers"):
-        width = size("head_dim")
-        shape |= {"qk_norm": "head", "head_dim": width if width * heads != shape["hidden_size"] else None}
-        dense = builder == "_build_qwen3_layers"
-        return ModelSpec(**shape, ffn_size=size("hidden_dim")) if dense else ModelSpec(**shape, moe=experts())
-    if builder == "_build_dsv3_layers":
-        mtp = config.named.get("mtp_layers")
-        shape["num_mtp_layers"] = _whole(mtp, "num_mtp_layers", 0) if isinstance(mtp, Built) else 0
-        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = LatentAttention(**{one: size(one) for one in names}, q_lora_rank=size("q_lora_rank") or None)
-        shared = size("num_shared_experts") * size("moe_hidden_dim")
-        dense_layers = size("n_dense_layers")
-        moe = experts(top="router_top_k", shared_expert_ffn_size=shared, num_dense_layers=dense_layers)
-        ffn_size = size("dense_hidden_dim") if dense_layers else 0
-        return ModelSpec(**shape | {"num_kv_heads": None}, mla=latent, moe=moe, ffn_size=ffn_size)
-    raise InputError(f"the layers that {builder} builds are not known: pass --model")
 
 
 # -- command lines of 0.3 ---------------------------------------------------------------------------------------------
@@ -438,32 +379,29 @@ def _launch(found: Found, given: Given) -> Launch:
     if model is None:
         raise InputError("the model cannot be read from the file: pass --model")
     options = Options(_checked(found.options))
-    options.known(*_ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
+    options.known(*ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
     unread = [one for one in found.unread if not (given.model and one.option == "model.flavor")]
     compiled = _compiled(compiling)
     if not compiled:
         why = "blocks run eagerly; only their norms are priced so"
         unread.append(Unread(option="compile.enable", value="false", why=why))
-    degrees = _degrees(parallelism, given.num_devices or found.num_devices)
-    batch = _batch(training, parallelism, degrees, unread)
+    degrees = read_degrees(parallelism, given.num_devices or found.num_devices)
+    batch = read_batch(training, parallelism, degrees, unread)
     if found.recompute not in ("none", "selective", "full"):
         raise InputError(
             f"activation checkpointing {show(found.recompute)} is not priced: known are none, selective, full"
         )
     axes: dict[str, Any] = {
         **batch,
-        **_pipeline(parallelism, degrees["pp"], model.num_layers),
-        **_grid(parallelism, degrees, model, unread),
+        **read_pipeline(parallelism, degrees["pp"], model.num_layers),
+        **read_sharding(parallelism, degrees, model, unread),
         "recompute": found.recompute,
         "precision": found.precision,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,
     }
-    unread += _memory(training)
-    seq_len = given.seq_len or _sequence(training)
-    training.known(
-        "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
-    )
+    unread += read_assumed(training)
+    seq_len = given.seq_len or read_sequence(training)
     return Launch(
         target="torchtitan",
         framework="torchtitan",
@@ -492,175 +430,6 @@ def _compiled(compiling: Options) -> bool:
     compiling.known("backend")
     components = compiling.value("components")
     return compiling.flag("enable") and (not isinstance(components, list) or "model" in components)
-
-
-def _degrees(parallelism: Options, num_devices: int | None) -> dict[str, int]:
-    """Ranks of every axis; a shard degree of -1 takes what is left of the devices."""
-    axes = {
-        "tp": "tensor",
-        "cp": "context",
-        "pp": "pipeline",
-        "dp_replicate": "data_parallel_replicate",
-        "ep": "expert",
-    }
-    keys = {axis: f"{name}_degree" if "data" in name else f"{name}_parallel_degree" for axis, name in axes.items()}
-    degrees = {axis: parallelism.count(key, 1) for axis, key in keys.items()}
-    others = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp_replicate"]
-    shard = parallelism.count("data_parallel_shard_degree", -1, least=-1)
-    if shard < 1:
-        if num_devices is None:
-            raise InputError("data_parallel_shard_degree takes what is left of the devices: pass --devices")
-        if num_devices % others:
-            raise InputError(f"{num_devices} devices do not divide into tp x cp x pp x dp_replicate = {others}")
-        shard = num_devices // others
-    elif num_devices is not None and shard * others != num_devices:
-        raise InputError(f"the degrees need {shard * others} devices, there are {num_devices}")
-    return degrees | {"dp_shard": shard}
-
-
-def _sequence(training: Options) -> int:
-    key = "max_context_length" if training.has("max_context_length") else "seq_len"
-    return training.count(key, None if training.has("num_tokens_per_train_step") else 2048)
-
-
-def _batch(training: Options, parallelism: Options, degrees: dict[str, int], unread: list[Unread]) -> dict[str, int]:
-    """Sequences of a micro-batch and of a step."""
-    dp, has_pipeline = degrees["dp_replicate"] * degrees["dp_shard"], degrees["pp"] > 1
-    if training.has("num_tokens_per_microbatch_per_dp_rank"):  # main
-        length = _sequence(training)
-        tokens = training.count("num_tokens_per_microbatch_per_dp_rank")
-        count = parallelism.count("num_pp_microbatches", 1) if has_pipeline else 1
-        whole = training.count("num_tokens_per_train_step", -1, least=-1)
-        whole = whole if whole > 0 else tokens * dp * count
-        if tokens % length or whole % length:
-            raise InputError(f"micro-batches of {tokens} tokens are no whole sequences of {length}: pack no sequences")
-        micro, local, batch = tokens // length, tokens // length * count, whole // length
-    else:
-        local = training.count("local_batch_size", 8)
-        micro = parallelism.count("pipeline_parallel_microbatch_size", 1) if has_pipeline else local
-        batch = training.count("global_batch_size", -1, least=-1)
-        batch = batch if batch > 0 else local * dp
-    parallelism.known("pipeline_parallel_microbatch_size", "num_pp_microbatches")
-    if local % micro or batch % (local * dp):
-        raise InputError(
-            f"a step of {batch} sequences must be a multiple of {local} on {dp} replicas, in parts of {micro}"
-        )
-    if has_pipeline and batch > local * dp:
-        why = "the pipeline empties after so many sequences; read as if it went on to the end of the step"
-        unread.append(Unread(option="training.local_batch_size", value=str(local), why=why))
-    return {"micro_batch": micro, "global_batch": batch}
-
-
-def _grid(parallelism: Options, degrees: dict[str, int], model: ModelSpec, unread: list[Unread]) -> dict[str, Any]:
-    """Degrees and what is sharded over them."""
-    tp, cp, ep = degrees["tp"], degrees["cp"], degrees["ep"]
-    replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
-    policy = parallelism.word(
-        "fsdp_reshard_after_forward", {one: one for one in ("default", "always", "never")}, "default"
-    )
-    is_sharded = shard * cp > 1
-    sharding = "none" if not is_sharded else "zero2" if policy == "never" and degrees["pp"] == 1 else "zero3"
-    if policy == "always" and degrees["pp"] > 1 and is_sharded:
-        why = "weights are gathered for every micro-batch; priced as gathered once a step"
-        unread.append(Unread(option="parallelism.fsdp_reshard_after_forward", value=policy, why=why))
-    sp = parallelism.flag("enable_sequence_parallel", True)
-    if not model.moe and ep > 1:
-        unread.append(Unread(option="expert_parallel_degree", value=str(ep), why="no experts", matters=False))
-        ep = 1
-    etp = parallelism.count("expert_tensor_parallel_degree", 1) if ep > 1 else tp
-    backend = parallelism.value("expert_parallel_comm_backend")
-    if backend not in (None, "standard"):
-        unread.append(Unread(option="expert_parallel_comm_backend", value=show(backend), why="priced as all-to-all"))
-    parallelism.known("spmd_backend", "context_parallel_load_balancer", "context_parallel_rotate_method")
-    parallelism.known("context_parallel_ptrr_mask_key", "pipeline_parallel_expert_parallel_overlap")
-    parallelism.known("expert_tensor_parallel_degree")
-    return {
-        "tp": tp,
-        "sp": sp and tp > 1,
-        "cp": cp,
-        "ep": ep,
-        "etp": etp if model.moe else 1,
-        "dp_replicate": replicate if is_sharded else 1,
-        "dp_shard": shard if is_sharded else shard * replicate,
-        "sharding": sharding,
-    }
-
-
-def _memory(training: Options) -> list[Unread]:
-    usual = {
-        "enable_cpu_offload": (False, "parameters and states on the host are not priced"),
-        "dtype": ("float32", "weights and states are priced in 32 bits"),
-        "mixed_precision_param": ("bfloat16", "products are priced in 16 bits"),
-        "mixed_precision_reduce": ("float32", "reductions are priced in 32 bits"),
-        "disable_cuda_graphs": (True, "no prediction knows CUDA graphs"),
-    }
-    unread = []
-    for key, (value, why) in usual.items():
-        if training.has(key) and (got := training.value(key)) != value:
-            unread.append(Unread(option=f"training.{key}", value=show(got), why=why))
-    return unread
-
-
-# -- pipelines --------------------------------------------------------------------------------------------------------
-
-
-def _pipeline(parallelism: Options, pp: int, num_layers: int) -> dict[str, Any]:
-    """Schedule, chunks a rank and their layers."""
-    word = str(parallelism.value("pipeline_parallel_schedule") or "1F1B").casefold()
-    parts = parallelism.value("module_fqns_per_model_part")
-    each = parallelism.count("pipeline_parallel_layers_per_stage") if _has_number(parallelism) else None
-    first = parallelism.count("pipeline_parallel_first_stage_less_layers", 1, least=0)
-    last = parallelism.count("pipeline_parallel_last_stage_less_layers", 1, least=0)
-    if parallelism.value("pipeline_parallel_schedule_csv"):
-        raise InputError("a schedule of a CSV file is not priced")
-    if pp == 1:
-        return {}
-    if word not in _SINGLE | _MULTI:
-        raise InputError(f"pipeline schedule {show(word)} is not priced: known are {', '.join(_SINGLE | _MULTI)}")
-    if parts is not None:
-        counts = _counted(parts, num_layers)
-    else:
-        stages = pp * (1 if word in ("1f1b", "gpipe") else 2)
-        if each is not None:
-            stages = -(-(num_layers + first + last) // each)
-        counts = spread(stages, num_layers, first, last)
-    if len(counts) % pp:
-        raise InputError(f"{len(counts)} stages do not divide over {pp} ranks of the pipeline")
-    vp = len(counts) // pp
-    table = _SINGLE if vp == 1 else _MULTI
-    if word not in table:
-        raise InputError(f"pipeline schedule {word!r} with {vp} stages a rank is not priced")
-    schedule: Schedule = table[word]  # type: ignore[assignment]
-    uneven = counts if len(set(counts)) > 1 else None
-    return {"pp": pp, "vp": vp, "schedule": schedule, "layers_per_chunk": uneven}
-
-
-def _has_number(parallelism: Options) -> bool:
-    return parallelism.has("pipeline_parallel_layers_per_stage")
-
-
-def spread(stages: int, num_layers: int, first: int = 1, last: int = 1) -> tuple[int, ...]:
-    """The layers of every stage as torchtitan spreads them: embedding and head count as `first` and `last` layers.
-
-    Source: _generate_llm_fqn_per_model_part in distributed/pipeline_parallel.py of 0.3.0.
-    """
-    each, more = divmod(num_layers + first + last, stages)
-    if each < max(first, last, 1):
-        raise InputError(f"{num_layers} layers do not fill {stages} stages of a pipeline")
-    counts = [each + (stage < more) for stage in range(stages)]
-    counts[0] -= first
-    counts[-1] -= last
-    return tuple(counts)
-
-
-def _counted(parts: Any, num_layers: int) -> tuple[int, ...]:
-    """The layers of every listed stage, which must come in order."""
-    if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts) or not parts:
-        raise InputError("module_fqns_per_model_part must be a list of lists of names")
-    names = [[name for name in part if str(name).startswith("layers.")] for part in parts]
-    if [name for part in names for name in part] != [f"layers.{layer}" for layer in range(num_layers)]:
-        raise InputError(f"module_fqns_per_model_part must list the {num_layers} layers in order, each once")
-    return tuple(map(len, names))
 
 
 READER = Reader(target="torchtitan", recognises=recognises, read=read)
