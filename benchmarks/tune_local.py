@@ -29,13 +29,14 @@ from reports import make_parser, write_report
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.files import encode, write_text
-from autoplan.cli.trials import Budget, Trials, read_result
 from autoplan.frameworks.logs import LogReader
 from autoplan.jobs.job import AUTOPLAN, OUTCOME, PLAN, JobStatus, LocalJobs
 from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.search.choice import distinct
 from autoplan.search.storage import opened
 from autoplan.search.study import search
+from autoplan.search.trial_results import read_result
+from autoplan.search.trials import Budget, Trials
 from autoplan.search.tune import MARGIN, TunedTrial, Tuning, look
 from autoplan.spec.enums import Precision
 from autoplan.spec.problem import Problem

@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 
+from autoplan.api.plan_run import plan_to_run
 from autoplan.base.files import decode, encode, read_table
 from autoplan.cli import COMMANDS
-from autoplan.cli.run import plan_to_run
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.report.terminal import make_console, print_estimate, print_search, why_first

@@ -17,9 +17,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from autoplan.api.plan_run import of_trainer
 from autoplan.api.timings import with_timings
 from autoplan.base.processes import Children
-from autoplan.cli.run import of_trainer
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.record import Fingerprint, Record

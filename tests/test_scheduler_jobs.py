@@ -321,7 +321,7 @@ def test_jobs_may_go_by_the_schedulers_own_names(stand_in: StandIn, template: Jo
 def test_a_study_goes_on_while_the_controller_is_killed(
     slurm: StandIn | RealSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoplan.cli.trials.POLL_S", 0.1)
+    monkeypatch.setattr("autoplan.search.trials.POLL_S", 0.1)
     write_program(tmp_path / "trial.sh", f'{BEGINS}steps 3; wait_for "{tmp_path}/go"; steps 5')
     template = of_trial(load_job_template("slurm"), tmp_path / "trial.sh")
     submit = json.dumps(template.submit)
@@ -355,7 +355,7 @@ def test_what_is_exported_is_submitted_and_its_log_is_read(
     slurm: StandIn | RealSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With Megatron-LM's torchrun in the place of which there is one that only says what was asked of it."""
-    monkeypatch.setattr("autoplan.cli.trials.POLL_S", 0.1)
+    monkeypatch.setattr("autoplan.search.trials.POLL_S", 0.1)
     torchrun = f'{BEGINS}for word in "$@"; do last=$word; done; echo "$@"; steps "$last"'
     write_program(tmp_path / "torchrun", torchrun.replace('"$1/ran"', f'"{tmp_path}/ran"'))
     (tmp_path / "own.toml").write_text('extends = "slurm"\npoll_every_s = 0.1\n')

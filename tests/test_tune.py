@@ -23,7 +23,6 @@ from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode
-from autoplan.cli.trials import Budget, Trials, read_result
 from autoplan.frameworks.logs import LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Cause, JobStatus, LocalJobs, SilentError
 from autoplan.profiler.store import open_store
@@ -31,6 +30,8 @@ from autoplan.search.belief import RUN_SPREAD, Belief, Measured, fit_chance, poo
 from autoplan.search.choice import distinct
 from autoplan.search.storage import opened
 from autoplan.search.study import search
+from autoplan.search.trial_results import read_result
+from autoplan.search.trials import Budget, Trials
 from autoplan.search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, look
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
@@ -398,7 +399,7 @@ def iteration(number: int, seconds: float) -> str:
 
 @pytest.fixture(autouse=True)
 def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoplan.cli.trials.POLL_S", 0.02)
+    monkeypatch.setattr("autoplan.search.trials.POLL_S", 0.02)
 
 
 def trials_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,40 @@ def local_cluster() -> ClusterSpec:
     return description.cluster
 
 
+def discover(
+    sources: Sequence[str | Path] = (),
+    *,
+    kind: str = "auto",
+    nodes: int = 0,
+    name: str = "",
+    device: str = "",
+    measured_links: bool = False,
+    db: str | None = None,
+) -> Description | None:
+    """Return the cluster of this machine, of the nodes of this job, or of saved output of tools (`sources`).
+
+    It says where each figure comes from.  `kind` is the format of the files, `nodes` how many such nodes there are,
+    `name` that of the cluster, `device` the shipped device where the sources do not say which it is.  With
+    `measured_links` the links that the timing database `db` has measured count before those of data sheets.
+
+    Returns None on other ranks of a job than the first.  Raises InputError where the sources do not describe a node.
+    """
+    observed = observe(sources, kind=kind, nodes=nodes)
+    if observed is None:
+        return None
+    description = described(*observed, is_here=not sources, nodes=nodes, name=name, device=device)
+    return with_measured_links(description, db) if measured_links else description
+
+
+def observe(
+    sources: Sequence[str | Path] = (), *, kind: str = "auto", nodes: int = 0
+) -> tuple[list[Report], SwitchTree | None] | None:
+    """Return what saved files say, or this machine or all nodes of the job; None on other ranks than the first."""
+    if nodes < 0:
+        raise InputError(f"--nodes must be at least 1, got {nodes}")
+    return read_files([Path(source) for source in sources], kind) if sources else look()
+
+
 def described(
     reports: list[Report], tree: SwitchTree | None, *, is_here: bool, nodes: int = 0, name: str = "", device: str = ""
 ) -> Description:
@@ -78,14 +113,16 @@ def read_files(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree
 
 def look() -> tuple[list[Report], SwitchTree | None] | None:
     """Return what this machine says, or all nodes of the job: on rank 0, None on others."""
-    place, mine = place_from(os.environ), None
+    place, own_report = place_from(os.environ), None
     if place is None or place.local_rank == 0:
         seen, troubles = see()
-        mine = Report(host=host_name(), switches=switches_above(os.environ), seen=tuple(seen), troubles=tuple(troubles))
+        own_report = Report(
+            host=host_name(), switches=switches_above(os.environ), seen=tuple(seen), troubles=tuple(troubles)
+        )
     if place is None or place.num_ranks == 1:
-        return ([mine], switch_tree(os.environ)) if mine else None
+        return ([own_report], switch_tree(os.environ)) if own_report else None
     _check_torch(place.launcher)
-    gathered = gather(place, mine)
+    gathered = gather(place, own_report)
     return None if gathered is None else (gathered, switch_tree(os.environ))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -82,6 +83,12 @@ class Fault:
 
 # The whole work of a rank: its place, and the line to the program that started it.
 Work = Callable[[RankPlace, Connection], None]
+
+
+def check_torch() -> None:
+    """Refuse a machine without what ranks run on."""
+    if missing := [name for name in ("torch", "psutil") if importlib.util.find_spec(name) is None]:
+        raise InputError(f"this needs {' and '.join(missing)}: pip install 'autoplan[profile]'")
 
 
 def place_from(variables: Mapping[str, str]) -> RankPlace | None:

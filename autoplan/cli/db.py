@@ -1,4 +1,4 @@
-"""`autoplan db`: what is in the timing database, and how does it get in and out?"""
+"""Commands `autoplan db`: show the timing database, and move records in and out."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def info(context: typer.Context, url: DbOption = None, json: JsonOption = False)
         [(name, name in ("hosts", "records", "hidden")) for name in columns],
         [
             _cells(
-                one.fingerprint.device,
-                one.fingerprint.torch,
-                one.fingerprint.collectives,
-                one.fingerprint.runtime,
-                one.fingerprint.num_hosts,
-                f"{one.num_records:,}",
-                f"{one.num_hidden:,}",
-                one.newest[:10],
+                holding.fingerprint.device,
+                holding.fingerprint.torch,
+                holding.fingerprint.collectives,
+                holding.fingerprint.runtime,
+                holding.fingerprint.num_hosts,
+                f"{holding.num_records:,}",
+                f"{holding.num_hidden:,}",
+                holding.newest[:10],
             )
-            for one in holdings
+            for holding in holdings
         ],
     )
 
@@ -87,8 +87,8 @@ def list_(
         if operation or hidden:
             raise InputError("--runs lists training runs, which have no operation and are never hidden")
         with _open(context, url, writable=False) as store:
-            held = _first(store.runs(device=device, trust=trust or None), limit)
-        _print_runs(held, json=json)
+            runs_found = _first(store.runs(device=device, trust=trust or None), limit)
+        _print_runs(runs_found, json=json)
         return
     with _open(context, url, writable=False) as store:
         wanted = [operation] if operation else None
@@ -122,21 +122,21 @@ def list_(
 
 
 def _first(found: Iterable[T], limit: int) -> list[T]:
-    """As many as shall be shown, with a word where there are more."""
+    """Take as many as shall be shown, with a word where there are more."""
     from itertools import islice
 
-    some = list(islice(found, limit + 1))
-    if len(some) > limit:
-        some.pop()
+    shown = list(islice(found, limit + 1))
+    if len(shown) > limit:
+        shown.pop()
         print(f"autoplan: the first {limit:,} are shown: raise --limit or narrow the choice", file=sys.stderr)
-    return some
+    return shown
 
 
-def _print_runs(held: list[RunRecord], *, json: bool) -> None:
+def _print_runs(runs_found: list[RunRecord], *, json: bool) -> None:
     from autoplan.base.units import format_bytes, format_seconds
 
     if json:
-        _print_json([{"key": one.key, "seconds": one.seconds, "run": one} for one in held])
+        _print_json([{"key": run.key, "seconds": run.seconds, "run": run} for run in runs_found])
         return
     from autoplan.report.terminal import make_console, print_table
 
@@ -146,18 +146,18 @@ def _print_runs(held: list[RunRecord], *, json: bool) -> None:
         [(name, name in ("step", "predicted", "memory")) for name in columns],
         [
             _cells(
-                one.key[:12],
-                one.model.name,
-                one.plan.describe(),
-                one.framework,
-                format_seconds(one.seconds) if one.seconds else "",
-                format_seconds(one.predicted_s) if one.predicted_s else "",
-                format_bytes(one.peak_bytes) if one.peak_bytes else "",
-                one.status,
-                one.fingerprint.device,
-                one.measured_by,
+                run.key[:12],
+                run.model.name,
+                run.plan.describe(),
+                run.framework,
+                format_seconds(run.seconds) if run.seconds else "",
+                format_seconds(run.predicted_s) if run.predicted_s else "",
+                format_bytes(run.peak_bytes) if run.peak_bytes else "",
+                run.status,
+                run.fingerprint.device,
+                run.measured_by,
             )
-            for one in held
+            for run in runs_found
         ],
     )
 
@@ -284,8 +284,8 @@ def check(context: typer.Context, url: DbOption = None, json: JsonOption = False
     if json:
         _print_json(findings)
         return
-    for one in findings:
-        typer.echo(f"{one.key[:12]}  {one.what}: {one.reason}")
+    for finding in findings:
+        typer.echo(f"{finding.key[:12]}  {finding.what}: {finding.reason}")
     print(f"{len(findings):,} findings; `autoplan db hide KEY --reason WHY` takes one out of use", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""`autoplan discover`: what is this machine, this allocation or that of saved files made of?"""
+"""Command `autoplan discover`: describes this machine, this allocation or that of saved files as a cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.base.errors import InputError
 from autoplan.cli.inputs import whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
 
@@ -47,26 +46,32 @@ def discover(
     Run it on one node, or as the program of torchrun --no-python, srun or mpirun: then every node says what it has.
     With --db the links that the timing database has measured count before those of data sheets.
     """
-    from autoplan.api.discovery import described, look, read_files, with_measured_links
+    from autoplan.api.discovery import discover as find_cluster
+    from autoplan.api.discovery import observe
     from autoplan.base.files import write_text
     from autoplan.cli.inputs import check_output
     from autoplan.profiler.discover.report import ReportFile, encode
     from autoplan.profiler.discover.write import cluster_toml
 
-    if nodes < 0:
-        raise InputError(f"--nodes must be at least 1, got {nodes}")
     if out is not None:
         check_output(out, force=force)
-    gathered = read_files(sources, kind) if sources else look()
-    if gathered is None:  # rank 0 writes
-        return
-    reports, tree = gathered
     if json_:
-        text = encode(ReportFile(nodes=tuple(reports)))
+        observed = observe(sources or (), kind=kind, nodes=nodes)
+        if observed is None:  # rank 0 writes
+            return
+        text = encode(ReportFile(nodes=tuple(observed[0])))
     else:
-        description = described(reports, tree, is_here=not sources, nodes=nodes, name=name, device=device)
-        if url is not None:
-            description = with_measured_links(description, whole_url(context, url))
+        description = find_cluster(
+            sources or (),
+            kind=kind,
+            nodes=nodes,
+            name=name,
+            device=device,
+            measured_links=url is not None,
+            db=whole_url(context, url),
+        )
+        if description is None:
+            return
         heading = ("Found by `autoplan discover`: correct what is assumed.",)
         text = cluster_toml(description.cluster, description.remarks, heading)
         if not quiet:
@@ -81,14 +86,16 @@ def discover(
 
 
 def _tell(description: Description) -> None:
-    """What was found, and from where: a few lines for the person at the terminal."""
+    """Print what was found, and from where, in a few lines."""
     from autoplan.base.units import format_percent
 
     cluster, remarks = description.cluster, description.remarks
     rows = [("device", f"{cluster.devices_per_node} x {cluster.device.name}", remarks.get("device", ""))]
     for at, level in enumerate(cluster.levels):
         rate = f"{level.bandwidth_bytes_per_s / 1e9:g} GB/s x {format_percent(level.efficiency)}"
-        measured, nominal = (remarks.get(f"levels[{at}].{one}", "") for one in ("efficiency", "bandwidth_bytes_per_s"))
+        measured, nominal = (
+            remarks.get(f"levels[{at}].{name}", "") for name in ("efficiency", "bandwidth_bytes_per_s")
+        )
         remark = measured if measured.startswith("measured") else nominal
         rows.append((level.name, f"{level.num_devices} devices, {rate}", remark))
     network = cluster.network

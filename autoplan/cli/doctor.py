@@ -1,4 +1,4 @@
-"""`autoplan doctor`: what is installed, visible and reachable, and what mends what is not?"""
+"""Command `autoplan doctor`: says what is installed, visible and reachable, and what mends what is not."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def doctor(
     styles = {"ok": "green", "absent": "dim", "problem": "bold red"}
     console = make_console()
     grid = labelled(columns=3)
-    for one in found.checks:
-        grid.add_row(one.part, f"[{styles[one.state]}]{one.state}[/]", escape(one.says))
-        if one.remedy:
-            grid.add_row("", "", f"[bold]-> {escape(one.remedy)}[/]")
+    for check in found.checks:
+        grid.add_row(check.part, f"[{styles[check.state]}]{check.state}[/]", escape(check.says))
+        if check.remedy:
+            grid.add_row("", "", f"[bold]-> {escape(check.remedy)}[/]")
     print_part(console, grid)
     problems = found.num_problems
     console.print(f"\n{problems} problem{'s' * (problems != 1)}" if problems else "\nno problems")

@@ -1,18 +1,9 @@
-"""What does a command need that starts ranks or programs, and how is it asked to end?"""
+"""End of a command that starts ranks or programs, by a signal."""
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 from typing import NoReturn
-
-from autoplan.base.errors import InputError
-
-
-def check_torch() -> None:
-    """Refuse a machine without what ranks run on."""
-    if missing := [name for name in ("torch", "psutil") if importlib.util.find_spec(name) is None]:
-        raise InputError(f"this needs {' and '.join(missing)}: pip install 'autoplan[profile]'")
 
 
 def leave_on_sigterm() -> None:

@@ -1,29 +1,22 @@
-"""`autoplan profile`: how long do the operations of a model take on this machine or allocation?"""
+"""Command `autoplan profile`: measures the operations of a model on this machine or allocation."""
 
 from __future__ import annotations
 
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.base.errors import InputError
 from autoplan.cli.inputs import check_untyped, whole_url
 from autoplan.cli.options import DbOption, FrameworkOption, QuietOption, whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoplan.cli.profile_for import Deciding
-    from autoplan.profiler.crew import Crew
-    from autoplan.profiler.protocol import Hello
-    from autoplan.profiler.record import Mode
-    from autoplan.profiler.sweep import Progress, Store
-    from autoplan.profiler.tasks import MeasurementScope, RankedTask
-    from autoplan.topology.cluster import ClusterSpec
+    from autoplan.api.profiling import Profile
+    from autoplan.profiler.sweep import Progress
+    from autoplan.profiler.tasks import RankedTask
 
 SAID_BY_A_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
 
@@ -83,160 +76,84 @@ def profile(
     the database holds is not measured again: after an interrupt, or when the budget is spent, run it once more.
     With --for it says first how sure the order of the best plans is and what the measurements are expected to settle.
     """
-    from autoplan.api.problem import load_cluster
-    from autoplan.base.units import check_count
-    from autoplan.base.values import parse_duration, parse_numbers, parse_words
-    from autoplan.cli.process import check_torch, leave_on_sigterm
-    from autoplan.frameworks.presets import load_framework
-    from autoplan.read.model import load_model
-    from autoplan.spec.timing import SHAPES
+    from autoplan.api.profiling import ProfileOptions, started_profile
+    from autoplan.cli.process import leave_on_sigterm
 
-    check_torch()
-    from autoplan.base.processes import place_from
-    from autoplan.profiler.crew import Crew, default_num_ranks
-    from autoplan.profiler.protocol import Job
-    from autoplan.profiler.tasks import MeasurementScope
-
-    place = place_from(os.environ)
-    check_count("--ranks", ranks, least=0)
-    check_count("--visits", visits)
-    if place and ranks:
-        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
-    job_cluster, budget_s = load_cluster(cluster) if cluster else None, parse_duration(budget)
-    modes: tuple[Mode, ...] = parse_words(mode, "--mode", ("sustained", "burst"))  # type: ignore[assignment]
-    deciding, scope = None, None
     if plan_file is not None:
-        from autoplan.cli.profile_for import Deciding
-
         check_untyped(context, SAID_BY_A_PLAN, "--for takes it from the plan file what to measure")
-        deciding = Deciding(plan_file, whole_url(context, url), modes)
-        job_cluster = deciding.file.cluster
     elif model is None:
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
-    else:
-        scope = MeasurementScope(
-            model=load_model(model),
-            framework=load_framework(framework),
-            seq_len=seq_len,
-            tps=parse_numbers(tp, "--tp") if tp else (),
-            micro_batches=parse_numbers(micro_batches, "--micro-batches"),
-            eps=parse_numbers(ep, "--ep"),
-            modes=modes,
-            only=parse_words(only, "--only", SHAPES) if only else (),  # type: ignore[arg-type]
-        )
-    # As plans are made for the built-in trainer unless told otherwise, on every device.
-    usual = ("bf16",) if scope is not None and scope.framework.kernels.eager_layers else ()
-    job = Job(
-        dtypes=parse_words(dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8"))
-        if dtypes
-        else deciding.dtypes
-        if deciding
-        else usual,
-        allowance_s=parse_duration(allowance),
-        limit_s=parse_duration(limit),
+    options = ProfileOptions(
+        db=whole_url(context, url),
+        budget=budget,
+        seq_len=seq_len,
+        tp=tp,
+        micro_batches=micro_batches,
+        ep=ep,
+        dtypes=dtypes,
+        mode=mode,
+        only=only,
+        cluster=cluster,
+        framework=framework,
+        ranks=ranks,
+        allowance=allowance,
+        visits=visits,
+        limit=limit,
     )
-    num_ranks = place.num_ranks if place else ranks or default_num_ranks()
-    if scope is not None and not scope.tps:
-        most = job_cluster.devices_per_node if job_cluster else num_ranks
-        scope = replace(scope, tps=tuple(degree for degree in scope.degrees() if degree <= most))
     leave_on_sigterm()
-    with Crew(job, place, num_ranks) as crew:
-        if not crew.leads:
-            crew.start()
-            crew.follow()
-            return
-        # The database first: what is wrong with it shall be known before any rank starts.
-        from autoplan.profiler.store import open_store
-
-        aim = deciding or scope
-        assert aim is not None
-        with open_store(whole_url(context, url)) as store:
-            _lead(crew, store, aim, budget_s, visits, job_cluster, dry_run=dry_run, json=json, quiet=quiet)
+    with started_profile(model, plan_file=plan_file, options=options) as started:
+        if started is not None:
+            _lead(started, dry_run=dry_run, json=json, quiet=quiet)
 
 
-def _lead(
-    crew: Crew,
-    store: Store,
-    aim: MeasurementScope | Deciding,
-    budget_s: float,
-    num_visits: int,
-    cluster: ClusterSpec | None,
-    *,
-    dry_run: bool,
-    json: bool,
-    quiet: bool,
-) -> None:
-    """What the program beside rank 0 does."""
-    from autoplan.cli.profile_for import Deciding, print_ranking, print_settling
-    from autoplan.profiler.sweep import Progress
-    from autoplan.profiler.tasks import ranked_tasks
+def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
+    """Print what is to be measured, measure it, and print what came of it."""
+    from autoplan.cli.settling import print_ranking, print_settling
     from autoplan.report.terminal import make_console
 
-    hello = crew.start()
-    assert hello is not None
-    known = store.known(hello.fingerprint, num_visits)
-    found = None
-    if isinstance(aim, Deciding):
-        found, planned = aim.planned(hello, known)
-        scope = next(iter(aim.scopes.values()))
-    else:
-        planned, scope = ranked_tasks(aim, hello, known), aim
     if not quiet:
-        _say_where(hello, scope, cluster)
-    console = make_console()
-    if json and (dry_run or not planned):
-        _print_json(Progress(total=len(planned)))
+        _say_where(started)
+    console, tasks = make_console(), started.tasks
+    if json and (dry_run or not tasks):
+        _print_json(started.progress)
         return
-    if found is not None and not json:
-        print_settling(console, found, planned)
-        if dry_run or not planned:
+    if started.settling is not None and not json:
+        print_settling(console, started.settling, tasks)
+        if dry_run or not tasks:
             return
     if dry_run:
-        _print_plan(console, planned, len(known), budget_s)
+        _print_plan(console, started)
         return
-    progress = _measured(crew, hello, store, planned, budget_s, num_visits, quiet=quiet)
+    progress = _measured(started, quiet=quiet)
     if json:
         _print_json(progress)
     else:
         _print_outcomes(console, progress)
-        if found is not None and isinstance(aim, Deciding):
-            aim.measured()
-            after, _ = aim.planned(hello, store.known(hello.fingerprint))
-            print_ranking(console, found, after, aim.ranking())
+        if started.settling is not None and (settled := started.settled()):
+            print_ranking(console, started.settling, *settled)
     if not quiet and not progress.num_left:
         _say("next: autoplan search MODEL --timings db ..., which takes these times before its own")
     if progress.num_left:
         _say(f"the budget is spent: {progress.num_left} of {progress.total} are left for the same command")
 
 
-def _say_where(hello: Hello, scope: MeasurementScope, cluster: ClusterSpec | None) -> None:
+def _say_where(started: Profile) -> None:
     """Say on what is measured, and warn of what stands in the way or is left out."""
-    from autoplan.cli.run import EMULATION
-    from autoplan.profiler.machine.hardware import emulates_bf16
-    from autoplan.profiler.sweep import extrapolations, outliers
-    from autoplan.profiler.tasks import unmeasurable_parts
-
+    hello = started.hello
     ranks, nodes = len(hello.hosts), hello.num_nodes
     counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
     _say(f"{hello.fingerprint.device}: {counts}")
-    remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
-    if hello.device_type == "cpu" and "bf16" in hello.dtypes and emulates_bf16():
-        remarks.append(f"{EMULATION}: measure with --dtypes fp32, and plan with --precision fp32")
-    for remark in [*remarks, *(f"not measured: {what}" for what in unmeasurable_parts(scope))]:
+    for remark in started.remarks:
         _say(f"warning: {remark}")
 
 
-def _measured(
-    crew: Crew, hello: Hello, store: Store, planned: list[RankedTask], budget_s: float, num_visits: int, *, quiet: bool
-) -> Progress:
-    """What came of measuring what is planned, within the budget."""
-    from autoplan.base.user import user_name
+def _measured(started: Profile, *, quiet: bool) -> Progress:
+    """Measure under a progress bar; interrupted, say what is stored."""
     from autoplan.cli.progress import measuring_bar
-    from autoplan.profiler.sweep import Progress, run
 
-    progress = Progress(total=len(planned))
+    num_visits = started.num_visits
     try:
-        with measuring_bar(quiet=quiet, total=num_visits * len(planned)) as show:
+        with measuring_bar(quiet=quiet, total=num_visits * len(started.tasks)) as show:
 
             def advance(now: Progress) -> None:
                 task, outcome = next(reversed(now.outcomes.items()))
@@ -245,21 +162,10 @@ def _measured(
                 if show:
                     show(min(now.num_visits, num_visits * now.total), str(task), now.left_s)
 
-            run(
-                crew,
-                hello,
-                store,
-                planned,
-                budget_s=budget_s,
-                progress=progress,
-                advance=advance,
-                measured_by=user_name(),
-                num_visits=num_visits,
-            )
+            return started.measure(advance)
     except (KeyboardInterrupt, SystemExit) as left:
-        _say(f"interrupted: {_tally(progress)} stored; the same command measures the rest")
+        _say(f"interrupted: {_tally(started.progress)} stored; the same command measures the rest")
         raise typer.Exit(left.code if isinstance(left, SystemExit) else 130) from None  # type: ignore[arg-type]
-    return progress
 
 
 def _say(text: str) -> None:
@@ -270,32 +176,32 @@ def _tally(progress: Progress) -> str:
     return f"{len(progress.outcomes)} of {progress.total} measurements"
 
 
-def _print_plan(console: Console, planned: list[RankedTask], num_known: int, budget_s: float) -> None:
-    """What would be measured: one row for each operation and kernel, in the order in which they begin."""
+def _print_plan(console: Console, started: Profile) -> None:
+    """Print what would be measured: one row for each operation and kernel, in the order in which they begin."""
     from autoplan.base.units import format_seconds
     from autoplan.report.terminal import print_part, print_table
 
     rows: dict[tuple[str, ...], list[RankedTask]] = {}
-    for one in planned:
-        task = one.task
-        rows.setdefault((task.operation, task.dtype, task.kernel, task.mode), []).append(one)
+    for ranked in started.tasks:
+        task = ranked.task
+        rows.setdefault((task.operation, task.dtype, task.kernel, task.mode), []).append(ranked)
     columns = [(name, False) for name in ("operation", "type", "kernel", "mode")]
     columns += [("shapes", True), ("takes", True), ("first", False)]
     cells = [
         (
             *names,
-            str(len(ones)),
-            format_seconds(sum(one.expected_s for one in ones)),
-            "x".join(str(size) for size in ones[0].task.shape),
+            str(len(tasks)),
+            format_seconds(sum(ranked.expected_s for ranked in tasks)),
+            "x".join(str(size) for size in tasks[0].task.shape),
         )
-        for names, ones in rows.items()
+        for names, tasks in rows.items()
     ]
     print_table(console, columns, cells, keep=6)
-    expected_s = sum(one.expected_s for one in planned)
+    expected_s = sum(ranked.expected_s for ranked in started.tasks)
     print_part(
         console,
-        f"{len(planned)} measurements in about {format_seconds(expected_s)} on a quiet machine; "
-        f"the budget is {format_seconds(budget_s)}; {num_known} are in the database",
+        f"{len(started.tasks)} measurements in about {format_seconds(expected_s)} on a quiet machine; "
+        f"the budget is {format_seconds(started.budget_s)}; {started.num_known} are in the database",
     )
 
 
@@ -309,7 +215,7 @@ def _print_json(progress: Progress) -> None:
 
 
 def _print_outcomes(console: Console, progress: Progress) -> None:
-    """How many measurements of each operation ended how."""
+    """Print how many measurements of each operation ended how."""
     from autoplan.report.terminal import print_table
 
     statuses = ("ok", "unstable", "contaminated", "failed")

@@ -1,30 +1,22 @@
-"""`autoplan run`: does the plan train, and does the clock agree with the prediction?"""
+"""Command `autoplan run`: trains by a plan, and compares the clock with the prediction."""
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.base.errors import AutoplanError, InputError, StoreError
+from autoplan.base.errors import InputError
+from autoplan.cli.inputs import check_output, whole_url
 from autoplan.cli.options import ForceOption, QuietOption
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoplan.base.processes import RankPlace
-    from autoplan.cli.runs import RunKeeper
-    from autoplan.spec.plan import ParallelPlan
-    from autoplan.spec.problem import Problem
-    from autoplan.trainer.task import Advance, Command, PredictedRun, RunFile, Task, TrainingReport
-
-FRAMEWORK = "torch"  # what the trainer is priced as
-EMULATION = "these cores have no bf16 units, and are many times as fast in fp32"
+    from autoplan.api.plan_run import MeasuredRun
+    from autoplan.trainer.task import RunFile
 
 
 def run(
@@ -73,47 +65,32 @@ def run(
     --command -- PROGRAM ARG... it starts that, once; its log may be one of Megatron-LM, torchtitan, nanotron,
     DeepSpeed or HF Trainer, and it is ended after the steps.
     """
-    from autoplan.base.processes import CrewError, place_from
-    from autoplan.base.values import parse_duration
-    from autoplan.cli.command import ProgramError, run_command
-    from autoplan.cli.inputs import check_output, whole_url
-    from autoplan.cli.runs import RunKeeper
-    from autoplan.trainer.task import RunFile
+    from autoplan.api.plan_run import measure
+    from autoplan.cli.process import leave_on_sigterm
+    from autoplan.cli.progress import progress_bar
 
     _check_words(program, data, command=command, check=check)
     if out is not None:
         check_output(out, force=force)
-    limit_s = parse_duration(limit)
-    url = whole_url(context, db)
-    problem, wanted, timings = plan_to_run(plan, url)
-    place = None if command else place_from(os.environ)
-    leads = place is None or place.rank == 0
-    keeper = RunKeeper(url) if db and leads else None
-    if not program:
-        problem = of_trainer(problem, timings, url)
-        if leads and not quiet:
-            warn_of_emulation(problem)
-    predicted = _predicted(problem, wanted)
-    task: Task | Command
-    report: TrainingReport | None
-    try:
-        if program:
-            words = [whole_url(context, one) or one for one in program]
-            task, report = run_command(
-                problem, wanted, words, steps=steps, warmup=warmup, limit_s=limit_s, log=log, force=force, quiet=quiet
-            )
-        else:
-            task = _task(problem, wanted, steps=steps, warmup=warmup, data=data, checks=check, limit_s=limit_s)
-            report = _train(task, place, log=log, force=force, quiet=quiet)
-    except (ProgramError, CrewError) as error:
-        try:
-            if keeper:
-                keeper.keep_failure(problem, wanted, predicted, error, is_own=not program)
-        except StoreError as unkept:
-            raise AutoplanError(f"{error}; and this was not stored: {unkept}") from None
-        raise
-    if report is not None:
-        _hand_over(RunFile(task=task, predicted=predicted, measured=report), problem, keeper, out, force, as_json)
+    leave_on_sigterm()
+    with progress_bar(quiet=quiet, doing="training", unit="timed steps" if program else "steps") as show:
+        measured = measure(
+            plan,
+            program=[whole_url(context, word) or word for word in program or ()],
+            steps=steps,
+            warmup=warmup,
+            data=data,
+            check=check,
+            limit=limit,
+            log=log,
+            db=whole_url(context, db),
+            stores=bool(db),
+            force=force,
+            progress=show,
+            say=(lambda text: None) if quiet else (lambda text: print(f"autoplan: {text}", file=sys.stderr)),
+        )
+    if measured is not None:
+        _hand_over(measured, out, force=force, as_json=as_json)
 
 
 def _check_words(program: list[str] | None, data: str | None, *, command: bool, check: bool) -> None:
@@ -126,141 +103,26 @@ def _check_words(program: list[str] | None, data: str | None, *, command: bool, 
         raise InputError(f"no data {data!r}: text or synthetic")
 
 
-def _hand_over(
-    made: RunFile, problem: Problem, keeper: RunKeeper | None, out: Path | None, force: bool, as_json: bool
-) -> None:
+def _hand_over(measured: MeasuredRun, out: Path | None, *, force: bool, as_json: bool) -> None:
     """Print what was measured, store it and write it; then complain if the plan trains something else."""
     from autoplan.base.files import encode, write_text
     from autoplan.report.terminal import make_console
 
-    text, check = encode(made), made.measured.check
+    text = encode(measured.file)
     if as_json:
         typer.echo(text, nl=False)
     else:
-        _print_run(make_console(), made)
+        _print_run(make_console(), measured.file)
     try:
-        if keeper and (check is None or check.holds):
-            log_of = getattr(made.task, "log_of", "")
-            keeper.keep(problem, made.task.plan, made.predicted, made.measured, log_of=log_of)
+        measured.store()
     finally:  # a disk that is full for the one need not be for the other
         if out is not None:
             write_text(out, text, force=force)
-    if check is not None and not check.holds:
-        raise AutoplanError(
-            f"the plan trains something else than one process does: losses differ by {check.loss:.2g}, "
-            f"gradients by {check.gradients:.2g}, weights by {check.weights:.2g} of their size"
-        )
-
-
-def plan_to_run(path: Path, url: str | None) -> tuple[Problem, ParallelPlan, str]:
-    """The plan of a file, with times of the database at `url`, or of the user's own where that is for the run alone."""
-    from autoplan.api.plan_files import read_plan
-
-    try:
-        return read_plan(path, url)
-    except AutoplanError:
-        if url is not None:
-            with suppress(AutoplanError):
-                return read_plan(path)
-        raise
-
-
-def _task(
-    problem: Problem, plan: ParallelPlan, *, steps: int, warmup: int, data: str | None, checks: bool, limit_s: float
-) -> Task:
-    """What the built-in trainer is to do."""
-    from autoplan.trainer.run import usual_data
-    from autoplan.trainer.task import Task
-
-    return Task(
-        model=problem.model,
-        plan=plan,
-        seq_len=problem.training.seq_len,
-        dtype=plan.precision,  # type: ignore[arg-type]  # `check_task` refuses others
-        num_steps=steps,
-        num_warmup=warmup,
-        data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
-        checks=checks,
-        limit_s=limit_s,
-    )
-
-
-def _train(task: Task, place: RankPlace | None, *, log: Path | None, force: bool, quiet: bool) -> TrainingReport | None:
-    """What the built-in trainer reports; None where this is another rank than the first."""
-    from autoplan.cli.command import opened_log
-    from autoplan.cli.process import check_torch, leave_on_sigterm
-    from autoplan.cli.progress import progress_bar
-    from autoplan.frameworks.trainer.log import line
-    from autoplan.trainer.run import run_task
-
-    check_torch()
-    leave_on_sigterm()
-    num_done = 0
-    with (
-        progress_bar(quiet=quiet, doing="training", unit="steps") as show,
-        opened_log(log, force=force) as keep,
-    ):
-
-        def advance(now: Advance) -> None:
-            nonlocal num_done
-            num_done = now.step + 1
-            keep(line(num_done, now.step_s, now.loss).encode())
-            if show:
-                show(num_done, task.num_warmup + task.num_steps)
-
-        try:
-            return run_task(task, place, advance=advance)
-        except KeyboardInterrupt:
-            raise AutoplanError(f"interrupted after {num_done} steps: the ranks were ended") from None
-
-
-def warn_of_emulation(problem: Problem) -> None:
-    """Say it in a line where the trainer would run on cores that have no units for the plan's precision."""
-    from autoplan.profiler.machine.hardware import emulates_bf16
-
-    if problem.cluster.device.vendor == "cpu" and problem.training.precision == "bf16" and emulates_bf16():
-        print(f"autoplan: warning: {EMULATION}: plan with --precision fp32", file=sys.stderr)
-
-
-def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
-    """The problem as the built-in trainer runs it, whatever framework it was made for.
-
-    Of the database whose times are in it, the trainer's own units count then too.
-    """
-    from autoplan.api.timings import with_timings
-    from autoplan.frameworks.presets import load_framework
-    from autoplan.read.calibration import built_in_calibration
-
-    if problem.framework.name == FRAMEWORK:
-        return problem
-    framework = load_framework(FRAMEWORK)
-    calibration = built_in_calibration(framework, problem.cluster.device.generation)
-    problem = replace(problem, framework=framework, calibration=calibration)
-    for source in dict.fromkeys((url, None)) if timings == "db" else ():  # as `plan_to_run` looked for them
-        with suppress(AutoplanError):
-            return with_timings(problem, timings, source)
-    return problem
-
-
-def _predicted(problem: Problem, plan: ParallelPlan) -> PredictedRun:
-    """What the plan should take."""
-    from autoplan.cost.estimate import estimate
-    from autoplan.spec.plan import PlanBatch
-    from autoplan.trainer.task import PredictedRun
-
-    cost = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
-    return PredictedRun(
-        device=problem.cluster.device.name,
-        step_s=float(cost.step_s[0]),
-        low_s=float(cost.low_s[0]),
-        high_s=float(cost.high_s[0]),
-        terms_s={name: float(value[0]) for name, value in cost.terms_s.items()},
-        peak_bytes=float(cost.logged_memory_bytes[0]),
-    )
+    measured.check()
 
 
 def _print_run(console: Console, run: RunFile) -> None:
-    """The answer first: the step, then its parts, memory, and whether the plan computes what one process does."""
+    """Print the answer first: the step, then its parts, memory, and whether the plan computes what one process does."""
     from statistics import median
 
     from rich.table import Table
@@ -304,7 +166,7 @@ def _print_run(console: Console, run: RunFile) -> None:
 
 
 def _times(run: RunFile) -> str:
-    """What the median is of: '10 steps'; '3 times of 30 steps in the log of Megatron-LM'."""
+    """Say what the median is of: '10 steps'; '3 times of 30 steps in the log of Megatron-LM'."""
     times = len(run.measured.step_s)
     if not hasattr(run.task, "log_of"):
         return f"{times} steps"

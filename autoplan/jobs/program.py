@@ -14,13 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from autoplan.base.errors import InputError
+from autoplan.base.errors import AutoplanError, InputError
 
 GRACE_S = 5.0  # between asking a program to end and ending it
 _MARK = "AUTOPLAN_PROGRAM"  # environment variable by which all that a program starts is known
 _CHUNK = 2**16
 _POLL_S = 0.1
 _PROC = Path("/proc")
+
+
+class ProgramError(AutoplanError):
+    """The user's program ended otherwise than it should; `is_out_of_memory` says whether for want of memory."""
+
+    def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
+        super().__init__(text)
+        self.is_out_of_memory = is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What runs the trials of `autoplan tune`?  This machine or a scheduler: the trainer, a target, the user's program."""
+"""Runners of the trials of `tune`: this machine or a scheduler; the trainer, a target or the user's program."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autoplan.api.candidates import Candidates, exportable, trainable
 from autoplan.base.errors import InputError
-from autoplan.cli.candidates import Candidates, exportable, trainable
+from autoplan.jobs.job import Jobs, LocalJobs
+from autoplan.jobs.scheduler import SchedulerJobs
+from autoplan.jobs.template import load_job_template
 
-if TYPE_CHECKING:
-    from autoplan.cli.runs import RunKeeper
-    from autoplan.jobs.job import Jobs
+if TYPE_CHECKING:  # SQLAlchemy, which trials that are not stored do not need
+    from autoplan.api.run_keeper import RunKeeper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialFlags:
-    """The flags that say how one trial runs, as typed."""
+class TrialOptions:
+    """Options of how one trial runs, checked to go together."""
 
     program: tuple[str, ...]  # of the user; empty: the built-in trainer, or what `template` and `to` start
     template: str | None
@@ -42,22 +44,22 @@ class TrialFlags:
 
     @property
     def about(self) -> dict[str, str]:
-        """What trials of one study have in common, as a call that joins it has to say it too."""
+        """Return what the trials of a study have in common, as a call that joins it has to say it too."""
         about = {"steps": str(self.steps), "warmup": str(self.warmup), "program": shlex.join(self.program)}
         if self.template:
             about |= {"template": self.template, "to": " ".join(filter(None, (self.to, self.target_version)))}
         return about
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """What `autoplan run` is told in every trial."""
+    def run_options(self) -> tuple[str, ...]:
+        """Return the options of `autoplan run` in every trial."""
         db = ("--db", self.db) if self.db else ()
         return ("--steps", str(self.steps), "--warmup", str(self.warmup), *db)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """Where trials run, and which plans it can start."""
+    """Jobs that trials run as, and the plans that they can start."""
 
     jobs: Jobs
     candidates: Candidates
@@ -65,36 +67,33 @@ class Runner:
     keeper: RunKeeper | None = None  # of trials that do not keep themselves in the database
 
 
-def runner_of(flags: TrialFlags, candidates: Candidates) -> Runner:
-    """What the flags say that runs trials; NoPlanError where it can start none of the candidates."""
-    if flags.template:
-        return _scheduled(flags, flags.template, candidates)
-    from autoplan.jobs.job import LocalJobs
+def runner_of(options: TrialOptions, candidates: Candidates) -> Runner:
+    """Return what runs trials by the options; NoPlanError where it can start none of the candidates."""
+    if options.template:
+        return _scheduled(options, options.template, candidates)
+    if options.program:
+        return Runner(
+            jobs=LocalJobs([*options.run_options, "--command", "--", *options.program]), candidates=candidates
+        )
+    return Runner(jobs=LocalJobs(options.run_options), candidates=trainable(candidates))
 
-    if flags.program:
-        return Runner(jobs=LocalJobs([*flags.options, "--command", "--", *flags.program]), candidates=candidates)
-    return Runner(jobs=LocalJobs([*flags.options]), candidates=trainable(candidates))
 
-
-def _scheduled(flags: TrialFlags, template: str, candidates: Candidates) -> Runner:
-    from autoplan.jobs.scheduler import SchedulerJobs
-    from autoplan.jobs.template import load_job_template
-
+def _scheduled(options: TrialOptions, template: str, candidates: Candidates) -> Runner:
     scheduler = load_job_template(template)
     jobs = SchedulerJobs(
         scheduler,
-        time_limit_s=flags.limit_s,
-        num_steps=flags.steps + flags.warmup,
-        options=flags.options,
-        to=flags.to,
-        version=flags.target_version,
-        image=flags.image,
+        time_limit_s=options.limit_s,
+        num_steps=options.steps + options.warmup,
+        options=options.run_options,
+        to=options.to,
+        version=options.target_version,
+        image=options.image,
     )
     if jobs.runs_own:
         return Runner(jobs=jobs, candidates=trainable(candidates))
-    from autoplan.cli.runs import RunKeeper
+    from autoplan.api.run_keeper import RunKeeper  # brings SQLAlchemy
 
-    keeper = RunKeeper(flags.db) if flags.db else None
+    keeper = RunKeeper(options.db) if options.db else None
     if scheduler.launcher:
-        candidates = exportable(candidates, flags.to, flags.target_version)
-    return Runner(jobs=jobs, candidates=candidates, enough=flags.steps, keeper=keeper)
+        candidates = exportable(candidates, options.to, options.target_version)
+    return Runner(jobs=jobs, candidates=candidates, enough=options.steps, keeper=keeper)

@@ -1,37 +1,40 @@
-"""How do runs of plans get into the timing database?"""
+"""Storing of measured runs in the timing database."""
 
 from __future__ import annotations
 
 import socket
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from autoplan.base.processes import CrewError
-    from autoplan.cli.command import ProgramError
-    from autoplan.profiler.record import Fingerprint
+from autoplan.api.calibrations import described_machine
+from autoplan.base.processes import CrewError
+from autoplan.base.units import cleaned
+from autoplan.base.user import user_name
+from autoplan.jobs.program import ProgramError
+from autoplan.profiler.record import MOST_SAMPLES, Fingerprint
+from autoplan.profiler.run_record import RunRecord
+from autoplan.profiler.store import open_store
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.trainer.task import PredictedRun, TrainingReport
+
+if TYPE_CHECKING:  # Optuna, which a run does not need
     from autoplan.search.tune import Tuning
-    from autoplan.spec.plan import ParallelPlan
-    from autoplan.spec.problem import Problem
-    from autoplan.trainer.task import PredictedRun, TrainingReport
 
 
 class RunKeeper:
     """Adds runs to the database at `url`, which is opened, and made, before anything runs."""
 
     def __init__(self, url: str | None) -> None:
-        from autoplan.profiler.store import open_store
-
         self._url = url
         open_store(url).close()
 
     def keep(
         self, problem: Problem, plan: ParallelPlan, predicted: PredictedRun, report: TrainingReport, *, log_of: str = ""
     ) -> None:
-        """Add a run that ended well; `log_of` is the framework whose log told, blank for the built-in trainer."""
-        from autoplan.profiler.record import MOST_SAMPLES
-
+        """Add a run that ended well; `log_of` is the framework of its log, blank for the built-in trainer."""
         self._add(
             problem,
             plan,
@@ -52,8 +55,6 @@ class RunKeeper:
         is_own: bool,
     ) -> None:
         """Add a run that failed: `is_own` says whether of the built-in trainer or of a user's program."""
-        from autoplan.base.units import cleaned
-
         self._add(
             problem,
             plan,
@@ -66,8 +67,6 @@ class RunKeeper:
 
     def keep_trials(self, problem: Problem, tuning: Tuning) -> None:
         """Add the trials whose jobs left a log alone, where it told their steps or that memory ran out."""
-        from autoplan.base.units import cleaned
-
         for trial in tuning.trials():
             if trial.result is None or trial.result.how not in ("measured", "oom"):
                 continue
@@ -85,11 +84,6 @@ class RunKeeper:
             )
 
     def _add(self, problem: Problem, plan: ParallelPlan, machine: Fingerprint, **what: Any) -> None:
-        from autoplan.base.units import cleaned
-        from autoplan.base.user import user_name
-        from autoplan.profiler.run_record import RunRecord
-        from autoplan.profiler.store import open_store
-
         run = RunRecord(
             fingerprint=machine,
             framework=problem.framework.name,
@@ -106,20 +100,16 @@ class RunKeeper:
 
 
 def _here(problem: Problem) -> Fingerprint:
-    """The machine of the built-in trainer, whose ranks run beside this program."""
-    from autoplan.profiler.machine.environment import own_fingerprint
+    """Return the machine of the built-in trainer, whose ranks run beside this program."""
+    from autoplan.profiler.machine.environment import own_fingerprint  # brings torch
 
     return replace(own_fingerprint(), num_hosts=problem.cluster.num_nodes)
 
 
 def _on_cluster(problem: Problem) -> Fingerprint:
-    """The machine of a program that may run elsewhere: this one if it has the plan's device, else what is known."""
-    from importlib.util import find_spec
-
+    """Return the machine of a program that may run elsewhere: this one if it has the plan's device, else as told."""
     if find_spec("torch") and find_spec("psutil"):
-        here = _here(problem)
-        if here.device == problem.cluster.device.name:
-            return here
-    from autoplan.api.calibrations import described_machine  # what is known without torch
-
+        own = _here(problem)
+        if own.device == problem.cluster.device.name:
+            return own
     return described_machine(problem.cluster)

@@ -1,40 +1,28 @@
-"""`autoplan run --command`: does the user's own program, run by a plan, take as long as predicted?"""
+"""Run of the user's own program by a plan, whose step times are read from its log."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autoplan.base.errors import AutoplanError, InputError
-
-if TYPE_CHECKING:
-    from autoplan.frameworks.logs import LoggedRun
-    from autoplan.jobs.program import Ending
-    from autoplan.runs.failure import LogEnd
-    from autoplan.spec.plan import ParallelPlan
-    from autoplan.spec.problem import Problem
-    from autoplan.trainer.task import Command, TrainingReport
-
-
-class ProgramError(AutoplanError):
-    """The user's program ended otherwise than it should; `is_out_of_memory` says whether for want of memory."""
-
-    def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
-        super().__init__(text)
-        self.is_out_of_memory = is_out_of_memory
+from autoplan.base.files import check_target
+from autoplan.base.processes import place_from, signal_name
+from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
+from autoplan.jobs.program import Ending, ProgramError, run_program
+from autoplan.runs.failure import LogEnd
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.problem import Problem
+from autoplan.trainer.task import Command, TrainingReport
 
 
 @contextmanager
 def opened_log(path: Path | None, *, force: bool) -> Iterator[Callable[[bytes], None]]:
-    """A function that adds to the file, if there is one; an existing one is replaced only with `force`."""
-    from autoplan.base.files import check_target
-
+    """Yield a function that adds to the file, if there is one; an existing one is replaced only with `force`."""
     if path is None:
         yield lambda data: None
         return
@@ -57,47 +45,39 @@ def opened_log(path: Path | None, *, force: bool) -> Iterator[Callable[[bytes], 
 def run_command(
     problem: Problem,
     plan: ParallelPlan,
-    program: list[str],
+    program: Sequence[str],
     *,
     steps: int,
     warmup: int,
     limit_s: float,
     log: Path | None = None,
     force: bool = False,
-    quiet: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Command, TrainingReport]:
     """Run `program`, which trains by `plan`, until it has logged `steps` step times after `warmup` ones, and end it.
 
-    What it writes goes to `log` too.  A `ProgramError` says how it failed, in words of its own.
+    What it writes goes to `log` too; `progress` takes the timed steps and all of them, `say` what is odd about its log.
+    A `ProgramError` says how it failed, in words of its own.
     """
-    from autoplan.base.processes import place_from
-    from autoplan.cli.process import leave_on_sigterm
-    from autoplan.cli.progress import progress_bar
-    from autoplan.frameworks.logs import Batch, LogReader
-    from autoplan.jobs.program import run_program
-    from autoplan.runs.failure import LogEnd
-
     place = place_from(os.environ)
     if place and place.num_ranks > 1:
         raise InputError(f"--command starts the job itself: run it once, not as every rank of {place.launcher}")
     batch = Batch(num_sequences=plan.global_batch, seq_len=problem.training.seq_len, num_devices=plan.num_devices)
     reader, words = LogReader(batch, warmup=warmup), LogEnd()
-    leave_on_sigterm()
-    with ExitStack() as stack:
-        show = stack.enter_context(progress_bar(quiet=quiet, doing="training", unit="timed steps"))
-        keep = stack.enter_context(opened_log(log, force=force))
-
-        told = ""
+    has_said = False
+    with opened_log(log, force=force) as keep:
 
         def hear(data: bytes, now_s: float) -> bool:
-            nonlocal told
+            nonlocal has_said
             keep(data)
             for line in reader.feed(data, now_s):
                 words.read(line)
-            if not (told or quiet or reader.num_steps) and (told := reader.other_batch):
-                print(f"autoplan: {told}: such steps do not count", file=sys.stderr)
-            if show:
-                show(min(reader.num_steps, steps), steps)
+            if not (has_said or reader.num_steps) and (other := reader.other_batch):
+                has_said = True
+                say(f"{other}: such steps do not count")
+            if progress:
+                progress(min(reader.num_steps, steps), steps)
             return reader.num_steps >= steps
 
         began_s = time.monotonic()
@@ -109,15 +89,13 @@ def run_command(
             ) from None
     _check(ending, words, program[0], reader.num_steps, limit_s)
     logged = reader.finish()
-    if logged.num_steps < steps and not quiet:
-        print(f"autoplan: {program[0]} ended after {logged.num_steps} of {steps} steps to time", file=sys.stderr)
+    if logged.num_steps < steps:
+        say(f"{program[0]} ended after {logged.num_steps} of {steps} steps to time")
     return _as_command(problem, plan, program, logged), _as_report(problem, logged)
 
 
 def _check(ending: Ending, words: LogEnd, name: str, num_steps: int, limit_s: float) -> None:
     """Refuse a program that did not end well."""
-    from autoplan.base.processes import signal_name
-
     after = f"after {num_steps} timed steps"
     if ending.kind == "silent":
         raise ProgramError(
@@ -134,9 +112,7 @@ def _check(ending: Ending, words: LogEnd, name: str, num_steps: int, limit_s: fl
     raise ProgramError(f"{name} {how} {after}: {words.reason}")
 
 
-def _as_command(problem: Problem, plan: ParallelPlan, program: list[str], logged: LoggedRun) -> Command:
-    from autoplan.trainer.task import Command
-
+def _as_command(problem: Problem, plan: ParallelPlan, program: Sequence[str], logged: LoggedRun) -> Command:
     return Command(
         model=problem.model,
         plan=plan,
@@ -149,9 +125,7 @@ def _as_command(problem: Problem, plan: ParallelPlan, program: list[str], logged
 
 
 def _as_report(problem: Problem, logged: LoggedRun) -> TrainingReport:
-    """What the log says, as the trainer reports; memory only where the log tells the peak that was predicted."""
-    from autoplan.trainer.task import TrainingReport
-
+    """Return what the log says as the trainer reports it; memory only where it tells the peak that was predicted."""
     peak = logged.allocated_bytes if problem.framework.memory.logs_memory == "allocated" else logged.reserved_bytes
     return TrainingReport(
         losses=logged.losses,

@@ -1,0 +1,148 @@
+"""Plans of a search that may be the fastest, and the measurements that could make another one win."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from autoplan.api.plan_files import load_plan_file, problem_of
+from autoplan.api.timings import usable_operations, usable_timings, with_measurements
+from autoplan.base.errors import InputError
+from autoplan.cost.estimate import estimate
+from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello
+from autoplan.profiler.record import Mode
+from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, ranked_tasks, reference_s
+from autoplan.search.choice import pace
+from autoplan.search.ranking import ranked
+from autoplan.search.worth import Group, Settling, family_of, settling, spread_of_price
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.timing import PROVENANCES, Measurement
+
+
+class OpenRanking:
+    """Plans of a search that may be the fastest, by the times that the database at `url` holds."""
+
+    def __init__(self, path: Path, url: str | None, modes: tuple[Mode, ...]) -> None:
+        self.file = load_plan_file(path)
+        if not self.file.alternatives:
+            raise InputError(f"{path} holds one plan, and nothing that could win instead: give what search wrote")
+        self._url, self._modes = url, modes
+
+    @property
+    def _plans(self) -> list[ParallelPlan]:
+        return [ranked_plan.plan for ranked_plan in (self.file.best, *self.file.alternatives)]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Return the types in which the price looks kernels up."""
+        precision = self.file.training.precision
+        narrow = ("fp8",) if precision in ("fp8", "mxfp8") else ()
+        return (*narrow, precision if precision in ("fp16", "fp32") else "bf16")
+
+    @cached_property
+    def scopes(self) -> dict[str, MeasurementScope]:
+        """Return what to measure for every setting that a plan has: its degrees and micro-batch decide the shapes."""
+        file = self.file
+        found = {}
+        for plan in self._plans:
+            words = f"tp {plan.tp}, micro-batch {plan.micro_batch}" + (f", ep {plan.ep}" if file.model.moe else "")
+            found[words] = MeasurementScope(
+                model=file.model,
+                framework=file.framework,
+                seq_len=file.training.seq_len,
+                tps=(plan.tp,),
+                micro_batches=(plan.micro_batch,),
+                eps=(plan.ep,),
+                modes=self._modes,
+            )
+        return found
+
+    def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[Settling, list[RankedTask]]:
+        """Return what measuring on the ranks of `hello` could settle, and the tasks in the order in which they pay."""
+        self._check(hello)
+        tasks: dict[Group, list[RankedTask]] = dict(self._groups(hello, known))
+        problem = self._timed(())
+        found = settling(problem, self._ranked(problem), list(tasks), self._timed)
+        return found, [task for worth in found.worth for task in tasks[worth.group]]
+
+    def ranking(self) -> list[RankedPlan]:
+        """Return the plans by the times that the database holds now, best first."""
+        return self._ranked(self._timed(()))
+
+    def _check(self, hello: Hello) -> None:
+        device = self.file.cluster.device.name
+        if hello.fingerprint.device != device:
+            raise InputError(
+                f"the plan is for {device}, this is {hello.fingerprint.device}: profile on the cluster of the plan"
+            )
+
+    def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[Group, list[RankedTask]]]:
+        """Return what can be measured and is not known; what settings have in common belongs to the first of them."""
+        usable = usable_operations(self.file.framework)
+        parts: dict[tuple[str, str], list[RankedTask]] = defaultdict(list)
+        seen = set()
+        for setting, scope in self.scopes.items():
+            for ranked_task in ranked_tasks(scope, hello, known):
+                task = ranked_task.task
+                if task in seen or task.operation not in usable or task.kernel.endswith(BESIDE):
+                    continue
+                seen.add(task)
+                if task.operation in COLLECTIVES:
+                    size, on_node, count, _ = task.shape
+                    nodes = f"{size} devices, {on_node} a node" if size > on_node else f"{size} devices of a node"
+                    setting_of = f"{nodes}, {count} at once" if count > 1 else nodes
+                else:
+                    setting_of = setting
+                parts[family_of(task.operation), setting_of].append(ranked_task)
+        problem = self._timed(())
+        return [(_group(problem, *names, tasks), tasks) for names, tasks in parts.items()]
+
+    @cached_property
+    def _stored(self) -> list[Measurement]:
+        return usable_timings(self._problem, self._url)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        return problem_of(replace(self.file, timings=""))
+
+    def _timed(self, more: Sequence[Measurement]) -> Problem:
+        """Return the problem with the times of the database and `more`."""
+        times = [*self._stored, *more]
+        return with_measurements(self._problem, times) if times else self._problem
+
+    def reload(self) -> None:
+        """Look again at what the database holds."""
+        del self._stored
+
+    def _ranked(self, problem: Problem) -> list[RankedPlan]:
+        costs = estimate(problem, PlanBatch.of(self._plans, problem.model.num_layers))
+        return sorted(ranked(problem, costs, range(len(self._plans))), key=pace)
+
+
+def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask]) -> Group:
+    device = problem.cluster.device
+    found = [spread_of_price(problem, item.task.operation, item.task.dtype, item.task.shape) for item in tasks]
+    weights = [item.effect_s for item in tasks]
+    variance = sum(weight * spread**2 for weight, (spread, _) in zip(weights, found, strict=True)) / sum(weights)
+    return Group(
+        family=family,  # type: ignore[arg-type]
+        setting=setting,
+        times_s=tuple(
+            Measurement(
+                operation=item.task.operation,
+                shape=item.task.shape,
+                dtype=item.task.dtype,
+                device=device.name,
+                seconds=reference_s(item.task, device),
+            )
+            for item in tasks
+        ),
+        seconds=sum(item.expected_s for item in tasks),
+        spread=variance**0.5,
+        rests_on=max((provenance for _, provenance in found), key=PROVENANCES.index),
+    )

@@ -1,0 +1,207 @@
+"""Profiles: times of the operations of a model on this machine or allocation, kept in the timing database."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.api.plan_run import EMULATION
+from autoplan.api.problem import load_cluster, load_framework, load_model
+from autoplan.base.errors import InputError
+from autoplan.base.processes import check_torch, place_from
+from autoplan.base.units import check_count
+from autoplan.base.user import user_name
+from autoplan.base.values import parse_duration, parse_numbers, parse_words
+from autoplan.profiler.crew import Crew, default_num_ranks
+from autoplan.profiler.machine.hardware import emulates_bf16
+from autoplan.profiler.protocol import Hello, Job
+from autoplan.profiler.record import Mode
+from autoplan.profiler.store import Store, open_store
+from autoplan.profiler.sweep import Progress, extrapolations, outliers
+from autoplan.profiler.sweep import run as sweep
+from autoplan.profiler.tasks import MeasurementScope, RankedTask, ranked_tasks, unmeasurable_parts
+from autoplan.spec.framework import Framework
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.timing import SHAPES
+from autoplan.topology.cluster import ClusterSpec
+
+if TYPE_CHECKING:  # Optuna, which a profile of a model does not need
+    from autoplan.api.open_ranking import OpenRanking
+    from autoplan.search.worth import Settling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """Options of a profile, as texts where they are lists: "1,2", or times: "10m"."""
+
+    db: str | None = None  # path or URL of the timing database; None: AUTOPLAN_DB, else the user's own
+    budget: str = "10m"
+    seq_len: int = 4096
+    tp: str | None = None  # tensor-parallel degrees; None: powers of two in a node
+    micro_batches: str = "1,2"
+    ep: str = "8"
+    dtypes: str | None = None  # None: what the device trains in
+    mode: str = "sustained"
+    only: str | None = None  # operations; None: all
+    cluster: str | None = None  # that the job will run on: says what is extrapolated
+    framework: str | Path | Framework = "megatron-core"
+    ranks: int = 0  # to start here; 0: one for each device
+    allowance: str = "3s"  # for one measurement to settle
+    visits: int = 1
+    limit: str = "2m"  # after which a rank is taken to hang
+
+
+@dataclass(slots=True, kw_only=True)
+class Profile:
+    """Measurements that are planned on ranks that have met, and their progress."""
+
+    tasks: list[RankedTask]
+    num_known: int  # measurements that the database has
+    budget_s: float
+    num_visits: int
+    progress: Progress
+    settling: Settling | None  # how sure the order of the plans is, where these say what is measured
+    remarks: list[str]  # what a user should know of this machine before
+    hello: Hello
+    _crew: Crew
+    _store: Store
+    _open_ranking: OpenRanking | None = field(default=None)
+
+    def measure(self, advance: Callable[[Progress], None] = lambda progress: None) -> Progress:
+        """Measure within the budget; every measurement is stored as soon as it is there."""
+        sweep(
+            self._crew,
+            self.hello,
+            self._store,
+            self.tasks,
+            budget_s=self.budget_s,
+            progress=self.progress,
+            advance=advance,
+            measured_by=user_name(),
+            num_visits=self.num_visits,
+        )
+        return self.progress
+
+    def settled(self) -> tuple[Settling, list[RankedPlan]] | None:
+        """Return how sure the order of the plans is now, and that order; None where no plans say what is measured."""
+        if self._open_ranking is None:
+            return None
+        self._open_ranking.reload()
+        after, _ = self._open_ranking.planned(self.hello, self._store.known(self.hello.fingerprint))
+        return after, self._open_ranking.ranking()
+
+
+def profile(
+    model: str | Path | ModelSpec | None = None,
+    *,
+    plan_file: str | Path | None = None,
+    options: ProfileOptions | None = None,
+    advance: Callable[[Progress], None] = lambda progress: None,
+) -> Progress | None:
+    """Measure the kernels and collectives that plans for `model` are made of, and store them.
+
+    With `plan_file`, a plan file of a search, only what could make another plan win is measured.  It runs on one node,
+    or under torchrun, srun or mpirun with one rank for each device; other ranks than the first return None.  What the
+    database holds is not measured again.  `advance` is called after every measurement.
+
+    Raises InputError where something that was given cannot be used, and CrewError where ranks are lost.
+    """
+    with started_profile(model, plan_file=plan_file, options=options or ProfileOptions()) as started:
+        return started.measure(advance) if started else None
+
+
+@contextmanager
+def started_profile(
+    model: str | Path | ModelSpec | None, *, plan_file: str | Path | None, options: ProfileOptions
+) -> Iterator[Profile | None]:
+    """Start ranks, and yield what is to be measured on them; None on another rank than the first, when it is through.
+
+    The ranks are ended however the block is left.
+    """
+    check_torch()
+    place = place_from(os.environ)
+    check_count("--ranks", options.ranks, least=0)
+    check_count("--visits", options.visits)
+    if place and options.ranks:
+        raise InputError(f"--ranks is for ranks started here: {place.launcher} has started {place.num_ranks}")
+    cluster = load_cluster(options.cluster) if options.cluster else None
+    budget_s = parse_duration(options.budget)
+    modes: tuple[Mode, ...] = parse_words(options.mode, "--mode", ("sustained", "burst"))  # type: ignore[assignment]
+    num_ranks = place.num_ranks if place else options.ranks
+    scope: MeasurementScope | None = None
+    open_ranking: OpenRanking | None = None
+    if plan_file is not None:
+        from autoplan.api.open_ranking import OpenRanking  # brings Optuna
+
+        open_ranking = OpenRanking(Path(plan_file), options.db, modes)
+        cluster, dtypes = open_ranking.file.cluster, open_ranking.dtypes
+    elif model is None:
+        raise InputError("give a model, or the plan file of a search")
+    else:
+        scope = _scope(model, options, modes)
+        # As plans are made for the built-in trainer unless told otherwise, on every device.
+        dtypes = ("bf16",) if scope.framework.kernels.eager_layers else ()
+    if options.dtypes:
+        dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", "fp8"))
+    job = Job(dtypes=dtypes, allowance_s=parse_duration(options.allowance), limit_s=parse_duration(options.limit))
+    num_ranks = num_ranks or default_num_ranks()
+    if scope is not None and not scope.tps:
+        most = cluster.devices_per_node if cluster else num_ranks
+        scope = replace(scope, tps=tuple(degree for degree in scope.degrees() if degree <= most))
+    with Crew(job, place, num_ranks) as crew:
+        if not crew.leads:
+            crew.start()
+            crew.follow()
+            yield None
+            return
+        # The database first: what is wrong with it shall be known before any rank starts.
+        with open_store(options.db) as store:
+            hello = crew.start()
+            assert hello is not None
+            known = store.known(hello.fingerprint, options.visits)
+            settling = None
+            if open_ranking is not None:
+                settling, tasks = open_ranking.planned(hello, known)
+                scope = next(iter(open_ranking.scopes.values()))
+            else:
+                assert scope is not None
+                tasks = ranked_tasks(scope, hello, known)
+            yield Profile(
+                tasks=tasks,
+                num_known=len(known),
+                budget_s=budget_s,
+                num_visits=options.visits,
+                progress=Progress(total=len(tasks)),
+                settling=settling,
+                remarks=_remarks(hello, scope, cluster),
+                hello=hello,
+                _crew=crew,
+                _store=store,
+                _open_ranking=open_ranking,
+            )
+
+
+def _scope(model: str | Path | ModelSpec, options: ProfileOptions, modes: Sequence[Mode]) -> MeasurementScope:
+    return MeasurementScope(
+        model=load_model(model),
+        framework=load_framework(options.framework),
+        seq_len=options.seq_len,
+        tps=parse_numbers(options.tp, "--tp") if options.tp else (),
+        micro_batches=parse_numbers(options.micro_batches, "--micro-batches"),
+        eps=parse_numbers(options.ep, "--ep"),
+        modes=tuple(modes),
+        only=parse_words(options.only, "--only", SHAPES) if options.only else (),  # type: ignore[arg-type]
+    )
+
+
+def _remarks(hello: Hello, scope: MeasurementScope, cluster: ClusterSpec | None) -> list[str]:
+    """Say what stands in the way or is left out."""
+    remarks = [*outliers(hello), *(extrapolations(hello, cluster) if cluster else [])]
+    if hello.device_type == "cpu" and "bf16" in hello.dtypes and emulates_bf16():
+        remarks.append(f"{EMULATION}: measure with --dtypes fp32, and plan with --precision fp32")
+    return [*remarks, *(f"not measured: {part}" for part in unmeasurable_parts(scope))]
