@@ -244,7 +244,7 @@ class PlanFlags:
     def plan_for(self, problem: Problem) -> ParallelPlan:
         """The plan on the whole cluster: the data-parallel degree is what the other degrees leave of it."""
         from autoplan.base.files import decode
-        from autoplan.frameworks.rulebooks import book_of
+        from autoplan.frameworks.registry import book_of
         from autoplan.spec.plan import ParallelPlan, parse_recompute
 
         split = book_of(problem.framework).split
@@ -367,7 +367,7 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     """The rules that the plan obeys; refused with the first that it breaks."""
     from autoplan.api.problem import check_rank_order, check_tp_overlap
     from autoplan.frameworks.common.rules import broken
-    from autoplan.frameworks.rulebooks import book_of
+    from autoplan.frameworks.registry import book_of
     from autoplan.spec.plan import chunk_layers
 
     chunk_layers(plan, problem.model.num_layers)
