@@ -35,7 +35,8 @@ from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.launch import Given, Launch, Reader
 from autoplan.frameworks.launch_files import READERS
 from autoplan.frameworks.presets import load_framework, preset_frameworks
-from autoplan.launch.targets import TARGETS, exported
+from autoplan.frameworks.registry import TARGETS
+from autoplan.launch.targets import exported
 from autoplan.read.cluster import load_cluster
 from autoplan.read.model import load_model
 from autoplan.search.ranking import ranked

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.spec.axes import AXES, AXIS, Axis, shown
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, check_priced, chunk_layers, even_chunks

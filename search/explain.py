@@ -12,7 +12,7 @@ from autoplan.base.units import format_bytes
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken, legal
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared
 from autoplan.search.nearest import neighbours

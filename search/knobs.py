@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common.rules import Rule, broken
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.search.ranking import ranked
 from autoplan.spec.enums import RecomputeModule, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, chunk_layers, parse_recompute

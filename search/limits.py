@@ -12,7 +12,7 @@ from autoplan.base.errors import InputError
 from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.rules import missing_modules
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, USUAL_SCHEDULES, Kind, Value, shown
 from autoplan.spec.enums import Precision, RecomputeModule
 from autoplan.spec.model import ModelSpec

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from autoplan.cost.memory.recompute import stores_scores
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.search.limits import default_limits
 from autoplan.search.mixed_refinement import RefinedStructure, Refiner, ordered
 from autoplan.search.space import Space

@@ -12,7 +12,7 @@ import numpy as np
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import legal
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import WITH_TP, axes_of, differing, plan_of, words
 from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence

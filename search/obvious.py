@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.search.choice import pace
 from autoplan.search.limits import Limits
 from autoplan.search.space import Space

@@ -28,6 +28,7 @@ from autoplan.base.files import (
 )
 from autoplan.base.units import FILE_UNITS
 from autoplan.frameworks.presets import framework_schema
+from autoplan.frameworks.registry import facts_files
 from autoplan.read.cluster import cluster_schema
 from autoplan.spec.framework import GROUP_OF, GROUPS, Framework
 from autoplan.spec.model import ModelSpec
@@ -465,6 +466,8 @@ def faults(value: Any, rule: dict[str, Any], whole: dict[str, Any], place: str =
 
 
 def shipped(folder: str) -> list[Path]:
+    if folder == "frameworks":
+        return list(facts_files().values())
     entries = (resources.files("autoplan.presets") / folder).iterdir()
     return sorted(Path(str(entry)) for entry in entries if entry.name.endswith(".toml"))
 
@@ -479,7 +482,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("path", [path for folder in SCHEMAS for path in shipped(folder)], ids=lambda path: path.stem)
 def test_every_shipped_file_obeys_its_schema(path: Path) -> None:
-    described = SCHEMAS[path.parent.name]
+    described = SCHEMAS["frameworks" if path.parent.name == "facts" else path.parent.name]
     assert faults({"name": path.stem, **read_table(path)}, described, described) == []
 
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from autoplan.base.errors import InputError
+from autoplan.frameworks import registry
+from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.presets import framework_called, framework_schema, load_framework
 from autoplan.spec.framework import GROUP_OF, GROUPS
 
@@ -102,3 +106,33 @@ def test_the_schema_of_a_framework_lets_it_extend_another() -> None:
     described = framework_schema()["$defs"]["Framework"]["properties"]["extends"]
     assert "nemo" in described["enum"]
     assert "nemo-26.06" not in described["enum"]
+
+
+def test_rules_that_no_folder_has_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nrules = "megatron"\n')
+    with pytest.raises(InputError, match=r"mine\.toml: rules must be one of megatron-lm, .*, got 'megatron'"):
+        load_framework(str(path))
+
+
+def test_every_folder_has_a_line_and_every_line_what_it_says() -> None:
+    folders = {path.name for path in registry.HERE.iterdir() if (path / "__init__.py").is_file()} - {"common"}
+    assert folders == {entry.folder for entry in registry.FRAMEWORKS}
+    for entry in registry.FRAMEWORKS:
+        assert (bool(entry.rules), bool(entry.target)) == (entry.has("rules"), entry.has("export"))
+        if entry.rules:
+            assert isinstance(registry.BOOKS[entry.rules], Rulebook)
+        if entry.target:
+            assert registry.TARGETS[entry.target].name == entry.target
+        if entry.has("read"):
+            assert registry.READERS[entry.target].target == entry.target
+        if entry.facts:
+            assert load_framework(entry.facts).rules == entry.rules
+    assert len(registry.facts_files()) == len(list(registry.HERE.glob("*/facts/*.toml")))
+
+
+def test_names_of_targets_are_known_before_any_module_is_imported() -> None:
+    code = "import sys; from autoplan.frameworks.registry import TARGETS; print(*TARGETS, *sys.modules)"
+    words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"megatron-lm", "autoplan"} <= set(words)
+    assert not [name for name in words if name.startswith("autoplan.frameworks.") and name.count(".") > 2]

@@ -20,7 +20,8 @@ from autoplan.frameworks.common.job import File
 from autoplan.frameworks.common.launch import Given
 from autoplan.frameworks.launch_files import MOST_BYTES, READERS, read_launch
 from autoplan.frameworks.presets import load_framework
-from autoplan.launch.targets import TARGETS, exported
+from autoplan.frameworks.registry import TARGETS
+from autoplan.launch.targets import exported
 from autoplan.read.model import load_model
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan

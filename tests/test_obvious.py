@@ -10,7 +10,7 @@ import pytest
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.presets import load_framework
-from autoplan.frameworks.rulebooks import BOOKS
+from autoplan.frameworks.registry import BOOKS
 from autoplan.search.choice import pace
 from autoplan.search.limits import with_flags
 from autoplan.search.obvious import families, obvious

@@ -14,7 +14,7 @@ from autoplan.frameworks.deepspeed import rules as deepspeed
 from autoplan.frameworks.fsdp2 import rules as fsdp2
 from autoplan.frameworks.nanotron import rules as nanotron
 from autoplan.frameworks.presets import load_framework, preset_frameworks
-from autoplan.frameworks.rulebooks import BOOKS, book_of
+from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Experts, ModelSpec

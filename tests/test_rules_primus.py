@@ -11,7 +11,7 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm import rules as megatron_lm
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.primus import rules as primus
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 from commands import run

@@ -17,7 +17,7 @@ from autoplan.frameworks.megatron_lm import rules as megatron_lm
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.nanotron import rules as nanotron
 from autoplan.frameworks.presets import load_framework
-from autoplan.frameworks.rulebooks import BOOKS, book_of
+from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.read.cluster import load_cluster
 from autoplan.search.limits import Limits, batch_grid, check_words, default_limits, divisors, with_flags

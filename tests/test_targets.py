@@ -10,7 +10,8 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode
-from autoplan.launch.targets import PLANNED_AS, TARGETS, exported
+from autoplan.frameworks.registry import TARGETS, facts_for
+from autoplan.launch.targets import exported
 from autoplan.spec.plan_file import PlanFile
 from commands import run
 
@@ -19,11 +20,9 @@ PIPELINES = {"fsdp2", "megatron-bridge", "megatron-lm", "nanotron", "primus", "t
 
 def searched(folder: Path, to: str, cluster: str, *more: str) -> PlanFile:
     """The answer of a search for what `to` starts."""
-    rules = TARGETS[to].rules[0]
+    framework = facts_for(TARGETS[to].rules[0])
     place = ("--cluster", cluster, "--global-batch", "12", "--seq-len", "2048")
-    done = run(
-        folder, "search", "llama3-8b", *place, "--framework", PLANNED_AS.get(rules, rules), "-q", "--json", *more
-    )
+    done = run(folder, "search", "llama3-8b", *place, "--framework", framework, "-q", "--json", *more)
     assert done.returncode == 0, done.stderr
     return decode(PlanFile, json.loads(done.stdout), "plan.json")
 

@@ -13,7 +13,7 @@ from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
 from autoplan.base.values import parse_batches, parse_size
 from autoplan.frameworks import presets
-from autoplan.frameworks.rulebooks import book_of
+from autoplan.frameworks.registry import book_of
 from autoplan.read.calibration import built_in_calibration, load_calibration
 from autoplan.read.mixed_cluster import load_parts
 from autoplan.read.model import load_model as read_model

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from autoplan.frameworks.registry import facts_files
+
 PRESETS = Path(__file__).parent.parent / "presets"
 
 
@@ -23,8 +25,13 @@ def clusters(incomplete: str) -> list[str]:
     return [*words(["local"])(incomplete), *presets("clusters")(incomplete)]
 
 
+def frameworks(incomplete: str) -> list[str]:
+    """Completion among the frameworks that a flag can name."""
+    return words(facts_files())(incomplete)
+
+
 def presets(kind: str) -> Callable[[str], list[str]]:
-    """Completion among the presets of a kind: models, clusters or frameworks."""
+    """Completion among the presets of a kind: models, clusters or job templates."""
 
     def complete(incomplete: str) -> list[str]:
         return words(sorted(path.stem for path in (PRESETS / kind).glob("*.toml")))(incomplete)

@@ -237,7 +237,7 @@ def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
     """The rules that the plan obeys; refused with the first that it breaks."""
     from autoplan.api.problem import check_rank_order, check_tp_overlap
     from autoplan.frameworks.common.rules import broken
-    from autoplan.frameworks.rulebooks import book_of
+    from autoplan.frameworks.registry import book_of
     from autoplan.spec.plan import chunk_layers
 
     chunk_layers(plan, problem.model.num_layers)

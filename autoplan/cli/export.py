@@ -10,7 +10,8 @@ import typer
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli.complete import words
 from autoplan.cli.options import ForceOption
-from autoplan.launch.names import LAUNCHERS, TARGETS
+from autoplan.frameworks.registry import TARGETS
+from autoplan.launch.names import LAUNCHERS
 
 
 def export(

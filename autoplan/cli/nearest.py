@@ -19,7 +19,8 @@ def startable(file: PlanFile, to: str, version: str | None, *, or_nearest: bool)
 
     Without it the refusal says what single change would do.
     """
-    from autoplan.launch.targets import TARGETS, job_of
+    from autoplan.frameworks.registry import TARGETS
+    from autoplan.launch.targets import job_of
 
     target = TARGETS.get(to)
     if target is None or file.framework.rules not in target.rules or version not in (None, *target.versions):

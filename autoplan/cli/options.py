@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from autoplan.base.errors import AutoplanError
-from autoplan.cli.complete import clusters, presets, words
+from autoplan.cli.complete import clusters, frameworks, presets, words
 from autoplan.cli.remarks import hide_remarks
-from autoplan.launch.names import TARGETS
+from autoplan.frameworks.registry import TARGETS
 
 
 def whole_number(flag: str, metavar: str, help_: str) -> Any:  # typer.Option is untyped
@@ -62,7 +62,7 @@ AttentionOption = Annotated[
 ]
 FrameworkOption = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Framework preset or TOML file.", autocompletion=presets("frameworks")),
+    typer.Option(metavar="NAME", help="Framework preset or TOML file.", autocompletion=frameworks),
 ]
 ReserveOption = Annotated[
     str, typer.Option("--reserve-memory", metavar="SIZE", help="Device memory to keep free, such as 4GiB.")

@@ -49,7 +49,7 @@ def _parameter(axis: Axis) -> inspect.Parameter:
 def plan_of_flags(problem: Problem, typed: Mapping[str, Any]) -> ParallelPlan:
     """Return the plan on the whole cluster: data parallelism takes what the other degrees leave of it."""
     from autoplan.base.files import decode
-    from autoplan.frameworks.rulebooks import book_of
+    from autoplan.frameworks.registry import book_of
     from autoplan.spec.plan import ParallelPlan, derived_values, parse_recompute
 
     split = book_of(problem.framework).split

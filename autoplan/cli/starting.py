@@ -17,7 +17,8 @@ NOT_STARTED = "no framework that is known here starts a plan whose replicas or s
 
 def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
     """The command that writes what starts the plan of the file at `path`; an `AutoplanError` says why there is none."""
-    from autoplan.launch.targets import TARGETS, job_of
+    from autoplan.frameworks.registry import TARGETS
+    from autoplan.launch.targets import job_of
 
     # What runs today, else what bears the name of its rules, comes before others that take the plan.
     first = (file.today.target if file.today else "", file.framework.rules)

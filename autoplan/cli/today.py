@@ -103,7 +103,7 @@ def nearest_result(problem: Problem, space: Space, result: SearchResult, plan: P
 def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchResult) -> CurrentPlan:
     """How the plan of the launch file compares with the best one, which `file` holds."""
     from autoplan.frameworks.common import universal_rules as universal
-    from autoplan.frameworks.rulebooks import book_of
+    from autoplan.frameworks.registry import book_of
     from autoplan.search.choice import compared, pace
     from autoplan.search.ranking import TIE
     from autoplan.search.walk import Way, changes, prices, walk
@@ -136,7 +136,7 @@ def today_of(problem: Problem, started: Started, file: PlanFile, result: SearchR
 def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:
     """Why the framework refuses a plan; empty where it does not."""
     from autoplan.api.problem import check_rank_order
-    from autoplan.frameworks.rulebooks import book_of
+    from autoplan.frameworks.registry import book_of
 
     faults = _broken(problem, plan, book_of(problem.framework).rules)
     try:
@@ -160,7 +160,7 @@ def _broken(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tu
 
 def _with_options(started: Started, file: PlanFile, today: CurrentPlan) -> CurrentPlan:
     """`today` with the options that change, as a whole and axis by axis, as its target writes them."""
-    from autoplan.launch.targets import TARGETS
+    from autoplan.frameworks.registry import TARGETS
 
     mine = dict(started.launch.options)
     if today.target not in TARGETS or not mine:

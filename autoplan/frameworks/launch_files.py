@@ -1,4 +1,4 @@
-"""Which launch file is meant?  Known by its content, read by the reader of its target."""
+"""Launch files, known by their content and read by the reader of their target."""
 
 from __future__ import annotations
 
@@ -8,31 +8,13 @@ from pathlib import Path
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_text
-from autoplan.frameworks import plan_file as planfile
-from autoplan.frameworks.accelerate import read as accelerate
+from autoplan.frameworks import plan_file, registry
 from autoplan.frameworks.common.launch import Given, Launch, Reader
-from autoplan.frameworks.deepspeed import read as deepspeed
-from autoplan.frameworks.fsdp2 import read as fsdp2
-from autoplan.frameworks.megatron_bridge import read as megatron_bridge
-from autoplan.frameworks.megatron_lm import read as megatron_lm
-from autoplan.frameworks.nanotron import read as nanotron
-from autoplan.frameworks.primus import read as primus
-from autoplan.frameworks.torchtitan import read as torchtitan
 from autoplan.topology.cluster import ClusterSpec
 
 MOST_BYTES = 2**20  # a launch file is written by hand
 
-READERS: tuple[Reader, ...] = (
-    accelerate.READER,
-    deepspeed.READER,
-    fsdp2.READER,
-    megatron_bridge.READER,
-    megatron_lm.READER,
-    nanotron.READER,
-    planfile.READER,
-    primus.READER,
-    torchtitan.READER,
-)
+READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambda reader: reader.target))
 
 
 def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:

@@ -1,4 +1,4 @@
-"""Which step times does a log hold, whichever framework wrote it?"""
+"""Step times in a log, whichever framework wrote it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ from typing import get_args
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
-from autoplan.frameworks.accelerate import log as hf_trainer
 from autoplan.frameworks.common.log_lines import LineSplitter, split_label
-from autoplan.frameworks.common.log_seen import MOST_STEP_S, Seen, Source
-from autoplan.frameworks.deepspeed import log as deepspeed
-from autoplan.frameworks.megatron_lm import log as megatron_lm
-from autoplan.frameworks.nanotron import log as nanotron
-from autoplan.frameworks.torchtitan import log as torchtitan
-from autoplan.frameworks.trainer import log as trainer
+from autoplan.frameworks.common.log_seen import MOST_STEP_S, LineReader, Seen, Source
+from autoplan.frameworks.registry import LOGS
 
-DIALECTS = (megatron_lm, torchtitan, nanotron, deepspeed, hf_trainer, trainer)
 WARMUP = 2  # steps from a start on: kernels are chosen and compiled, memory is taken, connections are made
 
 _CHUNK = 2**20
@@ -113,9 +107,7 @@ class _Dialect:
     """What was read of one framework."""
 
     name: str
-    reader: (
-        megatron_lm.Reader | torchtitan.Reader | nanotron.Reader | deepspeed.Reader | hf_trainer.Reader | trainer.Reader
-    )
+    reader: LineReader
     series: dict[Source, _Series] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)  # step by label
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
@@ -135,7 +127,7 @@ class LogReader:
         self._splitter = LineSplitter()
         self._other: Seen | None = None  # the last step with another batch
         self._is_other = False  # whether the steps of now are so
-        self._dialects = [_Dialect(name=one.NAME, reader=one.Reader()) for one in DIALECTS]
+        self._dialects = [_Dialect(name=log.name, reader=log.reader()) for log in LOGS.values()]
 
     def feed(self, data: bytes, now_s: float | None = None) -> list[str]:
         """Take in what was written; the lines that it completes.  `now_s` is the moment at which it was, if it is."""
@@ -161,7 +153,7 @@ class LogReader:
             self._read(line, None)
         run = self.so_far()
         if run is None:
-            looked_for = "; ".join(f"{one.NAME}: {one.LOOKED_FOR}" for one in DIALECTS)
+            looked_for = "; ".join(f"{log.name}: {log.looked_for}" for log in LOGS.values())
             hint = "" if self.has_times else f".  Looked for: {looked_for}"
             raise InputError(f"{self.lacks}{hint}")
         return run

@@ -1,4 +1,4 @@
-"""Which framework is meant?  A preset, a TOML file of one's own, or the name that a table of measured runs uses."""
+"""Frameworks by the name of shipped facts, by a TOML file, or by the name that a table of measured runs uses."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, read_table, schema, shipped
+from autoplan.base.files import decode, read_table, schema
+from autoplan.frameworks.registry import BOOKS, check_rules, facts_files
 from autoplan.spec.framework import GROUPS, Framework
 
 
 @lru_cache(maxsize=64)
 def _table(name: str) -> dict[str, Any]:
-    return read_table(shipped("frameworks")[name])
+    return read_table(facts_files()[name])
 
 
 def _extendable() -> tuple[str, ...]:
-    return tuple(name for name in shipped("frameworks") if "extends" not in _table(name))
+    return tuple(name for name in facts_files() if "extends" not in _table(name))
 
 
 @lru_cache(maxsize=64)
@@ -35,7 +36,12 @@ def _decoded(table: dict[str, Any], where: str) -> Framework:
             raise InputError(f"{where}: extends {name!r}, which must be one of {', '.join(known)}")
         table = _extended(_table(name), Framework.upgraded(table))
         table = {"calibrated_as": name, **table}
-    return decode(Framework, table, where)
+    framework = decode(Framework, table, where)
+    try:
+        check_rules(framework)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    return framework
 
 
 def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +56,7 @@ def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 
 def preset_frameworks() -> tuple[str, ...]:
     """Ids of the shipped frameworks."""
-    return tuple(shipped("frameworks"))
+    return tuple(facts_files())
 
 
 def load_framework(text: str) -> Framework:
@@ -73,7 +79,7 @@ def framework_called(name: str, year: str, device: str = "") -> Framework | None
     its runs on this device.
     """
     best: tuple[int, Framework] | None = None
-    for framework in map(_preset, shipped("frameworks")):
+    for framework in map(_preset, facts_files()):
         for alias in framework.aliases:
             called, _, place = alias.partition(" on ")
             beginning, _, era = called.partition("@")
@@ -88,5 +94,7 @@ def framework_called(name: str, year: str, device: str = "") -> Framework | None
 def framework_schema() -> dict[str, Any]:
     """JSON Schema of a framework file: it may extend a shipped one."""
     described = schema(Framework, human_units=True)
-    described["$defs"]["Framework"]["properties"]["extends"] = {"enum": list(_extendable())}
+    properties = described["$defs"]["Framework"]["properties"]
+    properties["extends"] = {"enum": list(_extendable())}
+    properties["rules"] |= {"enum": list(BOOKS)}
     return described

@@ -1,4 +1,4 @@
-"""What are plans written for, by name?  Names alone, for the help of the command line, which imports nothing else."""
+"""Names of the launchers, for the help of the command line, which imports nothing else."""
 
 from __future__ import annotations
 
@@ -6,14 +6,3 @@ from typing import Literal, get_args
 
 Launcher = Literal["torchrun", "slurm", "mpirun", "trainjob", "jobset", "pytorchjob", "skypilot"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
-TARGETS = (
-    "accelerate",
-    "autoplan",
-    "deepspeed",
-    "fsdp2",
-    "megatron-bridge",
-    "megatron-lm",
-    "nanotron",
-    "primus",
-    "torchtitan",
-)

@@ -1,46 +1,15 @@
-"""Which frameworks are plans written for?"""
+"""Files that start a plan, for every target and launcher."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.accelerate import export as accelerate
-from autoplan.frameworks.common.job import File, Job, Target
-from autoplan.frameworks.deepspeed import export as deepspeed
-from autoplan.frameworks.fsdp2 import export as fsdp2
-from autoplan.frameworks.megatron_bridge import export as megatron_bridge
-from autoplan.frameworks.megatron_lm import export as megatron_lm
-from autoplan.frameworks.nanotron import export as nanotron
-from autoplan.frameworks.primus import export as primus
-from autoplan.frameworks.torchtitan import export as torchtitan
-from autoplan.frameworks.trainer import export as trainer
+from autoplan.frameworks.common.job import File, Job
+from autoplan.frameworks.registry import TARGETS, facts_for
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS
 from autoplan.spec.plan_file import PlanFile
-
-TARGETS: dict[str, Target] = {
-    target.name: target
-    for target in (
-        accelerate.TARGET,
-        deepspeed.TARGET,
-        fsdp2.TARGET,
-        megatron_bridge.TARGET,
-        megatron_lm.TARGET,
-        nanotron.TARGET,
-        primus.TARGET,
-        torchtitan.TARGET,
-        trainer.TARGET,
-    )
-}
-
-# The shipped framework to plan with, by the rules of a target, where it is not called as they are.
-PLANNED_AS = {
-    "megatron-lm": "megatron-core",
-    "deepspeed": "deepspeed-zero",
-    "fsdp2": "pytorch-fsdp",
-    "trainer": "torch",
-}
 
 
 def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
@@ -49,10 +18,9 @@ def job_of(plan_file: PlanFile, to: str, version: str | None = None) -> Job:
         raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
     target = TARGETS[to]
     if plan_file.framework.rules not in target.rules:
-        framework = PLANNED_AS.get(target.rules[0], target.rules[0])
         raise InputError(
             f"the plan was made for {plan_file.framework.name}, which {target.says} is not: "
-            f"search with --framework {framework} for one that it runs"
+            f"search with --framework {facts_for(target.rules[0])} for one that it runs"
         )
     version = target.versions[0] if version is None else version
     if version not in target.versions:

@@ -274,10 +274,7 @@ class Framework:
     overlap: Overlap = field(default_factory=Overlap)
     host: Host = field(default_factory=Host)
     # -- rules --------------------------------------------------------------------------------------------------
-    # Which plans it admits.
-    rules: Literal["megatron-lm", "primus", "torchtitan", "nanotron", "deepspeed", "fsdp2", "trainer", "unknown"] = (
-        "megatron-lm"
-    )
+    rules: str = "megatron-lm"  # the folder whose rules decide which plans it admits, by its name in the registry
     rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)  # that it can number its ranks in, its default first
     # -- where the run tables name it ---------------------------------------------------------------------------
     # Its recipes for dense models interleave chunks of one layer, which a table may leave out.

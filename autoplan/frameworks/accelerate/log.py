@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import re
 
-from autoplan.frameworks.common.log_seen import Seen, Source, number, quantity
-
-NAME = "HF Trainer"
-LOOKED_FOR = "tqdm's bar N/M [..., T s/it], or 'train_steps_per_second'"
+from autoplan.frameworks.common.log_seen import LogFormat, Seen, Source, number, quantity
 
 _BAR = re.compile(
     r"^\s{0,8}\d{1,3}%\|[^|]{0,400}\| {0,9}(\d{1,12})/(\d{1,12}) \[[0-9:]{1,12}<[0-9:?]{1,12}, (.{1,20}?)[\],]"
@@ -56,3 +53,8 @@ class Reader:
             return None
         times: tuple[tuple[Source, float], ...] = (("bar", value if rate[2] == "s/it" else 1 / value),)
         return Seen(step=int(bar[1]), times=times)
+
+
+LOG = LogFormat(
+    name="HF Trainer", looked_for="tqdm's bar N/M [..., T s/it], or 'train_steps_per_second'", reader=Reader
+)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 # Where a step time comes from, the best first.  Of `tokens` (a second, of each device) and `samples` (a second, of the
 # job) it follows with the batch that is trained; of `moments`, at which lines were written, from their difference;
@@ -33,6 +34,22 @@ class Seen:
     allocated_bytes: float | None = None  # at the peak
     reserved_bytes: float | None = None
     pause: Pause | None = None
+
+
+class LineReader(Protocol):
+    """Reader of the lines of one log, which may remember those before."""
+
+    def read(self, line: str) -> Seen | None:
+        """Return what a line says; None where it is not one of the framework."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFormat:
+    """Lines that a framework writes: its usual name, what a line with a time looks like, and who reads them."""
+
+    name: str
+    looked_for: str
+    reader: Callable[[], LineReader]
 
 
 def quantity(text: str | None, factor: float = 1.0) -> float | None:

@@ -13,10 +13,7 @@ from __future__ import annotations
 import re
 
 from autoplan.base.units import GIB
-from autoplan.frameworks.common.log_seen import Seen, number, quantity
-
-NAME = "DeepSpeed"
-LOOKED_FOR = "global_step=N, ... CurrSamplesPerSec=S, steps: N ... iter time (s): T, or time (ms) | fwd: ..."
+from autoplan.frameworks.common.log_seen import LogFormat, Seen, number, quantity
 
 _PIPE = re.compile(r"\bsteps: (\d{1,12}) loss: (\S{1,30}) .{0,500}?iter time \(s\): ([0-9.]{1,30})")
 _RATE = re.compile(r"(?:global_step=|\b\d{1,12}/)(\d{1,12}), .{0,80}?\b(?:Curr)?SamplesPerSec=([0-9.eE+-]{1,40})")
@@ -50,3 +47,10 @@ class Reader:
                 reserved_bytes=quantity(reserved[1], GIB) if reserved else None,
             )
         return Seen(pause="checkpoint") if "Saving model checkpoint" in line else None
+
+
+LOG = LogFormat(
+    name="DeepSpeed",
+    looked_for="global_step=N, ... CurrSamplesPerSec=S, steps: N ... iter time (s): T, or time (ms) | fwd: ...",
+    reader=Reader,
+)

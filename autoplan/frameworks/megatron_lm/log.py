@@ -14,10 +14,7 @@ from __future__ import annotations
 import re
 
 from autoplan.base.units import MIB
-from autoplan.frameworks.common.log_seen import Seen, number, quantity
-
-NAME = "Megatron-LM"
-LOOKED_FOR = "iteration N/M | ... | elapsed time per iteration (ms): T"
+from autoplan.frameworks.common.log_seen import LogFormat, Seen, number, quantity
 
 _STEP = re.compile(r"\biteration\s{1,12}(\d{1,12})/\s{0,12}\d{1,12} \|")
 _TIME = re.compile(r"elapsed time per iteration \((m?s)\): {1,12}([0-9.eE+-]{1,30})")
@@ -52,3 +49,8 @@ class Reader:
         if "saving checkpoint at iteration" in line or "successfully saved checkpoint" in line:
             return Seen(pause="checkpoint")
         return None
+
+
+LOG = LogFormat(
+    name="Megatron-LM", looked_for="iteration N/M | ... | elapsed time per iteration (ms): T", reader=Reader
+)

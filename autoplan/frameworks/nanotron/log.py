@@ -11,10 +11,7 @@ from __future__ import annotations
 import re
 
 from autoplan.base.units import MIB
-from autoplan.frameworks.common.log_seen import Seen, quantity
-
-NAME = "nanotron"
-LOOKED_FOR = "iteration: N / M | ... | elapsed_time_per_iteration_ms: T"
+from autoplan.frameworks.common.log_seen import LogFormat, Seen, quantity
 
 _STEP = re.compile(r"\biteration: (\d{1,12}) / \d{1,12} \|")
 _TIME = re.compile(r"\|\s(?:elapsed_)?time_per_iteration_ms: (\S{1,30})")
@@ -51,3 +48,6 @@ class Reader:
 def _human(text: str) -> float | None:
     factor = _THOUSANDS.get(text[-1:])
     return quantity(text[:-1], factor) if factor else quantity(text)
+
+
+LOG = LogFormat(name="nanotron", looked_for="iteration: N / M | ... | elapsed_time_per_iteration_ms: T", reader=Reader)

@@ -14,10 +14,7 @@ import re
 from datetime import datetime
 
 from autoplan.base.units import GIB
-from autoplan.frameworks.common.log_seen import Seen, Source, quantity
-
-NAME = "torchtitan"
-LOOKED_FOR = "step: N  loss: L  ...  memory: M GiB  tps: T"
+from autoplan.frameworks.common.log_seen import LogFormat, Seen, Source, quantity
 
 _STEP = re.compile(r"(\bvalidate )?\bstep: {1,12}(\d{1,12})  (?:loss: {1,12}([0-9.eE+-]{1,30}))?")
 _RATE = re.compile(r"\b(?:tps|wps): {1,12}([0-9,]{1,30})")
@@ -62,3 +59,6 @@ def _moment(line: str) -> float | None:
         return (datetime.strptime(moment[1], "%Y-%m-%d %H:%M:%S,%f") - datetime(1970, 1, 1)).total_seconds()
     except ValueError:
         return None
+
+
+LOG = LogFormat(name="torchtitan", looked_for="step: N  loss: L  ...  memory: M GiB  tps: T", reader=Reader)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 
-from autoplan.frameworks.common.log_seen import Seen, number, quantity
-
-NAME = "the built-in trainer"
-LOOKED_FOR = "trainer step N | T s | loss L"
+from autoplan.frameworks.common.log_seen import LogFormat, Seen, number, quantity
 
 _LINE = re.compile(r"trainer step (\d{1,12}) \| (\S{1,30}) s \| loss (\S{1,30})")
 
@@ -27,3 +24,6 @@ class Reader:
         if found is None or seconds is None:
             return None
         return Seen(step=int(found[1]), times=(("stated", seconds),), loss=number(found[3]))
+
+
+LOG = LogFormat(name="the built-in trainer", looked_for="trainer step N | T s | loss L", reader=Reader)

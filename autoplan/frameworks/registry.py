@@ -1,0 +1,114 @@
+"""Registry of the frameworks, a line each; rules, exporters, readers, log readers and facts follow from it.
+
+A framework is a folder beside this module, which may hold
+
+    rules.py     BOOK: the plans that it admits
+    export.py    TARGET: the files that start a plan
+    read.py      READER: its launch files, read into plans
+    log.py       LOG: the lines of its logs
+    facts/       a TOML file of traits for each of its versions
+
+Names are known at once, which the help of the command line needs; a module is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from autoplan.base.errors import InputError
+
+if TYPE_CHECKING:
+    from autoplan.frameworks.common.job import Target
+    from autoplan.frameworks.common.launch import Reader
+    from autoplan.frameworks.common.log_seen import LogFormat
+    from autoplan.frameworks.common.rules import Rulebook
+    from autoplan.spec.framework import Framework
+
+T = TypeVar("T")
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One folder: the name that facts call its rules by, its target of export, and the facts to plan with."""
+
+    folder: str
+    rules: str = ""
+    target: str = ""
+    facts: str = ""
+
+    def has(self, module: str) -> bool:
+        """Return whether the folder holds a module of that name."""
+        return (HERE / self.folder / f"{module}.py").is_file()
+
+
+FRAMEWORKS = (  # in the order in which a log is taken for theirs
+    Entry(folder="megatron_lm", rules="megatron-lm", target="megatron-lm", facts="megatron-core"),
+    Entry(folder="megatron_bridge", target="megatron-bridge"),
+    Entry(folder="primus", rules="primus", target="primus", facts="primus"),
+    Entry(folder="torchtitan", rules="torchtitan", target="torchtitan", facts="torchtitan"),
+    Entry(folder="nanotron", rules="nanotron", target="nanotron", facts="nanotron"),
+    Entry(folder="deepspeed", rules="deepspeed", target="deepspeed", facts="deepspeed-zero"),
+    Entry(folder="fsdp2", rules="fsdp2", target="fsdp2", facts="pytorch-fsdp"),
+    Entry(folder="accelerate", target="accelerate"),
+    Entry(folder="trainer", rules="trainer", target="autoplan", facts="torch"),
+    Entry(folder="others", rules="unknown"),
+)
+
+
+class Modules(Mapping[str, T], Generic[T]):
+    """What the modules of one kind define, by name."""
+
+    def __init__(self, module: str, attribute: str, folders: dict[str, str]) -> None:
+        self._module, self._attribute, self._folders = module, attribute, folders
+
+    def __getitem__(self, name: str) -> T:
+        defined: T = getattr(import_module(f"{__package__}.{self._folders[name]}.{self._module}"), self._attribute)
+        return defined
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folders)
+
+    def __len__(self) -> int:
+        return len(self._folders)
+
+
+BOOKS: Modules[Rulebook] = Modules("rules", "BOOK", {entry.rules: entry.folder for entry in FRAMEWORKS if entry.rules})
+_EXPORTED = sorted((entry for entry in FRAMEWORKS if entry.target), key=lambda entry: entry.target)
+TARGETS: Modules[Target] = Modules("export", "TARGET", {entry.target: entry.folder for entry in _EXPORTED})
+READERS: Modules[Reader] = Modules(
+    "read", "READER", {entry.target: entry.folder for entry in _EXPORTED if entry.has("read")}
+)
+LOGS: Modules[LogFormat] = Modules(
+    "log", "LOG", {entry.folder: entry.folder for entry in FRAMEWORKS if entry.has("log")}
+)
+
+
+def book_of(framework: Framework) -> Rulebook:
+    """Return the rules of `framework`."""
+    check_rules(framework)
+    return BOOKS[framework.rules]
+
+
+def check_rules(framework: Framework) -> None:
+    """Refuse a framework whose rules have a name that is not known."""
+    if framework.rules not in BOOKS:
+        raise InputError(f"rules must be one of {', '.join(BOOKS)}, got {framework.rules[:40]!r}")
+
+
+def facts_for(rules: str) -> str:
+    """Return the id of the facts to plan with for a target that takes plans under `rules`."""
+    return next(entry.facts for entry in FRAMEWORKS if entry.rules == rules)
+
+
+@cache
+def facts_files() -> dict[str, Path]:
+    """Return the files of facts by their ids, in alphabetical order."""
+    found = {path.stem: path for entry in FRAMEWORKS for path in (HERE / entry.folder / "facts").glob("*.toml")}
+    return dict(sorted(found.items()))
