@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autoplan.profiler.protocol import Hello
     from autoplan.profiler.record import Mode
     from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey
-    from autoplan.search.worth import Group, Settling
+    from autoplan.search.measurement_value import MeasurementAdvice, OperationGroup
     from autoplan.spec.plan_file import PlanFile
     from autoplan.spec.problem import Problem
     from autoplan.spec.search_result import RankedPlan
@@ -67,15 +67,15 @@ class Deciding:
             )
         return found
 
-    def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[Settling, list[RankedTask]]:
+    def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[MeasurementAdvice, list[RankedTask]]:
         """What measuring could settle on the ranks of `hello`, and the measurements in the order in which they pay."""
-        from autoplan.search.worth import settling
+        from autoplan.search.measurement_value import advise_measurements
 
         self._check(hello)
-        tasks: dict[Group, list[RankedTask]] = dict(self._groups(hello, known))
+        tasks: dict[OperationGroup, list[RankedTask]] = dict(self._groups(hello, known))
         problem = self._timed(())
-        found = settling(problem, self._ranked(problem), list(tasks), self._timed)
-        return found, [one for worth in found.worth for one in tasks[worth.group]]
+        found = advise_measurements(problem, self._ranked(problem), list(tasks), self._timed)
+        return found, [task for value in found.groups for task in tasks[value.group]]
 
     def ranking(self) -> list[RankedPlan]:
         """The plans by the times that the database holds now, best first."""
@@ -88,12 +88,12 @@ class Deciding:
                 f"the plan is for {device}, this is {hello.fingerprint.device}: profile on the cluster of the plan"
             )
 
-    def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[Group, list[RankedTask]]]:
+    def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[OperationGroup, list[RankedTask]]]:
         """What can be measured here and is not known; what settings have in common is of the first of them."""
         from autoplan.api.timings import usable_operations
         from autoplan.profiler.protocol import BESIDE, COLLECTIVES
         from autoplan.profiler.tasks import ranked_tasks
-        from autoplan.search.worth import family_of
+        from autoplan.search.measurement_value import family_of
 
         usable = usable_operations(self.file.framework)
         parts: dict[tuple[str, str], list[RankedTask]] = defaultdict(list)
@@ -151,16 +151,16 @@ class Deciding:
         return sorted(ranked(problem, costs, range(len(plans))), key=pace)
 
 
-def _group(problem: Problem, family: str, setting: str, ones: list[RankedTask]) -> Group:
+def _group(problem: Problem, family: str, setting: str, ones: list[RankedTask]) -> OperationGroup:
     from autoplan.profiler.tasks import reference_s
-    from autoplan.search.worth import Group, spread_of_price
+    from autoplan.search.measurement_value import OperationGroup, spread_of_price
     from autoplan.spec.timing import PROVENANCES, Measurement
 
     device = problem.cluster.device
     found = [spread_of_price(problem, one.task.operation, one.task.dtype, one.task.shape) for one in ones]
     weights = [one.effect_s for one in ones]
     variance = sum(weight * spread**2 for weight, (spread, _) in zip(weights, found, strict=True)) / sum(weights)
-    return Group(
+    return OperationGroup(
         family=family,  # type: ignore[arg-type]
         setting=setting,
         times_s=tuple(
@@ -182,7 +182,7 @@ def _group(problem: Problem, family: str, setting: str, ones: list[RankedTask]) 
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
-def print_settling(console: Console, found: Settling, planned: Sequence[RankedTask]) -> None:
+def print_settling(console: Console, found: MeasurementAdvice, planned: Sequence[RankedTask]) -> None:
     """What is open, and what each group of measurements is expected to bring."""
     from rich.table import Table
 
@@ -194,36 +194,38 @@ def print_settling(console: Console, found: Settling, planned: Sequence[RankedTa
     seconds = sum(one.expected_s for one in planned)
     console.print(f"A  {found.best.plan.describe()}: {format_seconds(found.best.step_s)}")
     console.print(f"B  {found.rival.plan.describe()}: {format_seconds(found.rival.step_s)}")
-    if not found.worth:
+    if not found.groups:
         console.print(
-            f"now {_sure(found.sure)} sure that A is the faster; no measurement here could swap any two plans"
+            f"now {_sure(found.probability)} sure that A is the faster; no measurement here could swap any two plans"
         )
         return
     console.print(
-        f"now {_sure(found.sure)} sure that A is the faster; expected after {len(planned)} measurements of about "
-        f"{format_seconds(seconds)}: {_sure(found.expected_sure)} sure of one of them\n"
+        f"now {_sure(found.probability)} sure that A is the faster; expected after {len(planned)} measurements of about "
+        f"{format_seconds(seconds)}: {_sure(found.expected_probability)} sure of one of them\n"
     )
     table = Table(box=None, pad_edge=False)
     for name in ("operations", "of", "rests on"):
         table.add_column(name)
     for name in ("off by", "share A", "share B", "takes", "then sure"):
         table.add_column(name, justify="right", no_wrap=True)
-    for worth in found.worth:
-        group = worth.group
+    for value in found.groups:
+        group = value.group
         table.add_row(
             group.family,
             group.setting,
             group.rests_on,
             format_percent(group.spread),
-            format_percent(worth.share),
-            format_percent(worth.rival_share),
+            format_percent(value.share),
+            format_percent(value.rival_share),
             format_seconds(group.seconds),
-            _sure(worth.sure),
+            _sure(value.probability),
         )
     console.print(table)
 
 
-def print_ranking(console: Console, before: Settling, after: Settling, ranking: Sequence[RankedPlan]) -> None:
+def print_ranking(
+    console: Console, before: MeasurementAdvice, after: MeasurementAdvice, ranking: Sequence[RankedPlan]
+) -> None:
     """What the order is after measuring, and how sure it is then."""
     from autoplan.base.units import format_seconds
     from autoplan.search.choice import pace
@@ -231,7 +233,7 @@ def print_ranking(console: Console, before: Settling, after: Settling, ranking: 
     best = ranking[0]
     is_same = best.plan == before.best.plan
     console.print(
-        f"\nfastest {'still' if is_same else 'now'}, {_sure(after.sure)} sure against its nearest rival: "
+        f"\nfastest {'still' if is_same else 'now'}, {_sure(after.probability)} sure against its nearest rival: "
         f"{best.plan.describe()}: {format_seconds(best.step_s)} a step"
     )
     for one in ranking[1:4]:
