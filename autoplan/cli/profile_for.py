@@ -200,8 +200,8 @@ def print_settling(console: Console, found: MeasurementAdvice, planned: Sequence
         )
         return
     console.print(
-        f"now {_sure(found.probability)} sure that A is the faster; expected after {len(planned)} measurements of about "
-        f"{format_seconds(seconds)}: {_sure(found.expected_probability)} sure of one of them\n"
+        f"now {_sure(found.probability)} sure that A is the faster; expected after {len(planned)} measurements "
+        f"of about {format_seconds(seconds)}: {_sure(found.expected_probability)} sure of one of them\n"
     )
     table = Table(box=None, pad_edge=False)
     for name in ("operations", "of", "rests on"):
