@@ -16,8 +16,14 @@ from autoplan.profiler.protocol import BESIDE, COLLECTIVES, Hello
 from autoplan.profiler.record import Mode
 from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, ranked_tasks, reference_s
 from autoplan.search.choice import pace
+from autoplan.search.measurement_value import (
+    MeasurementAdvice,
+    OperationGroup,
+    advise_measurements,
+    family_of,
+    spread_of_price,
+)
 from autoplan.search.ranking import ranked
-from autoplan.search.worth import Group, Settling, family_of, settling, spread_of_price
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
@@ -62,13 +68,13 @@ class OpenRanking:
             )
         return found
 
-    def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[Settling, list[RankedTask]]:
+    def planned(self, hello: Hello, known: Collection[TaskKey]) -> tuple[MeasurementAdvice, list[RankedTask]]:
         """Return what measuring on the ranks of `hello` could settle, and the tasks in the order in which they pay."""
         self._check(hello)
-        tasks: dict[Group, list[RankedTask]] = dict(self._groups(hello, known))
+        tasks: dict[OperationGroup, list[RankedTask]] = dict(self._groups(hello, known))
         problem = self._timed(())
-        found = settling(problem, self._ranked(problem), list(tasks), self._timed)
-        return found, [task for worth in found.worth for task in tasks[worth.group]]
+        found = advise_measurements(problem, self._ranked(problem), list(tasks), self._timed)
+        return found, [task for value in found.groups for task in tasks[value.group]]
 
     def ranking(self) -> list[RankedPlan]:
         """Return the plans by the times that the database holds now, best first."""
@@ -81,7 +87,7 @@ class OpenRanking:
                 f"the plan is for {device}, this is {hello.fingerprint.device}: profile on the cluster of the plan"
             )
 
-    def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[Group, list[RankedTask]]]:
+    def _groups(self, hello: Hello, known: Collection[TaskKey]) -> list[tuple[OperationGroup, list[RankedTask]]]:
         """Return what can be measured and is not known; what settings have in common belongs to the first of them."""
         usable = usable_operations(self.file.framework)
         parts: dict[tuple[str, str], list[RankedTask]] = defaultdict(list)
@@ -124,12 +130,12 @@ class OpenRanking:
         return sorted(ranked(problem, costs, range(len(self._plans))), key=pace)
 
 
-def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask]) -> Group:
+def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask]) -> OperationGroup:
     device = problem.cluster.device
     found = [spread_of_price(problem, item.task.operation, item.task.dtype, item.task.shape) for item in tasks]
     weights = [item.effect_s for item in tasks]
     variance = sum(weight * spread**2 for weight, (spread, _) in zip(weights, found, strict=True)) / sum(weights)
-    return Group(
+    return OperationGroup(
         family=family,  # type: ignore[arg-type]
         setting=setting,
         times_s=tuple(

@@ -32,7 +32,7 @@ from autoplan.topology.cluster import ClusterSpec
 
 if TYPE_CHECKING:  # Optuna, which a profile of a model does not need
     from autoplan.api.open_ranking import OpenRanking
-    from autoplan.search.worth import Settling
+    from autoplan.search.measurement_value import MeasurementAdvice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Profile:
     budget_s: float
     num_visits: int
     progress: Progress
-    settling: Settling | None  # how sure the order of the plans is, where these say what is measured
+    advice: MeasurementAdvice | None  # how sure the order of the plans is, where these say what is measured
     remarks: list[str]  # what a user should know of this machine before
     hello: Hello
     _crew: Crew
@@ -87,7 +87,7 @@ class Profile:
         )
         return self.progress
 
-    def settled(self) -> tuple[Settling, list[RankedPlan]] | None:
+    def settled(self) -> tuple[MeasurementAdvice, list[RankedPlan]] | None:
         """Return how sure the order of the plans is now, and that order; None where no plans say what is measured."""
         if self._open_ranking is None:
             return None
@@ -164,9 +164,9 @@ def started_profile(
             hello = crew.start()
             assert hello is not None
             known = store.known(hello.fingerprint, options.visits)
-            settling = None
+            advice = None
             if open_ranking is not None:
-                settling, tasks = open_ranking.planned(hello, known)
+                advice, tasks = open_ranking.planned(hello, known)
                 scope = next(iter(open_ranking.scopes.values()))
             else:
                 assert scope is not None
@@ -177,7 +177,7 @@ def started_profile(
                 budget_s=budget_s,
                 num_visits=options.visits,
                 progress=Progress(total=len(tasks)),
-                settling=settling,
+                advice=advice,
                 remarks=_remarks(hello, scope, cluster),
                 hello=hello,
                 _crew=crew,

@@ -108,7 +108,7 @@ def profile(
 
 def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
     """Print what is to be measured, measure it, and print what came of it."""
-    from autoplan.cli.settling import print_ranking, print_settling
+    from autoplan.cli.measurement_advice import print_advice, print_ranking
     from autoplan.report.terminal import make_console
 
     if not quiet:
@@ -117,8 +117,8 @@ def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
     if json and (dry_run or not tasks):
         _print_json(started.progress)
         return
-    if started.settling is not None and not json:
-        print_settling(console, started.settling, tasks)
+    if started.advice is not None and not json:
+        print_advice(console, started.advice, tasks)
         if dry_run or not tasks:
             return
     if dry_run:
@@ -129,8 +129,8 @@ def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
         _print_json(progress)
     else:
         _print_outcomes(console, progress)
-        if started.settling is not None and (settled := started.settled()):
-            print_ranking(console, started.settling, *settled)
+        if started.advice is not None and (settled := started.settled()):
+            print_ranking(console, started.advice, *settled)
     if not quiet and not progress.num_left:
         _say("next: autoplan search MODEL --timings db ..., which takes these times before its own")
     if progress.num_left:

@@ -1,4 +1,4 @@
-"""Which measurements could change the answer, and by how much would they settle it?
+"""Value of measurements: which of them could change the best plan, and how sure one would be of it then.
 
 The value of a measurement is what it is expected to save: the share of a step by which the plan that one would choose
 knowing its result beats the plan that one would choose now (Howard, Information Value Theory, IEEE Trans. SSC 2, 1966).
@@ -42,7 +42,7 @@ _KERNELS: dict[Family, tuple[Operation, ...]] = {
 
 
 def family_of(operation: Operation) -> Family:
-    """Whose errors are alike; layers and all else that is measured whole are one."""
+    """Return the family of an operation, in which errors are alike; all that is measured as layers is one."""
     return next((name for name, operations in _KERNELS.items() if operation in operations), "layers")
 
 
@@ -63,7 +63,7 @@ _STANDARD = NormalDist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class OperationGroup:
     """Operations of one family that are measured together, and what that takes.
 
     `times_s` are rough: only what they are to each other counts.
@@ -78,35 +78,35 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worth:
-    """A group that is worth measuring, after all that come before it."""
+class GroupValue:
+    """The value of measuring a group after all groups before it."""
 
-    group: Group
+    group: OperationGroup
     share: float  # of the step of the best plan
     rival_share: float  # of that of the plan that may win
     gain: float  # expected saving, as a share of a step
-    sure: float  # expected probability, once it is measured, that the plan chosen is the faster one
+    probability: float  # expected once it is measured: that the plan chosen is the faster one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settling:
-    """What is not settled between the best plan and its rival, the one that may win most, and what would settle it."""
+class MeasurementAdvice:
+    """The best plan and its rival, the one that may win most, and what measuring would say of the two."""
 
     best: RankedPlan
     rival: RankedPlan | None  # None: no other plan may win
-    sure: float  # probability that the best is the faster of the two
-    worth: tuple[Worth, ...]  # in the order in which they pay
+    probability: float  # that the best is the faster of the two
+    groups: tuple[GroupValue, ...]  # in the order in which they pay
 
     @property
-    def expected_sure(self) -> float:
-        """That probability once all is measured."""
-        return self.worth[-1].sure if self.worth else self.sure
+    def expected_probability(self) -> float:
+        """Probability that the plan chosen is the faster one once all is measured."""
+        return self.groups[-1].probability if self.groups else self.probability
 
 
 def spread_of_price(
     problem: Problem, operation: Operation, dtype: str, shape: tuple[int, ...]
 ) -> tuple[float, Provenance]:
-    """(standard deviation of the logarithm, provenance) of the time that the price of plans takes for an operation."""
+    """Return the spread, of the logarithm, and the provenance of the time that prices take for an operation."""
     found = problem.timings.lookup(operation, dtype, np.array([shape]))
     if found.is_exact[0]:
         return 0.0, "measured"
@@ -117,7 +117,9 @@ def spread_of_price(
         return _of_curve(device.attention.is_measured, device.attention.fit_error)
     if family_of(operation) == "collectives":
         per_domain = shape[1]
-        level: LinkLevel | None = next((one for one in problem.cluster.levels if one.num_devices >= per_domain), None)
+        level: LinkLevel | None = next(
+            (level for level in problem.cluster.levels if level.num_devices >= per_domain), None
+        )
         curve = level.collectives if level is not None and shape[0] == per_domain else None
         return _of_curve(curve is not None, curve.fit_error if curve else CURVE_SPREAD)
     # What streams through memory goes with the products: both were measured on a device, or neither was.
@@ -129,38 +131,38 @@ def _of_curve(is_measured: bool, fit_error: float) -> tuple[float, Provenance]:
     return (_OF_MEAN_ERROR * fit_error, "reference") if is_measured else (DATASHEET_SPREAD, "datasheet")
 
 
-def settling(
+def advise_measurements(
     problem: Problem,
     plans: Sequence[RankedPlan],
-    groups: Sequence[Group],
+    groups: Sequence[OperationGroup],
     timed: Callable[[Sequence[Measurement]], Problem],
-) -> Settling:
-    """What measuring `groups` would settle between `plans`, best first, of which one a kind is looked at.
+) -> MeasurementAdvice:
+    """Say what measuring `groups` would tell of `plans`, best first, of which one a kind is looked at.
 
     `timed` gives the problem with more measured times in its table.
     """
     best, *others = first_of_kinds(plans)
     if not others:
-        return Settling(best=best, rival=None, sure=1.0, worth=())
+        return MeasurementAdvice(best=best, rival=None, probability=1.0, groups=())
     rivals = sorted(others, key=pace)[:MOST_RIVALS]
     shares = shares_of(problem, [best, *rivals], groups, timed)
-    leads = np.log([pace(one) / pace(best) for one in rivals])
-    return _settled((best, *rivals), leads, shares, groups)
+    leads = np.log([pace(rival) / pace(best) for rival in rivals])
+    return _advice((best, *rivals), leads, shares, groups)
 
 
 def shares_of(
     problem: Problem,
     plans: Sequence[RankedPlan],
-    groups: Sequence[Group],
+    groups: Sequence[OperationGroup],
     timed: Callable[[Sequence[Measurement]], Problem],
 ) -> Floats:
-    """What part of every plan's step each group takes: shape (plans, groups).
+    """Return the part of every plan's step that each group takes: shape (plans, groups).
 
     First every group gets the level at which the price stays what it is now; then, with all of them in the table, a
     step grows with the times of a group as far as these show.  What the price does not read, such as the kernels of a
     layer that was measured whole, has no share.
     """
-    batch = PlanBatch.of([one.plan for one in plans], problem.model.num_layers)
+    batch = PlanBatch.of([ranked.plan for ranked in plans], problem.model.num_layers)
 
     def price(times: Sequence[Measurement]) -> Floats:
         return seconds_per_sequence(estimate(timed(times), batch))
@@ -169,15 +171,15 @@ def shares_of(
     scaled = [_scaled(group, _level(partial(_priced, price, group), now)) for group in groups]
     found = np.zeros((len(plans), len(groups)))
     if scaled:
-        whole = price(list(chain(*scaled)))
+        unchanged = price(list(chain(*scaled)))
         for at, group in enumerate(scaled):
-            slower = [replace(one, seconds=(1.0 + _NUDGE) * one.seconds) for one in group]
-            found[:, at] = price([*chain(*scaled[:at]), *slower, *chain(*scaled[at + 1 :])]) / whole - 1.0
+            slower = [replace(time, seconds=(1.0 + _NUDGE) * time.seconds) for time in group]
+            found[:, at] = price([*chain(*scaled[:at]), *slower, *chain(*scaled[at + 1 :])]) / unchanged - 1.0
     return np.clip(found / _NUDGE, 0.0, 1.0)
 
 
 def _level(price: Callable[[float], Floats], now: Floats) -> float:
-    """By what to multiply times so that prices stay what they are `now`: the median of the plans that they show in."""
+    """Return the factor of times with which prices stay what they are `now`: the median of plans that they show in."""
     level = 1.0
     for growth in (2.0, 1.0 + _NUDGE):  # of times as rough as they come, then near those that the price takes now
         once, more = price(level), price(growth * level)
@@ -188,26 +190,26 @@ def _level(price: Callable[[float], Floats], now: Floats) -> float:
     return level
 
 
-def _priced(price: Callable[[Sequence[Measurement]], Floats], group: Group, factor: float) -> Floats:
+def _priced(price: Callable[[Sequence[Measurement]], Floats], group: OperationGroup, factor: float) -> Floats:
     return price(_scaled(group, factor))
 
 
-def _scaled(group: Group, growth: float) -> list[Measurement]:
-    return [replace(one, seconds=growth * one.seconds) for one in group.times_s]
+def _scaled(group: OperationGroup, growth: float) -> list[Measurement]:
+    return [replace(time, seconds=growth * time.seconds) for time in group.times_s]
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def covariance(groups: Sequence[Group]) -> Floats:
-    """Of the logarithms of what the groups take: those of one family have the level of the device in common."""
+def covariance(groups: Sequence[OperationGroup]) -> Floats:
+    """Return that of the logarithms of the groups' times: a family has the level of the device in common."""
     spreads = np.array([group.spread for group in groups])
-    alike = np.array([[one.family == other.family for other in groups] for one in groups], dtype=np.float64)
+    alike = np.array([[group.family == other.family for other in groups] for group in groups], dtype=np.float64)
     return np.asarray(np.outer(spreads, spreads) * (COMMON_SHARE * alike + (1 - COMMON_SHARE) * np.eye(len(groups))))
 
 
-def learnt(unlike: Floats, spread: Floats, measured: Sequence[int]) -> float:
-    """What part of the variance of a ratio of two plans measuring some groups takes away.
+def explained_variance(unlike: Floats, spread: Floats, measured: Sequence[int]) -> float:
+    """Return the part of the variance of a ratio of two plans that measuring some groups takes away.
 
     `unlike` are differences of shares of the two plans, `spread` is the `covariance` of the groups.
     """
@@ -219,58 +221,63 @@ def learnt(unlike: Floats, spread: Floats, measured: Sequence[int]) -> float:
 
 
 def expected_gain(lead: float, variance: float) -> float:
-    """What choosing anew saves on average when the lead of the best, a logarithm, is known better by `variance`."""
+    """Return the average saving of choosing anew when the best's lead, a logarithm, is known better by `variance`."""
     if variance <= 0:
         return 0.0
     scale = float(np.sqrt(variance))
     return scale * _STANDARD.pdf(lead / scale) - lead * probability_above(-lead / scale)
 
 
-def expected_sure(lead: float, learns: float, stays: float) -> float:
-    """How probable it will be that the plan then chosen is the faster one; `learns` and `stays` are variances."""
-    if learns <= 0:
-        return probability_above(lead / np.sqrt(stays))
-    # What it will look like, from 8 standard deviations below to 8 above, and how sure one will be then.
+def expected_probability(lead: float, explained: float, rest: float) -> float:
+    """Return how probable it will be that the plan then chosen is the faster one; both others are variances."""
+    if explained <= 0:
+        return probability_above(lead / np.sqrt(rest))
+    # The lead as it will look, from 8 standard deviations below to 8 above, and the probability then.
     steps = np.linspace(-8.0, 8.0, 401)
     weights = np.exp(-(steps**2) / 2.0)
-    leads = lead + np.sqrt(learns) * steps
-    sure = np.array([probability_above(abs(one)) for one in (leads / np.sqrt(stays)).tolist()])
-    return float(weights @ sure / weights.sum())
+    leads = lead + np.sqrt(explained) * steps
+    probability = np.array([probability_above(abs(ratio)) for ratio in (leads / np.sqrt(rest)).tolist()])
+    return float(weights @ probability / weights.sum())
 
 
-def _settled(plans: Sequence[RankedPlan], leads: Floats, shares: Floats, groups: Sequence[Group]) -> Settling:
-    """The groups in the order in which they pay, until none of the rest could swap any two plans."""
+def _advice(
+    plans: Sequence[RankedPlan], leads: Floats, shares: Floats, groups: Sequence[OperationGroup]
+) -> MeasurementAdvice:
+    """Choose the groups in the order in which they pay, until none of the rest could swap any two plans."""
     spread = covariance(groups)
     unlike = shares[1:] - shares[0]
-    whole = np.array([OWN_SPREAD**2 + one @ spread @ one for one in unlike])
-    rival = int(np.argmin(leads / np.sqrt(whole)))
+    variance = np.array([OWN_SPREAD**2 + difference @ spread @ difference for difference in unlike])
+    rival = int(np.argmin(leads / np.sqrt(variance)))
     chosen: list[int] = []
-    worth: list[Worth] = []
+    values: list[GroupValue] = []
     gain = 0.0
 
     def gain_of(measured: list[int]) -> float:
-        return max(expected_gain(lead, learnt(one, spread, measured)) for lead, one in zip(leads, unlike, strict=True))
+        return max(
+            expected_gain(lead, explained_variance(difference, spread, measured))
+            for lead, difference in zip(leads, unlike, strict=True)
+        )
 
     while rest := [at for at in range(len(groups)) if at not in chosen]:
         gains = {at: gain_of([*chosen, at]) - gain for at in rest}
-        at = max(rest, key=lambda one: gains[one] / groups[one].seconds)
+        at = max(rest, key=lambda group: gains[group] / groups[group].seconds)
         if max(gains.values()) < LEAST_GAIN:
             break
         chosen.append(at)
         gain += gains[at]
-        learns = learnt(unlike[rival], spread, chosen)
-        worth.append(
-            Worth(
+        explained = explained_variance(unlike[rival], spread, chosen)
+        values.append(
+            GroupValue(
                 group=groups[at],
                 share=float(shares[0, at]),
                 rival_share=float(shares[1 + rival, at]),
                 gain=gains[at],
-                sure=expected_sure(float(leads[rival]), learns, float(whole[rival]) - learns),
+                probability=expected_probability(float(leads[rival]), explained, float(variance[rival]) - explained),
             )
         )
-    return Settling(
+    return MeasurementAdvice(
         best=plans[0],
         rival=plans[1 + rival],
-        sure=probability_above(float(leads[rival]) / float(np.sqrt(whole[rival]))),
-        worth=tuple(worth),
+        probability=probability_above(float(leads[rival]) / float(np.sqrt(variance[rival]))),
+        groups=tuple(values),
     )

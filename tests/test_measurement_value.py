@@ -12,20 +12,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autoplan.search.choice import first_of_kinds
-from autoplan.search.study import search
-from autoplan.search.worth import (
+from autoplan.search.measurement_value import (
     DATASHEET_SPREAD,
     INTERPOLATED_SPREAD,
-    Group,
+    OperationGroup,
+    advise_measurements,
     covariance,
     expected_gain,
-    expected_sure,
+    expected_probability,
+    explained_variance,
     family_of,
-    learnt,
-    settling,
     shares_of,
     spread_of_price,
 )
+from autoplan.search.study import search
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import Measurement, TimingTable
@@ -36,10 +36,10 @@ DEVICE = "h100-sxm"
 positive = st.floats(1e-3, 1.0)
 
 
-def group(shape: tuple[int, ...], spread: float = 0.1, operation: str = "gemm", seconds: float = 1.0) -> Group:
+def group(shape: tuple[int, ...], spread: float = 0.1, operation: str = "gemm", seconds: float = 1.0) -> OperationGroup:
     """The products or another operation of one shape."""
     time = Measurement(operation=operation, shape=shape, dtype="bf16", device=DEVICE, seconds=1e-3)  # type: ignore[arg-type]
-    return Group(
+    return OperationGroup(
         family=family_of(operation),  # type: ignore[arg-type]
         setting=str(shape),
         times_s=(time,),
@@ -67,27 +67,27 @@ def test_the_less_is_known_and_the_nearer_two_plans_the_more_is_gained(
 
 @given(lead=st.floats(0.0, 0.5), learns=positive, stays=positive)
 def test_knowing_more_makes_no_choice_less_sure(lead: float, learns: float, stays: float) -> None:
-    now = expected_sure(lead, 0.0, learns + stays)
-    assert 0.5 <= now <= expected_sure(lead, learns, stays) + 1e-6
-    assert expected_sure(lead, learns, 1e-12) == pytest.approx(1.0, abs=2e-2)
+    now = expected_probability(lead, 0.0, learns + stays)
+    assert 0.5 <= now <= expected_probability(lead, learns, stays) + 1e-6
+    assert expected_probability(lead, learns, 1e-12) == pytest.approx(1.0, abs=2e-2)
 
 
 @given(share=positive)
 def test_what_two_plans_share_equally_teaches_nothing_of_their_order(share: float) -> None:
     spread = covariance([A, C])
-    assert learnt(np.array([0.0, share]), spread, [0]) == 0.0
-    assert learnt(np.array([0.0, share]), spread, [1]) == pytest.approx((share * C.spread) ** 2)
+    assert explained_variance(np.array([0.0, share]), spread, [0]) == 0.0
+    assert explained_variance(np.array([0.0, share]), spread, [1]) == pytest.approx((share * C.spread) ** 2)
 
 
 @given(st.lists(st.floats(-1.0, 1.0), min_size=3, max_size=3))
 def test_measuring_more_never_teaches_less_and_all_of_it_everything(shares: list[float]) -> None:
     unlike, spread = np.array(shares), covariance([A, B, C])
-    taught = [learnt(unlike, spread, measured) for measured in ([], [0], [0, 1], [0, 1, 2])]
+    taught = [explained_variance(unlike, spread, measured) for measured in ([], [0], [0, 1], [0, 1, 2])]
     assert np.all(np.diff(taught) >= -1e-12)
     assert taught[-1] == pytest.approx(float(unlike @ spread @ unlike), abs=1e-12)
     # One size of an operation tells something of another one, nothing of another operation.
-    assert learnt(np.array([0.0, 1.0, 0.0]), spread, [0]) > 0
-    assert learnt(np.array([0.0, 0.0, 1.0]), spread, [0, 1]) == 0
+    assert explained_variance(np.array([0.0, 1.0, 0.0]), spread, [0]) > 0
+    assert explained_variance(np.array([0.0, 0.0, 1.0]), spread, [0, 1]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def tokens(plan: RankedPlan) -> int:
     return plan.plan.micro_batch * 4096
 
 
-def products_of(problem: Problem, plans: Sequence[RankedPlan], spread: float = 0.1) -> list[Group]:
+def products_of(problem: Problem, plans: Sequence[RankedPlan], spread: float = 0.1) -> list[OperationGroup]:
     """The first product of the MLP of every plan's own shape, each once."""
     width = 2 * problem.model.ffn_size
     shapes = dict.fromkeys((tokens(one), width // one.plan.tp, problem.model.hidden_size) for one in plans)
@@ -131,23 +131,26 @@ def test_only_what_could_swap_plans_is_worth_measuring_and_more_the_less_is_know
     gains = []
     for spread in (0.0, 0.1, 0.3):
         groups = [*products_of(problem, plans[:4], spread), STRANGE]
-        found = settling(problem, plans[:4], groups, lambda more: timed(problem, more))
-        assert all(one.group != STRANGE for one in found.worth)
-        gains.append(sum(one.gain for one in found.worth))
-        assert found.sure <= found.expected_sure + 1e-6
+        found = advise_measurements(problem, plans[:4], groups, lambda more: timed(problem, more))
+        assert all(one.group != STRANGE for one in found.groups)
+        gains.append(sum(one.gain for one in found.groups))
+        assert found.probability <= found.expected_probability + 1e-6
         assert found.rival is not None
     assert gains[0] == 0.0
     assert gains[1] < gains[2]
-    alone = settling(problem, plans[:1], products_of(problem, plans[:1]), lambda more: timed(problem, more))
-    assert (alone.rival, alone.sure, alone.worth) == (None, 1.0, ())
+    alone = advise_measurements(problem, plans[:1], products_of(problem, plans[:1]), lambda more: timed(problem, more))
+    assert (alone.rival, alone.probability, alone.groups) == (None, 1.0, ())
 
 
 def test_of_equal_gains_the_quicker_measurement_comes_first(searched: tuple[Problem, list[RankedPlan]]) -> None:
     problem, plans = searched
     groups = products_of(problem, plans[:4], 0.3)
-    first = settling(problem, plans[:4], groups, lambda more: timed(problem, more)).worth[0].group
+    first = advise_measurements(problem, plans[:4], groups, lambda more: timed(problem, more)).groups[0].group
     slow = [replace(one, seconds=1000.0) if one == first else one for one in groups]
-    assert settling(problem, plans[:4], slow, lambda more: timed(problem, more)).worth[0].group.setting != first.setting
+    assert (
+        advise_measurements(problem, plans[:4], slow, lambda more: timed(problem, more)).groups[0].group.setting
+        != first.setting
+    )
 
 
 def test_a_price_is_as_uncertain_as_what_it_rests_on(searched: tuple[Problem, list[RankedPlan]]) -> None:
