@@ -69,6 +69,10 @@ class Row(Option):
         value = attrgetter(self.field)(plan_file if "." in self.field else plan_file.best.plan)
         return value if self.encode is None else self.encode(value)
 
+    def of(self, source: Source) -> Any:
+        """Return the value of the field that a file gives, else the default."""
+        return self.decode(source, self.key, self.default)
+
     def read(self, source: Source, known: object | None = None, notation: str = "") -> Fields:
         """Return the field with the value that a file gives, that of what is `known` where the file is silent."""
         name = self.field.rpartition(".")[2]
@@ -104,9 +108,8 @@ def number(key: str, field: str, default: float | None = None, **others: Any) ->
     def encoded(value: float) -> float:
         return int(value) if float(value).is_integer() else value
 
-    return Row(
-        key, field, default, encode=encoded, decode=lambda source, name, known: source.number(name, known), **others
-    )
+    rest = {"encode": encoded} | others
+    return Row(key, field, default, decode=lambda source, name, known: source.number(name, known), **rest)
 
 
 def switch(key: str, field: str, default: Any = False, *, on: Any = True, off: Any = False, **others: Any) -> Row:
@@ -126,6 +129,14 @@ def word(key: str, field: str, default: Any, meanings: Mapping[str, Any], **othe
         return source.word(name, meanings, words.get(known))
 
     return Row(key, field, default, encode=words.__getitem__, decode=decoded, **others)
+
+
+def written(options: Iterable[Row | Constant], plan_file: PlanFile) -> dict[str, Value]:
+    """Return the table that rows and constants write."""
+    return {
+        option.key: option.value(plan_file) if isinstance(option, Row) else evaluated(option.write, plan_file)
+        for option in options
+    }
 
 
 def read_fields(rows: Iterable[Row], source: Source, known: object | None = None, notation: str = "") -> Fields:

@@ -13,8 +13,9 @@ from typing import Any
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
+from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import check_legal
-from autoplan.frameworks.fsdp2.options import SCHEDULES
+from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
 from autoplan.frameworks.fsdp2.rules import RULES
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan, chunk_layers
@@ -69,7 +70,7 @@ def _check(plan_file: PlanFile) -> None:
 def _settings(plan_file: PlanFile) -> dict[str, Any]:
     plan = plan_file.best.plan
     is_sharded = plan.sharding != "none"
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[plan.precision]
+    dtype = DTYPE.value(plan_file)
     return {
         "world_size": plan.num_devices,
         "mesh": {
@@ -85,11 +86,10 @@ def _settings(plan_file: PlanFile) -> dict[str, Any]:
             "param_dtype": dtype,
             "reduce_dtype": dtype if plan_file.framework.network.bytes_per_reduced_grad == 2 else "float32",
         },
-        "sequence_parallel": plan.sp,
+        **written((SEQUENCE_PARALLEL,), plan_file),
         "recompute_layers": plan.recompute_num_layers if plan.recompute == "full" else 0,  # of a stage; null: all
         "seq_len": plan_file.training.seq_len,
-        "micro_batch": plan.micro_batch,
-        "global_batch": plan.global_batch,
+        **written(BATCH, plan_file),
         "gradient_accumulation": 1 if plan.pp > 1 else plan.num_microbatches,
         "pipeline": _pipeline(plan, plan_file.model.num_layers),
     }

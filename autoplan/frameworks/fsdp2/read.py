@@ -6,19 +6,11 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader
+from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, parse_json, show
+from autoplan.frameworks.fsdp2.options import BATCH, DTYPE, SCHEDULES, SEQUENCE_PARALLEL
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
-
-# By the names of torch.distributed.pipelining; zero bubbles with one stage a rank.
-_SCHEDULES = {
-    "1F1B": "1f1b",
-    "GPipe": "gpipe",
-    "Interleaved1F1B": "interleaved",
-    "InterleavedZeroBubble": "zb-h1",
-    "ZBVZeroBubble": "zb-v",
-    "DualPipeV": "dualpipe-v",
-}
 
 
 def recognises(name: str, text: str) -> bool:
@@ -43,7 +35,7 @@ def read(text: str, given: Given) -> Launch:
     shard_over = sharding.value("shard_over")
     if shard_over not in ([], ["dp_shard", "cp"]):
         raise InputError(f"fully_shard.shard_over must be [] or ['dp_shard', 'cp'], got {show(shard_over)}")
-    precision = sharding.word("param_dtype", {"bfloat16": "bf16", "float16": "fp16"})
+    precision = DTYPE.of(sharding)
     sharding.known("reduce_dtype")
     reshards = sharding.flag("reshard_after_forward")
     everywhere = {"dp_replicate": 1, "dp_shard": degrees["dp_replicate"] * degrees["dp_shard"], "sharding": "none"}
@@ -53,10 +45,8 @@ def read(text: str, given: Given) -> Launch:
         **states,
         **_recompute(options),
         **_pipeline(options, degrees["pp"], model.num_layers),
-        "sp": options.flag("sequence_parallel"),
         "precision": precision,
-        "micro_batch": options.count("micro_batch"),
-        "global_batch": options.count("global_batch"),
+        **read_fields((SEQUENCE_PARALLEL, *BATCH), options),
     }
     return Launch(
         target="fsdp2",
@@ -89,7 +79,7 @@ def _pipeline(options: Options, pp: int, num_layers: int) -> dict[str, Any]:
         raise InputError(f"pipeline.layers_per_stage must be a list of counts, got {show(counts)}")
     if len(counts) % pp or not counts or sum(counts) != num_layers:
         raise InputError(f"pipeline.layers_per_stage must hold {num_layers} layers in a multiple of pp {pp} stages")
-    schedule = table.word("schedule", _SCHEDULES)
+    schedule = table.word("schedule", {word: name for name, word in SCHEDULES.items()})
     uneven = tuple(counts) if len(set(counts)) > 1 else None
     return {"vp": len(counts) // pp, "schedule": schedule, "layers_per_chunk": uneven}
 

@@ -111,7 +111,7 @@ def _plan(
 def _replicas(arguments: Arguments, num_devices: int | None) -> int:
     """Return the replicas of the model on so many devices."""
     rows = {"tensor": options.TP, "context": options.CP, "pipeline": options.PP}
-    degrees = {name: row.decode(arguments, row.key, row.default) for name, row in rows.items()}
+    degrees = {name: row.of(arguments) for name, row in rows.items()}
     if num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")
     for name, degree in (*degrees.items(), ("the number of devices", num_devices)):

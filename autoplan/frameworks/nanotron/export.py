@@ -12,16 +12,28 @@ import yaml
 from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target
+from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.nanotron.options import (
+    ACCUMULATION,
+    DTYPE,
+    EXPERTS,
+    HIDDEN_SIZE,
+    MICRO_BATCH,
+    NUM_HEADS,
+    NUM_LAYERS,
+    PARALLELISM,
+    ROPE_BASE,
+    SHARED_EXPERT,
+    TIED,
+    VOCAB_SIZE,
+    ZERO_STAGES,
+)
 from autoplan.frameworks.nanotron.rules import RULES
-from autoplan.spec.model import Block, Experts, ModelSpec
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.model import Block, Experts
 from autoplan.spec.plan_file import PlanFile
 
 _FILE = "nanotron.yaml"
-_ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}  # config/utils_config.py:102
-_ZERO_STAGES = {"none": 0, "zero1": 1}
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
@@ -32,21 +44,20 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
     return {
         "general": {"project": "autoplan", "run": model.name, "seed": 42},
         "model": {
-            "model_config": _model_config(model, training.seq_len),
+            "model_config": _model_config(plan_file),
             "init_method": {"std": 0.02},
-            "dtype": _DTYPES[plan.precision],
+            "dtype": DTYPE.value(plan_file),
             "make_vocab_size_divisible_by": plan_file.framework.memory.pads_vocab_to,
             "ddp_bucket_cap_mb": round(plan_file.framework.network.reduce_bucket_bytes / 2**20) or 25,
         },
-        "parallelism": _parallelism(plan),
+        "parallelism": _parallelism(plan_file),
         "tokens": {
             "sequence_length": training.seq_len,
-            "micro_batch_size": plan.micro_batch,
-            "batch_accumulation_per_replica": plan.num_microbatches,
+            **written((MICRO_BATCH, ACCUMULATION), plan_file),
             "train_steps": 100,
         },
         "optimizer": {
-            "zero_stage": _ZERO_STAGES[plan.sharding],
+            "zero_stage": ZERO_STAGES[plan.sharding],
             "accumulate_grad_in_fp32": plan_file.framework.memory.bytes_per_grad == 4,
             "weight_decay": 0.1,
             "clip_grad": 1.0,
@@ -129,56 +140,42 @@ def _check(plan_file: PlanFile) -> None:
         raise InputError(f"nanotron cannot express {what} (model {model.name!r})")
 
 
-def _model_config(model: ModelSpec, seq_len: int) -> dict[str, Any]:
-    """Llama, or Qwen2 where queries, keys and values have biases or layers have experts."""
+def _model_config(plan_file: PlanFile) -> dict[str, Any]:
+    """Return a Llama, or a Qwen2 where queries, keys and values have biases or layers have experts."""
+    model = plan_file.model
     is_qwen = model.qkv_bias or model.moe is not None
     config: dict[str, Any] = {
         "is_qwen2_config" if is_qwen else "is_llama_config": True,
-        "hidden_size": model.hidden_size,
+        **written((HIDDEN_SIZE,), plan_file),
         "intermediate_size": model.ffn_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
+        **written((NUM_LAYERS, NUM_HEADS), plan_file),
         "num_key_value_heads": model.kv_heads,
         "hidden_act": "silu",
-        "max_position_embeddings": max(seq_len, model.max_positions),
-        "rope_theta": float(model.rope_base),
-        "tie_word_embeddings": model.tied_embeddings,
-        "vocab_size": model.vocab_size,
+        "max_position_embeddings": max(plan_file.training.seq_len, model.max_positions),
+        **written((ROPE_BASE, TIED, VOCAB_SIZE), plan_file),
         "_attn_implementation": "flash_attention_2",
     }
     if is_qwen:
         config["attention_bias"] = model.qkv_bias
     if model.moe:
-        config["moe_config"] = _experts(model, model.moe)
+        config["moe_config"] = _experts(plan_file, model.moe)
     return config
 
 
-def _experts(model: ModelSpec, moe: Experts) -> dict[str, Any]:
+def _experts(plan_file: PlanFile, moe: Experts) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "num_experts": moe.num_experts,
-        "top_k": moe.experts_per_token,
-        "moe_intermediate_size": moe.expert_ffn_size,
-        "layers": [at for at, layer in enumerate(model.layers) if Block.MOE in layer],
+        **written(EXPERTS, plan_file),
+        "layers": [at for at, layer in enumerate(plan_file.model.layers) if Block.MOE in layer],
         "enable_shared_expert": bool(moe.shared_expert_ffn_size),
     }
     if moe.shared_expert_ffn_size:
-        config["shared_expert_intermediate_size"] = moe.shared_expert_ffn_size
+        config |= written((SHARED_EXPERT,), plan_file)
     return config
 
 
-def _parallelism(plan: ParallelPlan) -> dict[str, Any]:
-    return {
-        "dp": plan.dp,
-        "tp": plan.tp,
-        "pp": plan.pp,
-        "context_parallel_size": plan.cp,
-        "expert_parallel_size": plan.ep,
-        "pp_engine": _ENGINES[plan.schedule],
-        "tp_mode": "REDUCE_SCATTER" if plan.sp else "ALL_REDUCE",
-        "tp_linear_async_communication": plan.tp_overlap and plan.tp > 1,
-        "tp_recompute_allgather": True,
-        "recompute_layer": plan.recompute == "full",
-    }
+def _parallelism(plan_file: PlanFile) -> dict[str, Any]:
+    overlaps = plan_file.best.plan.tp_overlap and plan_file.best.plan.tp > 1
+    return written(PARALLELISM, plan_file) | {"tp_linear_async_communication": overlaps}
 
 
 TARGET = Target(name="nanotron", says="nanotron", rules=("nanotron",), job=job)

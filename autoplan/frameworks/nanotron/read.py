@@ -10,17 +10,32 @@ from dataclasses import replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Given, Launch, Reader, Unread
+from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, parse_yaml
+from autoplan.frameworks.nanotron.options import (
+    ACCUMULATION,
+    DTYPE,
+    EXPERTS,
+    GROUPS,
+    HIDDEN_SIZE,
+    MESH,
+    MICRO_BATCH,
+    NUM_HEADS,
+    NUM_LAYERS,
+    PASSES,
+    RECOMPUTE,
+    ROPE_BASE,
+    SHARED_EXPERT,
+    TIED,
+    VOCAB_SIZE,
+    ZERO_STAGES,
+)
 from autoplan.frameworks.nanotron.rules import layers_per_stage
-from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
+from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
-_PRECISIONS: dict[str, Precision] = {"bfloat16": Precision.BF16, "float16": Precision.FP16}
-_SCHEDULES: dict[str, Schedule] = {Schedule.ONE_F_ONE_B: Schedule.ONE_F_ONE_B, "afab": Schedule.GPIPE}
-_SHARDINGS: dict[int, Sharding] = {0: Sharding.NONE, 1: Sharding.ZERO1}
-_TP_MODES = {"REDUCE_SCATTER": True, "reduce_scatter": True, "ALL_REDUCE": False, "all_reduce": False}
 # Exact kernels, whether or not the positions are spread over ranks.
 _FLASH = ("flash_attention_2", "sdpa", "ring", "ring_flash_triton", "llama3_ring_attention")
 
@@ -51,7 +66,7 @@ def read(text: str, given: Given) -> Launch:
     _unpriced(options, model_options, optimizer, unread)
     plan = _plan(options.inside("parallelism"), tokens, optimizer, model)
     seq_len = tokens.count("sequence_length", given.seq_len)
-    plan = replace(plan, precision=model_options.word("dtype", _PRECISIONS, "bfloat16"))
+    plan = replace(plan, **DTYPE.read(model_options))
     if given.num_devices not in (None, plan.num_devices):
         raise InputError(f"parallelism starts {plan.num_devices} devices, not {given.num_devices}: change its dp")
     return Launch(
@@ -72,10 +87,10 @@ def _model(config: Options, name: str, unread: list[Unread]) -> ModelSpec:
     config.known("bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "initializer_range", "rms_norm_eps")
     config.known("max_position_embeddings", "pretraining_tp", "rope_scaling", "rope_interleaved", "use_cache")
     config.known("rope_seq_len_interpolation_factor", "z_loss_coefficient", "ring_attn_heads_k_stride")
-    num_heads = config.count("num_attention_heads", 32)
+    num_heads = NUM_HEADS.of(config)
     num_kv_heads = config.count("num_key_value_heads", num_heads)
     has_bias = config.flag("attention_bias") and is_qwen  # Llama's layers have none, whatever it says
-    num_layers = config.count("num_hidden_layers", 32)
+    num_layers = NUM_LAYERS.of(config)
     if num_layers > 10**4:
         raise InputError(f"model.model_config.num_hidden_layers must be at most 10000, got {num_layers}")
     attention = config.value("_attn_implementation")
@@ -96,14 +111,12 @@ def _model(config: Options, name: str, unread: list[Unread]) -> ModelSpec:
     return ModelSpec(
         name=name,
         num_layers=num_layers,
-        hidden_size=config.count("hidden_size", 4096),
-        vocab_size=config.count("vocab_size", 32000),
+        **read_fields((HIDDEN_SIZE, VOCAB_SIZE), config),
         num_heads=num_heads,
         num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads,
         ffn_size=config.count("intermediate_size", 11008, least=0),
         qkv_bias=has_bias,
-        rope_base=config.number("rope_theta", 10000.0),
-        tied_embeddings=config.flag("tie_word_embeddings"),
+        **read_fields((ROPE_BASE, TIED), config),
         window=config.count("sliding_window_size") if config.has("sliding_window_size") else None,
         moe=_experts(config.inside("moe_config"), num_layers) if config.has("moe_config") else None,
     )
@@ -116,11 +129,9 @@ def _experts(config: Options, num_layers: int) -> Experts | None:
         return None
     if not (layers is None or (isinstance(layers, list) and all(type(one) is int for one in layers))):
         raise InputError("model.model_config.moe_config.layers must be a list of layer numbers")
-    shared = config.count("shared_expert_intermediate_size", 5632) if config.flag("enable_shared_expert") else 0
+    shared = SHARED_EXPERT.of(config) if config.flag("enable_shared_expert") else 0
     experts = Experts(
-        num_experts=config.count("num_experts", 8),
-        experts_per_token=config.count("top_k", 2),
-        expert_ffn_size=config.count("moe_intermediate_size", 1408),
+        **read_fields(EXPERTS, config),
         shared_expert_ffn_size=shared,
         shared_expert_gate=shared > 0,
     )
@@ -135,30 +146,27 @@ def _experts(config: Options, num_layers: int) -> Experts | None:
 
 
 def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: ModelSpec) -> ParallelPlan:
-    dp, tp, pp = (parallelism.count(key) for key in ("dp", "tp", "pp"))
+    dp, tp, pp = read_fields(MESH, parallelism).values()
     if pp > model.num_layers + 2:
         raise InputError(f"parallelism.pp {pp} exceeds the {model.num_layers} layers with embedding and head")
-    micro_batch = tokens.count("micro_batch_size")
+    micro_batch = MICRO_BATCH.of(tokens)
     zero_stage = optimizer.count("zero_stage", 0, least=0)
-    if zero_stage not in _SHARDINGS:
+    sharding = next((kind for kind, stage in ZERO_STAGES.items() if stage == zero_stage), None)
+    if sharding is None:
         raise InputError(f"optimizer.zero_stage must be 0 or 1, got {zero_stage}")
-    schedule = parallelism.word("pp_engine", _SCHEDULES, "afab")
-    has_sp = parallelism.word("tp_mode", _TP_MODES, "ALL_REDUCE")
-    is_async = parallelism.flag("tp_linear_async_communication")
+    schedule, has_sp, is_async = read_fields(PASSES, parallelism).values()
     layers = layers_per_stage(model, pp)
     return ParallelPlan.derived(
-        global_batch=micro_batch * tokens.count("batch_accumulation_per_replica") * dp,
+        global_batch=micro_batch * ACCUMULATION.of(tokens) * dp,
         micro_batch=micro_batch,
         tp=tp,
         sp=has_sp,
-        cp=parallelism.count("context_parallel_size", 1),
         pp=pp,
         schedule=schedule if pp > 1 else Schedule.ONE_F_ONE_B,
         layers_per_chunk=layers if len(set(layers)) > 1 else None,
-        ep=parallelism.count("expert_parallel_size", 1),
+        **read_fields((*GROUPS, RECOMPUTE), parallelism),
         dp_shard=dp,
-        sharding=_SHARDINGS[zero_stage],
-        recompute=Recompute.FULL if parallelism.flag("recompute_layer") else Recompute.NONE,
+        sharding=sharding,
         tp_overlap=is_async and tp > 1,
     )
 

@@ -12,9 +12,9 @@ from autoplan.frameworks.common.option_table import (
     Row,
     Value,
     count,
-    evaluated,
     optional_count,
     read_fields,
+    written,
 )
 from autoplan.read.model import load_model
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
@@ -72,10 +72,7 @@ def builder_of(family: str, model: ModelSpec) -> str:
 
 def write_sizes(builder: str, plan_file: PlanFile) -> dict[str, Value]:
     """Return the arguments of a builder."""
-    return {
-        option.key: option.value(plan_file) if isinstance(option, Row) else evaluated(option.write, plan_file)
-        for option in BUILDERS[builder]
-    }
+    return written(BUILDERS[builder], plan_file)
 
 
 class _Sizes:
