@@ -115,6 +115,7 @@ class Axis:
     change: str | None = None  # the change of a plan that holds it, where it is not one by itself; "": none does
     searched: tuple[Value, ...] = ()  # words or flags that a search tries; none: only the default
     allowed: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)  # by what --allow calls them, more of these
+    known_of: str = ""  # of a flag that few frameworks have: which
     elsewhere: str = ""  # where it is said, if not by --fix
     flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
     flag_default: object = ...  # where it is not the default: None follows from other axes
@@ -260,6 +261,7 @@ AXES: tuple[Axis, ...] = (
         needs=Needs.SPREAD_EXPERTS,
         label="overlap of expert traffic",
         phrase="overlapped expert traffic",
+        known_of="Megatron-LM and Primus",
         elsewhere="searches leave it off, price it with autoplan estimate --ep-overlap",
     ),
     _flag(

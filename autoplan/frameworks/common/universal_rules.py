@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, all_true
+from autoplan.spec.axes import AXES, Axis
 from autoplan.spec.enums import Precision, Schedule
 from autoplan.spec.plan import ALL_LAYERS, DEFAULT_MODULE_BITS, FULL, PP_BEFORE_DP, PlanBatch
 from autoplan.spec.workload import Workload
@@ -119,13 +120,6 @@ ALL_OR_NONE = Rule(
     ),
 )
 
-# Where expert traffic does not run beside another micro-batch, or is not priced so.
-NO_EXPERT_OVERLAP = Rule(
-    source=SOURCE,
-    holds=lambda s, b: ~b.ep_overlap,
-    says=lambda s, p: "ep_overlap is known of Megatron-LM and Primus only: leave it out",
-)
-
 # Where a framework could do without mixed precision, and is not priced so.
 NO_FP32 = Rule(
     source=SOURCE,
@@ -144,3 +138,16 @@ FOLDED = Rule(
 )
 RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_PARTS, NO_FP32)
 BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)
+
+
+def flags_of_others(*offered: str) -> tuple[Rule, ...]:
+    """Return the rules against flags that few frameworks have, for one that has, or itself refuses, those `offered`."""
+    return tuple(_flag_of_others(axis) for axis in AXES if axis.known_of and axis.name not in offered)
+
+
+def _flag_of_others(axis: Axis) -> Rule:
+    return Rule(
+        source=SOURCE,
+        holds=lambda s, b: ~getattr(b, axis.name),
+        says=lambda s, p: f"{axis.name} is known of {axis.known_of} only: leave it out",
+    )

@@ -75,7 +75,7 @@ SUPPORTED = (
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
-    universal.NO_EXPERT_OVERLAP,
+    *universal.flags_of_others(),
     universal.ALL_OR_NONE,
     *(words.rule() for words in SUPPORTED),
     shared.no_interleaving(f"{_PIPE}/schedule.py:189"),

@@ -178,6 +178,7 @@ SUPPORTED = (
 # Whatever the schedule; other schedules than its own run on its code elsewhere (`primus`).
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
+    *universal.flags_of_others("ep_overlap"),
     universal.NO_FP32,
     Rule(
         source=f"{_STATE}:1448",
