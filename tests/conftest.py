@@ -1,4 +1,4 @@
-"""Property tests are not timed: a busy machine must not fail them.  Files that take long come first.
+"""Settings of all tests.  Property tests are not timed, since a busy machine must not fail them; slow files come first.
 
 GPUs are seen by tests marked so alone, in a run of these: `pytest -m gpu`.  The ranks of all others are the host's, of
 which there are as many as a test asks for.
@@ -15,9 +15,10 @@ settings.register_profile("untimed", deadline=None, max_examples=50)  # others a
 settings.load_profile("untimed")
 
 # Real ranks, other programs, pages in a browser.  What begins last would keep one worker busy when the others are done.
-LONG = (
-    *("test_ranks_of_four", "test_launch", "test_oracle", "test_ranks_of_two", "test_run", "test_trainer"),
-    *("test_scheduler_jobs", "test_docs", "test_workers", "test_tune", "test_sweep", "test_worth", "test_profile"),
+SLOW = (
+    *("test_parallel_four_ranks", "test_crew", "test_oracle", "test_parallel_two_ranks", "test_cli_run"),
+    *("test_trainer", "test_jobs_scheduler", "test_docs", "test_workers", "test_tune", "test_sweep", "test_worth"),
+    "test_cli_profile",
 )
 
 
@@ -29,5 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest."""
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    """Mark the files that take long as slow, and begin with those that take longest."""
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))

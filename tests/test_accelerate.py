@@ -24,7 +24,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from damage import damaged
 from framework_parsers import ask
-from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, plan_file_of
+from test_megatron_lm_export import DEEPSEEK, LLAMA_8B, plan_file_of
 
 FSDP = Framework(name="pytorch-fsdp", rules="fsdp2")
 

@@ -26,7 +26,7 @@ from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 from framework_parsers import ask
-from test_export_megatron_lm import DEEPSEEK, LLAMA_8B, LLAMA_70B, plan_file_of
+from test_megatron_lm_export import DEEPSEEK, LLAMA_8B, LLAMA_70B, plan_file_of
 
 ZERO = load_framework("deepspeed-zero")
 NEWEST, WITH_MICS = "0.19.8", "0.19.6"

@@ -23,11 +23,11 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from damage import damaged
-from test_export_megatron_lm import LLAMA_8B, plan_file_of
+from test_megatron_lm_export import LLAMA_8B, plan_file_of
 
 FSDP = Framework(name="pytorch-fsdp", rules="fsdp2").changed(bytes_per_reduced_grad=2.0)
 MODEL = replace(LLAMA_8B, num_layers=12)
-RUNS = Path(__file__).parent / "fsdp2_runs.py"
+RUNS = Path(__file__).parent / "support" / "fsdp2_runs.py"
 
 
 def fsdp(**plan: Any) -> PlanFile:

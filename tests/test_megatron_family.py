@@ -35,7 +35,7 @@ from autoplan.spec.plan import chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from framework_parsers import ask
 from megatron_plans import DEFECTS, MATRIX, MIXTRAL, ZERO_BUBBLE, plan_files
-from test_export_megatron_lm import LLAMA_8B, plan_file_of, words_of
+from test_megatron_lm_export import LLAMA_8B, plan_file_of, words_of
 
 NEEDS = {
     "megatron-lm": {"MEGATRON_LM_DIR": "megatron/training/arguments.py"},

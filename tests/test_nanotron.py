@@ -27,7 +27,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 from framework_parsers import ask
-from test_export_megatron_lm import DEEPSEEK, GPT3, LLAMA_8B, plan_file_of
+from test_megatron_lm_export import DEEPSEEK, GPT3, LLAMA_8B, plan_file_of
 
 NANOTRON = load_framework("nanotron")
 SMALL = ModelSpec(

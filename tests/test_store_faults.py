@@ -294,7 +294,7 @@ def test_a_server_that_goes_away_in_the_middle_keeps_whole_batches_and_the_rest_
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""},
+            env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}", "PATH": ""},
         )
         assert process.stdin is not None
         assert process.stdout is not None

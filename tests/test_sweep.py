@@ -201,7 +201,8 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
 ) -> None:
     program, path = tmp_path / "program.py", tmp_path / "times.db"
     program.write_text(PROGRAM)
-    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    tests = Path(__file__).parent
+    folders = [str(tests.parent), str(tests), str(tests / "support")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, str(program), str(path)]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

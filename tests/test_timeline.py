@@ -18,8 +18,8 @@ from autoplan.spec.enums import Schedule
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Calibration
+from test_blocks import eager
 from test_estimate import cases, problem_of, problems
-from test_whole import eager
 
 EXACT = 1e-9
 

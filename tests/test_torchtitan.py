@@ -33,7 +33,7 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 from damage import damaged
 from framework_parsers import ask
-from test_export_megatron_lm import DEEPSEEK, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
+from test_megatron_lm_export import DEEPSEEK, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 TITAN = Framework(name="torchtitan", rules="torchtitan")
 QWEN = load_model("qwen3-0.6b")

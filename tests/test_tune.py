@@ -673,7 +673,7 @@ def test_local_jobs_are_found_by_name_and_ended_whole(tmp_path: Path, monkeypatc
         "--out", PLAN, "--quiet",
     )  # fmt: skip
     assert plan.returncode == 0
-    program = str(Path(__file__).parent / "logging_program.py")
+    program = str(Path(__file__).parent / "support" / "logging_program.py")
     jobs = LocalJobs(["--command", "--", sys.executable, program, "hang", "1", "{folder}/pids"])
     name = jobs.start(tmp_path)
     until = time.monotonic() + 60

@@ -25,7 +25,7 @@ from autoplan.profiler.store import open_store
 from autoplan.runs.failure import LogEnd
 from commands import run
 
-PROGRAM = str(Path(__file__).parent / "logging_program.py")
+PROGRAM = str(Path(__file__).parent / "support" / "logging_program.py")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autoplan.profiler.discover.observed import ObservedNode
 
-FOLDER = Path(__file__).parent / "data" / "topology"
+FOLDER = Path(__file__).parents[1] / "data" / "topology"
 
 
 def sample(name: str) -> str:

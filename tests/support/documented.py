@@ -6,7 +6,7 @@ In these pages
   any number of lines; commands fail where the last line printed is the one of an error, and nowhere else;
 - a title `needs X` marks commands that not every machine can run.
 
-`python tests/documented.py` runs all pages and writes into them what the commands print today.
+`python tests/support/documented.py` runs all pages and writes into them what the commands print today.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from commands import run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 _FENCE = re.compile(r'^```(\w+)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from test_launchers import CASES, TWO, documents, files_of
+from test_launcher import CASES, TWO, documents, files_of
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------
 

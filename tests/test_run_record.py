@@ -160,7 +160,7 @@ def test_commands_of_the_database_take_runs_along(folder: Path) -> None:
 
 
 def test_a_command_that_ran_is_kept_and_one_that_failed_too(tmp_path: Path) -> None:
-    program = str(Path(__file__).parent / "logging_program.py")
+    program = str(Path(__file__).parent / "support" / "logging_program.py")
     made = run(
         tmp_path, "search", "llama3-8b", "--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096",
         "--fix", "tp=2", "--fix", "pp=1", "--out", "plan.json", "--quiet",
@@ -190,6 +190,6 @@ def test_measured_times_of_a_plan_are_read_from_the_database_that_keeps_the_run(
         "--fix", "tp=2", "--fix", "pp=1", "--timings", "db", "--db", "lab.db", "--quiet",
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
-    program = str(Path(__file__).parent / "logging_program.py")
+    program = str(Path(__file__).parent / "support" / "logging_program.py")
     done = run(tmp_path, "run", "plan.json", "--db", "lab.db", "--command", "--", sys.executable, program, "end", "5")
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ from autoplan.spec.plan import ParallelPlan
 from commands import run
 from logged import read_log
 from slurms import RealSlurm, StandIn, slurms, write_program
-from test_export_megatron_lm import LLAMA_8B, plan_file_of
+from test_megatron_lm_export import LLAMA_8B, plan_file_of
 
 BEGINS = """\
 echo run >>"$1/ran"

@@ -33,7 +33,7 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.topology.cluster import MachineSpec, NodeGroup
 from commands import run
 from launched import launched, run_files
-from test_export_megatron_lm import LISTED, LLAMA_8B, PLACED, cluster_of, plan_file_of
+from test_megatron_lm_export import LISTED, LLAMA_8B, PLACED, cluster_of, plan_file_of
 
 GOLDEN = Path(__file__).parent / "golden" / "launchers"
 IMAGE = "nvcr.io/nvidia/pytorch:25.06-py3"

@@ -99,7 +99,7 @@ def test_list_and_show(folder: Path) -> None:
 
 
 def test_a_list_that_is_cut_says_so(folder: Path) -> None:
-    from test_run_records import RUN
+    from test_run_record import RUN
 
     with open_store(str(folder / "a.db")) as store:
         store.add([RUN, replace(RUN, measured_at="2026-11-20T10:00:00+00:00", step_s=(9.0,))])

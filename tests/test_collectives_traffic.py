@@ -22,7 +22,7 @@ from autoplan.topology.graph import quotient
 from commands import run
 from flows import Expanded, chain, hierarchical
 from test_estimate import PLAIN, price, problem_of, terms_of
-from test_traffic import cluster_of
+from test_topology_traffic import cluster_of
 
 # Nothing hides, and nothing is gathered twice; 8-bit plans gather in 8 bits.
 OPEN = PLAIN.changed(

@@ -19,7 +19,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from test_estimate import DENSE, MODELS, PLAIN, price, problem_of, single, terms_of
-from test_measured import Times, batch_of, changes, with_times
+from test_measured_times import Times, batch_of, changes, with_times
 
 # One layer of DENSE on one rank of 2,048 tokens, forward and backward, and on one of two.
 ONE = (1, 2048, 1024, 4096, 16, 8, 64, 1)

@@ -15,7 +15,7 @@ from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, even_chunks
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
-from test_export_megatron_lm import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
+from test_megatron_lm_export import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 MIXTRAL = replace(
     LLAMA_8B,

@@ -381,7 +381,8 @@ def program(tmp_path: Path) -> Path:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    tests = Path(__file__).parent
+    folders = [str(tests.parent), str(tests), str(tests / "support")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **variables}
 
 
