@@ -32,7 +32,7 @@ from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import AutoplanError
 from autoplan.base.files import write_text
 from autoplan.cost.kernels.times import GROUPED_HALF_M, GROUPED_SHARE
-from autoplan.cost.network.links import all_gather_s, all_reduce_s, all_to_all_s
+from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.profiler import fit
 from autoplan.profiler.imports.aiconfigurator import read_measurements
 from autoplan.profiler.selection import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training
@@ -139,8 +139,9 @@ def _without_curve(link: LinkLevel, rows: Floats) -> Floats:
     result = np.empty(len(rows))
     for at, (volume, exchanges, members, buffer_bytes) in enumerate(rows.tolist()):
         topology = Topology(levels=(replace(level, num_devices=int(members), collectives=None),))
-        collective = all_to_all_s if exchanges else all_reduce_s if volume > 1 else all_gather_s
-        result[at] = collective(topology, np.array([1]), np.array([int(members)]), np.array([buffer_bytes]))[0]
+        operation: Operation = "all_to_all" if exchanges else "all_reduce" if volume > 1 else "all_gather"
+        group = ProcessGroup(np.array([1]), np.array([int(members)]))
+        result[at] = collective_s(topology, operation, group, np.array([buffer_bytes]))[0]
     return result
 
 

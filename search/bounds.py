@@ -19,27 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.blocks import BlockCost, ahead_s, block_costs, local_parameters
-from autoplan.cost.collectives.end_of_step import optimizer_s, reduction_s
-from autoplan.cost.estimate import message_s, straggler_share
+from autoplan.cost.blocks import BlockCost, ahead_s, block_costs
+from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, optimizer_s
+from autoplan.cost.collectives.pipeline_messages import message_s
+from autoplan.cost.estimate import straggler_share
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.times import KERNEL_AXES, add_up, head_s
+from autoplan.cost.memory.parameters import StageParameters, local_parameters, own_parameters
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes
 from autoplan.cost.memory.stage_memory import (
-    StageParameters,
     boundary_bytes,
     communicator_bytes,
     states,
     stored_bytes,
     wgrad_buffer_bytes,
 )
-from autoplan.cost.network.links import CONTENTION_SHARE, Links
-from autoplan.cost.network.rank_groups import groups
+from autoplan.cost.network.links import Links
+from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_mtp
 from autoplan.cost.pipeline.order import V_SHAPED
 from autoplan.search.space import Inside, Space
-from autoplan.spec.enums import Schedule, Sharding
+from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch, distinct_rows
 from autoplan.spec.problem import Problem
@@ -259,7 +260,7 @@ def _column(values: Floats | Ints) -> NDArray[Any]:
     return values[:, None]
 
 
-def _made_up_s(problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], head_s: Floats) -> Floats:
+def _hidden_launches_s(problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], head_s: Floats) -> Floats:
     """Launches of all layers that hide under the head at most, however many layers are recomputed."""
     launches = np.zeros(len(batch))
     for layer in problem.model.layers:
@@ -281,9 +282,9 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     forward = {block: cost.total_forward_s for block, cost in costs.items()}
     both = {block: forward[block] + cost.total_backward_s for block, cost in costs.items()}
     repeat = {block: cost.total_repeat_s for block, cost in costs.items()}
-    some, like = batch.distinct(*KERNEL_AXES)
-    head = add_up(times[like] for times in head_s(problem, batch.take(some))[:2])
-    head = head - _made_up_s(problem, batch, costs, head)
+    first_of, of_kernels = batch.distinct(*KERNEL_AXES)
+    head = head_s(problem, batch.take(first_of))[0].take(of_kernels).total_s
+    head = head - _hidden_launches_s(problem, batch, costs, head)
     for block in model.mtp_layer if model.num_mtp_layers else ():
         head = head + model.num_mtp_layers * (both[block] + repeat[block] * repeats_mtp(batch))
     layer_s = _per_layer(model, both)
@@ -342,7 +343,7 @@ def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float
     """
     column = np.ones((len(batch), 1))
     one = StageParameters(dense=dense * column, expert=expert * column, ends=ends * column)
-    weights, gradients, optimizer = states(problem, batch, one, groups(batch))
+    weights, gradients, optimizer = states(problem, batch, one, process_groups(batch))
     held = weights + optimizer + (0.0 if problem.framework.memory.fsdp2_states else gradients)
     return problem.framework.memory.reserved_factor * held[:, 0]
 
@@ -358,24 +359,19 @@ def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """What every rank holds whatever its layers are: context, buffers of communicators and of weight gradients."""
-    framework, shape = problem.framework, (len(batch), 1)
+    traits, shape = problem.framework.memory, (len(batch), 1)
     none = np.zeros(shape, dtype=np.int64)
     blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)
     buffers = wgrad_buffer_bytes(problem, batch, blocks)[:, 0]
-    return (
-        framework.memory.fixed_bytes
-        + framework.memory.reserved_factor * buffers
-        + communicator_bytes(problem, groups(batch))
-    )
+    return traits.fixed_bytes + traits.reserved_factor * buffers + communicator_bytes(problem, process_groups(batch))
 
 
 def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> Floats:
     """The optimizer's step of a rank with the mean of the parameters of all stages, which one of them exceeds."""
     if problem.timings.holds("optimizer", "bf16", "fp16", "fp32"):
         return np.zeros(len(batch))
-    places, sharded = groups(batch), batch.sharding >= Sharding.ZERO1.code
-    own = dense / np.where(sharded, places.shard[1], 1) + expert / np.where(sharded, places.expert_shard[1], 1)
-    return optimizer_s(problem, batch, own, dense + expert)
+    held = StageParameters(dense=dense[:, None], expert=expert[:, None], ends=np.zeros((len(batch), 1)))
+    return optimizer_s(problem, batch, own_parameters(batch, held)[:, 0], dense + expert)
 
 
 def _reductions_s(
@@ -383,11 +379,10 @@ def _reductions_s(
 ) -> Floats:
     """What shows at least of reducing gradients and gathering parameters on the first rank (`end_of_step`).
 
-    `dense` and `expert` are the parameters of its leanest layer.  However much of the reduction the last backward pass
-    hides, its last bucket shows, and the contention with what it hides under.
+    `dense` and `expert` are the parameters of its leanest layer.
     """
     fewest, most = first
-    model, framework = problem.model, problem.framework
+    model = problem.model
     table = model.vocab_size * model.hidden_size / batch.tp
     held = StageParameters(
         dense=(fewest * dense + table)[:, None], expert=(fewest * expert)[:, None], ends=table[:, None]
@@ -401,14 +396,8 @@ def _reductions_s(
         chunks_alike=none[:, 0] == 0,
         is_last=none > 0,
     )
-    reduce, gather = (times[:, 0] for times in reduction_s(problem, batch, blocks, held, Links.of(problem)))
-    last_bucket = 1.0 / np.maximum(most * per_layer, 1)
-    may_hide = np.where(
-        batch.sharding == 0, framework.overlap.grad_reduce_overlap, framework.overlap.sharded_reduce_overlap
-    )
-    hidden = reduce * (last_bucket + CONTENTION_SHARE * (1.0 - last_bucket))
-    gathers_early = batch.param_gather_overlap & framework.overlap.param_gather_overlap
-    return np.where(may_hide, hidden, reduce) + gather * np.where(gathers_early, last_bucket, 1.0)
+    end = end_of_step_s(problem, batch, blocks, held, Links.of(problem))
+    return least_shown_s(problem, batch, end.reduce_s[:, 0], end.gather_s[:, 0], most * per_layer)
 
 
 # -- plans, kinds and groups ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
-from autoplan.cost.network.rank_groups import groups
+from autoplan.cost.network.process_groups import process_groups
 from autoplan.search.limits import divisors
 from autoplan.search.ranking import TIE, ranked
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -124,11 +124,11 @@ class _Search:
         ]
         seats = {at: level.seats for at, level in enumerate(levels) if level.seats is not None}
         step_s = float(estimate(problem.on(Topology(levels=tuple(levels))), batch).step_s[0])
-        places, size = groups(batch), problem.cluster.devices_per_node
-        pairs = [(int(stride[0]), int(count[0])) for stride, count in (places.pp, places.shard, places.replicate)]
+        groups, size = process_groups(batch), problem.cluster.devices_per_node
+        pairs = [(int(one.stride[0]), int(one.size[0])) for one in (groups.pp, groups.shard, groups.replicate)]
         spans = [RankGroup("ring", stride, count, count, stride * count) for stride, count in pairs]
-        if places.gaps:
-            run, step = (int(value[0]) for value in places.gaps)
+        if groups.shard.gaps:
+            run, step = (int(value[0]) for value in groups.shard.gaps)
             spans[1] = spans[1]._replace(run=run, step=step)
         return cls(
             problem=problem,

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.collectives.traffic import StepTraffic, TrafficRow, step_traffic, transfers
-from autoplan.cost.estimate import message_s
 from autoplan.cost.network.links import Links
 from autoplan.read.cluster import load_cluster
 from autoplan.report.cluster_drawing import draw
@@ -69,7 +69,8 @@ def test_messages_leave_a_stage_as_often_as_its_chunks_have_neighbours(
     schedule: str, vp: int, sends: list[int]
 ) -> None:
     plan = ParallelPlan(global_batch=8, pp=4, vp=vp, schedule=schedule)  # type: ignore[arg-type]
-    found = next(one for one in transfers(problem_of(cluster="h100-sxm:1x4"), plan) if one.operation == "send_recv")
+    every = transfers(problem_of(cluster="h100-sxm:1x4"), plan)
+    found = next(one for one in every if one.collective.operation == "send_recv")
     assert found.times.tolist() == [8 * count for count in sends]
 
 
@@ -89,7 +90,8 @@ def test_the_counted_times_are_those_of_the_estimate(model: str, plan: ParallelP
     terms, links = terms_of(problem, plan), Links.of(problem)
     spent: dict[str, float] = {}
     for one in transfers(problem, plan):
-        spent[one.communicator] = spent.get(one.communicator, 0.0) + float(one.seconds(links)[0])
+        name = one.collective.communicator
+        spent[name] = spent.get(name, 0.0) + float(one.seconds(links)[0])
     assert spent["tp"] == pytest.approx(terms["tp_communication"])
     assert spent.get("cp", 0) == pytest.approx(terms["cp_communication"])
     assert spent.get("ep", 0) + spent.get("etp", 0) == pytest.approx(terms["ep_communication"])
@@ -115,9 +117,9 @@ def test_a_message_and_the_gather_behind_it_take_as_long_as_the_estimate_says() 
     problem = problem_of("tied", cluster="h100-sxm:8x8", framework=PLAIN.changed(scatter_gather_p2p=True))
     plan = ParallelPlan(global_batch=64, tp=4, pp=4, dp_shard=4, sp=False)
     found, links = list(transfers(problem, plan)), Links.of(problem)
-    sent = sum(float(one.seconds(links)[0] / one.times[0]) for one in found if one.communicator == "pp")
+    sent = sum(float(one.seconds(links)[0] / one.times[0]) for one in found if one.collective.communicator == "pp")
     assert sent == pytest.approx(float(message_s(problem, PlanBatch.of([plan], 8))[0]))
-    tied = next(one for one in found if one.communicator == "tied embedding")
+    tied = next(one for one in found if one.collective.communicator == "tied embedding")
     assert tied.times.tolist() == [1, 0, 0, 1]
 
 

@@ -17,7 +17,7 @@ from autoplan.cost.blocks import TERMS, BlockCost, block_costs
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, estimate, stage_costs
 from autoplan.cost.kernels.times import DROPOUT_ATTENTION_TIME, gemm_rate, gemm_s
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS
-from autoplan.cost.network.links import CONTENTION_SHARE, Links, all_gather_s
+from autoplan.cost.network.links import CONTENTION_SHARE, Links, ProcessGroup, collective_s
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.read.cluster import load_cluster
@@ -325,15 +325,15 @@ def test_recomputation_that_stops_early_leaves_out_the_last_matrix_and_its_reduc
     batch = PlanBatch.of([plan], 8)
     tokens, inputs, outputs = (np.full(1, size) for size in (2048.0, 2048.0, 1024.0))
     product = gemm_s(whole, gemm_rate(whole, batch), tokens, outputs, inputs)[0]
-    reduce = Links.of(whole).reduce_scatter_s(*tensor_pair(), np.full(1, 2.0 * 2048 * 1024))[0]
+    reduce = Links.of(whole).seconds("reduce_scatter", tensor_pair(), np.full(1, 2.0 * 2048 * 1024))[0]
     assert saved == pytest.approx(4 * 8 * (product + reduce))
     none = dataclasses.replace(plan, recompute="none")
     assert terms_of(whole, none) == terms_of(early, none)
 
 
-def tensor_pair() -> tuple[Any, Any]:
-    """Stride and size of a tensor-parallel group of two."""
-    return np.ones(1, dtype=np.int64), np.full(1, 2, dtype=np.int64)
+def tensor_pair() -> ProcessGroup:
+    """A tensor-parallel group of two."""
+    return ProcessGroup(np.ones(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
 
 
 def test_selective_recomputation_may_save_attention() -> None:
@@ -355,7 +355,8 @@ def test_eight_bit_plans_may_gather_their_inputs_as_quantised() -> None:
     narrow = dataclasses.replace(wide, framework=PLAIN.changed(narrow_tp_gathers=True))
     plan = single(tp=2, sp=True, precision="fp8")
     size, links = np.full(1, 2.0 * 2048 * 1024), Links.of(wide)
-    saved = links.all_gather_s(*tensor_pair(), size)[0] - links.all_gather_s(*tensor_pair(), size / 2)[0]
+    gathers = [links.seconds("all_gather", tensor_pair(), sent)[0] for sent in (size, size / 2)]
+    saved = gathers[0] - gathers[1]
     before, after = terms_of(wide, plan), terms_of(narrow, plan)
     assert before["tp_communication"] - after["tp_communication"] == pytest.approx(2 * 16 * saved)
     assert after["memory_bound"] < before["memory_bound"]  # slices are cast
@@ -396,8 +397,7 @@ def test_a_scattered_message_is_a_slice_and_its_gather_at_the_receiver() -> None
     scattered = problem_of(framework=PLAIN.changed(scatter_gather_p2p=True))
     size = 2.0 * 2048 * 1024
     links = Links.of(whole).topology
-    pair = (np.ones(1, dtype=np.int64), np.full(1, 2, dtype=np.int64))
-    gather = float(all_gather_s(links, *pair, np.full(1, size))[0])
+    gather = float(collective_s(links, "all_gather", tensor_pair(), np.full(1, size))[0])
     # Two stages exchange m + 1 times; 8 devices lie between neighbours, so that messages take the network.
     plan = single(tp=2, pp=2, dp_shard=4, global_batch=12)
     saved = terms_of(whole, plan)["pipeline_send"] - terms_of(scattered, plan)["pipeline_send"]

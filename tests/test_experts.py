@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from autoplan.base.curves import GemmCurve
-from autoplan.cost.blocks import _experts_wait_s, _overlapped_ep_s, _unpaired_share, block_costs
+from autoplan.cost.blocks import _experts_wait_s, block_costs
+from autoplan.cost.collectives.expert_parallel import _unpaired_share, expert_parallel, shown_expert_parallel_s
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.times import NARROW_ATTENTION_TIME, gemm_pace, gemm_rate, kernel_times, memory_bound_s
-from autoplan.cost.network.rank_groups import dispatched_copies
 from autoplan.frameworks.presets import framework_called, load_framework
 from autoplan.read.calibration import built_in_calibration
 from autoplan.read.cluster import load_cluster
@@ -60,8 +60,8 @@ def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token
     once = FRAMEWORK.changed(dispatches_once=True)
     dropping = replace(PROBLEM, framework=once.changed(drops_tokens=True))
     assert _experts_wait_s(dropping, batch_of())[0] == 0.0
-    assert dispatched_copies(replace(PROBLEM, framework=once)) == 2  # what one transfer stands for
-    assert dispatched_copies(dropping) == 1
+    copies = [expert_parallel(one, batch_of()).dispatch.copies for one in (replace(PROBLEM, framework=once), dropping)]
+    assert copies == [2, 1]  # what one transfer stands for
 
 
 def test_permuting_tokens_by_capacity_moves_three_times_as_much() -> None:
@@ -92,8 +92,8 @@ def test_warm_up_runs_beside_nothing(changes: dict[str, object], share: float) -
 def test_paired_traffic_costs_what_it_cannot_hide_and_the_units_it_takes(work_s: float, paired_s: float) -> None:
     """1 s of traffic a pass: all of it, or half of it, hides, at a quarter of the device."""
     traffic, work = np.array([1.0]), np.array([work_s])
-    assert _overlapped_ep_s(PROBLEM, batch_of(), traffic, work)[0] == 1.0
-    shown = _overlapped_ep_s(PROBLEM, batch_of(ep_overlap=True), traffic, work)[0]
+    assert shown_expert_parallel_s(PROBLEM, batch_of(), traffic, work)[0] == 1.0
+    shown = shown_expert_parallel_s(PROBLEM, batch_of(ep_overlap=True), traffic, work)[0]
     assert shown == pytest.approx(1 / 4 + 3 / 4 * paired_s)
 
 

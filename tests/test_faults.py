@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.network.links import Links
+from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.read.cluster import load_cluster
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.timing import Measurement, TimingTable
@@ -107,7 +107,7 @@ def test_what_was_measured_on_sound_links_does_not_stand_for_slow_ones() -> None
     times = []
     for faults in ((), (Fault(part="link", node=0, rate_share=0.9),)):
         links = Links.of(problem_of(cluster=lab(*faults), timings=known))
-        times.append(links.all_reduce_s(np.array([1]), np.array([8]), np.array([2.0**20]))[0])
+        times.append(links.seconds("all_reduce", ProcessGroup(np.array([1]), np.array([8])), np.array([2.0**20]))[0])
     assert times[0] == pytest.approx(1.0)
     assert times[1] < 1e-3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.base.arrays import Floats
-from autoplan.cost.network.links import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.read.cluster import load_cluster
+from autoplan.spec.timing import Operation
 from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.topology.levels import Level, Topology, compile_topology
 
-Collective = Callable[..., Floats]
-COLLECTIVES = (all_reduce_s, all_gather_s, all_to_all_s, send_s)
+COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "all_to_all", "send_recv")
 GIB = 2**30
 
 
@@ -33,8 +31,11 @@ def level(num_devices: int, bytes_per_s: float, latency_s: float = 1e-12, half_r
     )
 
 
-def seconds(collective: Collective, topology: Topology, stride: int, size: int, num_bytes: float) -> float:
-    return float(collective(topology, np.array([stride]), np.array([size]), np.array([float(num_bytes)]))[0])
+def seconds(
+    operation: Operation, topology: Topology, stride: int, size: int, num_bytes: float, copies: int = 1
+) -> float:
+    group = ProcessGroup(np.array([stride]), np.array([size]))
+    return float(collective_s(topology, operation, group, np.array([float(num_bytes)]), copies)[0])
 
 
 def ideal(num_nodes: int, link_bytes_per_s: float, nic_bytes_per_s: float) -> ClusterSpec:
@@ -65,47 +66,47 @@ def ideal(num_nodes: int, link_bytes_per_s: float, nic_bytes_per_s: float) -> Cl
 def test_collectives_on_one_level_move_their_share_of_the_buffer(size: int) -> None:
     topology = Topology(levels=(level(size, 360e9),))
     share = (size - 1) / size * GIB / 360e9
-    assert seconds(all_reduce_s, topology, 1, size, GIB) == pytest.approx(2 * share, rel=1e-6)
-    assert seconds(all_gather_s, topology, 1, size, GIB) == pytest.approx(share, rel=1e-6)
-    assert seconds(all_to_all_s, topology, 1, size, GIB) == pytest.approx(share, rel=1e-6)
-    assert seconds(send_s, topology, 1, size, GIB) == pytest.approx(GIB / 360e9, rel=1e-6)
+    assert seconds("all_reduce", topology, 1, size, GIB) == pytest.approx(2 * share, rel=1e-6)
+    assert seconds("all_gather", topology, 1, size, GIB) == pytest.approx(share, rel=1e-6)
+    assert seconds("all_to_all", topology, 1, size, GIB) == pytest.approx(share, rel=1e-6)
+    assert seconds("send_recv", topology, 1, size, GIB) == pytest.approx(GIB / 360e9, rel=1e-6)
 
 
 def test_latency_is_paid_once_a_hop_of_the_ring() -> None:
     """2 x 7 x (4 us + 1 GiB / (8 x 360e9)) = 5.27558 ms, nccl-tests doc/PERFORMANCE.md."""
     topology = Topology(levels=(level(8, 360e9, latency_s=4e-6),))
-    assert seconds(all_reduce_s, topology, 1, 8, GIB) == pytest.approx(5.27557831e-3, rel=1e-6)
-    assert seconds(all_gather_s, topology, 1, 8, 1) == pytest.approx(7 * 4e-6, rel=1e-5)
-    assert seconds(all_reduce_s, topology, 1, 8, 1) == pytest.approx(14 * 4e-6, rel=1e-5)
+    assert seconds("all_reduce", topology, 1, 8, GIB) == pytest.approx(5.27557831e-3, rel=1e-6)
+    assert seconds("all_gather", topology, 1, 8, 1) == pytest.approx(7 * 4e-6, rel=1e-5)
+    assert seconds("all_reduce", topology, 1, 8, 1) == pytest.approx(14 * 4e-6, rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 8, 32])
 def test_the_rate_is_half_of_the_plateau_where_the_part_of_a_device_has_the_half_rate_size(size: int) -> None:
     half = 2.0**20
     topology = Topology(levels=(level(size, 365e9, latency_s=1e-6, half_rate_bytes=half),))
-    time = seconds(all_reduce_s, topology, 1, size, half * size)
+    time = seconds("all_reduce", topology, 1, size, half * size)
     assert 2 * (size - 1) / size * (half * size) / time == pytest.approx(365e9 / 2, rel=1e-6)
 
 
 def test_the_ramp_of_a_large_buffer_stays_a_constant() -> None:
     slow, bare = (Topology(levels=(level(8, 365e9, 1e-6, size),)) for size in (2.0**20, 1e-3))
     added = [
-        seconds(all_reduce_s, slow, 1, 8, size) - seconds(all_reduce_s, bare, 1, 8, size) for size in (2**34, 2**38)
+        seconds("all_reduce", slow, 1, 8, size) - seconds("all_reduce", bare, 1, 8, size) for size in (2**34, 2**38)
     ]
     assert added[0] > 0
     assert added[0] == pytest.approx(added[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_a_group_of_one_costs_nothing(collective: Collective) -> None:
+@pytest.mark.parametrize("operation", COLLECTIVES)
+def test_a_group_of_one_costs_nothing(operation: Operation) -> None:
     topology = compile_topology(load_cluster("h100-sxm:4x8"))
     for stride in (1, 8, 32):
-        assert seconds(collective, topology, stride, 1, GIB) == 0.0
+        assert seconds(operation, topology, stride, 1, GIB) == 0.0
 
 
-@pytest.mark.parametrize("collective", [all_reduce_s, all_gather_s, all_to_all_s])
-def test_an_empty_buffer_costs_nothing(collective: Collective) -> None:
-    assert seconds(collective, compile_topology(load_cluster("h100-sxm:4x8")), 1, 32, 0) == 0.0
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "all_to_all"])
+def test_an_empty_buffer_costs_nothing(operation: Operation) -> None:
+    assert seconds(operation, compile_topology(load_cluster("h100-sxm:4x8")), 1, 32, 0) == 0.0
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -115,32 +116,32 @@ def test_a_measured_all_reduce_saves_one_start_over_its_two_halves(size: int, nu
     curve = topology.levels[0].collectives
     assert curve is not None
     saved = curve.overhead_s(np.array(0.0), np.array(num_bytes))
-    halves = 2 * seconds(all_gather_s, topology, 1, size, num_bytes)
-    assert seconds(all_reduce_s, topology, 1, size, num_bytes) == pytest.approx(halves - saved, rel=1e-9)
+    halves = 2 * seconds("all_gather", topology, 1, size, num_bytes)
+    assert seconds("all_reduce", topology, 1, size, num_bytes) == pytest.approx(halves - saved, rel=1e-9)
 
 
 # Busbw of nccl-tests on 8 H100 (NCCL 2.27-2.29, medians of aiconfigurator-core 0.12): seconds of 64 MiB and 512 MiB.
 @pytest.mark.parametrize(
-    ("collective", "num_bytes", "measured_s"),
+    ("operation", "num_bytes", "measured_s"),
     [
-        (all_reduce_s, 2**26, 324e-6),
-        (all_gather_s, 2**26, 209e-6),
-        (all_gather_s, 2**29, 1401e-6),
-        (all_gather_s, 2**20, 17e-6),
+        ("all_reduce", 2**26, 324e-6),
+        ("all_gather", 2**26, 209e-6),
+        ("all_gather", 2**29, 1401e-6),
+        ("all_gather", 2**20, 17e-6),
     ],
 )
 def test_collectives_on_eight_h100_take_what_nccl_tests_measured(
-    collective: Collective, num_bytes: int, measured_s: float
+    operation: Operation, num_bytes: int, measured_s: float
 ) -> None:
     topology = compile_topology(load_cluster("h100-sxm:1x8"))
-    assert seconds(collective, topology, 1, 8, num_bytes) == pytest.approx(measured_s, rel=0.2)
+    assert seconds(operation, topology, 1, 8, num_bytes) == pytest.approx(measured_s, rel=0.2)
 
 
 @given(st.integers(0, 5), st.integers(1, 5), st.floats(1e9, 1e12))
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(stride: int, size: int, num_bytes: float) -> None:
     topology = compile_topology(load_cluster("a100-pcie:16x8"))
-    once = seconds(all_gather_s, topology, 2**stride, 2**size, num_bytes)
-    assert seconds(all_reduce_s, topology, 2**stride, 2**size, num_bytes) == pytest.approx(2 * once, rel=1e-9)
+    once = seconds("all_gather", topology, 2**stride, 2**size, num_bytes)
+    assert seconds("all_reduce", topology, 2**stride, 2**size, num_bytes) == pytest.approx(2 * once, rel=1e-9)
 
 
 # -- laws -------------------------------------------------------------------------------------------------------------
@@ -153,38 +154,38 @@ buffers = st.floats(1.0, 1e12)
 @settings(max_examples=60)
 @given(st.sampled_from(COLLECTIVES), clusters, groups, buffers, st.floats(1.0, 100.0), st.integers(0, 2))
 def test_more_bandwidth_is_never_slower(
-    collective: Collective, cluster: str, group: tuple[int, int], num_bytes: float, factor: float, which: int
+    operation: Operation, cluster: str, group: tuple[int, int], num_bytes: float, factor: float, which: int
 ) -> None:
     topology = compile_topology(load_cluster(cluster))
     levels = list(topology.levels)
     at = which % len(levels)
     levels[at] = dataclasses.replace(levels[at], bytes_per_s=levels[at].bytes_per_s * factor)
-    faster = seconds(collective, Topology(levels=tuple(levels)), *group, num_bytes)
-    assert faster <= seconds(collective, topology, *group, num_bytes) * (1 + 1e-12)
+    faster = seconds(operation, Topology(levels=tuple(levels)), *group, num_bytes)
+    assert faster <= seconds(operation, topology, *group, num_bytes) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("operation", COLLECTIVES)
 @pytest.mark.parametrize(("half", "most"), [("latency_s", 1.0), ("bytes_per_s", 2.0)])
 def test_less_latency_is_never_slower_and_half_of_the_bandwidth_at_most_doubles_the_time(
-    collective: Collective, half: str, most: float
+    operation: Operation, half: str, most: float
 ) -> None:
     topology = compile_topology(load_cluster("h100-sxm:16x8"))
     levels = (dataclasses.replace(here, **{half: getattr(here, half) / 2}) for here in topology.levels)
     other = Topology(levels=tuple(levels))
     for num_bytes in 2.0 ** np.arange(8, 36, 2):
         for stride, size in ((1, 8), (8, 2), (8, 16), (1, 128)):
-            time = seconds(collective, topology, stride, size, num_bytes)
-            assert seconds(collective, other, stride, size, num_bytes) <= most * time * (1 + 1e-12)
+            time = seconds(operation, topology, stride, size, num_bytes)
+            assert seconds(operation, other, stride, size, num_bytes) <= most * time * (1 + 1e-12)
 
 
 @settings(max_examples=60)
 @given(st.sampled_from(COLLECTIVES), clusters, groups, buffers, st.floats(1.0, 1000.0))
 def test_a_larger_buffer_never_takes_less_time(
-    collective: Collective, cluster: str, group: tuple[int, int], num_bytes: float, factor: float
+    operation: Operation, cluster: str, group: tuple[int, int], num_bytes: float, factor: float
 ) -> None:
     topology = compile_topology(load_cluster(cluster))
-    small = seconds(collective, topology, *group, num_bytes)
-    assert seconds(collective, topology, *group, num_bytes * factor) >= small * (1 - 1e-12)
+    small = seconds(operation, topology, *group, num_bytes)
+    assert seconds(operation, topology, *group, num_bytes * factor) >= small * (1 - 1e-12)
 
 
 @settings(max_examples=60)
@@ -196,25 +197,26 @@ def test_a_larger_buffer_never_takes_less_time(
     buffers,
 )
 def test_a_larger_group_never_takes_less_time(
-    collective: Collective, cluster: str, stride: int, size: int, num_bytes: float
+    operation: Operation, cluster: str, stride: int, size: int, num_bytes: float
 ) -> None:
     """Doubling a group at the same stride and full buffer; powers of two in nodes of eight, so that none straddles."""
     if 2 ** (stride + size) > 128:
         return
     topology = compile_topology(load_cluster(cluster))
-    small = seconds(collective, topology, 2**stride, 2 ** (size - 1), num_bytes)
-    assert seconds(collective, topology, 2**stride, 2**size, num_bytes) >= small * (1 - 1e-12)
+    small = seconds(operation, topology, 2**stride, 2 ** (size - 1), num_bytes)
+    assert seconds(operation, topology, 2**stride, 2**size, num_bytes) >= small * (1 - 1e-12)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(groups, buffers), min_size=1, max_size=6), st.sampled_from(COLLECTIVES))
 def test_many_groups_at_once_cost_what_each_costs_alone(
-    several: list[tuple[tuple[int, int], float]], collective: Collective
+    several: list[tuple[tuple[int, int], float]], operation: Operation
 ) -> None:
     topology = compile_topology(load_cluster("frontier:16x8"))
     stride, size = (np.array([group[at] for group, _ in several]) for at in (0, 1))
-    together = collective(topology, stride, size, np.array([num_bytes for _, num_bytes in several]))
-    alone = [seconds(collective, topology, *group, num_bytes) for group, num_bytes in several]
+    buffers = np.array([num_bytes for _, num_bytes in several])
+    together = collective_s(topology, operation, ProcessGroup(stride, size), buffers)
+    alone = [seconds(operation, topology, *group, num_bytes) for group, num_bytes in several]
     assert together.tolist() == alone
 
 
@@ -224,7 +226,7 @@ def test_many_groups_at_once_cost_what_each_costs_alone(
 def test_a_group_with_one_member_a_node_sees_one_nic() -> None:
     """Gradients of Llama-3-8B under tp 8, fp32, reduce-scattered over 16 nodes at 48e9 B/s: 78.4 ms."""
     topology = compile_topology(ideal(16, 450e9, 48e9))
-    time = seconds(all_gather_s, topology, 8, 16, 4 * 8.03e9 / 8)
+    time = seconds("all_gather", topology, 8, 16, 4 * 8.03e9 / 8)
     assert time == pytest.approx(78.418e-3, rel=1e-4)
 
 
@@ -232,34 +234,34 @@ def test_a_group_with_one_member_a_node_sees_one_nic() -> None:
 def test_a_group_uses_the_nics_of_its_part_of_a_node(stride: int, size: int, nics: int) -> None:
     """Of the 1 GiB per rank, 2 x 3/4 leaves each node over them."""
     topology = compile_topology(ideal(4, 1e30, 50e9))
-    assert seconds(all_reduce_s, topology, stride, size, GIB) == pytest.approx(
+    assert seconds("all_reduce", topology, stride, size, GIB) == pytest.approx(
         2 * 3 / 4 * GIB / (nics * 50e9), rel=1e-6
     )
 
 
 def test_nic_time_of_a_step_does_not_depend_on_how_tensor_parallelism_cuts_the_gradients() -> None:
     topology = compile_topology(ideal(16, 1e30, 48e9))
-    times = [seconds(all_gather_s, topology, tp, 128 // tp, 32e9 / tp) for tp in (1, 2, 4, 8)]
+    times = [seconds("all_gather", topology, tp, 128 // tp, 32e9 / tp) for tp in (1, 2, 4, 8)]
     assert times == pytest.approx([times[0]] * 4, rel=1e-6)
 
 
 def test_an_all_to_all_sends_what_leaves_the_node_over_the_rank_own_nic() -> None:
     topology = compile_topology(ideal(4, 1e30, 50e9))
-    assert seconds(all_to_all_s, topology, 1, 32, GIB) == pytest.approx(24 / 32 * GIB / 50e9, rel=1e-6)
+    assert seconds("all_to_all", topology, 1, 32, GIB) == pytest.approx(24 / 32 * GIB / 50e9, rel=1e-6)
 
 
 def test_a_message_is_paid_at_the_slowest_hop_of_its_chain() -> None:
     topology = compile_topology(ideal(4, 450e9, 50e9))
-    assert seconds(send_s, topology, 8, 4, GIB) == pytest.approx(GIB / 50e9, rel=1e-6)
-    assert seconds(send_s, topology, 2, 4, GIB) == pytest.approx(GIB / 450e9, rel=1e-6)
-    assert seconds(send_s, topology, 4, 8, GIB) == pytest.approx(GIB / 50e9, rel=1e-6)
+    assert seconds("send_recv", topology, 8, 4, GIB) == pytest.approx(GIB / 50e9, rel=1e-6)
+    assert seconds("send_recv", topology, 2, 4, GIB) == pytest.approx(GIB / 450e9, rel=1e-6)
+    assert seconds("send_recv", topology, 4, 8, GIB) == pytest.approx(GIB / 50e9, rel=1e-6)
 
 
-@pytest.mark.parametrize("collective", [all_reduce_s, all_gather_s])
-def test_staying_inside_the_node_is_never_slower_than_leaving_it(collective: Collective) -> None:
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather"])
+def test_staying_inside_the_node_is_never_slower_than_leaving_it(operation: Operation) -> None:
     topology = compile_topology(load_cluster("h100-sxm:16x8"))
     for num_bytes in (1e3, 1e6, 1e9):
-        assert seconds(collective, topology, 1, 8, num_bytes) <= seconds(collective, topology, 8, 8, num_bytes)
+        assert seconds(operation, topology, 1, 8, num_bytes) <= seconds(operation, topology, 8, 8, num_bytes)
 
 
 # -- published measurements -------------------------------------------------------------------------------------------
@@ -269,8 +271,8 @@ def test_all_reduce_of_4_gib_on_32_b200_with_efa_takes_the_22_05_ms_measured() -
     """P6-B200, 4 x 8 devices, 8 x 400 Gb/s a node: 10.15 ms inside one node, 22.05 ms over four (stas00)."""
     node_rate = 2 * 7 / 8 * 4 * GIB / 10.15e-3
     topology = compile_topology(ideal(4, node_rate, 50e9))
-    assert seconds(all_reduce_s, topology, 1, 8, 4 * GIB) == pytest.approx(10.15e-3, rel=1e-3)
-    assert seconds(all_reduce_s, topology, 1, 32, 4 * GIB) == pytest.approx(22.05e-3, rel=0.03)
+    assert seconds("all_reduce", topology, 1, 8, 4 * GIB) == pytest.approx(10.15e-3, rel=1e-3)
+    assert seconds("all_reduce", topology, 1, 32, 4 * GIB) == pytest.approx(22.05e-3, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -280,13 +282,13 @@ def test_all_reduce_on_eight_h100_follows_the_measured_ring_table(
     num_bytes: int, bus_gb_per_s: float, tolerance: float
 ) -> None:
     """nccl-tests with NVLS off reaches 365e9; aiconfigurator measures 186e9 at 8 MiB (ring) on H100 SXM."""
-    time = seconds(all_reduce_s, compile_topology(load_cluster("h100-sxm:1x8")), 1, 8, num_bytes)
+    time = seconds("all_reduce", compile_topology(load_cluster("h100-sxm:1x8")), 1, 8, num_bytes)
     assert 2 * 7 / 8 * num_bytes / time == pytest.approx(bus_gb_per_s * 1e9, rel=tolerance)
 
 
 def test_small_all_reduce_on_eight_h100_takes_about_its_measured_latency() -> None:
     """512 bytes: 15.6 us (aiconfigurator, NCCL 2.27)."""
-    time = seconds(all_reduce_s, compile_topology(load_cluster("h100-sxm:1x8")), 1, 8, 512)
+    time = seconds("all_reduce", compile_topology(load_cluster("h100-sxm:1x8")), 1, 8, 512)
     assert time == pytest.approx(15.6e-6, rel=0.1)
 
 
@@ -295,7 +297,7 @@ def test_a_pair_of_mi300x_has_one_link_of_its_mesh() -> None:
     topology = compile_topology(load_cluster("mi300x:1x8"))
     size = 16.0 * GIB
     for members, measured in ((8, 313e9), (2, 47.7e9)):
-        bus = 2 * (members - 1) / members * size / seconds(all_reduce_s, topology, 1, members, size)
+        bus = 2 * (members - 1) / members * size / seconds("all_reduce", topology, 1, members, size)
         assert bus == pytest.approx(measured, rel=0.08)
 
 
@@ -311,10 +313,7 @@ def test_a_dispatcher_that_knows_its_copies_sends_one_to_every_node_that_a_token
     """Eight experts a token visit 1.99, 3.60 and 5.25 of 2, 4 and 8 nodes (`modelling` D5), one of them its own."""
     topology = Topology(levels=(level(8, 1e15), level(8 * nodes, 1e9)))
     size, tokens = 8 * nodes, 8e9
-    whole, once = (
-        float(all_to_all_s(topology, np.array([1]), np.array([size]), np.array([tokens]), copies)[0])
-        for copies in (1, 8)
-    )
+    whole, once = (seconds("all_to_all", topology, 1, size, tokens, copies) for copies in (1, 8))
     assert whole == pytest.approx((nodes - 1) / nodes * 8, rel=1e-3)
     assert once == pytest.approx(touched * (nodes - 1) / nodes, rel=3e-3)
 
@@ -322,9 +321,7 @@ def test_a_dispatcher_that_knows_its_copies_sends_one_to_every_node_that_a_token
 def test_a_dispatcher_that_knows_its_copies_sends_one_to_every_rank_of_its_node() -> None:
     """Two experts a token, four ranks: 3/4 of 2 copies, or 3 (1 - (3/4)^2) = 1.3125 of one, of 1e9 bytes each."""
     topology = Topology(levels=(level(4, 1e9),))
-    whole, once = (
-        float(all_to_all_s(topology, np.array([1]), np.array([4]), np.array([2e9]), copies)[0]) for copies in (1, 2)
-    )
+    whole, once = (seconds("all_to_all", topology, 1, 4, 2e9, copies) for copies in (1, 2))
     assert whole == pytest.approx(1.5, rel=1e-3)
     assert once == pytest.approx(1.3125, rel=1e-3)
 
@@ -344,23 +341,23 @@ def tiered(oversubscription: float, num_nodes: int = 8, **network: Any) -> Topol
 @pytest.mark.parametrize(("stride", "bytes_per_s"), [(16, 12.5e9), (8, 25e9), (4, 50e9), (2, 50e9)])
 def test_links_out_of_a_switch_are_shared_by_those_who_send(stride: int, bytes_per_s: float) -> None:
     """Of 16 devices under a leaf with 200e9 upwards `stride` send, none of them faster than its NIC."""
-    assert seconds(send_s, tiered(4.0), stride, 64 // stride, GIB) == pytest.approx(GIB / bytes_per_s, rel=1e-6)
+    assert seconds("send_recv", tiered(4.0), stride, 64 // stride, GIB) == pytest.approx(GIB / bytes_per_s, rel=1e-6)
 
 
 def test_a_ring_over_leaves_takes_as_long_as_its_slowest_links() -> None:
     """Of 2 x 63 / 64 x 1 GiB in eight rings a sixteenth passes each device's part of the uplinks, an eighth its NIC."""
     wire = 2 * 7 / 8 * GIB
-    assert seconds(all_reduce_s, tiered(1.5), 8, 8, GIB) == pytest.approx(wire / 50e9, rel=1e-6)
-    assert seconds(all_reduce_s, tiered(4.0), 8, 8, GIB) == pytest.approx(wire / 2 / 12.5e9, rel=1e-6)
+    assert seconds("all_reduce", tiered(1.5), 8, 8, GIB) == pytest.approx(wire / 50e9, rel=1e-6)
+    assert seconds("all_reduce", tiered(4.0), 8, 8, GIB) == pytest.approx(wire / 2 / 12.5e9, rel=1e-6)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("operation", COLLECTIVES)
 @pytest.mark.parametrize(("stride", "size"), [(1, 64), (4, 16), (8, 8), (16, 4), (32, 2)])
 def test_a_tier_that_is_hardly_oversubscribed_costs_next_to_nothing(
-    collective: Collective, stride: int, size: int
+    operation: Operation, stride: int, size: int
 ) -> None:
     for num_bytes in (1e4, 1e7, 1e10):
-        plain, hardly = (seconds(collective, tiered(factor), stride, size, num_bytes) for factor in (1.0, 1.0 + 1e-9))
+        plain, hardly = (seconds(operation, tiered(factor), stride, size, num_bytes) for factor in (1.0, 1.0 + 1e-9))
         assert hardly == pytest.approx(plain, rel=1e-6)
 
 
@@ -374,21 +371,21 @@ def test_a_tier_that_is_hardly_oversubscribed_costs_next_to_nothing(
     st.booleans(),
 )
 def test_less_oversubscription_is_never_slower(
-    collective: Collective, group: tuple[int, int], num_bytes: float, factor: float, more: float, sharp: bool
+    operation: Operation, group: tuple[int, int], num_bytes: float, factor: float, more: float, sharp: bool
 ) -> None:
-    narrow, wide = (seconds(collective, tiered(by, sharp=sharp), *group, num_bytes) for by in (factor * more, factor))
+    narrow, wide = (seconds(operation, tiered(by, sharp=sharp), *group, num_bytes) for by in (factor * more, factor))
     assert wide <= narrow * (1 + 1e-9)
 
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([all_reduce_s, all_gather_s, all_to_all_s]),
+    st.sampled_from(["all_reduce", "all_gather", "all_to_all"]),
     st.sampled_from([(1, 16), (1, 64), (2, 32), (4, 16), (8, 8)]),
     st.floats(1 / 0.6, 100),
     st.floats(1, 8),
 )
 def test_a_group_over_nodes_is_between_one_all_local_and_one_all_remote(
-    collective: Collective, group: tuple[int, int], ratio: float, oversubscription: float
+    operation: Operation, group: tuple[int, int], ratio: float, oversubscription: float
 ) -> None:
     """Bytes alone, on links inside nodes that are so much faster that what hides does not make up for the NICs."""
     cluster = ideal(64, ratio * 10e9, 10e9)
@@ -399,20 +396,20 @@ def test_a_group_over_nodes_is_between_one_all_local_and_one_all_remote(
         Topology(levels=(level(size, ratio * 10e9),)),
         Topology(levels=(level(size, 10e9 / oversubscription),)),
     )
-    time = seconds(collective, compile_topology(cluster), *group, 1e12)
-    assert seconds(collective, local, 1, size, 1e12) <= time * (1 + 1e-6)
-    assert time <= seconds(collective, remote, 1, size, 1e12) * (1 + 1e-6)
+    time = seconds(operation, compile_topology(cluster), *group, 1e12)
+    assert seconds(operation, local, 1, size, 1e12) <= time * (1 + 1e-6)
+    assert time <= seconds(operation, remote, 1, size, 1e12) * (1 + 1e-6)
 
 
 def test_switches_that_reduce_take_each_buffer_up_and_down_once() -> None:
     plain, reducing = (tiered(1.0, sharp=sharp) for sharp in (False, True))
     once = GIB / 50e9
-    assert seconds(all_reduce_s, plain, 8, 8, GIB) == pytest.approx(2 * 7 / 8 * once, rel=1e-6)
-    assert seconds(all_reduce_s, reducing, 8, 8, GIB) == pytest.approx(once, rel=1e-6)
-    for collective in (all_gather_s, all_to_all_s, send_s):
-        assert seconds(collective, reducing, 8, 8, GIB) == seconds(collective, plain, 8, 8, GIB)
+    assert seconds("all_reduce", plain, 8, 8, GIB) == pytest.approx(2 * 7 / 8 * once, rel=1e-6)
+    assert seconds("all_reduce", reducing, 8, 8, GIB) == pytest.approx(once, rel=1e-6)
+    for operation in ("all_gather", "all_to_all", "send_recv"):
+        assert seconds(operation, reducing, 8, 8, GIB) == seconds(operation, plain, 8, 8, GIB)
     # Inside a node no switch of the network is asked.
-    assert seconds(all_reduce_s, reducing, 1, 8, GIB) == seconds(all_reduce_s, plain, 1, 8, GIB)
+    assert seconds("all_reduce", reducing, 1, 8, GIB) == seconds("all_reduce", plain, 1, 8, GIB)
 
 
 def test_small_buffers_wait_for_a_few_switches_where_these_reduce() -> None:
@@ -420,7 +417,7 @@ def test_small_buffers_wait_for_a_few_switches_where_these_reduce() -> None:
     cluster = load_cluster("h100-sxm:64x8")
     sharp = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, sharp=True))
     hop = cluster.network.latency_s
-    plain, reducing = (seconds(all_reduce_s, compile_topology(one), 8, 64, 1024) for one in (cluster, sharp))
+    plain, reducing = (seconds("all_reduce", compile_topology(one), 8, 64, 1024) for one in (cluster, sharp))
     assert plain == pytest.approx(126 * hop, rel=1e-2)
     assert 2 * hop <= reducing <= 4 * hop
 
@@ -430,8 +427,8 @@ def test_what_crosses_to_another_site_is_not_reduced_by_switches() -> None:
     cluster = dataclasses.replace(ideal(8, 450e9, 50e9), wan=wan)
     sharp = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, sharp=True))
     plain, reducing = (compile_topology(one) for one in (cluster, sharp))
-    assert seconds(all_reduce_s, reducing, 8, 8, GIB) == seconds(all_reduce_s, plain, 8, 8, GIB)
-    assert seconds(all_reduce_s, reducing, 8, 4, GIB) < seconds(all_reduce_s, plain, 8, 4, GIB)
+    assert seconds("all_reduce", reducing, 8, 8, GIB) == seconds("all_reduce", plain, 8, 8, GIB)
+    assert seconds("all_reduce", reducing, 8, 4, GIB) < seconds("all_reduce", plain, 8, 4, GIB)
 
 
 def test_devices_without_peer_access_share_the_bridge_to_host_memory() -> None:
@@ -447,8 +444,8 @@ def test_devices_without_peer_access_share_the_bridge_to_host_memory() -> None:
         host_bridge_bytes_per_s=8 * 1.45e9,
     )
     cluster = dataclasses.replace(load_cluster("l40s:1x8"), levels=(link,))
-    assert seconds(all_reduce_s, compile_topology(cluster), 1, 8, 2**29) == pytest.approx(0.649, rel=5e-3)
+    assert seconds("all_reduce", compile_topology(cluster), 1, 8, 2**29) == pytest.approx(0.649, rel=5e-3)
     measured = compile_topology(load_cluster("l40s:1x8"))
-    assert seconds(all_reduce_s, measured, 1, 8, 2**29) == pytest.approx(0.649, rel=0.05)
+    assert seconds("all_reduce", measured, 1, 8, 2**29) == pytest.approx(0.649, rel=0.05)
     wide = dataclasses.replace(link, host_bridge_bytes_per_s=1e12)
     assert wide.rate_bytes_per_s == 32e9

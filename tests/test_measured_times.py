@@ -22,7 +22,8 @@ from autoplan.cost.kernels.times import (
     kernel_times,
     memory_bound_s,
 )
-from autoplan.cost.network.links import Links, all_gather_s, all_reduce_s, all_to_all_s, send_s
+from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.cost.network.links import collective_s as unmeasured_s
 from autoplan.cost.provenance import shares
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block
@@ -233,61 +234,57 @@ def test_the_optimizer_on_the_host_is_not_that_of_the_device() -> None:
 ONE = np.ones(1, dtype=np.int64)
 
 
-def collective_s(problem: Problem, name: str, stride: int, size: int, num_bytes: float, *more: int) -> float:
-    links = Links.of(problem)
-    return float(getattr(links, name)(stride * ONE, size * ONE, np.array([float(num_bytes)]), *more)[0])
+def collective_s(
+    problem: Problem, operation: Operation, stride: int, size: int, num_bytes: float, copies: int = 1
+) -> float:
+    group = ProcessGroup(stride * ONE, size * ONE)
+    return float(Links.of(problem).seconds(operation, group, np.array([float(num_bytes)]), copies)[0])
 
 
 def test_siblings_at_once_count_before_a_group_alone() -> None:
     problem = problem_of()  # nodes of 8
     alone: Times = {("all_reduce", 2, 2, 1, 2**20): 1.0, ("all_reduce", 4, 4, 1, 2**20): 2.0}
     both = alone | {("all_reduce", 2, 2, 4, 2**20): 5.0}
-    assert collective_s(with_times(problem, alone), "all_reduce_s", 1, 2, 2**20) == pytest.approx(1.0)
-    assert collective_s(with_times(problem, both), "all_reduce_s", 1, 2, 2**20) == pytest.approx(5.0)
-    assert collective_s(with_times(problem, both), "all_reduce_s", 1, 4, 2**20) == pytest.approx(2.0)
+    assert collective_s(with_times(problem, alone), "all_reduce", 1, 2, 2**20) == pytest.approx(1.0)
+    assert collective_s(with_times(problem, both), "all_reduce", 1, 2, 2**20) == pytest.approx(5.0)
+    assert collective_s(with_times(problem, both), "all_reduce", 1, 4, 2**20) == pytest.approx(2.0)
 
 
 def test_groups_over_the_network_count_only_with_the_siblings_that_share_it() -> None:
     problem = problem_of()
-    reference = float(all_reduce_s(problem.topology, 8 * ONE, 4 * ONE, np.array([2.0**20]))[0])
+    reference = float(
+        unmeasured_s(problem.topology, "all_reduce", ProcessGroup(8 * ONE, 4 * ONE), np.array([2.0**20]))[0]
+    )
     alone = with_times(problem, {("all_reduce", 4, 1, 1, 2**20): 1.0})
-    assert collective_s(alone, "all_reduce_s", 8, 4, 2**20) == reference
+    assert collective_s(alone, "all_reduce", 8, 4, 2**20) == reference
     together = with_times(problem, {("all_reduce", 4, 1, 8, 2**20): 1.0})
-    assert collective_s(together, "all_reduce_s", 8, 4, 2**20) == pytest.approx(1.0)
-    assert collective_s(together, "all_reduce_s", 8, 4, 0) == 0.0
-    assert collective_s(together, "all_reduce_s", 8, 1, 2**20) == 0.0
+    assert collective_s(together, "all_reduce", 8, 4, 2**20) == pytest.approx(1.0)
+    assert collective_s(together, "all_reduce", 8, 4, 0) == 0.0
+    assert collective_s(together, "all_reduce", 8, 1, 2**20) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("name", "operation", "reference"),
-    [
-        ("all_reduce_s", "all_reduce", all_reduce_s),
-        ("all_gather_s", "all_gather", all_gather_s),
-        ("reduce_scatter_s", "reduce_scatter", all_gather_s),
-        ("all_to_all_s", "all_to_all", all_to_all_s),
-        ("send_s", "send_recv", send_s),
-    ],
-)
-def test_every_collective_has_its_own_measurements(name: str, operation: Operation, reference: Any) -> None:
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"])
+def test_every_collective_has_its_own_measurements(operation: Operation) -> None:
     problem = problem_of()
     known = with_times(problem, {(operation, 2, 2, 1, 2**20): 3.0}, "fp16")
-    assert collective_s(known, name, 1, 2, 2**20) == pytest.approx(3.0)
-    usual = float(reference(problem.topology, ONE, 8 * ONE, np.array([2.0**20]))[0])
-    assert collective_s(known, name, 1, 8, 2**20) == (pytest.approx(3.0) if name == "send_s" else usual)
+    assert collective_s(known, operation, 1, 2, 2**20) == pytest.approx(3.0)
+    usual = float(unmeasured_s(problem.topology, operation, ProcessGroup(ONE, 8 * ONE), np.array([2.0**20]))[0])
+    expected = pytest.approx(3.0) if operation == "send_recv" else usual
+    assert collective_s(known, operation, 1, 8, 2**20) == expected
 
 
 def test_a_message_leaves_the_node_where_any_hop_of_its_chain_does() -> None:
     known = with_times(problem_of(), {("send_recv", 2, 2, 1, 2**20): 1.0, ("send_recv", 2, 1, 8, 2**20): 2.0})
-    assert collective_s(known, "send_s", 2, 4, 2**20) == pytest.approx(1.0)
-    assert collective_s(known, "send_s", 2, 8, 2**20) == pytest.approx(2.0)
-    assert collective_s(known, "send_s", 8, 2, 2**20) == pytest.approx(2.0)
+    assert collective_s(known, "send_recv", 2, 4, 2**20) == pytest.approx(1.0)
+    assert collective_s(known, "send_recv", 2, 8, 2**20) == pytest.approx(2.0)
+    assert collective_s(known, "send_recv", 8, 2, 2**20) == pytest.approx(2.0)
 
 
 def test_a_dispatcher_that_sends_one_copy_to_each_rank_moves_a_smaller_buffer() -> None:
     # 8 copies for 2 random ranks: one of them, a rank, goes without with a probability of 1 / 256.
     known = with_times(problem_of(), {("all_to_all", 2, 2, 1, 2**20): 1.0, ("all_to_all", 2, 2, 1, 2**21): 2.0})
     sent = 2 * (1 - 0.5**8) / 8
-    assert collective_s(known, "all_to_all_s", 1, 2, 2**20 / sent, 8) == pytest.approx(1.0)
+    assert collective_s(known, "all_to_all", 1, 2, 2**20 / sent, 8) == pytest.approx(1.0)
 
 
 # -- calibration ------------------------------------------------------------------------------------------------------
@@ -308,8 +305,8 @@ def test_factors_of_components_multiply_references_and_not_measured_times() -> N
     assert slower["memory_bound"] == pytest.approx(2 * before["memory_bound"])
     gather: Times = {("all_gather", 2, 2, 1, 2**20): 3.0, ("all_gather", 8, 1, 8, 2**20): 4.0}
     links = dataclasses.replace(with_times(problem_of(), gather), calibration=Calibration(scale_up=2.0, scale_out=2.0))
-    assert collective_s(links, "all_gather_s", 1, 2, 2**20) == pytest.approx(3.0)
-    assert collective_s(links, "all_gather_s", 8, 8, 2**20) == pytest.approx(4.0)
+    assert collective_s(links, "all_gather", 1, 2, 2**20) == pytest.approx(3.0)
+    assert collective_s(links, "all_gather", 8, 8, 2**20) == pytest.approx(4.0)
 
 
 def test_the_whole_step_and_the_host_are_calibrated_with_measured_times_too() -> None:

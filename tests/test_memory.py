@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.cost.memory.stage_memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory, stage_parameters
+from autoplan.cost.memory.parameters import stage_parameters
+from autoplan.cost.memory.stage_memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, stage_memory
 from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import rank_orders
 from autoplan.frameworks.presets import load_framework

@@ -14,7 +14,7 @@ from autoplan.base.errors import InputError, UnpricedError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.mixed.collectives import Islands, links_between
 from autoplan.cost.mixed.estimate import estimate_mixed, pipeline_s
-from autoplan.cost.network.links import Links
+from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
@@ -160,12 +160,13 @@ def test_a_reduction_over_parts_is_the_one_inside_and_one_across() -> None:
         level = problem.between(part, used, 32)
         between = links_between(level, own.calibration)
         islands = Islands(own=Links.of(own), between=between, inside=inside, islands=2 * ones)
-        intra = Links.of(own).all_reduce_s(8 * ones, inside, buffer)
-        inter = between.all_reduce_s(ones, 2 * ones, buffer / 4)
-        assert islands.all_reduce_s(8 * ones, size, buffer) == pytest.approx(intra + inter)
+        intra = Links.of(own).seconds("all_reduce", ProcessGroup(8 * ones, inside), buffer)
+        inter = between.seconds("all_reduce", ProcessGroup(ones, 2 * ones), buffer / 4)
+        reduced = islands.seconds("all_reduce", ProcessGroup(8 * ones, size), buffer)
+        assert reduced == pytest.approx(intra + inter)
         # 2 (n - 1) / n of the slice, at the rate that the link is given.
         assert inter[0] == pytest.approx(own.calibration.scale_out * buffer[0] / 4 / 5e9, rel=0.02)
-        total.append(islands.all_reduce_s(8 * ones, size, buffer)[0])
+        total.append(reduced[0])
     plan = MixedPlan(kinds=(replicas(4, 4, (0, 8, 12)), replicas(4, 4, (1, 8, 12))), sharding="none")
     assert price(problem, plan).terms_s["data_parallel_reduce"] > 0
     assert max(total) > min(total)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autoplan.cost.network.links import Links
+from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
 from autoplan.read.cluster import load_cluster
@@ -20,7 +20,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
-from flows import RankGroups, traffic
+from flows import traffic
 
 # GPT-2 L (774M), and a GPT of 7B.
 GPT2_L = ModelSpec(
@@ -82,13 +82,15 @@ def test_a_boundary_of_stages_sends_2_6_mb_a_sample_and_gradients_take_1_9_s() -
     two, four, one = np.array([2]), np.array([4]), np.array([1])
     gradients = np.array([2.0 * 774e6])
     # One ring of all four sends 2 x 3/4 of them out of a site; priced is that sites add up first, and send 2 x 1/2.
-    assert links.all_reduce_s(one, four, gradients)[0] == pytest.approx(2 / 3 * 1.9, rel=0.05)
+    assert links.seconds("all_reduce", ProcessGroup(one, four), gradients)[0] == pytest.approx(2 / 3 * 1.9, rel=0.05)
     sample = 2.0 * 1024 * 1280
     assert sample == pytest.approx(2.6e6, rel=0.01)
+    groups = ProcessGroup(two, two), ProcessGroup(one, four)
+    pair_s, chain_s = (links.seconds("send_recv", group, np.array([sample]))[0] for group in groups)
     # One tensor-parallel pair sends from each site: each of the two has half of the link.
-    assert links.send_s(two, two, np.array([sample]))[0] == pytest.approx(2 * sample / (10 * GBIT), rel=0.05)
+    assert pair_s == pytest.approx(2 * sample / (10 * GBIT), rel=0.05)
     # A chain of four stages has one sender there.
-    assert links.send_s(one, four, np.array([sample]))[0] == pytest.approx(sample / (10 * GBIT), rel=0.05)
+    assert chain_s == pytest.approx(sample / (10 * GBIT), rel=0.05)
 
 
 def test_far_sites_share_a_boundary_of_stages_at_most_and_the_step_grows_with_latency() -> None:

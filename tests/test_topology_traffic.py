@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost.network.links import all_gather_s
+from autoplan.cost.network.links import ProcessGroup, collective_s
 from autoplan.read.cluster import load_cluster
 from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.topology.levels import compile_topology
@@ -198,7 +198,12 @@ def test_sharding_near_by_is_faster_where_a_step_waits_for_its_traffic() -> None
     times, memory = [], []
     for gathers, (of_weights, of_gradients) in SHARDED.values():
         parts = [*((size, of_weights) for size in gathers), (384, of_gradients)]
-        times.append(sum(float(all_gather_s(topology, one, size * one, share * weights)[0]) for size, share in parts))
+        times.append(
+            sum(
+                float(collective_s(topology, "all_gather", ProcessGroup(one, size * one), share * weights)[0])
+                for size, share in parts
+            )
+        )
         memory.append(float(weights[0]) / gathers[1])
     assert times[0] / times[1] >= 1.2
     assert times[1] / times[2] >= 1.3

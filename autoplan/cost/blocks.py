@@ -1,4 +1,4 @@
-"""What does one block of each kind cost per micro-batch: kernels, recomputation, exposed communication, launches?
+"""Cost of one block of each kind per micro-batch: kernels, recomputation, exposed communication, launches.
 
 The exposed parts follow `modelling` D5 and E5.  Every array has one element per plan; times are seconds.
 """
@@ -6,16 +6,26 @@ The exposed parts follow `modelling` D5 and E5.  Every array has one element per
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.cost.collectives.context_parallel import context_parallel_s
+from autoplan.cost.collectives.expert_parallel import expert_parallel_s, shown_expert_parallel_s
+from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
+from autoplan.cost.collectives.tensor_parallel import (
+    TensorParallelTimes,
+    block_collectives,
+    has_tensor_parallel,
+    hosts_wait_s,
+    tensor_parallel_s,
+)
 from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.measured_units import (
     LAYER,
     SharedStates,
     layer_times,
-    measures_end,
     repeats_core_only,
     shared_states,
 )
@@ -24,36 +34,16 @@ from autoplan.cost.kernels.times import (
     KernelTimes,
     add_up,
     kernel_times,
-    local_sizes,
     memory_bound_s,
-    padded_vocab,
-    rank_tokens,
 )
+from autoplan.cost.memory.parameters import layer_parameters, local_parameters
 from autoplan.cost.memory.recompute import ATTENTION_BLOCKS, selective_s
-from autoplan.cost.network.links import CONTENTION_SHARE, Links
-from autoplan.cost.network.rank_groups import (
-    Groups,
-    cp_buffer_bytes,
-    dispatched_copies,
-    ep_buffer_bytes,
-    groups,
-    has_tp_traffic,
-    tp_buffer_bytes,
-    tp_gathered_bytes,
-)
-from autoplan.spec.enums import ContextParallelKind, Precision, Sharding
+from autoplan.cost.network.links import Links
+from autoplan.cost.passes import Pass
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.topology.levels import Gaps
-
-# Of the vocabulary-parallel loss, each of an fp32 number per token.
-LOSS_REDUCTIONS = 3
-# Compute units that reduce the pieces of an overlapped product: 8 to 24 in NVIDIA's recipes (num_sm of proj_fprop and
-# fc2_fprop, NeMo-Framework-Launcher conf/training/tp_overlap).
-REDUCING_UNITS = 20
-BYTES_PER_REDUCED_TOKEN = 4.0
 
 # The terms of a block's time, in the order in which they are shown.
 TERMS = (
@@ -105,7 +95,7 @@ class BlockCost:
         return add_up(self.repeat_s.values())
 
     def take(self, which: Ints | slice) -> BlockCost:
-        """That of the plans at the given indices."""
+        """Costs of the plans at the given indices."""
         passes = (self.forward_s, self.backward_s, self.repeat_s)
         forward, backward, repeat = ({name: value[which] for name, value in one.items()} for one in passes)
         return BlockCost(
@@ -139,9 +129,9 @@ class _Parts:
     """
 
     kernels: KernelTimes
-    tp: tuple[Floats, Floats]
+    tp: Pass
     tp_inputs: Floats  # of the forward pass, what brings the inputs
-    cp: tuple[Floats, Floats]
+    cp: Pass
     ep: Floats  # of each pass, where no other micro-batch runs beside
     # Of a block of a layer that was measured as a whole, with launches and hooks; NaN where it was not.
     is_whole: Bools
@@ -151,29 +141,26 @@ class _Parts:
     split_s: Floats  # what that adds
 
     @property
-    def passes_s(self) -> tuple[Floats, Floats]:
-        """Kernels and tensor-parallel collectives, forward and backward."""
-        return self.kernels.forward_s + self.tp[0], self.kernels.backward_s + self.tp[1]
+    def passes(self) -> Pass:
+        """Kernels and tensor-parallel collectives."""
+        return Pass(forward_s=self.kernels.forward_s, backward_s=self.kernels.backward_s).plus(self.tp)
 
     def take(self, which: Ints) -> _Parts:
-        """Those of the plans at the given indices."""
-        arrays = {one.name: getattr(self, one.name) for one in fields(self)}
-        kernels, tp, cp = arrays.pop("kernels"), arrays.pop("tp"), arrays.pop("cp")
-        return _Parts(
-            kernels=kernels.take(which),
-            tp=(tp[0][which], tp[1][which]),
-            cp=(cp[0][which], cp[1][which]),
-            **{name: value[which] for name, value in arrays.items()},
-        )
+        """Parts of the plans at the given indices."""
+        taken: dict[str, Any] = {}
+        for part in fields(self):
+            value = getattr(self, part.name)
+            taken[part.name] = value[which] if isinstance(value, np.ndarray) else value.take(which)
+        return _Parts(**taken)
 
 
 def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) -> dict[Block, BlockCost]:
     """The cost of every kind of block that the model has; `links` are the problem's, if they are known."""
-    links, places = links or Links.of(problem), groups(batch)
-    some, like = batch.distinct(*KERNEL_AXES, "tp_overlap")
-    few = batch.take(some)
-    tp_s, shapes = _tp_link_s(problem, few, links), block_shapes(problem.model)
-    parts = {block: _parts(problem, few, block, shape, links, tp_s) for block, shape in shapes.items()}
+    links, shapes = links or Links.of(problem), block_shapes(problem.model)
+    first, of_kernels = batch.distinct(*KERNEL_AXES, "tp_overlap")
+    few = batch.take(first)
+    tp = TensorParallelTimes.of(block_collectives(problem, few), links)
+    parts = {block: _parts(problem, few, block, shape, links, tp) for block, shape in shapes.items()}
     if all(block in parts for block in LAYER):
         parts |= _as_measured(problem, few, parts)
     shared = shared_states(problem, batch)
@@ -182,8 +169,8 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     # Experts come last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(shapes.items(), key=lambda item: item[0] is Block.MOE):
         beside_s = next((cost.work_s for kind, cost in costs.items() if kind in ATTENTION_BLOCKS), np.zeros(len(batch)))
-        own = parts[block].take(like)
-        costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, places, beside_s, shared)
+        own = parts[block].take(of_kernels)
+        costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, beside_s, shared)
     return _with_launches(problem.model, costs, lags)
 
 
@@ -192,23 +179,27 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
     times = layer_times(problem, batch)
     if times is None:
         return {}
-    sums = [add_up(parts[block].passes_s[at] for block in LAYER) for at in (0, 1)]
+    passes = {block: parts[block].passes for block in LAYER}
+    total = Pass(
+        forward_s=add_up(passes[block].forward_s for block in LAYER),
+        backward_s=add_up(passes[block].backward_s for block in LAYER),
+    )
     weights = add_up(parts[block].kernels.gemm_weight_s for block in LAYER)
     longer = (
-        np.where(times.known, times.forward_s / sums[0], 1.0),
-        np.where(times.known, times.backward_s / sums[1], 1.0),
+        np.where(times.known, times.forward_s / total.forward_s, 1.0),
+        np.where(times.known, times.backward_s / total.backward_s, 1.0),
     )
     found = {}
     for block in LAYER:
         part = parts[block]
-        share = np.where(times.known, part.passes_s[1] / sums[1], np.nan)
+        share = np.where(times.known, passes[block].backward_s / total.backward_s, np.nan)
         of_weights = part.kernels.gemm_weight_s / weights
         kernels = part.kernels.scaled(*longer)
         apart = times.known & ~np.isnan(times.halves_s[1])
         found[block] = replace(
             part,
             kernels=kernels,
-            tp=(longer[0] * part.tp[0], longer[1] * part.tp[1]),
+            tp=part.tp.times(*longer),
             tp_inputs=longer[0] * part.tp_inputs,
             is_whole=times.known,
             again_s=share * times.again_s,
@@ -220,19 +211,19 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
 
 
 def _parts(
-    problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, links: Links, tp_s: tuple[Floats, ...]
+    problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, links: Links, tp_alone: TensorParallelTimes
 ) -> _Parts:
-    places, zeros, none = groups(batch), np.zeros(len(batch)), np.full(len(batch), np.nan)
+    zeros, unknown = np.zeros(len(batch)), np.full(len(batch), np.nan)
     kernels = kernel_times(problem, batch, block, shape)
-    tp, tp_inputs = (zeros, zeros), zeros
-    if has_tp_traffic(block, shape):
-        tp = _tp_s(problem, batch, shape, tp_s, kernels, _column_weights_s(shape, kernels))
-        tp_inputs = tp[0] * np.divide(tp_s[0], tp_s[1], out=zeros.copy(), where=tp_s[1] > 0)
-    cp = zeros, zeros
+    tp, tp_inputs, cp = Pass.none(len(batch)), zeros, Pass.none(len(batch))
+    if has_tensor_parallel(block, shape):
+        tp = tensor_parallel_s(problem, batch, shape, tp_alone, kernels)
+        inputs, alone = tp_alone.gather_s, tp_alone.forward_s
+        tp_inputs = tp.forward_s * np.divide(inputs, alone, out=zeros.copy(), where=alone > 0)
     if block in ATTENTION_BLOCKS:
-        attention_s = (kernels.attention_forward_s, kernels.attention_backward_s)
-        cp = _cp_s(problem, batch, links, places, attention_s)
-    ep = _ep_s(problem, batch, links, places) if block is Block.MOE else zeros
+        attention = Pass(forward_s=kernels.attention_forward_s, backward_s=kernels.attention_backward_s)
+        cp = context_parallel_s(problem, batch, links, attention)
+    ep = expert_parallel_s(problem, batch, links) if block is Block.MOE else zeros
     return _Parts(
         kernels=kernels,
         tp=tp,
@@ -240,103 +231,11 @@ def _parts(
         cp=cp,
         ep=ep,
         is_whole=np.zeros(len(batch), dtype=np.bool_),
-        again_s=none,
-        core_again_s=none,
+        again_s=unknown,
+        core_again_s=unknown,
         weight_s=kernels.gemm_weight_s,
         split_s=zeros,
     )
-
-
-def local_parameters(batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
-    """(dense, expert) parameters of a block that one rank holds, in elements."""
-    dense = shape.num_norm_parameters + shape.num_other_parameters / batch.tp
-    expert = np.zeros(len(batch))
-    for linear in shape.linears:
-        inputs, outputs = local_sizes(linear, batch)
-        held = (inputs + linear.has_bias) * outputs
-        if linear.is_expert:
-            expert = expert + held * linear.copies / batch.ep
-        else:
-            dense = dense + held
-    return dense, expert
-
-
-def layer_parameters(problem: Problem, batch: PlanBatch) -> Floats:
-    """Parameters of a layer of attention and MLP that one rank holds."""
-    shapes = block_shapes(problem.model)
-    return add_up(add_up(local_parameters(batch, shapes[block])) for block in LAYER)
-
-
-def _tp_link_s(problem: Problem, batch: PlanBatch, links: Links) -> tuple[Floats, ...]:
-    """Tensor-parallel collectives of one block: (what brings the inputs of the forward pass, all of that pass, the
-    gather of the backward pass, its reduction).
-
-    With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes;
-    the further all-gather of the inputs for the weight gradient hides under the data gradient.  Without it one
-    all-reduce a pass.  Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
-    """
-    buffer, group = tp_buffer_bytes(problem, batch), groups(batch).tp
-    inputs = outputs = reduce = np.zeros(len(batch))
-    if batch.sp.any():
-        inputs = np.where(batch.sp, links.all_gather_s(*group, tp_gathered_bytes(problem, batch)), 0.0)
-        outputs = inputs  # the gradients of a block's outputs are gathered as its inputs are
-        reduce = links.reduce_scatter_s(*group, buffer)
-    if not batch.sp.all():
-        reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, buffer))
-    return inputs, inputs + reduce, outputs, reduce
-
-
-def ends_tp_s(
-    problem: Problem, batch: PlanBatch, links: Links, head_weight_s: Floats
-) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Tensor-parallel collectives in front of the layers and behind them that show: (forward, backward) of each.
-
-    Every rank looks up its rows of the table, whose sum is scattered under sequence parallelism; its gradient is
-    gathered.  The head gathers its inputs, whose gradient is scattered, and the vocabulary-parallel loss reduces three
-    fp32 numbers a token: the largest logit, that of the label, and the sum of the exponentials.  Without sequence
-    parallelism the sums are all-reduces, and nothing is gathered.  The reduction of the head's inputs' gradient runs
-    beside its weight gradient, which takes `head_weight_s`.  Ends that were measured have all of it in them.
-    Source: Megatron-LM core/tensor_parallel/layers.py and cross_entropy.py; nanotron
-    parallel/tensor_parallel/functional.py.
-    """
-    none = np.zeros(len(batch))
-    has_table, has_head = (not measures_end(problem, end) for end in ("embedding", "head"))
-    if (batch.tp == 1).all() or not (has_table or has_head):
-        return (none, none), (none, none)
-    group, hidden = groups(batch).tp, tp_buffer_bytes(problem, batch)
-    host, far = _meeting_s(problem, batch)
-    wait = _hosts_wait_s(problem, batch)
-    meeting = host + far + wait
-    gather = reduce = none
-    if batch.sp.any():
-        gather = np.where(batch.sp, links.all_gather_s(*group, hidden) + meeting, 0.0)
-        reduce = links.reduce_scatter_s(*group, hidden)
-    if not batch.sp.all():
-        reduce = np.where(batch.sp, reduce, links.all_reduce_s(*group, hidden))
-    reduce = reduce + meeting
-    if problem.framework.memory.shards_logits:
-        numbers = links.all_reduce_s(*group, BYTES_PER_REDUCED_TOKEN * rank_tokens(problem, batch))
-        loss = LOSS_REDUCTIONS * (numbers + far + wait) + host  # they follow one another, and the hosts have met
-    else:
-        logits = problem.training.element_bytes * rank_tokens(problem, batch) * padded_vocab(problem, batch)
-        loss = links.all_gather_s(*group, logits) + meeting
-    tables, heads = int(has_table), int(has_head) * (1 + problem.model.num_mtp_layers)
-    beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.overlap.tp_reduce_overlap else none
-    head = heads * (gather + loss), heads * reduce - (1.0 - CONTENTION_SHARE) * beside
-    return (tables * reduce, tables * gather), head
-
-
-def shared_scales_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
-    """Time at the end of every pass through a chunk in which ranks agree on the scales of their 8-bit tensors.
-
-    With scales of past steps all ranks of a stage reduce the largest values that they have seen.
-    Source: Transformer Engine pytorch/quantization.py, reduce_and_update_fp8_tensors; Megatron-LM
-    core/parallel_state.py, get_amax_reduction_group.
-    """
-    agrees = (batch.precision == Precision.FP8.code) & (not problem.framework.kernels.scales_by_own_largest)
-    if not agrees.any():
-        return np.zeros(len(batch))
-    return np.where(agrees, links.short_all_reduce_s(np.ones_like(batch.tp), batch.tp * batch.cp * batch.dp), 0.0)
 
 
 def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
@@ -352,172 +251,6 @@ def ahead_s(problem: Problem, batch: PlanBatch, head_s: Floats) -> Floats:
     return np.where(runs_ahead, np.maximum(head_s - problem.calibration.host * launched, 0.0), 0.0)
 
 
-def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
-    """What a tensor-parallel collective waits for: (the host of every rank to launch it, members on other nodes)."""
-    framework, host = problem.framework, problem.calibration.host
-    leaves = batch.tp > problem.cluster.levels[-1].num_devices
-    far = np.where(leaves, host * framework.network.cross_node_s_per_member * (batch.tp - 1), 0.0)
-    return np.where(batch.tp > 1, host * framework.host.host_s_per_collective, 0.0), far
-
-
-def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
-    """Time of the weight gradients of the matrices that are cut along their outputs; as of the forward products."""
-    columns = {linear.name for linear in shape.linears if linear.split == "column"}
-    forward = add_up(time for name, time in kernels.matrix_forward_s.items() if name in columns)
-    return kernels.gemm_weight_s * forward / kernels.gemm_forward_s
-
-
-def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
-    """Time of the hosts in front of a tensor-parallel collective in pipelines that cross nodes."""
-    framework, domain = problem.framework, problem.cluster.levels[-1].num_devices
-    waits = framework.network.cross_node_pipeline_s_per_tp * batch.tp
-    waits = waits + framework.network.cross_node_pipeline_s_per_far_tp * np.maximum(batch.tp - domain, 0)
-    crosses = (batch.pp > 1) & (batch.num_devices > domain) & (batch.tp > 1)
-    return np.where(crosses, problem.calibration.host * waits, 0.0)
-
-
-def _tp_s(
-    problem: Problem,
-    batch: PlanBatch,
-    shape: BlockShape,
-    link_s: tuple[Floats, ...],
-    kernels: KernelTimes,
-    columns_s: Floats,
-) -> tuple[Floats, Floats]:
-    """(forward, backward) exposed tensor-parallel collectives of one block, which take `link_s` alone.
-
-    The reduction of the inputs' gradient runs beside the weight gradients of the matrices that are cut along their
-    outputs, which take `columns_s`.  Source: Megatron-LM core/tensor_parallel/layers.py,
-    LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine pytorch/module/layernorm_linear.py.
-    """
-    framework = problem.framework
-    forward, gather, reduce = link_s[1:]
-    meeting = add_up(_meeting_s(problem, batch))
-    meetings = np.where(batch.sp, 2, 1) * meeting
-    beside = np.minimum(reduce + meeting, columns_s) if framework.overlap.tp_reduce_overlap else np.zeros_like(reduce)
-    plain = forward + meetings, gather + reduce + meetings - (1.0 - CONTENTION_SHARE) * beside
-    if framework.overlap.tp_overlap_pieces:
-        pieces = _in_pieces_s(problem, batch, shape, link_s, kernels)
-        overlapped = pieces[0], pieces[1] + reduce - (1.0 - CONTENTION_SHARE) * np.minimum(beside, reduce)
-    else:
-        # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
-        alone = gather + np.maximum(reduce - beside, 0.0)
-        overlapped = (
-            plain[0] - framework.overlap.tp_overlap_share * np.minimum(forward, kernels.gemm_forward_s),
-            plain[1] - framework.overlap.tp_overlap_share * np.minimum(alone, kernels.gemm_backward_s),
-        )
-    return np.where(batch.tp_overlap, overlapped[0], plain[0]), np.where(batch.tp_overlap, overlapped[1], plain[1])
-
-
-def _in_pieces_s(
-    problem: Problem, batch: PlanBatch, shape: BlockShape, link_s: tuple[Floats, ...], kernels: KernelTimes
-) -> tuple[Floats, Floats]:
-    """(forward, backward without its reduction) of collectives whose products run in pieces, and what these lose by it.
-
-    Gathers go around a ring beside the products of what has come, on copy engines.  Reductions take compute units from
-    the product of the next piece.  Few rows are slower; the tails of pieces overlap, as they run in several streams.
-    Source: Transformer Engine common/comm_gemm_overlap; "ring_exchange" and "pipeline" of NeMo-Framework-Launcher
-    26e42fa, launcher_scripts/conf/training/tp_overlap, where rings of 8 take two pieces at a time ("aggregate").
-    """
-    inputs, forward, gather, _ = link_s
-    reduce, share, curve = forward - inputs, problem.framework.overlap.tp_overlap_share, problem.device.gemm
-    splits = np.where(batch.tp > 1, problem.framework.overlap.tp_overlap_pieces, 1)
-    rows = rank_tokens(problem, batch) + curve.half_m
-
-    def times_s(split: str, pieces: Ints) -> tuple[Floats, Floats]:
-        """Of the forward products of the matrices that are cut so, and what they lose in so many pieces."""
-        names = [linear.name for linear in shape.linears if linear.split == split]
-        whole = add_up(kernels.matrix_forward_s[name] for name in names)
-        return whole, (pieces - 1) * (whole * curve.half_m / rows + len(names) * curve.start_s)
-
-    ring = np.minimum(batch.tp, splits)
-    column, lost = times_s("column", ring)
-    row, lost_backward = times_s("row", ring)
-    occupied = REDUCING_UNITS / problem.device.compute_units
-    lost = lost + times_s("row", splits)[1] + occupied * np.minimum(reduce, row)
-    return (
-        np.maximum(inputs - column, 0.0) + reduce - share * np.minimum(reduce, row) + lost,
-        np.maximum(gather - row, 0.0) + lost_backward,
-    )
-
-
-def _cp_s(
-    problem: Problem, batch: PlanBatch, links: Links, places: Groups, attention_s: tuple[Floats, Floats]
-) -> tuple[Floats, Floats]:
-    """(forward, backward) exposed context-parallel traffic of one attention block.
-
-    Ring: keys and values travel around while blocks of attention are computed, only what is longer shows, and the
-    first block's transfer.  All-to-all (Ulysses, arXiv:2309.14509): q, k, v and the output, all exposed.
-    """
-    if (batch.cp == 1).all():
-        return np.zeros(len(batch)), np.zeros(len(batch))
-    kv, heads = cp_buffer_bytes(problem, batch)
-    if problem.framework.kernels.expands_kv:
-        return _gathered_cp_s(batch, links, places, heads, attention_s)
-    ring = links.all_gather_s(*places.cp, kv * batch.cp)
-    steps = np.maximum(batch.cp - 1, 1)
-    hidden_forward = attention_s[0] * (batch.cp - 1) / batch.cp
-    hidden_backward = attention_s[1] * (batch.cp - 1) / batch.cp
-    ring_forward = np.maximum(ring - hidden_forward, ring / steps)
-    ring_backward = np.maximum(2 * ring - hidden_backward, 2 * ring / steps)
-    exchange = links.all_to_all_s(*places.cp, heads) + links.all_to_all_s(*places.cp, kv)
-    is_ring = batch.cp_kind == ContextParallelKind.RING.code
-    forward = np.where(is_ring, ring_forward, exchange)
-    backward = np.where(is_ring, ring_backward, exchange)
-    return np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward, 0.0)
-
-
-def _gathered_cp_s(
-    batch: PlanBatch, links: Links, places: Groups, kv: Floats, attention_s: tuple[Floats, Floats]
-) -> tuple[Floats, Floats]:
-    """(forward, backward) exposed traffic where ranks gather all keys and values while they attend to their own.
-
-    Their fp32 gradients go around the ring beside the next block of attention, those of the last one alone.
-    Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py.
-    """
-    gather = links.all_gather_s(*places.cp, kv * batch.cp)
-    hop = 2.0 * gather / np.maximum(batch.cp - 1, 1)
-    forward, backward = (np.maximum(gather - whole / batch.cp, 0.0) for whole in attention_s)
-    late = (batch.cp - 1) * np.maximum(hop - attention_s[1] / batch.cp, 0.0)
-    return np.where(batch.cp > 1, forward, 0.0), np.where(batch.cp > 1, backward + late + hop, 0.0)
-
-
-def _ep_s(problem: Problem, batch: PlanBatch, links: Links, places: Groups) -> Floats:
-    """Dispatch and combine of one MoE block in one pass: two all-to-all of the routed tokens."""
-    dispatched, combined, gathered = ep_buffer_bytes(problem, batch)
-    copies = dispatched_copies(problem)
-    dispatch = links.all_to_all_s(*places.ep, dispatched, copies)
-    exchange = dispatch + links.all_to_all_s(*places.ep, combined, copies)
-    # Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
-    ones = np.ones(len(batch), dtype=np.int64)
-    spread = links.all_gather_s(ones, batch.etp, gathered) + links.reduce_scatter_s(ones, batch.etp, gathered)
-    host = problem.calibration.host * problem.framework.host.host_s_per_collective
-    return exchange + spread + 2 * host * (batch.ep > 1)
-
-
-def _unpaired_share(batch: PlanBatch) -> Floats:
-    """Share of a step's passes that no pass of another micro-batch runs beside, on the first stage.
-
-    Those of the warm-up, and one more: the first forward and the last backward are alone without a pipeline too
-    (`modelling` B4, E5; Megatron-LM core/pipeline_parallel/combined_1f1b.py).
-    """
-    warmup = 2 * (batch.pp - 1) + (batch.vp - 1) * batch.pp
-    return np.minimum((warmup + 1) / (batch.vp * batch.num_microbatches), 1.0)
-
-
-def _overlapped_ep_s(problem: Problem, batch: PlanBatch, ep_s: Floats, work_s: Floats) -> Floats:
-    """What shows in one pass of expert traffic that runs beside another micro-batch's layer.
-
-    Both passes of a layer have `work_s` to hide 2 `ep_s` under.  What hides costs the compute units that its kernels
-    occupy.
-    """
-    device, occupied = problem.cluster.device, problem.framework.experts.expert_compute_units
-    hidden = np.minimum(ep_s, work_s / 2)
-    paired = ep_s - hidden * (1.0 - min(occupied / device.compute_units, 1.0))
-    alone = _unpaired_share(batch)
-    return np.where(batch.ep_overlap, alone * ep_s + (1.0 - alone) * paired, ep_s)
-
-
 def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
     """Time in one pass of a MoE block that the device waits for the host to see the routing and launch the experts."""
     framework, moe = problem.framework, problem.model.moe
@@ -527,57 +260,11 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
     return np.where(is_static, 0.0, problem.calibration.host * waits)
 
 
-def fsdp_s(
-    problem: Problem, batch: PlanBatch, links: Links, places: Groups, dense: Floats, expert: Floats
-) -> tuple[Floats, Floats]:
-    """(gathers of the forward pass, gathers and reductions of the backward pass) of a unit's parameters, a micro-batch.
-
-    zero3 gathers the weights in both passes and reduces the gradients in every micro-batch, except in a pipeline whose
-    framework keeps the weights between micro-batches: there once a step.  zero2 only reduces, if the framework does so
-    in every micro-batch.
-    """
-    framework = problem.framework
-    is_zero3 = batch.sharding == Sharding.ZERO3.code
-    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.network.zero2_reduces_every_microbatch
-    forward, backward = np.zeros(len(batch)), np.zeros(len(batch))
-    rows = np.flatnonzero(is_zero3 | is_zero2)
-    if not len(rows):
-        return forward, backward
-    is_zero3, dense, expert = is_zero3[rows], dense[rows], expert[rows]
-    shard, expert_shard = ((pair[0][rows], pair[1][rows]) for pair in (places.shard, places.expert_shard))
-    gaps = Gaps(places.gaps.run[rows], places.gaps.step[rows]) if places.gaps else None
-    element = problem.training.element_bytes
-    gather = links.all_gather_s(*shard, element * dense, gaps)
-    gather = gather + links.all_gather_s(*expert_shard, element * expert)
-    reduce = links.reduce_scatter_s(*shard, problem.bytes_per_reduced_grad * dense, gaps)
-    reduce = reduce + links.reduce_scatter_s(*expert_shard, problem.bytes_per_reduced_grad * expert)
-    once = ((batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline))[rows]
-    times = np.where(once, 1.0 / batch.num_microbatches[rows], 1.0)
-    forward[rows] = np.where(is_zero3, gather * times, 0.0)
-    backward[rows] = np.where(is_zero3, np.where(once, 0.0, gather) + reduce * times, reduce)
-    return forward, backward
-
-
-def copied_s(problem: Problem, batch: PlanBatch, parameters: Floats) -> tuple[Floats, Floats]:
-    """(forward, backward) time to copy gathered weights into tensors and gradients into the buffer that is reduced.
-
-    The passes wait for both.  Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
-    """
-    framework = problem.framework
-    is_zero3 = batch.sharding == Sharding.ZERO3.code
-    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.network.zero2_reduces_every_microbatch
-    stays = is_zero3 & (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
-    copied = np.where(stays, parameters / batch.num_microbatches, parameters)
-    weights = framework.kernels.bytes_copied_per_gathered * copied * is_zero3
-    grads = framework.kernels.bytes_copied_per_reduced * copied * (is_zero3 | is_zero2)
-    return memory_bound_s(problem, weights), memory_bound_s(problem, np.where(stays, 0.0, weights) + grads)
-
-
 def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floats:
     """What recomputing a whole layer leaves out of one block: the last matrix and what travels behind it."""
     if not (framework.kernels.recompute_stops_early and block is Block.MLP):
         return np.zeros_like(parts.tp_inputs)
-    return parts.kernels.matrix_forward_s["fc2"] + parts.tp[0] - parts.tp_inputs
+    return parts.kernels.matrix_forward_s["fc2"] + parts.tp.forward_s - parts.tp_inputs
 
 
 def _block_cost(
@@ -587,7 +274,6 @@ def _block_cost(
     shape: BlockShape,
     parts: _Parts,
     links: Links,
-    places: Groups,
     beside_s: Floats,
     shared: SharedStates,
 ) -> tuple[BlockCost, _Lags]:
@@ -596,46 +282,46 @@ def _block_cost(
     zeros = np.zeros(len(batch))
     # A layer that was measured as a whole adds up its gradients.
     accumulated = problem.bytes_moved_per_accumulated_grad * (dense + expert) * ~parts.is_whole
-    copies = copied_s(problem, batch, dense + expert)
+    copies = copied_states_s(problem, batch, dense + expert)
     ep, wait = zeros, zeros
     if block is Block.MOE:
-        ep = _overlapped_ep_s(problem, batch, parts.ep, kernels.total_s + beside_s)
+        ep = shown_expert_parallel_s(problem, batch, parts.ep, kernels.total_s + beside_s)
         wait = _experts_wait_s(problem, batch)
     forward = {
         "gemm": kernels.gemm_forward_s,
         "attention": kernels.attention_forward_s,
         "memory_bound": kernels.memory_forward_s,
         "recompute": zeros,
-        "tp_communication": parts.tp[0],
-        "cp_communication": parts.cp[0],
+        "tp_communication": parts.tp.forward_s,
+        "cp_communication": parts.cp.forward_s,
         "ep_communication": ep,
     }
     backward = {
         "gemm": kernels.gemm_backward_s,
         "attention": kernels.attention_backward_s,
-        "memory_bound": kernels.memory_backward_s + memory_bound_s(problem, accumulated) + copies[1],
+        "memory_bound": kernels.memory_backward_s + memory_bound_s(problem, accumulated) + copies.backward_s,
         "recompute": zeros,
-        "tp_communication": parts.tp[1],
-        "cp_communication": parts.cp[1],
+        "tp_communication": parts.tp.backward_s,
+        "cp_communication": parts.cp.backward_s,
         "ep_communication": ep,
     }
     forward_s = add_up(forward.values())
-    forward["memory_bound"] = forward["memory_bound"] + copies[0]  # which recomputation does not repeat
+    forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # which recomputation does not repeat
     spared = _never_repeated_s(framework, block, parts)
     backward["recompute"] = selective_s(problem, batch, block, kernels, forward_s, parts.tp_inputs, spared)
     if parts.is_whole.any():
         is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
-    gathers, reductions = fsdp_s(problem, batch, links, places, dense, expert)
-    host_forward, host_backward = _launch_s(problem, batch, block, parts.is_whole)
+    states = sharded_states_s(problem, batch, links, dense, expert)
+    host = _launch_s(problem, batch, block, parts.is_whole)
     repeated = backward | {"recompute": forward_s - spared}
-    lag = _finish(framework, forward, gathers, host_forward, wait)
-    late = again_late = _finish(framework, backward, reductions, host_backward, wait)
+    lag = _finish(framework, forward, states.forward_s, host.forward_s, wait)
+    late = again_late = _finish(framework, backward, states.backward_s, host.backward_s, wait)
     repeat = dict.fromkeys(TERMS, zeros)
     if (batch.recompute == FULL).any():
         again = problem.calibration.host * framework.host.host_s_per_block_forward * ~parts.is_whole
         again = again * (framework.experts.host_factor_moe if block is Block.MOE else 1.0)
-        again_late = _finish(framework, repeated, reductions, host_backward + again, 2 * wait)
+        again_late = _finish(framework, repeated, states.backward_s, host.backward_s + again, 2 * wait)
         repeat = {name: repeated[name] - backward[name] for name in TERMS}
         if parts.is_whole.any():
             is_known = ~np.isnan(parts.again_s)
@@ -651,16 +337,16 @@ def _block_cost(
     return cost, _Lags(forward_s=lag, backward_s=late, repeated_s=again_late, waits=wait > 0)
 
 
-def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> tuple[Floats, Floats]:
-    """(forward, backward) time of the host to launch one block, where it was not measured with its layer."""
+def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:
+    """Time of the host to launch one block, where it was not measured with its layer."""
     framework = problem.framework
     host = problem.calibration.host * (framework.experts.host_factor_moe if block is Block.MOE else 1.0) * ~is_whole
-    wait = _hosts_wait_s(problem, batch) * ~is_whole
+    wait = hosts_wait_s(problem, batch) * ~is_whole
     forward = np.where(batch.sp, 2, 1) * wait
     backward = np.where(batch.sp, 2 + framework.memory.regathers_norm_output, 1) * wait
-    return (
-        host * framework.host.host_s_per_block_forward + forward,
-        host * framework.host.host_s_per_block_backward + backward,
+    return Pass(
+        forward_s=host * framework.host.host_s_per_block_forward + forward,
+        backward_s=host * framework.host.host_s_per_block_backward + backward,
     )
 
 

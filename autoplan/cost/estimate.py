@@ -1,4 +1,4 @@
-"""What does a step of each plan cost?  One pure function from a problem and a batch of plans to an estimate."""
+"""Price of a step: one pure function from a problem and a batch of plans to an estimate."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from statistics import NormalDist
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.blocks import (
-    TERMS,
-    BlockCost,
-    ahead_s,
-    block_costs,
-    copied_s,
-    ends_tp_s,
-    fsdp_s,
-    layer_parameters,
-    shared_scales_s,
+from autoplan.cost.blocks import TERMS, BlockCost, ahead_s, block_costs
+from autoplan.cost.collectives.end_of_step import (
+    FirstStage,
+    end_of_step_s,
+    optimizer_s,
+    shown_gather_s,
+    shown_reduce_s,
 )
-from autoplan.cost.collectives.end_of_step import FirstStage, optimizer_s, reduction_s, shown_gather_s, shown_reduce_s
+from autoplan.cost.collectives.pipeline_messages import message_s, tied_table
+from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
+from autoplan.cost.collectives.tensor_parallel import shared_scales_s, tensor_parallel_ends_s
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
 from autoplan.cost.kernels.times import KERNEL_AXES, add_up, head_s
+from autoplan.cost.memory.parameters import (
+    EndParameters,
+    StageParameters,
+    end_parameters,
+    layer_parameters,
+    own_parameters,
+    stage_parameters,
+)
 from autoplan.cost.memory.stage_memory import (
     MEMORY_TERMS,
     StageMemory,
-    StageParameters,
     host_bytes,
-    own_parameters,
     stage_memory,
-    stage_parameters,
 )
 from autoplan.cost.network.links import Links
-from autoplan.cost.network.rank_groups import groups, message_bytes, tied_table_bytes
+from autoplan.cost.passes import Ends, Pass
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s, send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_mtp, stage_blocks
 from autoplan.cost.pipeline.order import chunks_of_ranks
@@ -75,47 +79,48 @@ BLOCK_VALUES = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What one micro-batch costs wherever in a pipeline it happens: worked out at once for any numbers of stages."""
+class MicroBatchCosts:
+    """Costs of one micro-batch wherever in a pipeline they arise: worked out at once for any numbers of stages."""
 
     links: Links
-    costs: dict[Block, BlockCost]
-    head: tuple[Floats, Floats, Floats]  # forward, backward, weight gradients in it
+    blocks: dict[Block, BlockCost]
+    head: Pass
+    head_weight_s: Floats  # weight gradients in it
     embedding_s: Floats  # both passes, where it was measured
-    # Tensor-parallel collectives of the embedding and of the head, forward and backward.
-    ends_tp: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
+    ends_tp: Ends  # tensor-parallel collectives
     # At the end of one pass through a chunk: the host's actions, where they were measured, and shared scales.
     action_s: Floats
     shared: SharedStates
     message_s: Floats
 
     @classmethod
-    def of(cls, problem: Problem, batch: PlanBatch) -> Work:
-        """That of every plan."""
+    def of(cls, problem: Problem, batch: PlanBatch) -> MicroBatchCosts:
+        """The costs of every plan."""
         links = Links.of(problem)
-        some, like = batch.distinct(*KERNEL_AXES)
-        forward, backward, weight = (times[like] for times in head_s(problem, batch.take(some)))
+        first, of_kernels = batch.distinct(*KERNEL_AXES)
+        head, weight = head_s(problem, batch.take(first))
+        head, weight = head.take(of_kernels), weight[of_kernels]
         return cls(
             links=links,
-            costs=block_costs(problem, batch, links),
-            head=(forward, backward, weight),
+            blocks=block_costs(problem, batch, links),
+            head=head,
+            head_weight_s=weight,
             embedding_s=embedding_s(problem, batch),
-            ends_tp=ends_tp_s(problem, batch, links, weight),
+            ends_tp=tensor_parallel_ends_s(problem, batch, links, weight),
             action_s=action_s(problem, batch) + shared_scales_s(problem, batch, links),
             shared=shared_states(problem, batch),
             message_s=message_s(problem, batch, links),
         )
 
-    def take(self, which: Ints | slice) -> Work:
-        """That of some plans."""
-        forward, backward, weight = (times[which] for times in self.head)
-        table, head = self.ends_tp
-        return Work(
+    def take(self, which: Ints | slice) -> MicroBatchCosts:
+        """Costs of the plans at the given indices."""
+        return MicroBatchCosts(
             links=self.links,
-            costs={block: cost.take(which) for block, cost in self.costs.items()},
-            head=(forward, backward, weight),
+            blocks={block: cost.take(which) for block, cost in self.blocks.items()},
+            head=self.head.take(which),
+            head_weight_s=self.head_weight_s[which],
             embedding_s=self.embedding_s[which],
-            ends_tp=((table[0][which], table[1][which]), (head[0][which], head[1][which])),
+            ends_tp=self.ends_tp.take(which),
             action_s=self.action_s[which],
             shared=self.shared.take(which),
             message_s=self.message_s[which],
@@ -127,15 +132,12 @@ class Stages:
     """Plans that share one number of stages, laid out per pipeline rank: arrays of shape (plans, stages)."""
 
     batch: PlanBatch
-    work: Work
+    costs: MicroBatchCosts
     blocks: StageBlocks
-    head: tuple[Floats, Floats]  # forward, backward: shape (plans)
-    head_weight_s: Floats  # weight gradients in it
-    # Exposed traffic of sharded embedding and head, forward and backward: shape (plans).
-    ends: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
-    first: tuple[Floats, Floats]  # forward, backward of what stands before the first layer and
-    last: tuple[Floats, Floats]  # behind the last one, all traffic included: shape (plans)
-    made_up_s: tuple[Floats, Floats]  # less these launches, which hide under the head: shape (plans)
+    head: Pass  # heads, losses and prediction layers: shape (plans)
+    sharded_ends: Ends  # exposed traffic of sharded embedding and head: shape (plans)
+    ends: Ends  # all of what stands before the first layer and behind the last one, less
+    hidden_launches: Pass  # launches that hide under the head: shape (plans)
     forward_s: Floats
     backward_s: Floats
     parameters: StageParameters
@@ -143,33 +145,23 @@ class Stages:
     memory: StageMemory
 
 
-def _sharded_ends(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, work: Work, ends: Floats
-) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """((forward, backward) of the embedding, (forward, backward) of the head): exposed traffic of their shards.
+def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, parameters: EndParameters) -> Ends:
+    """Exposed traffic of the shards of embedding and head.
 
-    `ends` are their parameters by stage.  The embedding is needed first and reduced last, so that nothing is left to
-    hide behind; the head's travel beside the layers.
+    The embedding is needed first and reduced last, so that nothing is left to hide behind; the head's travel beside the
+    layers.
     """
-    places, none, shared = groups(batch), np.zeros(len(batch)), work.shared
-    share = np.where(blocks.is_last[:, 0], 0.5, 1.0)  # one stage may hold both
-    table, head = share * ends[:, 0], share * (ends * blocks.is_last).sum(axis=1)
-    embedding = fsdp_s(problem, batch, work.links, places, table, none)
-    forward, backward = fsdp_s(problem, batch, work.links, places, head, none)
-    unhidden = problem.framework.overlap.fsdp_unhidden_share
-    forward, backward = unhidden * forward, unhidden * backward
-    copies = [copied_s(problem, batch, held) for held in (table, head)]
-    embedding = embedding[0] + copies[0][0], embedding[1] + copies[0][1]
-    forward, backward = forward + copies[1][0], backward + copies[1][1]
-    if shared.known.any():
-        every_s = shared.every_s / layer_parameters(problem, batch)
-        embedding = (
-            np.where(shared.known, 0.0, embedding[0]),
-            np.where(shared.known, table * every_s, embedding[1]),
-        )
-        forward = np.where(shared.known, 0.0, forward)
-        backward = np.where(shared.known, head * every_s, backward)
-    return embedding, (forward, backward)
+    none, shared, unhidden = np.zeros(len(batch)), costs.shared, problem.framework.overlap.fsdp_unhidden_share
+    embedding, head = (sharded_states_s(problem, batch, costs.links, elements, none) for elements in parameters)
+    copies = [copied_states_s(problem, batch, elements) for elements in parameters]
+    ends = Ends(embedding=embedding.plus(copies[0]), head=head.times(unhidden, unhidden).plus(copies[1]))
+    if not shared.known.any():
+        return ends
+    every_s = shared.every_s / layer_parameters(problem, batch)
+    known = [Pass(forward_s=none, backward_s=elements * every_s) for elements in parameters]
+    return Ends(
+        embedding=ends.embedding.otherwise(shared.known, known[0]), head=ends.head.otherwise(shared.known, known[1])
+    )
 
 
 def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Floats:
@@ -187,10 +179,8 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     return framework.host.allocator_retry_s * layers * short
 
 
-def _made_up_s(
-    batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats
-) -> tuple[Floats, Floats]:
-    """(forward, backward) launches of a micro-batch that do not show as the host is `ahead` of them: shape (plans).
+def _hidden_launches(batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats) -> Pass:
+    """Launches of a micro-batch that do not show as the host is `ahead` of them: shape (plans).
 
     While the device computes head and loss the host launches the backward pass, and from there the next forward pass,
     which the first one of a step is not; the mean over micro-batches.
@@ -201,59 +191,57 @@ def _made_up_s(
         forward = forward + count * cost.forward_s["launch"]
         backward = backward + count * cost.backward_s["launch"] + repeated * cost.repeat_s["launch"]
     after = np.minimum(np.maximum(backward, 0.0), ahead)
-    return np.minimum(forward, ahead - after) * (1.0 - 1.0 / batch.num_microbatches), after
+    return Pass(forward_s=np.minimum(forward, ahead - after) * (1.0 - 1.0 / batch.num_microbatches), backward_s=after)
 
 
-def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None = None) -> Stages:
-    """Every pipeline rank of plans that share the number of `stages`; `work` is theirs, if it is known."""
-    model, work = problem.model, work or Work.of(problem, batch)
-    costs = work.costs
+def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCosts | None = None) -> Stages:
+    """Every pipeline rank of plans that share the number of `stages`; `costs` are theirs, if they are known."""
+    model, costs = problem.model, costs or MicroBatchCosts.of(problem, batch)
     blocks = stage_blocks(model, batch, stages)
     forward, backward = blocks.zeros(), blocks.zeros()
     for block, count in blocks.count.items():
-        forward += count * costs[block].total_forward_s[:, None]
-        backward += count * costs[block].total_backward_s[:, None]
-        backward += blocks.repeated[block] * costs[block].total_repeat_s[:, None]
-    head_forward, head_backward, head_weight = work.head
+        forward += count * costs.blocks[block].total_forward_s[:, None]
+        backward += count * costs.blocks[block].total_backward_s[:, None]
+        backward += blocks.repeated[block] * costs.blocks[block].total_repeat_s[:, None]
+    head = costs.head
     for block in model.mtp_layer if model.num_mtp_layers else ():
-        head_forward = head_forward + model.num_mtp_layers * costs[block].total_forward_s
-        repeated = costs[block].total_repeat_s * repeats_mtp(batch)
-        head_backward = head_backward + model.num_mtp_layers * (costs[block].total_backward_s + repeated)
+        cost = costs.blocks[block]
+        repeated = cost.total_repeat_s * repeats_mtp(batch)
+        predicting = Pass(forward_s=cost.total_forward_s, backward_s=cost.total_backward_s + repeated)
+        head = head.plus(predicting.times(model.num_mtp_layers, model.num_mtp_layers))
     parameters = stage_parameters(problem, batch, blocks)
     memory = stage_memory(problem, batch, blocks, parameters)
     retries = _retries_s(problem, blocks, memory)
     # As of launches, a third of them forward.
     forward += retries / 3
     backward += retries * 2 / 3
-    embedding, head_traffic = _sharded_ends(problem, batch, blocks, work, parameters.ends)
-    table_tp, head_tp = work.ends_tp
-    first = (
-        embedding[0] + table_tp[0] + FORWARD_SHARE * work.embedding_s,
-        embedding[1] + table_tp[1] + (1 - FORWARD_SHARE) * work.embedding_s,
+    sharded_ends = _sharded_ends(problem, batch, costs, end_parameters(blocks, parameters))
+    measured = Pass(forward_s=costs.embedding_s, backward_s=costs.embedding_s)
+    head_tp = costs.ends_tp.head
+    head_s = add_up((costs.head.forward_s, costs.head.backward_s, head_tp.forward_s, head_tp.backward_s))
+    hidden_launches = _hidden_launches(batch, costs.blocks, blocks, ahead_s(problem, batch, head_s))
+    ends = Ends(
+        embedding=sharded_ends.embedding.plus(costs.ends_tp.embedding).plus(
+            measured.times(FORWARD_SHARE, 1 - FORWARD_SHARE)
+        ),
+        head=head.plus(sharded_ends.head).plus(head_tp).less(hidden_launches),
     )
-    made_up = _made_up_s(batch, costs, blocks, ahead_s(problem, batch, add_up((*work.head[:2], *head_tp))))
-    last = (
-        head_forward + head_traffic[0] + head_tp[0] - made_up[0],
-        head_backward + head_traffic[1] + head_tp[1] - made_up[1],
-    )
-    forward[:, 0] += first[0]
-    backward[:, 0] += first[1]
-    actions = (work.action_s * batch.vp)[:, None]
+    forward[:, 0] += ends.embedding.forward_s
+    backward[:, 0] += ends.embedding.backward_s
+    actions = (costs.action_s * batch.vp)[:, None]
     forward += actions
     backward += actions
-    forward += blocks.at_last(last[0])
-    backward += blocks.at_last(last[1])
+    forward += blocks.at_last(ends.head.forward_s)
+    backward += blocks.at_last(ends.head.backward_s)
     return Stages(
         batch=batch,
-        work=work,
+        costs=costs,
         blocks=blocks,
         parameters=parameters,
-        head=(head_forward, head_backward),
-        head_weight_s=head_weight,
-        ends=(embedding, head_traffic),
-        first=first,
-        last=last,
-        made_up_s=made_up,
+        head=head,
+        sharded_ends=sharded_ends,
+        ends=ends,
+        hidden_launches=hidden_launches,
         forward_s=forward,
         backward_s=backward,
         retries_s=retries,
@@ -261,27 +249,11 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, work: Work | None =
     )
 
 
-def message_s(problem: Problem, batch: PlanBatch, across: Links | None = None) -> Floats:
-    """Time of one message between neighbouring stages; `across` is what it crosses, if not the problem's own links.
-
-    Without sequence parallelism every tensor-parallel rank has the whole hidden state: it sends all of it, or 1 / tp,
-    and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
-    """
-    links, places = Links.of(problem), groups(batch)
-    sent, gathered = message_bytes(problem, batch)
-    message = (across or links).send_s(*places.pp, sent)
-    framework = problem.framework
-    is_polled = batch.num_devices >= framework.network.message_poll_from_nodes * problem.cluster.devices_per_node
-    is_polled |= batch.tp >= framework.network.message_poll_from_tp
-    polls = np.where((batch.pp > 1) & is_polled, framework.network.message_poll_s, 0.0)
-    return message + polls + links.all_gather_s(*places.tp, gathered)
-
-
 def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
     """(makespan without messages, exposed messages, critical stage)."""
     batch, stages = laid.batch, laid.forward_s.shape[1]
     m = batch.num_microbatches
-    message, chunks = laid.work.message_s, batch.vp[:, None]
+    message, chunks = laid.costs.message_s, batch.vp[:, None]
     by_stage = send_exposed_s(
         message[:, None],
         batch.pp[:, None],
@@ -290,9 +262,9 @@ def _pipeline(problem: Problem, laid: Stages) -> tuple[Floats, Floats, Ints]:
         (laid.forward_s / chunks, laid.backward_s / chunks),
         overlaps=problem.framework.overlap.p2p_overlap,
     )
-    whole, critical = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp, by_stage)
+    with_sends, critical = one_forward_one_backward_s(laid.forward_s, laid.backward_s, m, batch.vp, by_stage)
     sends = np.broadcast_to(by_stage, laid.forward_s.shape)[np.arange(len(batch)), critical]
-    makespan = whole - sends
+    makespan = with_sends - sends
     is_gpipe = batch.schedule == Schedule.GPIPE.code
     if is_gpipe.any():
         flow, flow_critical = gpipe_s(laid.forward_s, laid.backward_s, m)
@@ -341,16 +313,16 @@ def _chunk_times(
     forward, backward, weight, split = (np.zeros((len(rows), len(layout))) for _ in range(4))
     one = np.array([layout]), np.array([num_repeated])
     for block, (count, again) in chunk_blocks(problem.model, *one).items():
-        cost = laid.work.costs[block]
+        cost = laid.costs.blocks[block]
         forward += count * cost.total_forward_s[rows, None]
         backward += count * cost.total_backward_s[rows, None] + again * cost.total_repeat_s[rows, None]
         weight += count * cost.weight_s[rows, None]
         split += count * cost.split_s[rows, None]
-    for chunk, ends in ((0, laid.first), (-1, laid.last)):
-        forward[:, chunk] += ends[0][rows]
-        backward[:, chunk] += ends[1][rows]
-    weight[:, -1] += laid.head_weight_s[rows]
-    action = laid.work.action_s[rows, None]
+    for chunk, end in ((0, laid.ends.embedding), (-1, laid.ends.head)):
+        forward[:, chunk] += end.forward_s[rows]
+        backward[:, chunk] += end.backward_s[rows]
+    weight[:, -1] += laid.costs.head_weight_s[rows]
+    action = laid.costs.action_s[rows, None]
     if not problem.framework.kernels.splits_first_chunk:
         weight[:, 0], split[:, 0] = backward[:, 0], 0.0
     return forward + action, backward + split + 2 * action, weight + action
@@ -358,22 +330,17 @@ def _chunk_times(
 
 def _end_of_step(problem: Problem, laid: Stages) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
-    batch, links = laid.batch, laid.work.links
-    stages = laid.forward_s.shape[1]
-    reduce, gather = reduction_s(problem, batch, laid.blocks, laid.parameters, links)
+    batch, links = laid.batch, laid.costs.links
+    end = end_of_step_s(problem, batch, laid.blocks, laid.parameters, links)
     first = FirstStage.of(laid.blocks, laid.parameters)
-    exposed = shown_reduce_s(problem, batch, laid.backward_s, first, reduce)
-    shown = shown_gather_s(problem, batch, laid.forward_s, first, gather)
-    if (shared := laid.work.shared).known.any():
+    exposed = shown_reduce_s(problem, batch, laid.backward_s, first, end.reduce_s)
+    shown = shown_gather_s(problem, batch, laid.forward_s, first, end.gather_s)
+    if (shared := laid.costs.shared).known.any():
         # Gathers of the first passes and reductions of the last ones, of layers and ends alike.
         layers = laid.parameters.dense.max(axis=1) / layer_parameters(problem, batch)
         exposed = np.where(shared.known, layers * shared.once_s, exposed)
         shown = np.where(shared.known, 0.0, shown)
-    if problem.model.tied_embeddings and stages > 1:
-        ends = (groups(batch).pp[0] * (stages - 1), np.full(len(batch), 2, dtype=np.int64))
-        tied = links.all_reduce_s(*ends, tied_table_bytes(problem, batch))
-        # The rank that begins and ends a V has one table.
-        exposed = exposed + np.where(laid.blocks.is_last[:, 0], 0.0, tied)
+    exposed = exposed + tied_table(problem, batch, laid.blocks.num_stages).seconds(links)
     own = own_parameters(batch, laid.parameters).max(axis=1)
     held = (laid.parameters.dense + laid.parameters.expert).max(axis=1)
     update = optimizer_s(problem, batch, own, held)
@@ -401,16 +368,14 @@ def _microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     rows = np.arange(len(laid.batch))
     is_first, is_last = stage == 0, laid.blocks.is_last[rows, stage]
     held = [
-        (laid.work.costs[block], count[rows, stage], laid.blocks.repeated[block][rows, stage])
+        (laid.costs.blocks[block], count[rows, stage], laid.blocks.repeated[block][rows, stage])
         for block, count in laid.blocks.count.items()
     ]
     terms = {name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in held) for name in TERMS}
-    table_tp, head_tp = (add_up(one) for one in laid.work.ends_tp)
-    terms["tp_communication"] += np.where(is_first, table_tp, 0.0) + np.where(is_last, head_tp, 0.0)
-    table_shards, head_shards = (add_up(one) for one in laid.ends)
-    terms["fsdp_communication"] += np.where(is_first, table_shards, 0.0) + np.where(is_last, head_shards, 0.0)
-    terms["launch"] += 2 * laid.batch.vp * laid.work.action_s - np.where(is_last, add_up(laid.made_up_s), 0.0)
-    terms["head"] = np.where(is_last, laid.head[0] + laid.head[1], 0.0) + np.where(is_first, laid.work.embedding_s, 0.0)
+    for name, ends in (("tp_communication", laid.costs.ends_tp), ("fsdp_communication", laid.sharded_ends)):
+        terms[name] += np.where(is_first, ends.embedding.total_s, 0.0) + np.where(is_last, ends.head.total_s, 0.0)
+    terms["launch"] += 2 * laid.batch.vp * laid.costs.action_s - np.where(is_last, laid.hidden_launches.total_s, 0.0)
+    terms["head"] = np.where(is_last, laid.head.total_s, 0.0) + np.where(is_first, laid.costs.embedding_s, 0.0)
     terms["allocator_retries"] = laid.retries_s[rows, stage]
     return terms
 
@@ -493,12 +458,12 @@ def _laid_out(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Ints, Stages
     order = np.argsort(batch.pp, kind="stable")
     upto = np.cumsum(batch.pp[order]) // BLOCK_VALUES
     for block in np.split(order, np.flatnonzero(np.diff(upto)) + 1) if len(batch) else ():
-        some = batch.take(block)
-        work = Work.of(problem, some)
-        starts = np.flatnonzero(np.diff(some.pp, prepend=0)).tolist()
+        plans = batch.take(block)
+        costs = MicroBatchCosts.of(problem, plans)
+        starts = np.flatnonzero(np.diff(plans.pp, prepend=0)).tolist()
         for start, stop in pairwise((*starts, len(block))):
             rows = slice(start, stop)
-            yield block[rows], lay_out(problem, some.take(rows), int(some.pp[start]), work.take(rows))
+            yield block[rows], lay_out(problem, plans.take(rows), int(plans.pp[start]), costs.take(rows))
 
 
 def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
@@ -509,7 +474,7 @@ def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
 
 
 def stage_cost(problem: Problem, laid: Stages, at: int, stage: int) -> StageCost:
-    """That of one pipeline rank of the plan `at` a place in the batch."""
+    """Cost of one pipeline rank of the plan `at` a place in the batch."""
     plan, reserved = laid.batch.plan(at), laid.memory.reserved_bytes[at, stage]
     layers = np.array(laid.batch.layouts[laid.batch.layout[at]])[chunks_of_ranks(plan.schedule, plan.pp, plan.vp)]
     overall = problem.calibration.overall

@@ -22,7 +22,7 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
 from autoplan.cost.blocks import TERMS
-from autoplan.cost.collectives.end_of_step import reduction_s
+from autoplan.cost.collectives.end_of_step import end_of_step_s
 from autoplan.cost.estimate import STEP_TERMS, Stages, estimate, lay_out
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE
 from autoplan.cost.kernels.times import add_up
@@ -169,7 +169,7 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
     laid = lay_out(problem, batch, plan.pp)
     overall, stage_of = problem.calibration.overall, coordinates(plan)["pp"]
     has_room = plan.vp == 1 or (not problem.framework.overlap.p2p_overlap and plan.num_microbatches >= plan.pp)
-    both = reduction_s(problem, batch, laid.blocks, laid.parameters, laid.work.links)
+    end = end_of_step_s(problem, batch, laid.blocks, laid.parameters, laid.costs.links)
     pipeline = Pipeline(
         schedule=plan.schedule,
         vp=plan.vp,
@@ -179,13 +179,16 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
         ),
         ranks=[tuple(np.flatnonzero(stage_of == stage).tolist()) for stage in range(plan.pp)],
         pass_terms_s=pass_terms(problem, laid, 0),
-        hop_s=np.full(plan.pp * plan.vp - 1, overall * float(laid.work.message_s[0])),
+        hop_s=np.full(plan.pp * plan.vp - 1, overall * float(laid.costs.message_s[0])),
         blocking=plan.pp > 1 and plan.schedule in ("1f1b", "interleaved") and has_room,
         pipeline_s=float(add_up(np.array(terms[name]) for name in PIPELINE_TERMS)),
         send_s=terms["pipeline_send"],
         alive_bytes=chunk_activation_bytes(problem, batch)[0],
         levels=memory_levels(problem, laid.memory, 0),
-        end_s={name: overall * (plan.num_devices > 1) * one[0] for name, one in zip(HIDING, both, strict=True)},
+        end_s={
+            name: overall * (plan.num_devices > 1) * every[0]
+            for name, every in zip(HIDING, (end.reduce_s, end.gather_s), strict=True)
+        },
     )
     return step_timeline([pipeline], terms)
 
@@ -259,23 +262,23 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
     chunks = layout.shape[1]
     forward, backward, weight = ({name: np.zeros(chunks) for name in WORK_TERMS} for _ in range(3))
     for block, (count, again) in chunk_blocks(problem.model, layout, batch.recompute_num_layers[[at]]).items():
-        cost = laid.work.costs[block]
+        cost = laid.costs.blocks[block]
         for name in TERMS:
             forward[name] += count[0] * cost.forward_s[name][at]
             backward[name] += count[0] * cost.backward_s[name][at] + again[0] * cost.repeat_s[name][at]
         weight["gemm"] += count[0] * cost.weight_s[at]
     # As the stages of the estimate have them: what the ends cost beside their traffic is the head.
-    embedding = (share * laid.work.embedding_s[at] for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
-    for at_pass, (one, table) in enumerate(zip((forward, backward), embedding, strict=True)):
-        one["head"][0] += table
-        one["head"][-1] += laid.head[at_pass][at]
-        for chunk, shards, gathered in zip((0, -1), laid.ends, laid.work.ends_tp, strict=True):
-            one["fsdp_communication"][chunk] += shards[at_pass][at]
-            one["tp_communication"][chunk] += gathered[at_pass][at]
-        if launches := float(one["launch"].sum()):
-            one["launch"] *= max(1.0 - float(laid.made_up_s[at_pass][at]) / launches, 0.0)
-        one["launch"] += laid.work.action_s[at]
-    weight["head"][-1] += laid.head_weight_s[at]
+    shares = {"forward_s": FORWARD_SHARE, "backward_s": 1 - FORWARD_SHARE}
+    for (name, share), terms in zip(shares.items(), (forward, backward), strict=True):
+        terms["head"][0] += share * laid.costs.embedding_s[at]
+        terms["head"][-1] += getattr(laid.head, name)[at]
+        for term, ends in (("fsdp_communication", laid.sharded_ends), ("tp_communication", laid.costs.ends_tp)):
+            terms[term][0] += getattr(ends.embedding, name)[at]
+            terms[term][-1] += getattr(ends.head, name)[at]
+        if launches := float(terms["launch"].sum()):
+            terms["launch"] *= max(1.0 - float(getattr(laid.hidden_launches, name)[at]) / launches, 0.0)
+        terms["launch"] += laid.costs.action_s[at]
+    weight["head"][-1] += laid.costs.head_weight_s[at]
     plan = batch.plan(at)
     for stage, held in enumerate(chunks_of_ranks(plan.schedule, plan.pp, plan.vp)):
         retries = laid.retries_s[at, stage] / plan.vp

@@ -1,4 +1,4 @@
-"""How long does the end of a step take: gradient reduction, the optimizer's step, the gather of parameters?
+"""End of a step: gradient reduction, the optimizer's step, the gather of parameters, and what of them shows.
 
 Formulas: `modelling` C7, E5.  Arrays of stages have the shape (plans, stages).
 """
@@ -6,24 +6,25 @@ Formulas: `modelling` C7, E5.  Arrays of stages have the shape (plans, stages).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.arithmetic import block_shapes
 from autoplan.cost.kernels.measured import find
 from autoplan.cost.kernels.times import add_up, memory_bound_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
-from autoplan.cost.memory.stage_memory import StageParameters
-from autoplan.cost.network.links import CONTENTION_SHARE
-from autoplan.cost.network.rank_groups import Groups, groups
+from autoplan.cost.memory.parameters import StageParameters
+from autoplan.cost.network.links import CONTENTION_SHARE, ProcessGroup
+from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Offload, Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.topology.levels import Gaps
+from autoplan.spec.timing import Operation
 
 
 def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
@@ -36,7 +37,7 @@ def _weight_tensors(problem: Problem, blocks: StageBlocks) -> Floats:
     return tensors
 
 
-def reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
+def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
     """In how many all-reduces, one after another, the gradients of so many unsharded parameters travel."""
     if not framework.network.reduce_bucket_bytes:
         return np.ones_like(parameters)
@@ -51,85 +52,102 @@ def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
     return waits[:, None]
 
 
-class Collectives(Protocol):
-    """Reduces gradients and gathers parameters over groups: (stride, size, buffer in bytes, gaps) to seconds.
+class EndOfStep(NamedTuple):
+    """Collectives of gradients and parameters when the passes of a step are over.  Arrays: (plans, stages)."""
 
-    Groups have the shape (plans, 1), buffers and times (plans, stages).
-    """
-
-    def all_reduce_s(  # noqa: D102
-        self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None, /
-    ) -> Floats: ...
-
-    def all_gather_s(  # noqa: D102
-        self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None, /
-    ) -> Floats: ...
-
-    def reduce_scatter_s(  # noqa: D102
-        self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None, /
-    ) -> Floats: ...
+    reduce_copies: Collective  # among all copies of the parameters, where nothing is sharded
+    reduce_expert_copies: Collective
+    reduce: Collective  # among the ranks that share a copy
+    reduce_experts: Collective
+    reduce_across: Collective  # among the ranks that hold the same shard
+    gather: Collective
+    gather_experts: Collective
 
 
-def reduction_s(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, links: Collectives
-) -> tuple[Floats, Floats]:
-    """(gradient reduction, parameter gather) of every stage at the end of a step, all of it: shape (plans, stages)."""
-    is_sharded = batch.sharding > 0
-    reduce = gather = blocks.zeros()
-    if is_sharded.any():
-        reduce, gather = _sharded_s(problem, batch, blocks, parameters, links)
-    if not is_sharded.all():
-        reduce = np.where(is_sharded[:, None], reduce, _unsharded_s(problem, batch, parameters, links))
-    return reduce, gather
+def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> EndOfStep:
+    """Describe the collectives of gradients and parameters of every stage at the end of a step."""
+    framework, groups, kind = problem.framework, process_groups(batch), batch.sharding[:, None]
+    dense, expert, wire = parameters.dense, parameters.expert, problem.bytes_per_reduced_grad
+    buckets = _reduce_buckets(framework, dense)
+    is_plain, is_zero1, is_zero2 = (kind == one.code for one in (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2))
+    reduces_once = is_zero1 | (is_zero2 & (not framework.network.zero2_reduces_every_microbatch))
+    reduction: Operation = "all_reduce" if framework.network.zero1_grad_all_reduce else "reduce_scatter"
+    shard, expert_shard = groups.shard.for_stages(), groups.expert_shard.for_stages()
+    element, narrow = problem.training.element_bytes, _gathered_bytes(problem, batch)[:, None]
+
+    def collective(
+        communicator: str, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, runs: Bools | Floats
+    ) -> Collective:
+        return Collective(
+            communicator=communicator,
+            operation=operation,
+            group=group,
+            buffer_bytes=buffer_bytes,
+            at_end=np.broadcast_to(1.0 * runs, dense.shape),
+        )
+
+    return EndOfStep(
+        reduce_copies=collective(
+            "replicate", "all_reduce", groups.dense_copies.for_stages(), wire * dense / buckets, is_plain * buckets
+        ),
+        reduce_expert_copies=collective(
+            "expert replicate", "all_reduce", groups.expert_copies.for_stages(), wire * expert, is_plain
+        ),
+        reduce=collective("shard", reduction, shard, wire * dense, reduces_once),
+        reduce_experts=collective("expert shard", reduction, expert_shard, wire * expert, reduces_once),
+        # Copies of a shard group reduce the shard that each holds.
+        reduce_across=collective(
+            "replicate",
+            "all_reduce",
+            groups.replicate.for_stages(),
+            wire * (dense / shard.size + expert / expert_shard.size),
+            ~is_plain,
+        ),
+        gather=collective(
+            "shard",
+            "all_gather",
+            shard,
+            element * parameters.ends + narrow * (dense - parameters.ends),
+            is_zero1 | is_zero2,
+        ),
+        gather_experts=collective("expert shard", "all_gather", expert_shard, narrow * expert, is_zero1 | is_zero2),
+    )
 
 
-def _each(pair: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """The groups of plans, for the buffers of all their stages: shape (plans, 1)."""
-    return pair[0][:, None], pair[1][:, None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOfStepTimes:
+    """Seconds of every stage at the end of a step, shown or hidden: shape (plans, stages)."""
+
+    reduce_s: Floats  # of gradients
+    gather_s: Floats  # of parameters
 
 
-def _gaps(places: Groups) -> Gaps | None:
-    return Gaps(places.gaps.run[:, None], places.gaps.step[:, None]) if places.gaps else None
-
-
-def _unsharded_s(problem: Problem, batch: PlanBatch, parameters: StageParameters, links: Collectives) -> Floats:
-    """Gradient reduction among all copies of the parameters."""
-    framework, places = problem.framework, groups(batch)
-    dense, wire = parameters.dense, problem.bytes_per_reduced_grad
-    buckets = reduce_buckets(framework, dense)
-    time = buckets * links.all_reduce_s(*_each(places.dense_copies), wire * dense / buckets, _gaps(places))
-    time = time + buckets * _hosts_wait_s(problem, batch)
-    return time + links.all_reduce_s(*_each(places.expert_copies), wire * parameters.expert)
-
-
-def _sharded_s(
-    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, links: Collectives
-) -> tuple[Floats, Floats]:
-    """(reduction, gather) of plans that shard some of their states."""
-    framework, places = problem.framework, groups(batch)
-    wire, dearer = problem.bytes_per_reduced_grad, framework.network.sharded_wire_factor
-    dense, expert, gaps = parameters.dense, parameters.expert, _gaps(places)
-    shard, expert_shard, replicate = _each(places.shard), _each(places.expert_shard), _each(places.replicate)
-    reduce_first = links.all_reduce_s if framework.network.zero1_grad_all_reduce else links.reduce_scatter_s
-    first = reduce_first(*shard, wire * dense, gaps) + reduce_first(*expert_shard, wire * expert)
-    wait = _hosts_wait_s(problem, batch)
-    # Copies of a shard group reduce the shard that each holds.
-    across = links.all_reduce_s(*replicate, wire * (dense / shard[1] + expert / expert_shard[1]))
-    element, narrow = problem.training.element_bytes, gathered_bytes(problem, batch)[:, None]
-    gather = links.all_gather_s(*shard, element * parameters.ends + narrow * (dense - parameters.ends), gaps)
-    gather = gather + links.all_gather_s(*expert_shard, narrow * expert)
-
-    kind = batch.sharding[:, None]
+def end_of_step_s(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters, links: LinkTimes
+) -> EndOfStepTimes:
+    """Time of gradient reduction and parameter gather, all of it."""
+    framework, described = problem.framework, end_of_step(problem, batch, parameters)
+    wait, dearer, kind = _hosts_wait_s(problem, batch), framework.network.sharded_wire_factor, batch.sharding[:, None]
+    copies, expert_copies, first, first_experts, across, gathered, gathered_experts = (
+        one.seconds(links) for one in described
+    )
+    buckets = _reduce_buckets(framework, parameters.dense)
+    plain = buckets * copies + buckets * wait + expert_copies
     zero1, zero2 = Sharding.ZERO1.code, Sharding.ZERO2.code
     once = (kind == zero1) | ((kind == zero2) & (not framework.network.zero2_reduces_every_microbatch))
-    reduce = np.where(once, dearer * first + wait + across, across)
-    pieces = _weight_tensors(problem, blocks) * np.where(places.shard[1] > 1, places.shard[1], 0)[:, None]
+    sharded = np.where(once, dearer * (first + first_experts) + wait + across, across)
+    shards = process_groups(batch).shard.size
+    pieces = _weight_tensors(problem, blocks) * np.where(shards > 1, shards, 0)[:, None]
     host_s = problem.calibration.host * framework.host.host_s_per_gathered_piece * pieces
-    return reduce, np.where((kind == zero1) | (kind == zero2), dearer * gather + wait + host_s, 0.0)
+    gather = dearer * (gathered + gathered_experts) + wait + host_s
+    return EndOfStepTimes(
+        reduce_s=np.where(kind == Sharding.NONE.code, plain, sharded),
+        gather_s=np.where((kind == zero1) | (kind == zero2), gather, 0.0),
+    )
 
 
-def gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Of a weight of the layers on its way from the optimizer's shard, shape (plans): one scale's 8 bits stay narrow.
+def _gathered_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes of a weight of the layers on its way from the optimizer's shard, shape (plans): one scale's stay narrow.
 
     Those with scales of blocks are gathered in 16 bits and quantised then: either copy is needed.
     Source: Megatron-LM core/distributed/param_and_grad_buffer.py, and reuse_grad_buf_for_mxfp8_param_ag.
@@ -149,12 +167,9 @@ def shown_reduce_s(
     Source: Megatron-LM core/pipeline_parallel/schedules.py, grad_sync_func.
     """
     framework = problem.framework
-    can_overlap = np.where(
-        batch.sharding == 0, framework.overlap.grad_reduce_overlap, framework.overlap.sharded_reduce_overlap
-    )
     # Where tensor parallelism leaves the scale-up domain its collectives need the network all through a pass.
     is_free = batch.tp <= problem.cluster.levels[-1].num_devices
-    overlapped = (batch.grad_reduce_overlap & can_overlap & is_free)[:, None]
+    overlapped = (batch.grad_reduce_overlap & _can_hide_reduction(problem, batch) & is_free)[:, None]
     hidden_s = np.where(overlapped, _between_chunks_s(batch, backward_s), 0.0)
     last = np.broadcast_to(1.0 / _chunks(batch)[:, None], reduce_s.shape).copy()
     last[:, 0] = first.chunk_share(batch)
@@ -174,19 +189,38 @@ def shown_gather_s(
 ) -> Floats:
     """What shows of the gather of parameters, which may hide under the next forward passes, chunk by chunk."""
     hidden = batch.param_gather_overlap & problem.framework.overlap.param_gather_overlap
-    own, one = gather_s[:, 0], forward_s[:, 0] / _chunks(batch)
+    own, chunk_s = gather_s[:, 0], forward_s[:, 0] / _chunks(batch)
     between = _between_chunks_s(batch, forward_s)[:, 0]
-    shown = np.maximum(first.chunk_share(batch) * own, own - between) - one
+    shown = np.maximum(first.chunk_share(batch) * own, own - between) - chunk_s
     return np.where(hidden, np.maximum(shown, own / first.num_blocks), gather_s.max(axis=1))
 
 
+def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s: Floats, most_blocks: Ints) -> Floats:
+    """Time that shows at least of collectives that take so long on a first stage of at most so many blocks: (plans).
+
+    However much of the reduction the last backward pass hides, its last bucket shows, and the contention with what it
+    hides under.
+    """
+    last_bucket = 1.0 / np.maximum(most_blocks, 1)
+    hidden = reduce_s * (last_bucket + CONTENTION_SHARE * (1.0 - last_bucket))
+    gathers_early = batch.param_gather_overlap & problem.framework.overlap.param_gather_overlap
+    reduction = np.where(_can_hide_reduction(problem, batch), hidden, reduce_s)
+    return reduction + gather_s * np.where(gathers_early, last_bucket, 1.0)
+
+
+def _can_hide_reduction(problem: Problem, batch: PlanBatch) -> Bools:
+    """Whether the framework reduces gradients beside the backward pass."""
+    overlap = problem.framework.overlap
+    return np.where(batch.sharding == 0, overlap.grad_reduce_overlap, overlap.sharded_reduce_overlap)
+
+
 def _chunks(batch: PlanBatch) -> Ints:
-    """Of every rank, that follow one another in groups of passes."""
+    """Chunks of every rank that follow one another in groups of passes."""
     return np.where(batch.schedule == Schedule.INTERLEAVED.code, batch.vp, 1)
 
 
 def _between_chunks_s(batch: PlanBatch, pass_s: Floats) -> Floats:
-    """From the end of the first chunk to pass a whole group of micro-batches to that of the last one, on every stage.
+    """Time from the end of the first chunk to pass a group of micro-batches to that of the last one, on every stage.
 
     `pass_s` is the time of one micro-batch through all chunks of a stage: shape (plans, stages).
     """
@@ -203,7 +237,7 @@ class FirstStage:
 
     @classmethod
     def of(cls, blocks: StageBlocks, parameters: StageParameters) -> FirstStage:
-        """That of laid out stages."""
+        """The first of laid out stages."""
         held = parameters.dense[:, 0] + parameters.expert[:, 0]
         return cls(
             num_blocks=np.maximum(add_up(count[:, 0] for count in blocks.count.values()), 1),
@@ -211,11 +245,11 @@ class FirstStage:
         )
 
     def take(self, which: Ints) -> FirstStage:
-        """That of some plans."""
+        """The stages of the plans at the given indices."""
         return FirstStage(num_blocks=self.num_blocks[which], ends_share=self.ends_share[which])
 
     def chunk_share(self, batch: PlanBatch) -> Floats:
-        """Of its parameters, those of its first chunk."""
+        """Share of its parameters that its first chunk has."""
         return self.ends_share + (1.0 - self.ends_share) / _chunks(batch)
 
 
@@ -231,7 +265,7 @@ def update_s(problem: Problem, own: Floats, held: Floats) -> Floats:
 
 
 def optimizer_s(problem: Problem, batch: PlanBatch, own: Floats, held: Floats) -> Floats:
-    """The same where each plan has its optimizer, on the device or on the host: shape (plans)."""
+    """Time of the optimizer where each plan has it, on the device or on the host: shape (plans)."""
     # On the host: gradients down, weights up, and the update at the pace of the link [assumed: host memory keeps up].
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
     moved = framework.kernels.bytes_moved_per_update + framework.memory.bytes_per_grad + problem.training.element_bytes

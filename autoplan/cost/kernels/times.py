@@ -22,6 +22,7 @@ from autoplan.cost.kernels.arithmetic import (
 )
 from autoplan.cost.kernels.measured import find_kernels, passes_s
 from autoplan.cost.kernels.measured_units import head_factor
+from autoplan.cost.passes import Pass
 from autoplan.spec.enums import ContextParallelKind, Precision
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
@@ -613,8 +614,8 @@ def padded_vocab(problem: Problem, batch: PlanBatch) -> Floats:
     return np.ceil(problem.model.vocab_size / multiple) * multiple
 
 
-def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
-    """(forward, backward, weight gradients in it) of final norm, logits and cross entropy, on the last stage.
+def head_s(problem: Problem, batch: PlanBatch) -> tuple[Pass, Floats]:
+    """(both passes, weight gradients in them) of final norm, logits and cross entropy, on the last stage.
 
     For one micro-batch; of a plan, `KERNEL_AXES` decide alone.
     """
@@ -637,4 +638,4 @@ def head_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats, Floats]:
     if depths:
         joined = products_s(problem, wide, rate, tokens, hidden / batch.tp, 2.0 * hidden)
         forward, backward = forward + depths * joined[0], backward + depths * (joined[1] + joined[2])
-    return forward, backward, (1 + depths) * weight
+    return Pass(forward_s=forward, backward_s=backward), (1 + depths) * weight

@@ -254,6 +254,14 @@ def selective_s(
     return np.minimum(added, forward_s)  # the MoE layer and parts of it may both be named
 
 
+def resent_share(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
+    """Share of the blocks of a kind that selective recomputation runs again with their collectives."""
+    share = problem.framework.kernels.selective_recompute_share
+    modules = {Block.MLP: RecomputeModule.MLP, Block.MOE: RecomputeModule.MOE}
+    by_name = 1.0 * batch.repeats(modules[block]) if block in modules else np.zeros(len(batch))
+    return np.where((batch.recompute == SELECTIVE) & (share > 0), share, by_name)
+
+
 def _parts_of(problem: Problem, block: Block) -> tuple[RecomputeModule, ...]:
     norm: tuple[RecomputeModule, ...] = (RecomputeModule.LAYERNORM,) if _has_norm_module(problem, block) else ()
     if block in ATTENTION_BLOCKS:

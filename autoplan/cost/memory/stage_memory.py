@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.blocks import local_parameters
-from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes, embedding_parameters, norm_parameters
+from autoplan.cost.kernels.arithmetic import BlockShape, block_shapes
 from autoplan.cost.kernels.times import add_up, expert_tokens, local_sizes, norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import WIDE_BYTES, Held, HeldByStage, Moments, at_peak, pass_terms, stage_terms
+from autoplan.cost.memory.parameters import StageParameters, local_parameters, own_parameters, stage_parameters
 from autoplan.cost.memory.recompute import (
     NARROW_BYTES,
     activation_parts,
@@ -24,7 +24,8 @@ from autoplan.cost.memory.recompute import (
     kept_bytes,
     whole_bytes,
 )
-from autoplan.cost.network.rank_groups import Groups, groups
+from autoplan.cost.network.links import ProcessGroup
+from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import (
     StageBlocks,
@@ -54,47 +55,6 @@ HOST_PROCESS_BYTES = 4.0 * 2**30
 # Of what the allocator caches and could give back: runs that need all of it back fail about as often as they finish
 # (nanotron on H100, 292 finished and 271 failed runs), for other libraries cannot ask for it.
 CACHED_SHARE = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageParameters:
-    """Parameters that a rank of every stage holds, in elements: shape (plans, stages)."""
-
-    dense: Floats
-    expert: Floats
-    ends: Floats  # of the dense ones: embedding and head, which belong to no block
-
-
-def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> StageParameters:
-    """Blocks, embedding (first stage), head and final norm (last stage) of one rank."""
-    model = problem.model
-    held = {block: local_parameters(batch, shape) for block, shape in block_shapes(model).items()}
-    dense, expert, ends = (blocks.zeros() for _ in range(3))
-    for block, count in blocks.count.items():
-        dense += count * held[block][0][:, None]
-        expert += count * held[block][1][:, None]
-    table = padded_vocab(problem, batch) * model.hidden_size / batch.tp
-    ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.hidden_size
-    # A tied head is a second copy unless the rank that holds it has the embedding as well.
-    has_table = blocks.is_last[:, 0]
-    head = np.where(has_table & model.tied_embeddings, 0.0, table) + norm_parameters(model)
-    if model.num_mtp_layers:
-        # Predictions embed their tokens again, beside the head (Megatron-LM gpt_model.py).
-        layers = model.num_held_mtp_layers
-        head = head + np.where(has_table, 0.0, table) + layers * 3 * norm_parameters(model)
-        dense += blocks.at_last(layers * 2 * model.hidden_size**2 / batch.tp)
-        for block in model.mtp_layer:
-            dense += blocks.at_last(layers * held[block][0])
-            expert += blocks.at_last(layers * held[block][1])
-    ends += blocks.at_last(head)
-    return StageParameters(dense=dense + ends, expert=expert, ends=ends)
-
-
-def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
-    """Parameters that a rank of every stage updates: shape (plans, stages)."""
-    places, is_sharded = groups(batch), batch.sharding >= Sharding.ZERO1.code
-    own = parameters.dense / np.where(is_sharded, places.shard[1], 1)[:, None]
-    return own + parameters.expert / np.where(is_sharded, places.expert_shard[1], 1)[:, None]
 
 
 def _transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, repeat_bytes: Floats) -> Floats:
@@ -137,7 +97,7 @@ def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _gathered_bytes(
-    problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups, freed_bytes: Floats
+    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups, freed_bytes: Floats
 ) -> Floats:
     """Gathered weights and whole gradients that zero3 holds at its peak, or zero1 when a step ends: (plans, stages).
 
@@ -146,7 +106,7 @@ def _gathered_bytes(
     Copies that zero1 gathers into count as far as they exceed `freed_bytes`, which are free again by then.
     """
     framework, layers = problem.framework, problem.model.layers
-    dense_spread, expert_spread = places.shard[1] > 1, places.expert_shard[1] > 1
+    dense_spread, expert_spread = groups.shard.size > 1, groups.expert_shard.size > 1
 
     def spread(dense: Floats, expert: Floats) -> Floats:
         return dense * dense_spread + expert * expert_spread
@@ -161,9 +121,8 @@ def _gathered_bytes(
     stage = spread(parameters.dense.T, parameters.expert.T).T * (element + framework.network.bytes_per_reduced_grad)
     whole = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
     zero3 = batch.sharding == Sharding.ZERO3.code
-    copies = (
-        framework.memory.whole_gather_copies + framework.memory.whole_gather_copies / np.maximum(places.shard[1], 1) / 2
-    )
+    most = framework.memory.whole_gather_copies
+    copies = most + most / np.maximum(groups.shard.size, 1) / 2
     at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - freed_bytes
     zero1 = (batch.sharding == Sharding.ZERO1.code) & (framework.memory.whole_gather_copies > 0)
     gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
@@ -279,10 +238,10 @@ def _most_alive(
         waits = waiting_bytes is not None and schedules[one] in SPLIT_SCHEDULES
         # Whole numbers as floats, as those they are multiplied with are.
         alive = live_chunks(schedule, stages, vp, int(microbatches[one]), waiting=waits).astype(np.float64)
-        places = chunks_of_ranks(schedule, stages, vp)
-        held = np.take(chunk_bytes.T, rows, axis=1)[places]  # (ranks, chunks of a rank, rows)
+        chunks = chunks_of_ranks(schedule, stages, vp)
+        held = np.take(chunk_bytes.T, rows, axis=1)[chunks]  # (ranks, chunks of a rank, rows)
         if waiting_bytes is not None and waits:
-            held = np.concatenate([held, np.take(waiting_bytes.T, rows, axis=1)[places]], axis=1)
+            held = np.concatenate([held, np.take(waiting_bytes.T, rows, axis=1)[chunks]], axis=1)
         result[rows] = np.einsum("pvr,pkv->pkr", held, alive).max(axis=1).T
     return result
 
@@ -319,15 +278,15 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     return total[:, None] + blocks.at_last(head)
 
 
-def _spread_bytes(parameters: StageParameters, places: Groups, per_parameter: float, sharded: Bools) -> Floats:
+def _spread_bytes(parameters: StageParameters, groups: ProcessGroups, per_parameter: float, sharded: Bools) -> Floats:
     """What a rank holds per parameter, divided over its shard group where `sharded`: shape (plans, stages)."""
-    dense = per_parameter / np.where(sharded, places.shard[1].astype(np.float64), 1.0)
-    expert = per_parameter / np.where(sharded, places.expert_shard[1].astype(np.float64), 1.0)
+    dense = per_parameter / np.where(sharded, groups.shard.size.astype(np.float64), 1.0)
+    expert = per_parameter / np.where(sharded, groups.expert_shard.size.astype(np.float64), 1.0)
     return parameters.dense * dense[:, None] + parameters.expert * expert[:, None]
 
 
 def states(
-    problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups
+    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups
 ) -> tuple[Floats, Floats, Floats]:
     """(weights, gradients, optimizer) bytes under every sharding, experts over their own group (`modelling` B1)."""
     framework = problem.framework
@@ -337,7 +296,7 @@ def states(
     reduces = framework.network.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
     zero2 = (sharding > Sharding.ZERO2.code) | ((sharding == Sharding.ZERO2.code) & reduces)
     zero3 = sharding >= Sharding.ZERO3.code
-    spread = partial(_spread_bytes, parameters, places)
+    spread = partial(_spread_bytes, parameters, groups)
     fp16 = batch.precision == Precision.FP16.code
     weights = spread(
         framework.memory.bytes_per_weight, zero1 if framework.memory.fsdp2_states else zero3
@@ -373,12 +332,12 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
     return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
 
 
-def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, places: Groups) -> Floats:
+def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> Floats:
     """What lives only from the last backward pass to the end of the optimizer's step: shape (plans, stages)."""
     framework = problem.framework
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = batch.offload != Offload.OPTIMIZER.code
-    copies = _spread_bytes(parameters, places, framework.memory.bytes_per_update_copy, zero1) * on_device[:, None]
+    copies = _spread_bytes(parameters, groups, framework.memory.bytes_per_update_copy, zero1) * on_device[:, None]
     # Under zero1, where gradients are not reduced before the step, and weights gathered in it; some bf16 optimizers
     # do without buckets, all at once.
     whole = (batch.precision != Precision.FP16.code) & (framework.memory.bytes_per_bf16_gathered_weight > 0)
@@ -387,13 +346,13 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     return copies + buckets * (batch.sharding == Sharding.ZERO1.code)[:, None]
 
 
-def _dealt(places: Groups, num_experts: int) -> Groups:
+def _dealt(groups: ProcessGroups, num_experts: int) -> ProcessGroups:
     """As FSDP2 shards experts: over the ranks of the dense states, to the first of which it deals whole ones.
 
     Where they do not come out even that is what fewer ranks would have, rounded down.
     """
-    rank, size = places.shard
-    return replace(places, expert_shard=(rank, num_experts // -(-num_experts // size)))
+    stride, size, _ = groups.shard
+    return replace(groups, expert_shard=ProcessGroup(stride, num_experts // -(-num_experts // size)))
 
 
 def _held(
@@ -401,7 +360,7 @@ def _held(
     batch: PlanBatch,
     blocks: StageBlocks,
     parameters: StageParameters,
-    places: Groups,
+    groups: ProcessGroups,
     kept: dict[Block, Floats],
     repeat: Floats,
 ) -> Held:
@@ -442,12 +401,12 @@ def _held(
         ends=parameters.ends,
         head=blocks.at_last(table / batch.tp),
         unit=blocks.at_all(unit),
-        own=_spread_bytes(parameters, places, 1.0, sharded),
-        own_ends=parameters.ends / np.where(sharded, places.shard[1], 1)[:, None],
+        own=_spread_bytes(parameters, groups, 1.0, sharded),
+        own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None],
         summed=summed,
-        accumulated=(_spread_bytes(parameters, places, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
+        accumulated=(_spread_bytes(parameters, groups, WIDE_BYTES, every) + WIDE_BYTES * summed * ~every[:, None])
         * has_before[:, None],
-        reduces_every=(every & has_before & (places.shard[1] > 1))[:, None] & (whole > 0),
+        reduces_every=(every & has_before & (groups.shard.size > 1))[:, None] & (whole > 0),
         frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (whole > 0),
         live=live,
         left=np.maximum(live - one / batch.vp[:, None], 0.0),
@@ -556,20 +515,21 @@ def _last_matrix(problem: Problem, batch: PlanBatch) -> Floats:
     return np.asarray(wide * model.hidden_size, dtype=np.float64)
 
 
-def communicator_bytes(problem: Problem, places: Groups) -> Floats:
+def communicator_bytes(problem: Problem, groups: ProcessGroups) -> Floats:
     """Buffers of the communicators that a rank takes part in: shape (plans)."""
-    sizes = (places.tp, places.cp, places.shard, places.replicate, places.ep, places.pp)
-    return problem.framework.memory.communicator_bytes * add_up((size > 1).astype(np.float64) for _, size in sizes)
+    members = (groups.tp, groups.cp, groups.shard, groups.replicate, groups.ep, groups.pp)
+    active = add_up((group.size > 1).astype(np.float64) for group in members)
+    return problem.framework.memory.communicator_bytes * active
 
 
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
     """What every pipeline rank needs at its peak: states, and what the passes or the optimizer's step need beside."""
     model, framework = problem.model, problem.framework
-    places = groups(batch)
+    groups = process_groups(batch)
     if framework.memory.fsdp2_states and model.moe:
-        places = _dealt(places, model.moe.num_experts)
+        groups = _dealt(groups, model.moe.num_experts)
     stages = blocks.num_stages
-    weights, gradients, optimizer = states(problem, batch, parameters, places)
+    weights, gradients, optimizer = states(problem, batch, parameters, groups)
 
     shapes = block_shapes(model)
     parts = {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
@@ -592,22 +552,22 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "wgrad_buffers": wgrad_buffer_bytes(problem, batch, blocks),
     }
     freed = terms["activations"] + logits + terms["transients"]
-    terms["gathered"] = _gathered_bytes(problem, batch, parameters, places, freed)
+    terms["gathered"] = _gathered_bytes(problem, batch, parameters, groups, freed)
     # Gradients that are reduced during backward passes have their bucket beside the activations.
     terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     moments: Moments = {}
     if framework.memory.fsdp2_states:
-        held = _held(problem, batch, blocks, parameters, places, kept, repeat)
+        held = _held(problem, batch, blocks, parameters, groups, kept, repeat)
         pipelined = stages > 1
         moments = stage_terms(_held_by_stage(problem, batch, blocks, held, kept)) if pipelined else pass_terms(held)
         terms |= at_peak(moments)
     passes = add_up(terms[name] for name in PASS_TERMS)
-    update = _update_bytes(problem, batch, parameters, places)
+    update = _update_bytes(problem, batch, parameters, groups)
     terms["update"] = np.maximum(update - passes, 0.0)
     terms["fragmentation"] = (framework.memory.reserved_factor - 1.0) * add_up(terms.values())
-    cached, at_end = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, places.shard[1])
+    cached, at_end = cached_bytes(problem, batch, blocks, parameters.dense + parameters.expert, groups.shard.size)
     terms["cached"] = CACHED_SHARE * cached
-    terms["communicators"] = blocks.at_all(communicator_bytes(problem, places))
+    terms["communicators"] = blocks.at_all(communicator_bytes(problem, groups))
     terms["context"] = np.full_like(cached, framework.memory.fixed_bytes)
     spare = at_end + framework.memory.reserved_factor * np.minimum(update, passes)
     return StageMemory(
@@ -671,11 +631,12 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     checkpoint stages in host memory, of which every replica of a parameter saves its part (Megatron-LM
     core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/filesystem_async.py).
     """
-    framework, places = problem.framework, groups(batch)
+    framework, groups = problem.framework, process_groups(batch)
     on_host = (batch.offload == Offload.OPTIMIZER.code)[:, None]
     offloaded = own_parameters(batch, parameters) * on_host
     offloaded = offloaded * (framework.memory.bytes_per_optimizer_state + framework.memory.bytes_per_grad)
-    saved = parameters.dense / places.dense_copies[1][:, None] + parameters.expert / places.expert_copies[1][:, None]
+    dense_copies, expert_copies = groups.dense_copies.size[:, None], groups.expert_copies.size[:, None]
+    saved = parameters.dense / dense_copies + parameters.expert / expert_copies
     staged = saved * (framework.memory.bytes_per_weight + framework.memory.bytes_per_optimizer_state)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
     return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))

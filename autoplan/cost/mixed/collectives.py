@@ -1,15 +1,15 @@
-"""How long does a collective take whose members sit in several parts of a mixed cluster?"""
+"""Time of collectives whose members sit in several parts of a mixed cluster."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.network.links import Links
-from autoplan.spec.timing import NO_TIMINGS, Calibration
-from autoplan.topology.levels import Gaps, Level, Topology
+from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.spec.timing import NO_TIMINGS, Calibration, Operation
+from autoplan.topology.levels import Level, Topology
 
 
 def links_between(level: Level, calibration: Calibration) -> Links:
@@ -37,23 +37,14 @@ class Islands:
     inside: Ints
     islands: Ints
 
-    def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
-        """Time of an all-reduce of `buffer_bytes` per rank."""
-        inside, islands = self._members(size)
-        across = self.between.all_reduce_s(np.ones_like(stride), islands, buffer_bytes / inside)
-        return self.own.all_reduce_s(stride, inside, buffer_bytes, gaps) + across
+    def seconds(self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1) -> Floats:
+        """Time of one collective."""
+        inside, islands = (np.where(group.size > 1, members, 1) for members in (self.inside, self.islands))
+        across = ProcessGroup(np.ones_like(group.stride), islands)
+        return self.own.seconds(operation, group._replace(size=inside), buffer_bytes, copies) + self.between.seconds(
+            operation, across, buffer_bytes / inside, copies
+        )
 
-    def all_gather_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
-        """Time of an all-gather that ends with `buffer_bytes` on every rank."""
-        inside, islands = self._members(size)
-        across = self.between.all_gather_s(np.ones_like(stride), islands, buffer_bytes / inside)
-        return self.own.all_gather_s(stride, inside, buffer_bytes, gaps) + across
-
-    def reduce_scatter_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
-        """Time of a reduce-scatter of `buffer_bytes` per rank."""
-        inside, islands = self._members(size)
-        across = self.between.reduce_scatter_s(np.ones_like(stride), islands, buffer_bytes / inside)
-        return self.own.reduce_scatter_s(stride, inside, buffer_bytes, gaps) + across
-
-    def _members(self, size: Ints) -> tuple[Ints, Ints]:
-        return np.where(size > 1, self.inside, 1), np.where(size > 1, self.islands, 1)
+    def take(self, rows: Ints) -> Islands:
+        """Those of the rows at the given indices."""
+        return replace(self, inside=self.inside[rows], islands=self.islands[rows])

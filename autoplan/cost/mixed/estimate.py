@@ -17,7 +17,8 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.collectives.end_of_step import FirstStage, shown_gather_s, shown_reduce_s
 from autoplan.cost.estimate import NORMAL_90, STEP_TERMS, Stages, spread_kinds, straggler_share, work_terms
 from autoplan.cost.kernels.times import add_up
-from autoplan.cost.memory.stage_memory import StageParameters, host_bytes
+from autoplan.cost.memory.parameters import StageParameters
+from autoplan.cost.memory.stage_memory import host_bytes
 from autoplan.cost.mixed.part_layouts import CELLS, Member, Sheet, hops_s, lay_out_kinds, stage_cells, tied_s
 from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, one_forward_one_backward_s
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
@@ -151,7 +152,7 @@ def _layer_s(problem: Problem, laid: Stages) -> Floats:
     repeats = laid.batch.recompute_num_layers > 0
     one = {
         block: cost.total_forward_s + cost.total_backward_s + np.where(repeats, cost.total_repeat_s, 0.0)
-        for block, cost in laid.work.costs.items()
+        for block, cost in laid.costs.blocks.items()
     }
     return np.stack([add_up(one[block] for block in layer) for layer in problem.model.layer_kinds], axis=1)
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.collectives.end_of_step import reduction_s, update_s
-from autoplan.cost.estimate import Stages, lay_out, message_s
-from autoplan.cost.memory.stage_memory import own_parameters
+from autoplan.cost.collectives.end_of_step import end_of_step_s, update_s
+from autoplan.cost.collectives.pipeline_messages import message_s, tied_table
+from autoplan.cost.estimate import Stages, lay_out
+from autoplan.cost.memory.parameters import own_parameters
 from autoplan.cost.mixed.collectives import Islands, links_between
 from autoplan.cost.network.links import Links
-from autoplan.cost.network.rank_groups import groups, tied_table_bytes
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -163,7 +163,7 @@ def stage_cells(
     """`CELLS` of every row and stage, but those of hops, as if all stages sat on the part of the sheet."""
     own, laid, batch = sheet.problem, sheet.laid, sheet.laid.batch
     overall, shape = own.calibration.overall, sheet.here.shape
-    reduce, gather = reduction_s(own, batch, laid.blocks, laid.parameters, _islands(problem, used, sheet, members))
+    end = end_of_step_s(own, batch, laid.blocks, laid.parameters, _islands(problem, used, sheet, members))
     factor = _share_factors(sheet, members)[:, None]
     held = laid.parameters.dense + laid.parameters.expert
     sharded = _sharded_bytes(sheet, members)
@@ -172,8 +172,8 @@ def stage_cells(
     return {
         "forward_s": overall * laid.forward_s,
         "backward_s": overall * laid.backward_s,
-        "reduce_s": overall * reduce,
-        "gather_s": overall * gather,
+        "reduce_s": overall * end.reduce_s,
+        "gather_s": overall * end.gather_s,
         "update_s": overall * update,
         "message_s": np.repeat(overall * message_s(own, _chain(sheet, members))[:, None], shape[1], axis=1),
         "memory_bytes": memory,
@@ -225,13 +225,13 @@ def tied_s(problem: MixedProblem, sheets: Sequence[Sheet], members: Sequence[Mem
     for sheet in sheets:
         batch = _chain(sheet, members)
         for row in np.flatnonzero(sheet.here[:, 0] | sheet.here[:, -1]):
-            member, one = members[sheet.member[row]], batch.take(np.array([row]))
+            member, chain = members[sheet.member[row]], batch.take(np.array([row]))
             ends = frozenset((member.kind.stages[0].part, member.kind.stages[-1].part))
-            stride, links = groups(one).pp[0] * (stages - 1), Links.of(sheet.problem)
+            links = Links.of(sheet.problem)
             if len(ends) > 1:
-                level = problem.between(sheet.part, ends, member.kind.count * int(one.tp[0]))
+                level = problem.between(sheet.part, ends, member.kind.count * int(chain.tp[0]))
                 links = links_between(level, sheet.problem.calibration)
-            time = links.all_reduce_s(stride, np.array([2]), tied_table_bytes(sheet.problem, one))
+            time = tied_table(sheet.problem, chain, stages).seconds(links)
             at = sheet.member[row]
             result[at] = max(result[at], sheet.problem.calibration.overall * float(time[0]))
     return result

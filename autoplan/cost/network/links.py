@@ -1,21 +1,22 @@
-"""How long does a collective or a message take on given groups of ranks, all sibling groups at work at once?
+"""Time of collectives and messages on given groups of ranks, all sibling groups at work at once.
 
-The functions are references; `Links` puts what was measured before them.
-Rates are those of one device: siblings on a node each use their own devices' links and NICs, so a group with one
+`ALGORITHMS` says how each operation may run; `collective_s` is the reference, and `Links` puts what was measured before
+it.  Rates are those of one device: siblings on a node each use their own devices' links and NICs, so a group with one
 member per node sees one NIC (`modelling` D4).  Sizes are full buffers in bytes, times are seconds; every array
 argument has one element per plan, or groups have the shape (plans, 1) and buffers (plans, stages).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.base.arrays import Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.kernels.measured import find
 from autoplan.spec.plan import distinct_rows
 from autoplan.spec.problem import Problem
@@ -47,68 +48,97 @@ CONTENTION_SHARE = 0.10
 SHORT_START_S, SHORT_LINK_S, SHORT_NETWORK_S = 6.8e-6, 0.6e-6, 5.0e-6
 
 
-def _collective_s(
-    topology: Topology, spans: Spans, moved: Floats, steps: Floats, buffer_bytes: Floats, volume: float
-) -> Floats:
-    """Time of a collective that `moved` so many bytes over the links of each level, in `volume` x `steps` steps.
+class ProcessGroup(NamedTuple):
+    """Ranks that communicate, `stride` apart, an element per plan; `gaps` tells where others come between them."""
 
-    `moved` and `steps` have shape (levels, groups).  A fabric waits for its slowest links, since what leaves a switch
+    stride: Ints
+    size: Ints
+    gaps: Gaps | None = None
+
+    def take(self, rows: Ints) -> ProcessGroup:
+        """Groups of the plans at the given indices."""
+        gaps = Gaps(self.gaps.run[rows], self.gaps.step[rows]) if self.gaps else None
+        return ProcessGroup(self.stride[rows], self.size[rows], gaps)
+
+    def for_stages(self) -> ProcessGroup:
+        """The groups beside buffers of the shape (plans, stages)."""
+        gaps = Gaps(self.gaps.run[:, None], self.gaps.step[:, None]) if self.gaps else None
+        return ProcessGroup(self.stride[:, None], self.size[:, None], gaps)
+
+
+# -- algorithms -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One way to run an operation: what it puts on the links of every level, and how long that takes.
+
+    Bytes and spans have the shape (levels, groups).
+    """
+
+    moved_bytes: Callable[[Topology, Spans, Floats, int], Floats]  # of a buffer with so many copies of each token
+    seconds: Callable[[Topology, Spans, Floats, Floats], Floats]  # of so many bytes moved, of a buffer
+    serves: Callable[[Topology, Spans], Bools] | None = None  # which groups may use it; None: all
+
+
+def _in_steps_s(
+    topology: Topology,
+    spans: Spans,
+    moved: Floats,
+    buffer_bytes: Floats,
+    *,
+    steps_of: Callable[[Topology, Spans], Floats],
+    volume: float,
+) -> Floats:
+    """Time of a collective that `moved` so many bytes over the links of each level, in `volume` x steps.
+
+    `moved` and the steps have shape (levels, groups).  A fabric waits for its slowest links, since what leaves a switch
     has come over the NICs and goes on while more of it comes; for the hops of every level it waits in turn.
     """
+    steps = steps_of(topology, spans)
     times: list[Floats] = []  # of the fabrics
     wire = beyond = np.zeros_like(buffer_bytes)
     for at, level in enumerate(topology.levels):
         domains = spans.here[at] / spans.inner[at]
         rate = level_rate(level, domains)
-        here_wire = moved[at] / rate
+        level_wire = moved[at] / rate
         if curve := level.collectives:
-            here_wire = here_wire * curve.slowdown(domains)
-            here_beyond = curve.overhead_s(volume * steps[at], buffer_bytes / spans.inner[at])
+            level_wire = level_wire * curve.slowdown(domains)
+            level_beyond = curve.overhead_s(volume * steps[at], buffer_bytes / spans.inner[at])
         else:
             # Where a device's part of the buffer is half_rate_bytes the measured rate is half of the plateau.  The time
             # beyond the wire's that this implies begins as latency, builds up with the message and then stays constant
             # (pipeline fill), as nccl-tests tables show.
             latency = volume * steps[at] * level.latency_s
             part = buffer_bytes / spans.reach[at]
-            whole = volume * level.half_rate_bytes * steps[at] / rate
-            fill = whole * np.minimum(2 * part / (part + level.half_rate_bytes), 1.0)
-            here_beyond = np.maximum(latency, fill)
+            most = volume * level.half_rate_bytes * steps[at] / rate
+            fill = most * np.minimum(2 * part / (part + level.half_rate_bytes), 1.0)
+            level_beyond = np.maximum(latency, fill)
         if at in topology.tiers:
-            wire, beyond = np.maximum(wire, here_wire), beyond + here_beyond
+            wire, beyond = np.maximum(wire, level_wire), beyond + level_beyond
             times.pop()
         else:
-            wire, beyond = here_wire, here_beyond
+            wire, beyond = level_wire, level_beyond
         times.append(np.where(spans.reach[at] > spans.base[at], wire + beyond, 0.0))
     slowest, total = reduce(np.maximum, times), reduce(np.add, times)
     moves = (spans.here[-1] > 1) & (buffer_bytes > 0)
     return np.where(moves, slowest + UNHIDDEN_SHARE * (total - slowest), 0.0)
 
 
-def all_reduce_s(
-    topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None
-) -> Floats:
-    """Time of an all-reduce of `buffer_bytes` per rank: 2 (n - 1) / n of the buffer over the slowest link.
+def _message_s(topology: Topology, spans: Spans, moved: Floats, message_bytes: Floats) -> Floats:
+    """Time of one message between neighbours of a chain; the slowest hop decides."""
+    pair = np.full(len(message_bytes), 2.0)
+    time = wire = np.zeros(len(message_bytes))
+    for at, level in enumerate(topology.levels):
+        level_wire = moved[at] / level_rate(level, pair)
+        wire = np.maximum(wire, level_wire) if at in topology.tiers else level_wire
+        crosses = spans.here[at] > spans.inner[at]
+        time = np.where(crosses, np.maximum(time, level.latency_s + wire), time)
+    return time
 
-    Source: nccl-tests doc/PERFORMANCE.md for the volumes; `modelling` D3, D4 for levels and ramp.
-    """
-    if not buffer_bytes.any():  # as of the experts of a dense model
-        return np.zeros_like(buffer_bytes)
-    spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
-    return _all_reduce(topology, spans, buffer_bytes)[0]
 
-
-def _all_reduce(topology: Topology, spans: Spans, buffer_bytes: Floats) -> tuple[Floats, Floats]:
-    """(time, bytes over the links of every level) by rings, or by switches that add up where these are faster."""
-    # NCCL's trees are left out: with them predictions of measured runs are worse (nanotron 3.95 % off instead of 3.87).
-    moved = hierarchical_bytes(spans, buffer_bytes, 2.0)
-    time = _collective_s(topology, spans, moved, spans.hops, buffer_bytes, 2.0)
-    if not any(level.is_reducing for level in topology.levels):
-        return time, moved
-    sent = in_network_bytes(topology, spans, buffer_bytes)
-    reduced = _collective_s(topology, spans, sent, _switch_steps(topology, spans), buffer_bytes, 2.0)
-    plain = [at for at in topology.network if not topology.levels[at].is_reducing]
-    is_reduced = (reduced < time) & ~spans.is_crossed[plain].any(axis=0)
-    return np.where(is_reduced, reduced, time), np.where(is_reduced, sent, moved)
+def _ring_steps(_: Topology, spans: Spans) -> Floats:
+    return spans.hops
 
 
 def _switch_steps(topology: Topology, spans: Spans) -> Floats:
@@ -120,66 +150,97 @@ def _switch_steps(topology: Topology, spans: Spans) -> Floats:
     return steps
 
 
-def all_gather_s(
-    topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None
+def _exchange_steps(_: Topology, spans: Spans) -> Floats:
+    """Steps of an all-to-all, whose messages are in flight together, where those of a ring follow one another."""
+    return 2 * np.log2(spans.here / spans.inner)
+
+
+def _switches_add_up(topology: Topology, spans: Spans) -> Bools:
+    """Whether all switches that a group crosses add up what is reduced."""
+    if not any(level.is_reducing for level in topology.levels):
+        return np.zeros(spans.here.shape[1:], dtype=np.bool_)
+    plain = [at for at in topology.network if not topology.levels[at].is_reducing]
+    return np.asarray(~spans.is_crossed[plain].any(axis=0))
+
+
+def _rings(volume: float) -> Algorithm:
+    """Rings inside every domain and between them, over `volume` times the buffer (nccl-tests doc/PERFORMANCE.md)."""
+    return Algorithm(
+        moved_bytes=lambda _, spans, buffer_bytes, copies: hierarchical_bytes(spans, buffer_bytes, volume),
+        seconds=partial(_in_steps_s, steps_of=_ring_steps, volume=volume),
+    )
+
+
+_SWITCHES = Algorithm(
+    moved_bytes=lambda topology, spans, buffer_bytes, copies: in_network_bytes(topology, spans, buffer_bytes),
+    seconds=partial(_in_steps_s, steps_of=_switch_steps, volume=2.0),
+    serves=_switches_add_up,
+)
+# With copies > 1 the buffer of an all-to-all holds each token that often, for experts of random members, and a
+# dispatcher that knows it sends one copy to every node, which spreads it inside, and one to every rank, which hands it
+# to its experts (DeepEP's `is_token_in_rank`; DeepSeek-V3, arXiv:2412.19437).
+_EXCHANGE = Algorithm(
+    moved_bytes=lambda _, spans, buffer_bytes, copies: all_to_all_bytes(spans, buffer_bytes, copies),
+    seconds=partial(_in_steps_s, steps_of=_exchange_steps, volume=1.0),
+)
+_CHAIN = Algorithm(
+    moved_bytes=lambda topology, spans, message_bytes, copies: chain_bytes(topology, spans, message_bytes),
+    seconds=_message_s,
+)
+
+# The algorithms of each operation: the first serves every group, a later one where it may and is faster.
+# NCCL's trees are left out: with them predictions of measured runs are worse (nanotron 3.95 % off instead of 3.87).
+ALGORITHMS: dict[Operation, tuple[Algorithm, ...]] = {
+    "all_reduce": (_rings(2.0), _SWITCHES),
+    "all_gather": (_rings(1.0),),
+    "reduce_scatter": (_rings(1.0),),
+    "all_to_all": (_EXCHANGE,),
+    "send_recv": (_CHAIN,),
+}
+# How members of a group meet, where it is not around a ring.
+PATTERNS: dict[Operation, Pattern] = {"all_to_all": "all_to_all", "send_recv": "chain"}
+
+
+def _members(topology: Topology, operation: Operation, group: ProcessGroup) -> Ints | Floats:
+    pattern = PATTERNS.get(operation, "ring")
+    return topology.members(group.stride, group.size, gaps=group.gaps, pattern=pattern)
+
+
+def _fastest(
+    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int
+) -> tuple[Floats, Floats]:
+    """(time, bytes over the links of every level) by the algorithm that is fastest for each group."""
+    spans = Spans.of(topology, _members(topology, operation, group))
+    first, *others = ALGORITHMS[operation]
+    moved = first.moved_bytes(topology, spans, buffer_bytes, copies)
+    time = first.seconds(topology, spans, moved, buffer_bytes)
+    for other in others:
+        may_use = np.True_ if other.serves is None else other.serves(topology, spans)
+        if may_use.any():
+            other_moved = other.moved_bytes(topology, spans, buffer_bytes, copies)
+            other_time = other.seconds(topology, spans, other_moved, buffer_bytes)
+            is_faster = (other_time < time) & may_use
+            time, moved = np.where(is_faster, other_time, time), np.where(is_faster, other_moved, moved)
+    return time, moved
+
+
+def collective_s(
+    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1
 ) -> Floats:
-    """Time of an all-gather that ends with `buffer_bytes` on every rank; a reduce-scatter from them costs the same."""
-    if not buffer_bytes.any():
+    """Time of a collective: what every rank reduces, ends with, or holds and sends on is `buffer_bytes`."""
+    if not buffer_bytes.any():  # as of the experts of a dense model
         return np.zeros_like(buffer_bytes)
-    spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
-    moved = hierarchical_bytes(spans, buffer_bytes, 1.0)
-    return _collective_s(topology, spans, moved, spans.hops, buffer_bytes, 1.0)
-
-
-def all_to_all_s(topology: Topology, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
-    """Time of an all-to-all in which every rank holds `buffer_bytes` and keeps 1 / n of them.
-
-    With `copies` > 1 the buffer holds each token that often, for experts of random members, and a dispatcher that knows
-    it sends one copy to every node, which spreads it inside, and one to every rank, which hands it to its experts
-    (DeepEP's `is_token_in_rank`; DeepSeek-V3, arXiv:2412.19437).
-    """
-    spans = Spans.of(topology, topology.members(stride, size, pattern="all_to_all"))
-    moved = all_to_all_bytes(spans, buffer_bytes, copies)
-    # The messages of an all-to-all are in flight together, where those of a ring follow one another.
-    return _collective_s(topology, spans, moved, 2 * np.log2(spans.here / spans.inner), buffer_bytes, 1.0)
-
-
-def send_s(topology: Topology, stride: Ints, size: Ints, message_bytes: Floats) -> Floats:
-    """Time of one message between neighbours `stride` apart in a chain of `size`; the slowest hop decides."""
-    spans = Spans.of(topology, topology.members(stride, size, pattern="chain"))
-    moved = chain_bytes(topology, spans, message_bytes)
-    pair = np.full(len(size), 2.0)
-    time = wire = np.zeros(len(size))
-    for at, level in enumerate(topology.levels):
-        here_wire = moved[at] / level_rate(level, pair)
-        wire = np.maximum(wire, here_wire) if at in topology.tiers else here_wire
-        crosses = spans.here[at] > spans.inner[at]
-        time = np.where(crosses, np.maximum(time, level.latency_s + wire), time)
-    return time
+    return _fastest(topology, operation, group, buffer_bytes, copies)[0]
 
 
 def link_bytes(
-    topology: Topology,
-    operation: Operation,
-    stride: Ints,
-    size: Ints,
-    buffer_bytes: Floats,
-    *,
-    gaps: Gaps | None = None,
-    copies: int = 1,
+    topology: Topology, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1
 ) -> Floats:
-    """What the functions above put on the links of every level, per device and direction: shape (levels, groups)."""
-    if operation == "all_to_all":
-        spans = Spans.of(topology, topology.members(stride, size, pattern="all_to_all"))
-        return all_to_all_bytes(spans, buffer_bytes, copies)
-    if operation == "send_recv":
-        spans = Spans.of(topology, topology.members(stride, size, pattern="chain"))
-        return chain_bytes(topology, spans, buffer_bytes)
-    spans = Spans.of(topology, topology.members(stride, size, gaps=gaps))
-    if operation == "all_reduce":
-        return _all_reduce(topology, spans, buffer_bytes)[1]
-    return hierarchical_bytes(spans, buffer_bytes, 1.0)
+    """Bytes of a collective on the links of every level, per device and direction: shape (levels, groups)."""
+    return _fastest(topology, operation, group, buffer_bytes, copies)[1]
 
+
+# -- links of a cluster -----------------------------------------------------------------------------------------------
 
 # The bytes decide how long a collective takes, not their type.
 _DTYPES = ("bf16", "fp16", "fp32")
@@ -195,7 +256,7 @@ class Links:
 
     @classmethod
     def of(cls, problem: Problem) -> Links:
-        """Those of a problem.  The network is the last level, if there is one."""
+        """The links of a problem's cluster.  The network is the last level, if there is one."""
         calibration, cluster = problem.calibration, problem.cluster
         levels = []
         for level in problem.topology.levels:
@@ -207,77 +268,66 @@ class Links:
         timings = problem.timings if is_sound else NO_TIMINGS
         return cls(topology=Topology(levels=tuple(levels)), timings=timings, domain=domain)
 
-    def all_reduce_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
-        """Time of an all-reduce of `buffer_bytes` per rank."""
-        reference = all_reduce_s(self.topology, stride, size, buffer_bytes, gaps)
-        return self._or_measured(reference, "all_reduce", stride, size, buffer_bytes, gaps)
+    def take(self, rows: Ints) -> Links:
+        """The links for the plans at the given indices: all plans have the same."""
+        return self
 
-    def all_gather_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
-        """Time of an all-gather that ends with `buffer_bytes` on every rank."""
-        reference = all_gather_s(self.topology, stride, size, buffer_bytes, gaps)
-        return self._or_measured(reference, "all_gather", stride, size, buffer_bytes, gaps)
+    def seconds(self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1) -> Floats:
+        """Time of a collective (`collective_s`), measured where it was; an empty buffer takes none."""
+        reference = collective_s(self.topology, operation, group, buffer_bytes, copies)
+        if not self.timings.holds(operation, *_DTYPES):
+            return reference
+        return self._or_measured(reference, operation, *self._as_measured(operation, group, buffer_bytes, copies))
 
-    def reduce_scatter_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, gaps: Gaps | None = None) -> Floats:
-        """Time of a reduce-scatter of `buffer_bytes` per rank."""
-        reference = all_gather_s(self.topology, stride, size, buffer_bytes, gaps)
-        return self._or_measured(reference, "reduce_scatter", stride, size, buffer_bytes, gaps)
-
-    def short_all_reduce_s(self, stride: Ints, size: Ints) -> Floats:
+    def short_all_reduce_s(self, group: ProcessGroup) -> Floats:
         """Time of an all-reduce of a few numbers, which is latency alone: a chain inside domains, a tree of them."""
-        inside = self._inside(stride, size)
-        one_way = (inside - 1) * SHORT_LINK_S + np.log2(size / inside) * SHORT_NETWORK_S
-        return np.where(size > 1, SHORT_START_S + 2 * one_way, 0.0)
+        inside = self._inside("all_reduce", group)
+        one_way = (inside - 1) * SHORT_LINK_S + np.log2(group.size / inside) * SHORT_NETWORK_S
+        return np.where(group.size > 1, SHORT_START_S + 2 * one_way, 0.0)
 
-    def all_to_all_s(self, stride: Ints, size: Ints, buffer_bytes: Floats, copies: int = 1) -> Floats:
-        """Time of an all-to-all of buffers that hold every token `copies` times.
+    def _inside(self, operation: Operation, group: ProcessGroup) -> Ints:
+        """Members of each group in one scale-up domain."""
+        return _members(self.topology, operation, group)[self.domain].astype(np.int64)
+
+    def _as_measured(
+        self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int
+    ) -> tuple[ProcessGroup, Floats]:
+        """The group and the buffer with which as much is measured.
 
         Inside one domain a dispatcher that sends one copy to each rank moves as much as an exchange of smaller buffers;
-        what it saves between domains no measured exchange shows.
+        what it saves between domains no measured exchange shows.  A message goes over the network, if any of its chain
+        does.
         """
-        reference = all_to_all_s(self.topology, stride, size, buffer_bytes, copies)
-        if copies > 1:
-            sent = size * (1 - (1 - 1 / size) ** copies) / copies
-            buffer_bytes = np.where(self._inside(stride, size, pattern="all_to_all") == size, sent * buffer_bytes, 0.0)
-        return self._or_measured(reference, "all_to_all", stride, size, buffer_bytes)
-
-    def send_s(self, stride: Ints, size: Ints, message_bytes: Floats) -> Floats:
-        """Time of one message between neighbours `stride` apart in a chain of `size`: over the network, if any is."""
-        reference = send_s(self.topology, stride, size, message_bytes)
-        inside = self._inside(stride, size, pattern="chain")
-        far = np.where(inside == size, stride, self.topology.levels[self.domain].num_devices)
-        return self._or_measured(reference, "send_recv", far, np.minimum(size, 2), message_bytes)
-
-    def _inside(self, stride: Ints, size: Ints, *, gaps: Gaps | None = None, pattern: Pattern = "ring") -> Ints:
-        """Members of each group in one scale-up domain."""
-        return self.topology.members(stride, size, gaps=gaps, pattern=pattern)[self.domain].astype(np.int64)
+        if operation == "all_to_all" and copies > 1:
+            sent = group.size * (1 - (1 - 1 / group.size) ** copies) / copies
+            buffer_bytes = np.where(self._inside(operation, group) == group.size, sent * buffer_bytes, 0.0)
+        if operation == "send_recv":
+            is_near = self._inside(operation, group) == group.size
+            stride = np.where(is_near, group.stride, self.topology.levels[self.domain].num_devices)
+            group = ProcessGroup(stride, np.minimum(group.size, 2))
+        return group, buffer_bytes
 
     def _or_measured(
-        self,
-        reference_s: Floats,
-        operation: Operation,
-        stride: Ints,
-        size: Ints,
-        buffer_bytes: Floats,
-        gaps: Gaps | None = None,
+        self, reference_s: Floats, operation: Operation, group: ProcessGroup, buffer_bytes: Floats
     ) -> Floats:
-        """The measured times of a collective, and the reference of those that were not; an empty buffer has none.
+        """The measured times of a collective, and the reference of those that were not.
 
         As siblings of a group, those that share its domains, work at once in training, they should have done so when
         it was measured; else the group alone counts, if it lies inside one domain, where links are its own.
         """
-        if not self.timings.holds(operation, *_DTYPES):
-            return reference_s
         shape = reference_s.shape
 
         def flat(values: NDArray[Any]) -> NDArray[Any]:
             return np.broadcast_to(values, shape).ravel()
 
-        reference_s, stride, size, buffer_bytes = flat(reference_s), flat(stride), flat(size), flat(buffer_bytes)
-        gaps = Gaps(flat(gaps.run), flat(gaps.step)) if gaps else None
+        reference_s, size, buffer_bytes = flat(reference_s), flat(group.size), flat(buffer_bytes)
+        gaps = Gaps(flat(group.gaps.run), flat(group.gaps.step)) if group.gaps else None
+        group = ProcessGroup(flat(group.stride), size, gaps)
         rows = np.flatnonzero((size > 1) & (buffer_bytes > 0))
         sizes, of_size = np.unique(buffer_bytes[rows], return_inverse=True)
-        members, inside = size[rows], self._inside(stride, size, gaps=gaps)[rows]
-        first, like = distinct_rows(members, inside, of_size)
+        # Of a message or an exchange as well, the members of a ring.
+        members, inside = size[rows], self._inside("all_reduce", group)[rows]
+        first, of_shape = distinct_rows(members, inside, of_size)
         members, inside, moved = members[first], inside[first], sizes[of_size[first]]
         siblings = self.topology.levels[self.domain].num_devices // inside
         alone = np.where(members == inside, 1, siblings)
@@ -286,5 +336,5 @@ class Links:
         half = np.arange(len(first))
         found = both.take(half).before(both.take(half + len(first)))
         result = reference_s.copy()
-        result[rows] = found.take(like).otherwise(reference_s[rows])
+        result[rows] = found.take(of_shape).otherwise(reference_s[rows])
         return result.reshape(shape)

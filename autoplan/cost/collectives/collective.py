@@ -1,0 +1,66 @@
+"""One collective of a step: what is sent among which ranks, and how often.
+
+The modules of this folder describe the collectives of a parallelism once, and what of their time shows beside
+computation.  Prices, traffic, lower bounds and mixed clusters read these descriptions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.cost.network.links import ProcessGroup
+from autoplan.spec.timing import Operation
+
+
+class LinkTimes(Protocol):
+    """Links that tell how long a collective takes."""
+
+    def seconds(self, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: int = 1, /) -> Floats:
+        """Time of one collective of every plan."""
+        ...
+
+    def take(self, rows: Ints) -> Self:
+        """The links of the plans at the given indices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective or message of every plan, and how often it runs.
+
+    Arrays have one element per plan; at the end of a step buffers and counts have the shape (plans, stages), and groups
+    (plans, 1).
+    """
+
+    communicator: str
+    operation: Operation
+    group: ProcessGroup
+    buffer_bytes: Floats
+    # How often in a pass of the block, the end or the hop that it belongs to, or once all passes of a step are over.
+    forward: Floats | float = 0.0
+    backward: Floats | float = 0.0
+    at_end: Floats | float = 0.0
+    is_repeated: bool = True  # by a forward pass that is recomputed
+    copies: int = 1  # of each token in the buffer
+
+    @property
+    def _runs(self) -> Bools:
+        """Which plans have it: shape (plans)."""
+        count = np.broadcast_to(self.forward + self.backward + self.at_end, self.buffer_bytes.shape)
+        runs = (count > 0) & (self.group.size > 1)
+        return np.asarray(runs if runs.ndim == 1 else runs.any(axis=1))
+
+    def seconds(self, links: LinkTimes) -> Floats:
+        """Time of one of them, 0 for plans without it."""
+        runs = self._runs
+        if runs.all():
+            return links.seconds(self.operation, self.group, self.buffer_bytes, self.copies)
+        times, rows = np.zeros_like(self.buffer_bytes), np.flatnonzero(runs)
+        if len(rows):
+            group, buffer_bytes = self.group.take(rows), self.buffer_bytes[rows]
+            times[rows] = links.take(rows).seconds(self.operation, group, buffer_bytes, self.copies)
+        return times

@@ -1,0 +1,114 @@
+"""Context parallelism: the collectives of attention over a sequence that is split, and what of them shows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Floats
+from autoplan.cost.collectives.collective import Collective, LinkTimes
+from autoplan.cost.kernels.times import rank_tokens
+from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.passes import Pass
+from autoplan.spec.enums import ContextParallelKind
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+
+class ContextParallel(NamedTuple):
+    """Collectives of one block of attention."""
+
+    ring: Collective  # keys and values go around, in the backward pass their gradients too
+    exchange_heads: Collective  # queries and outputs, Ulysses
+    exchange_kv: Collective
+
+
+def context_parallel(problem: Problem, batch: PlanBatch) -> ContextParallel:
+    """Describe the collectives of one block of attention.
+
+    Ring: keys and values travel around, and their gradients beside them in the backward pass.  All-to-all (Ulysses,
+    arXiv:2309.14509): q, k, v and the output.  A framework that expands keys and values to all heads gathers these, and
+    its gradients are in fp32.
+    """
+    group, (kv, heads) = process_groups(batch).cp, _buffer_bytes(problem, batch)
+    expands = problem.framework.kernels.expands_kv
+    rings: Floats = np.where((batch.cp_kind == ContextParallelKind.RING.code) | expands, 1.0, 0.0)
+    exchanges = 1.0 - rings
+    return ContextParallel(
+        ring=Collective(
+            communicator="cp",
+            operation="all_gather",
+            group=group,
+            buffer_bytes=(heads if expands else kv) * batch.cp,
+            forward=rings,
+            backward=(3.0 if expands else 2.0) * rings,
+        ),
+        exchange_heads=Collective(
+            communicator="cp",
+            operation="all_to_all",
+            group=group,
+            buffer_bytes=heads,
+            forward=exchanges,
+            backward=exchanges,
+        ),
+        exchange_kv=Collective(
+            communicator="cp",
+            operation="all_to_all",
+            group=group,
+            buffer_bytes=kv,
+            forward=exchanges,
+            backward=exchanges,
+        ),
+    )
+
+
+def _buffer_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """(keys and values, queries and outputs) of one attention block that a context-parallel rank holds."""
+    model, tokens = problem.model, rank_tokens(problem, batch)
+    # Beyond its key/value heads tensor parallelism copies them.
+    kv = 2.0 * tokens * model.kv_heads * (model.qk_head_dim + model.v_head_dim) / np.minimum(batch.tp, model.kv_heads)
+    return kv, 2.0 * tokens * model.num_heads * (model.qk_head_dim + model.v_head_dim) / batch.tp
+
+
+def context_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes, attention: Pass) -> Pass:
+    """Exposed context-parallel traffic of one attention block.
+
+    Of a ring only what is longer than the blocks of attention that are computed meanwhile shows, and the first block's
+    transfer.  An exchange is all exposed.
+    """
+    if (batch.cp == 1).all():
+        return Pass.none(len(batch))
+    collectives = context_parallel(problem, batch)
+    ring = collectives.ring.seconds(links)
+    if problem.framework.kernels.expands_kv:
+        return _gathered_s(batch, ring, attention)
+    steps = np.maximum(batch.cp - 1, 1)
+    hidden_forward = attention.forward_s * (batch.cp - 1) / batch.cp
+    hidden_backward = attention.backward_s * (batch.cp - 1) / batch.cp
+    ring_forward = np.maximum(ring - hidden_forward, ring / steps)
+    ring_backward = np.maximum(2 * ring - hidden_backward, 2 * ring / steps)
+    exchange = collectives.exchange_heads.seconds(links) + collectives.exchange_kv.seconds(links)
+    is_ring = batch.cp_kind == ContextParallelKind.RING.code
+    forward = np.where(is_ring, ring_forward, exchange)
+    backward = np.where(is_ring, ring_backward, exchange)
+    return Pass(
+        forward_s=np.where(batch.cp > 1, forward, 0.0),
+        backward_s=np.where(batch.cp > 1, backward, 0.0),
+    )
+
+
+def _gathered_s(batch: PlanBatch, gather: Floats, attention: Pass) -> Pass:
+    """Exposed traffic where ranks gather all keys and values while they attend to their own.
+
+    Their fp32 gradients go around the ring beside the next block of attention, those of the last one alone.
+    Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py.
+    """
+    hop = 2.0 * gather / np.maximum(batch.cp - 1, 1)
+    forward = np.maximum(gather - attention.forward_s / batch.cp, 0.0)
+    backward = np.maximum(gather - attention.backward_s / batch.cp, 0.0)
+    late = (batch.cp - 1) * np.maximum(hop - attention.backward_s / batch.cp, 0.0)
+    return Pass(
+        forward_s=np.where(batch.cp > 1, forward, 0.0),
+        backward_s=np.where(batch.cp > 1, backward + late + hop, 0.0),
+    )

@@ -1,0 +1,103 @@
+"""Expert parallelism: the collectives of a block of experts, and what of them shows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Floats
+from autoplan.cost.collectives.collective import Collective, LinkTimes
+from autoplan.cost.kernels.times import expert_tokens, norm_tokens
+from autoplan.cost.network.process_groups import process_groups
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+
+class ExpertParallel(NamedTuple):
+    """Collectives of one block of experts."""
+
+    dispatch: Collective
+    combine: Collective
+    gather: Collective  # tokens of an expert-tensor-parallel group, before the experts
+    reduce: Collective  # and behind them
+
+
+def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
+    """Describe the collectives of one block of experts: two all-to-all of the routed tokens in each pass.
+
+    The buffers hold every token once for each of its experts, as a dispatcher may know.  Expert tensor parallelism
+    gathers the tokens of its group before the experts and reduces after them.
+    """
+    framework, moe, groups = problem.framework, problem.model.moe, process_groups(batch)
+    assert moe is not None
+    width = moe.latent_size or problem.model.hidden_size
+    routed = norm_tokens(problem, batch) * moe.experts_per_token * width
+    gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
+    copies = moe.experts_per_token if framework.experts.sends_tokens_once else 1
+    return ExpertParallel(
+        dispatch=Collective(
+            communicator="ep",
+            operation="all_to_all",
+            group=groups.ep,
+            buffer_bytes=framework.experts.bytes_per_dispatched * routed,
+            forward=1.0,
+            backward=1.0,
+            copies=copies,
+        ),
+        combine=Collective(
+            communicator="ep",
+            operation="all_to_all",
+            group=groups.ep,
+            buffer_bytes=2.0 * routed,
+            forward=1.0,
+            backward=1.0,
+            copies=copies,
+        ),
+        gather=Collective(
+            communicator="etp",
+            operation="all_gather",
+            group=groups.etp,
+            buffer_bytes=gathered,
+            forward=1.0,
+            backward=1.0,
+        ),
+        reduce=Collective(
+            communicator="etp",
+            operation="reduce_scatter",
+            group=groups.etp,
+            buffer_bytes=gathered,
+            forward=1.0,
+            backward=1.0,
+        ),
+    )
+
+
+def expert_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes) -> Floats:
+    """Time of the collectives of one block of experts in one pass, where no other micro-batch runs beside."""
+    dispatch, combine, gather, reduce = (one.seconds(links) for one in expert_parallel(problem, batch))
+    host = problem.calibration.host * problem.framework.host.host_s_per_collective
+    return (dispatch + combine) + (gather + reduce) + 2 * host * (batch.ep > 1)
+
+
+def _unpaired_share(batch: PlanBatch) -> Floats:
+    """Share of a step's passes that no pass of another micro-batch runs beside, on the first stage.
+
+    Those of the warm-up, and one more: the first forward and the last backward are alone without a pipeline too
+    (`modelling` B4, E5; Megatron-LM core/pipeline_parallel/combined_1f1b.py).
+    """
+    warmup = 2 * (batch.pp - 1) + (batch.vp - 1) * batch.pp
+    return np.minimum((warmup + 1) / (batch.vp * batch.num_microbatches), 1.0)
+
+
+def shown_expert_parallel_s(problem: Problem, batch: PlanBatch, traffic_s: Floats, work_s: Floats) -> Floats:
+    """What shows in one pass of expert traffic that may run beside another micro-batch's layer.
+
+    Both passes of a layer have `work_s` to hide 2 `traffic_s` under.  What hides costs the compute units that its
+    kernels occupy.
+    """
+    device, occupied = problem.cluster.device, problem.framework.experts.expert_compute_units
+    hidden = np.minimum(traffic_s, work_s / 2)
+    paired = traffic_s - hidden * (1.0 - min(occupied / device.compute_units, 1.0))
+    alone = _unpaired_share(batch)
+    return np.where(batch.ep_overlap, alone * traffic_s + (1.0 - alone) * paired, traffic_s)

@@ -1,0 +1,81 @@
+"""Messages between the stages of a pipeline, and the table that its ends share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Floats
+from autoplan.cost.collectives.collective import Collective, LinkTimes
+from autoplan.cost.kernels.times import norm_tokens, padded_vocab, rank_tokens
+from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.pipeline.layout import V_SCHEDULES
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+
+class Message(NamedTuple):
+    """What passes a hop between chunks: activations forward, their gradients backward."""
+
+    send: Collective
+    gather: Collective  # of slices, by the ranks that receive them
+
+
+def message(problem: Problem, batch: PlanBatch) -> Message:
+    """Describe the message over one hop.
+
+    Without sequence parallelism every tensor-parallel rank has the whole hidden state: it sends all of it, or 1 / tp,
+    and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
+    """
+    groups, tokens = process_groups(batch), norm_tokens(problem, batch)
+    scatters = problem.framework.network.scatter_gather_p2p & ~batch.sp
+    sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
+    hidden, element = problem.model.hidden_size, problem.training.element_bytes
+    return Message(
+        send=Collective(
+            communicator="pp",
+            operation="send_recv",
+            group=groups.pp,
+            buffer_bytes=element * sent * hidden,
+            forward=1.0,
+            backward=1.0,
+            is_repeated=False,
+        ),
+        gather=Collective(
+            communicator="pp",
+            operation="all_gather",
+            group=groups.tp,
+            buffer_bytes=element * tokens * hidden,
+            forward=scatters.astype(np.float64),
+            backward=scatters.astype(np.float64),
+            is_repeated=False,
+        ),
+    )
+
+
+def message_s(problem: Problem, batch: PlanBatch, across: LinkTimes | None = None) -> Floats:
+    """Time of one message between neighbouring stages; `across` is what it crosses, if not the problem's own links."""
+    links, described, framework = Links.of(problem), message(problem, batch), problem.framework
+    sent = described.send.seconds(across or links)
+    is_polled = batch.num_devices >= framework.network.message_poll_from_nodes * problem.cluster.devices_per_node
+    is_polled |= batch.tp >= framework.network.message_poll_from_tp
+    polls = np.where((batch.pp > 1) & is_polled, framework.network.message_poll_s, 0.0)
+    return sent + polls + described.gather.seconds(links)
+
+
+def tied_table(problem: Problem, batch: PlanBatch, stages: int) -> Collective:
+    """Describe the reduction of the table that first and last stage share, of plans with as many `stages`.
+
+    The rank that begins and ends a V has one table.
+    """
+    has_copies = problem.model.tied_embeddings and stages > 1
+    vocab = padded_vocab(problem, batch)
+    return Collective(
+        communicator="tied embedding",
+        operation="all_reduce",
+        group=ProcessGroup(process_groups(batch).pp.stride * (stages - 1), np.full(len(batch), 2, dtype=np.int64)),
+        buffer_bytes=problem.bytes_per_reduced_grad * vocab * problem.model.hidden_size / batch.tp,
+        at_end=np.where(np.isin(batch.schedule, V_SCHEDULES), 0.0, 1.0) * has_copies,
+    )

@@ -1,0 +1,102 @@
+"""Sharded states: gathers of weights and reductions of gradients in every micro-batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats
+from autoplan.cost.collectives.collective import Collective, LinkTimes
+from autoplan.cost.kernels.times import memory_bound_s
+from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.passes import Pass
+from autoplan.spec.enums import Sharding
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+
+class ShardedStates(NamedTuple):
+    """Collectives of the parameters of one unit, a block or an end, in a micro-batch."""
+
+    gather: Collective
+    gather_experts: Collective
+    reduce: Collective
+    reduce_experts: Collective
+
+
+class _When(NamedTuple):
+    """Which plans gather and reduce in their passes."""
+
+    gathers: Bools  # zero3
+    reduces: Bools
+    once: Bools  # a step, of the plans that gather
+
+
+def _when(problem: Problem, batch: PlanBatch) -> _When:
+    framework = problem.framework
+    is_zero3 = batch.sharding == Sharding.ZERO3.code
+    is_zero2 = (batch.sharding == Sharding.ZERO2.code) & framework.network.zero2_reduces_every_microbatch
+    once = is_zero3 & (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
+    return _When(gathers=is_zero3, reduces=is_zero3 | is_zero2, once=once)
+
+
+def sharded_states(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> ShardedStates:
+    """Describe the collectives of a unit of so many dense and expert parameters, in elements.
+
+    zero3 gathers the weights in both passes and reduces the gradients in every micro-batch, except in a pipeline whose
+    framework keeps the weights between micro-batches: there once a step.  zero2 only reduces, if the framework does so
+    in every micro-batch.  Recomputation finds the weights gathered.
+    """
+    groups, when = process_groups(batch), _when(problem, batch)
+    element, wire = problem.training.element_bytes, problem.bytes_per_reduced_grad
+    times: Floats = np.where(when.once, 1.0 / batch.num_microbatches, 1.0)
+    gathers = (when.gathers * times, np.where(when.gathers & ~when.once, 1.0, 0.0))
+    reduces = when.reduces * times
+    gather, gather_experts = (
+        Collective(
+            communicator=name,
+            operation="all_gather",
+            group=group,
+            buffer_bytes=element * held,
+            forward=gathers[0],
+            backward=gathers[1],
+            is_repeated=False,
+        )
+        for name, group, held in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
+    )
+    reduce, reduce_experts = (
+        Collective(
+            communicator=name, operation="reduce_scatter", group=group, buffer_bytes=wire * held, backward=reduces
+        )
+        for name, group, held in (("shard", groups.shard, dense), ("expert shard", groups.expert_shard, expert))
+    )
+    return ShardedStates(gather, gather_experts, reduce, reduce_experts)
+
+
+def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, dense: Floats, expert: Floats) -> Pass:
+    """Time of the collectives of a unit's parameters in a micro-batch, shown or hidden."""
+    if not _when(problem, batch).reduces.any():
+        return Pass.none(len(batch))
+    unit = sharded_states(problem, batch, dense, expert)
+    gather = unit.gather.seconds(links) + unit.gather_experts.seconds(links)
+    reduce = unit.reduce.seconds(links) + unit.reduce_experts.seconds(links)
+    return Pass(
+        forward_s=gather * unit.gather.forward,
+        backward_s=gather * unit.gather.backward + reduce * unit.reduce.backward,
+    )
+
+
+def copied_states_s(problem: Problem, batch: PlanBatch, parameters: Floats) -> Pass:
+    """Time to copy gathered weights into tensors and gradients into the buffer that is reduced; the passes wait for it.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    """
+    framework, when = problem.framework, _when(problem, batch)
+    copied = np.where(when.once, parameters / batch.num_microbatches, parameters)
+    weights = framework.kernels.bytes_copied_per_gathered * copied * when.gathers
+    grads = framework.kernels.bytes_copied_per_reduced * copied * when.reduces
+    return Pass(
+        forward_s=memory_bound_s(problem, weights),
+        backward_s=memory_bound_s(problem, np.where(when.once, 0.0, weights) + grads),
+    )

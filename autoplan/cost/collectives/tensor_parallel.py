@@ -1,0 +1,298 @@
+"""Tensor parallelism: the collectives of a block, of embedding, head and loss, and what of them shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Floats, Ints
+from autoplan.cost.collectives.collective import Collective, LinkTimes
+from autoplan.cost.kernels.arithmetic import BlockShape
+from autoplan.cost.kernels.measured_units import measures_end
+from autoplan.cost.kernels.times import KernelTimes, add_up, padded_vocab, rank_tokens
+from autoplan.cost.network.links import CONTENTION_SHARE, Links
+from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.passes import Ends, Pass
+from autoplan.spec.enums import Precision
+from autoplan.spec.model import Block
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+# Of the vocabulary-parallel loss, each of an fp32 number per token.
+LOSS_REDUCTIONS = 3
+BYTES_PER_REDUCED_TOKEN = 4.0
+# Compute units that reduce the pieces of an overlapped product: 8 to 24 in NVIDIA's recipes (num_sm of proj_fprop and
+# fc2_fprop, NeMo-Framework-Launcher conf/training/tp_overlap).
+REDUCING_UNITS = 20
+
+
+class TensorParallel(NamedTuple):
+    """Collectives of one block, or of an end, between its matrices and the hidden state."""
+
+    gather: Collective  # of hidden states or their gradients, under sequence parallelism
+    scatter: Collective  # sums of them, under sequence parallelism
+    reduce: Collective  # and without it
+
+
+def has_tensor_parallel(block: Block, shape: BlockShape) -> bool:
+    """Whether a block has tensor-parallel collectives: routed experts take tokens from the ranks that hold them."""
+    return block is not Block.MOE or any(linear.split == "column" for linear in shape.linears)
+
+
+def _hidden_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """The hidden state of a micro-batch that tensor-parallel ranks gather, or add up."""
+    return problem.training.element_bytes * rank_tokens(problem, batch) * problem.model.hidden_size
+
+
+def _collectives(
+    problem: Problem,
+    batch: PlanBatch,
+    gathered_bytes: Floats,
+    gathers: tuple[float, float],
+    sums: tuple[float, float],
+) -> TensorParallel:
+    """Collectives with so many gathers and sums in a (forward, backward) pass."""
+    group, hidden, sp = process_groups(batch).tp, _hidden_bytes(problem, batch), batch.sp.astype(np.float64)
+    return TensorParallel(
+        gather=Collective(
+            communicator="tp",
+            operation="all_gather",
+            group=group,
+            buffer_bytes=gathered_bytes,
+            forward=gathers[0] * sp,
+            backward=gathers[1] * sp,
+        ),
+        scatter=Collective(
+            communicator="tp",
+            operation="reduce_scatter",
+            group=group,
+            buffer_bytes=hidden,
+            forward=sums[0] * sp,
+            backward=sums[1] * sp,
+        ),
+        reduce=Collective(
+            communicator="tp",
+            operation="all_reduce",
+            group=group,
+            buffer_bytes=hidden,
+            forward=sums[0] * (1.0 - sp),
+            backward=sums[1] * (1.0 - sp),
+        ),
+    )
+
+
+def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
+    """Describe the collectives of a block with matrices that tensor parallelism splits (`modelling` D5).
+
+    With sequence parallelism an all-gather before and a reduce-scatter after the block's matrices, in both passes, and
+    the inputs are gathered once more for the weight gradient, unless they are kept whole.  Without it one all-reduce a
+    pass.  What enters the matrices is gathered as quantised, if the framework does so.
+    Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198.
+    """
+    framework = problem.framework
+    is_narrow = framework.network.narrow_tp_gathers & (batch.precision == Precision.FP8.code)
+    gathered = np.where(is_narrow, 0.5, 1.0) * _hidden_bytes(problem, batch)
+    return _collectives(problem, batch, gathered, (1.0, 1.0 + framework.memory.regathers_norm_output), (1.0, 1.0))
+
+
+def embedding_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
+    """Describe the collectives of the embedding.
+
+    Every rank looks up its rows of the table, whose sum is scattered under sequence parallelism; its gradient is
+    gathered.  Without sequence parallelism the sum is an all-reduce, and nothing is gathered.
+    """
+    return _collectives(problem, batch, _hidden_bytes(problem, batch), (0.0, 1.0), (1.0, 0.0))
+
+
+def head_collectives(problem: Problem, batch: PlanBatch) -> tuple[TensorParallel, Collective]:
+    """Describe the collectives of one head, and of its loss.
+
+    The head gathers its inputs, and again for its weight gradient, as blocks do; their gradient is scattered.  The
+    vocabulary-parallel loss reduces three fp32 numbers a token: the largest logit, that of the label, and the sum of
+    the exponentials; another gathers the logits.
+    Source: Megatron-LM core/tensor_parallel/layers.py and cross_entropy.py; nanotron
+    parallel/tensor_parallel/functional.py.
+    """
+    framework, tokens = problem.framework, rank_tokens(problem, batch)
+    again = 0.0 + framework.memory.regathers_norm_output
+    hidden = _collectives(problem, batch, _hidden_bytes(problem, batch), (1.0, again), (0.0, 1.0))
+    if framework.memory.shards_logits:
+        loss = Collective(
+            communicator="tp",
+            operation="all_reduce",
+            group=process_groups(batch).tp,
+            buffer_bytes=BYTES_PER_REDUCED_TOKEN * tokens,
+            forward=LOSS_REDUCTIONS,
+        )
+    else:
+        loss = Collective(
+            communicator="tp",
+            operation="all_gather",
+            group=process_groups(batch).tp,
+            buffer_bytes=problem.training.element_bytes * tokens * padded_vocab(problem, batch),
+            forward=1.0,
+        )
+    return hidden, loss
+
+
+# -- time of blocks ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelTimes:
+    """Seconds of the collectives of one block alone."""
+
+    gather_s: Floats  # of the inputs of the forward pass, and of the gradients of its outputs
+    sum_s: Floats  # of its outputs, and of the gradients of the inputs
+
+    @classmethod
+    def of(cls, collectives: TensorParallel, links: LinkTimes) -> TensorParallelTimes:
+        """The times of described collectives."""
+        return cls(
+            gather_s=collectives.gather.seconds(links),
+            sum_s=collectives.scatter.seconds(links) + collectives.reduce.seconds(links),
+        )
+
+    @property
+    def forward_s(self) -> Floats:
+        """Those of the forward pass."""
+        return self.gather_s + self.sum_s
+
+
+def _meeting_s(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+    """What a tensor-parallel collective waits for: (the host of every rank to launch it, members on other nodes)."""
+    framework, host = problem.framework, problem.calibration.host
+    leaves = batch.tp > problem.cluster.levels[-1].num_devices
+    far = np.where(leaves, host * framework.network.cross_node_s_per_member * (batch.tp - 1), 0.0)
+    return np.where(batch.tp > 1, host * framework.host.host_s_per_collective, 0.0), far
+
+
+def hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:
+    """Time of the hosts in front of a tensor-parallel collective in pipelines that cross nodes."""
+    framework, domain = problem.framework, problem.cluster.levels[-1].num_devices
+    waits = framework.network.cross_node_pipeline_s_per_tp * batch.tp
+    waits = waits + framework.network.cross_node_pipeline_s_per_far_tp * np.maximum(batch.tp - domain, 0)
+    crosses = (batch.pp > 1) & (batch.num_devices > domain) & (batch.tp > 1)
+    return np.where(crosses, problem.calibration.host * waits, 0.0)
+
+
+def _column_weights_s(shape: BlockShape, kernels: KernelTimes) -> Floats:
+    """Time of the weight gradients of the matrices that are cut along their outputs; as of the forward products."""
+    columns = {linear.name for linear in shape.linears if linear.split == "column"}
+    forward = add_up(time for name, time in kernels.matrix_forward_s.items() if name in columns)
+    return kernels.gemm_weight_s * forward / kernels.gemm_forward_s
+
+
+def tensor_parallel_s(
+    problem: Problem, batch: PlanBatch, shape: BlockShape, alone: TensorParallelTimes, kernels: KernelTimes
+) -> Pass:
+    """Exposed tensor-parallel collectives of one block, which take `alone` where nothing hides them.
+
+    The reduction of the inputs' gradient runs beside the weight gradients of the matrices that are cut along their
+    outputs, and the further gather of the inputs under the data gradient.  Source: Megatron-LM
+    core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine
+    pytorch/module/layernorm_linear.py.
+    """
+    framework, columns_s = problem.framework, _column_weights_s(shape, kernels)
+    forward, gather, reduce = alone.forward_s, alone.gather_s, alone.sum_s
+    meeting = add_up(_meeting_s(problem, batch))
+    meetings = np.where(batch.sp, 2, 1) * meeting
+    beside = np.minimum(reduce + meeting, columns_s) if framework.overlap.tp_reduce_overlap else np.zeros_like(reduce)
+    plain = forward + meetings, gather + reduce + meetings - (1.0 - CONTENTION_SHARE) * beside
+    if framework.overlap.tp_overlap_pieces:
+        pieces = _in_pieces_s(problem, batch, shape, alone, kernels)
+        overlapped = (
+            pieces.forward_s,
+            pieces.backward_s + reduce - (1.0 - CONTENTION_SHARE) * np.minimum(beside, reduce),
+        )
+    else:
+        # A share of the collectives runs beside the same share of the products, and what hides is no longer than these.
+        left = gather + np.maximum(reduce - beside, 0.0)
+        overlapped = (
+            plain[0] - framework.overlap.tp_overlap_share * np.minimum(forward, kernels.gemm_forward_s),
+            plain[1] - framework.overlap.tp_overlap_share * np.minimum(left, kernels.gemm_backward_s),
+        )
+    return Pass(
+        forward_s=np.where(batch.tp_overlap, overlapped[0], plain[0]),
+        backward_s=np.where(batch.tp_overlap, overlapped[1], plain[1]),
+    )
+
+
+def _in_pieces_s(
+    problem: Problem, batch: PlanBatch, shape: BlockShape, alone: TensorParallelTimes, kernels: KernelTimes
+) -> Pass:
+    """Collectives whose products run in pieces, but the reduction of the backward pass, and what the products lose.
+
+    Gathers go around a ring beside the products of what has come, on copy engines.  Reductions take compute units from
+    the product of the next piece.  Few rows are slower; the tails of pieces overlap, as they run in several streams.
+    Source: Transformer Engine common/comm_gemm_overlap; "ring_exchange" and "pipeline" of NeMo-Framework-Launcher
+    26e42fa, launcher_scripts/conf/training/tp_overlap, where rings of 8 take two pieces at a time ("aggregate").
+    """
+    gather, share, curve = alone.gather_s, problem.framework.overlap.tp_overlap_share, problem.device.gemm
+    reduce = alone.forward_s - gather
+    splits = np.where(batch.tp > 1, problem.framework.overlap.tp_overlap_pieces, 1)
+    rows = rank_tokens(problem, batch) + curve.half_m
+
+    def times_s(split: str, pieces: Ints) -> tuple[Floats, Floats]:
+        """Forward products of the matrices that are cut so, and what they lose in so many pieces."""
+        names = [linear.name for linear in shape.linears if linear.split == split]
+        products = add_up(kernels.matrix_forward_s[name] for name in names)
+        return products, (pieces - 1) * (products * curve.half_m / rows + len(names) * curve.start_s)
+
+    ring = np.minimum(batch.tp, splits)
+    column, lost = times_s("column", ring)
+    row, lost_backward = times_s("row", ring)
+    occupied = REDUCING_UNITS / problem.device.compute_units
+    lost = lost + times_s("row", splits)[1] + occupied * np.minimum(reduce, row)
+    return Pass(
+        forward_s=np.maximum(gather - column, 0.0) + reduce - share * np.minimum(reduce, row) + lost,
+        backward_s=np.maximum(gather - row, 0.0) + lost_backward,
+    )
+
+
+# -- time in front of the layers and behind them ----------------------------------------------------------------------
+
+
+def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes, head_weight_s: Floats) -> Ends:
+    """Exposed tensor-parallel collectives of embedding, heads and losses.
+
+    The reduction of the gradient of a head's inputs runs beside its weight gradient, of all heads `head_weight_s`.  An
+    end that was measured has all of it in its time.
+    """
+    none = np.zeros(len(batch))
+    has_table, has_head = (not measures_end(problem, end) for end in ("embedding", "head"))
+    if (batch.tp == 1).all() or not (has_table or has_head):
+        return Ends(embedding=Pass.none(len(batch)), head=Pass.none(len(batch)))
+    host, far = _meeting_s(problem, batch)
+    wait = hosts_wait_s(problem, batch)
+    meeting = host + far + wait
+    hidden, logits = head_collectives(problem, batch)
+    alone = TensorParallelTimes.of(hidden, links)  # the embedding sends as large buffers
+    gather = np.where(batch.sp, alone.gather_s + meeting, 0.0)
+    reduce = alone.sum_s + meeting
+    if problem.framework.memory.shards_logits:
+        # They follow one another, and the hosts have met.
+        loss = LOSS_REDUCTIONS * (logits.seconds(links) + far + wait) + host
+    else:
+        loss = logits.seconds(links) + meeting
+    tables, heads = int(has_table), int(has_head) * (1 + problem.model.num_mtp_layers)
+    beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.overlap.tp_reduce_overlap else none
+    return Ends(
+        embedding=Pass(forward_s=tables * reduce, backward_s=tables * gather),
+        head=Pass(forward_s=heads * (gather + loss), backward_s=heads * reduce - (1.0 - CONTENTION_SHARE) * beside),
+    )
+
+
+def shared_scales_s(problem: Problem, batch: PlanBatch, links: Links) -> Floats:
+    """Time at the end of every pass through a chunk in which ranks agree on the scales of their 8-bit tensors.
+
+    With scales of past steps all ranks of a stage reduce the largest values that they have seen.
+    Source: Transformer Engine pytorch/quantization.py, reduce_and_update_fp8_tensors; Megatron-LM
+    core/parallel_state.py, get_amax_reduction_group.
+    """
+    agrees = (batch.precision == Precision.FP8.code) & (not problem.framework.kernels.scales_by_own_largest)
+    if not agrees.any():
+        return np.zeros(len(batch))
+    return np.where(agrees, links.short_all_reduce_s(process_groups(batch).stage), 0.0)

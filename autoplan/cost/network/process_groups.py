@@ -1,0 +1,71 @@
+"""Ranks of a plan that exchange data.  Every array has one element per plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autoplan.cost.network.links import ProcessGroup
+from autoplan.spec.enums import Sharding
+from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
+from autoplan.topology.levels import Gaps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroups:
+    """The groups of every communicator of a plan."""
+
+    tp: ProcessGroup
+    cp: ProcessGroup
+    shard: ProcessGroup  # dense states: dp_shard x cp
+    replicate: ProcessGroup  # copies of a shard group
+    ep: ProcessGroup
+    etp: ProcessGroup
+    expert_shard: ProcessGroup  # expert states
+    pp: ProcessGroup
+    stage: ProcessGroup  # all ranks of a pipeline stage, as if they stood side by side
+
+    @property
+    def dense_copies(self) -> ProcessGroup:
+        """All ranks with the same dense parameters."""
+        return self.shard._replace(size=self.shard.size * self.replicate.size)
+
+    @property
+    def expert_copies(self) -> ProcessGroup:
+        """All ranks with the same expert parameters."""
+        return self.expert_shard._replace(size=self.expert_shard.size * self.replicate.size)
+
+
+@lru_cache(maxsize=4)
+def process_groups(batch: PlanBatch) -> ProcessGroups:
+    """The communicators of every plan, worked out once for all that asks of a batch.
+
+    Expert groups re-use the ranks of a stage: etp fastest, then ep.
+    Where pipelines come before data parallelism, replicas are whole pipelines and their ranks so much further apart;
+    in `shard` they then stand between the context-parallel groups.
+    Without sharding all replicas are one group, however they are split.
+    Source: Megatron-LM core/parallel_state.py, RankGenerator.
+    """
+    ones = np.ones(len(batch), dtype=np.int64)
+    stage = batch.tp * batch.cp * batch.dp
+    replicas = np.where(batch.sharding == Sharding.NONE.code, 1, batch.dp_replicate)
+    shard = batch.cp * batch.dp // replicas
+    expert = batch.ep * batch.etp
+    expert_shard = np.maximum(stage // expert // replicas, 1)
+    block, parted = batch.tp * batch.cp, (batch.rank_order == PP_BEFORE_DP) & (batch.pp > 1)
+    apart = np.where(parted, batch.pp, 1)
+    in_runs = parted & (batch.cp > 1)
+    gaps = Gaps(np.where(in_runs, batch.cp, batch.num_devices), block * apart) if in_runs.any() else None
+    return ProcessGroups(
+        tp=ProcessGroup(ones, batch.tp),
+        cp=ProcessGroup(batch.tp, batch.cp),
+        shard=ProcessGroup(np.where(in_runs, batch.tp, batch.tp * apart), shard, gaps),
+        replicate=ProcessGroup(batch.tp * shard * apart, replicas),
+        ep=ProcessGroup(batch.etp, batch.ep),
+        etp=ProcessGroup(ones, batch.etp),
+        expert_shard=ProcessGroup(expert * apart, expert_shard),
+        pp=ProcessGroup(np.where(parted, block, stage), batch.pp),
+        stage=ProcessGroup(ones, stage),
+    )
