@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from  import RankGroups
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
