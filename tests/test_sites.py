@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from  import RankGroups
 from autoplan.cost.network.links import Links, ProcessGroup
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.presets import load_framework
@@ -21,7 +20,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
-from flows import traffic
+from flows import RankGroups, traffic
 
 # GPT-2 L (774M), and a GPT of 7B.
 GPT2_L = ModelSpec(
