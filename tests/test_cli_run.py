@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from autoplan.api import plan_run
 from autoplan.api.plan_run import of_trainer
 from autoplan.api.timings import with_timings
 from autoplan.base.processes import Children
@@ -167,7 +168,7 @@ def test_a_model_that_does_not_fit_is_kept_as_out_of_memory(folder: Path, starte
 def test_a_run_that_loses_a_rank_is_kept_as_failed(
     folder: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_run, "run_task", striking(lambda: os.kill(started[1], signal.SIGKILL)))
+    monkeypatch.setattr(plan_run, "run_task", striking(lambda: os.kill(started[1], signal.SIGKILL)))
     done = run(folder, "run", "plan.json", "--steps", "10000", "--db", "lost.db", "--out", "lost.json", "--quiet")
     assert done.returncode == 1
     assert done.stderr == "autoplan: rank 1 was ended by SIGKILL\n"
@@ -177,7 +178,7 @@ def test_a_run_that_loses_a_rank_is_kept_as_failed(
 
 
 def test_ctrl_c_ends_the_ranks(folder: Path, started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_run, "run_task", striking(lambda: os.kill(os.getpid(), signal.SIGINT)))
+    monkeypatch.setattr(plan_run, "run_task", striking(lambda: os.kill(os.getpid(), signal.SIGINT)))
     done = run(folder, "run", "plan.json", "--steps", "10000", "--db", "left.db", "--quiet")
     assert done.returncode == 1
     assert done.stderr == "autoplan: interrupted after 2 steps: the ranks were ended\n"
