@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import block_shapes, count_parameters
@@ -106,24 +106,25 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, known: Collection[TaskKe
     calls: Counter[Task] = Counter()
     for mode in scope.modes:
         for dtype in hello.dtypes:
-            for operation, shape, count, suffix in (
+            for call in (
                 *_kernels(scope, hello),
                 *(_units(scope, hello) if scope.framework.kernels.eager_layers else ()),
                 *_collectives(scope, hello),
             ):
-                is_windowed = operation.startswith("attention") and shape[-1] > 0
-                way = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
-                if way and (not scope.only or operation in scope.only):
+                operation = call.operation
+                is_windowed = operation.startswith("attention") and call.shape[-1] > 0
+                kernel = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
+                if kernel and (not scope.only or operation in scope.only):
                     # FSDP2 casts the weights as it gathers them: no copy in the type of the products is left to make.
                     is_bare = operation == "optimizer" and scope.framework.memory.fsdp2_states
                     task = Task(
                         operation=operation,
-                        shape=shape,
+                        shape=call.shape,
                         dtype="fp32" if is_bare else dtype,
-                        kernel=way + suffix,
+                        kernel=kernel + call.suffix,
                         mode=mode,
                     )
-                    calls[task] += count
+                    calls[task] += call.num_calls
     planned = []
     for task, count in calls.items():
         if task.key not in known:
@@ -150,11 +151,17 @@ def _line(operation: str, shape: tuple[int, ...], dtype: str, kernel: str, mode:
     return (operation, shape[:at] + shape[at + 1 :], dtype, kernel, mode)
 
 
-_Call = tuple[Operation, tuple[int, ...], int, str]
+class _Call(NamedTuple):
+    """Operation that a step calls, and how often for one micro-batch."""
+
+    operation: Operation
+    shape: tuple[int, ...]
+    num_calls: int
+    suffix: str = ""  # ending of the kernel's name
 
 
 def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
-    """Return (operation, shape, calls for one micro-batch, ending of the kernel's name) of what one device computes."""
+    """Yield calls of what one device computes."""
     model, seq_len = scope.model, scope.seq_len
     shapes = block_shapes(model)
     counts = Counter(block for layer in model.layers for block in layer)
@@ -173,36 +180,36 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
                     inputs, outputs = (int(sizes[0]) for sizes in local_sizes(linear, batch))
                     m = part if linear.split == "replicated" else tokens
                     for operation in PRODUCTS:
-                        yield operation, (m, outputs, inputs), count * linear.copies, ""
-                yield "norm", (part, model.hidden_size), count * model.norms_per_block, ""
-                yield "norm_backward", (part, model.hidden_size), count * model.norms_per_block, ""
+                        yield _Call(operation, (m, outputs, inputs), count * linear.copies)
+                yield _Call("norm", (part, model.hidden_size), count * model.norms_per_block)
+                yield _Call("norm_backward", (part, model.hidden_size), count * model.norms_per_block)
                 if block in (Block.ATTENTION, Block.WINDOW_ATTENTION):
                     window = scope.window_of(block)
                     if not scope.is_latent:
                         core = (micro_batch, seq_len, heads, kv_heads, model.qk_head_dim, window)
-                        yield "attention", core, count, ""
-                        yield "attention_backward", core, count, ""
+                        yield _Call("attention", core, count)
+                        yield _Call("attention_backward", core, count)
                     elif not window:
                         latent = (micro_batch, seq_len, heads, model.qk_head_dim, model.v_head_dim)
-                        yield "latent_attention", latent, count, ""
-                        yield "latent_attention_backward", latent, count, ""
+                        yield _Call("latent_attention", latent, count)
+                        yield _Call("latent_attention_backward", latent, count)
                     if model.position_embedding == "rope":
-                        yield "rope", (tokens, heads + kv_heads, model.qk_head_dim), count, ""
+                        yield _Call("rope", (tokens, heads + kv_heads, model.qk_head_dim), count)
                 if block is Block.MLP and model.gated_mlp:
-                    yield "swiglu", (tokens, model.ffn_size // tp), count, ""
-                    yield "swiglu_backward", (tokens, model.ffn_size // tp), count, ""
+                    yield _Call("swiglu", (tokens, model.ffn_size // tp), count)
+                    yield _Call("swiglu_backward", (tokens, model.ffn_size // tp), count)
                 if block is Block.MOE and model.moe and model.gated_mlp:
                     for ep in scope.eps:
                         moe = model.moe
                         inner = moe.latent_size or model.hidden_size
                         experts = (inner, moe.expert_ffn_size, moe.experts_per_token, moe.num_experts, 1, ep)
-                        yield "experts", (part * ep, *experts), count, ""
-                        yield "experts_backward", (part * ep, *experts), count, ""
-            yield "cross_entropy", (tokens, columns), 1, ""
+                        yield _Call("experts", (part * ep, *experts), count)
+                        yield _Call("experts_backward", (part * ep, *experts), count)
+            yield _Call("cross_entropy", (tokens, columns), 1)
     # Two sizes give its rate and what it costs to begin; 16 bytes a parameter are held.
     most = max(min(count_parameters(model) // 2, hello.fingerprint.memory_bytes // 16 // 16), 8)
     for size in (most // 8, most):
-        yield "optimizer", (size,), 1, ""
+        yield _Call("optimizer", (size,), 1)
 
 
 def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
@@ -216,17 +223,17 @@ def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
         if num_layers and model.gated_mlp and not scope.is_latent:
             layer = (micro_batch, seq_len, *sizes, tp)
             for operation in (*LAYERS, *(HALVES if ranks_per_node > tp else ())):
-                yield operation, layer, num_layers, ""
+                yield _Call(operation, layer, num_layers)
             for replicas in _replicas(tp, hello):
                 for operation in SHARED if replicas > 1 else SHARED[:1]:
-                    yield operation, (*layer, replicas, min(ranks_per_node // tp, replicas)), num_layers, ""
+                    yield _Call(operation, (*layer, replicas, min(ranks_per_node // tp, replicas)), num_layers)
         ends: tuple[Operation, ...] = ("embedding", "head")
         for end in ends:
-            yield end, (micro_batch * seq_len, model.hidden_size, model.vocab_size, tp), 1, ""
+            yield _Call(end, (micro_batch * seq_len, model.hidden_size, model.vocab_size, tp), 1)
     if ranks_per_node > 1:
         # The difference is what an action takes, the rest the step.
         for num_micro_batches in (ranks_per_node, 4 * ranks_per_node):
-            yield "pipeline_actions", (num_micro_batches, ranks_per_node, ranks_per_node), 1, ""
+            yield _Call("pipeline_actions", (num_micro_batches, ranks_per_node, ranks_per_node), 1)
 
 
 def _replicas(tp: int, hello: Hello) -> list[int]:
@@ -252,10 +259,10 @@ def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
                 if operation == "send_recv" and layout.num_devices != 2:
                     continue
                 shape, count = layout.shape(buffer_bytes), scope.model.num_layers
-                yield operation, shape, count, ""
+                yield _Call(operation, shape, count)
                 reduces = operation in ("all_gather", "all_reduce", "reduce_scatter")
                 if reduces and is_widest and buffer_bytes >= BESIDE_LEAST_BYTES:
-                    yield operation, shape, count, BESIDE
+                    yield _Call(operation, shape, count, BESIDE)
 
 
 def reference_s(task: Task, device: DeviceSpec) -> float:

@@ -60,6 +60,20 @@ class _Report:
     window: Window
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Samples of all ranks in a round, and what disturbed them."""
+
+    samples_s: list[float]
+    foreign: float  # share of other load
+    slowdown: str  # what made a device slower; blank if nothing did
+    working: list[_Report]
+
+    @property
+    def disturbance(self) -> float:
+        return self.foreign + bool(self.slowdown)
+
+
 def median_interval(samples_s: Sequence[float], *, level: float = 0.9, draws: int = 500) -> tuple[float, float]:
     """The bootstrap interval of the median that holds it with probability `level`."""
     drawn = np.random.default_rng(0).choice(np.asarray(samples_s), size=(draws, len(samples_s)))
@@ -134,7 +148,7 @@ def measure(
         foreign = foreign_load([report.window for report in reports], on_cpu=device.type == "cpu")
         is_slow = max(report.window.pace for report in reports) > 1 + rules.most_slowdown
         slowdown = _slowdown(reports, is_slow=is_slow)
-        rounds.append((foreign + bool(slowdown), foreign, slowdown, samples, working))
+        rounds.append(_Round(samples_s=samples, foreign=foreign, slowdown=slowdown, working=working))
         if foreign <= rules.most_foreign and not slowdown:
             clean += samples
         is_settled = bool(clean) and spread(clean) <= rules.most_spread and scatter(clean) <= rules.most_scatter
@@ -142,13 +156,16 @@ def measure(
         if is_settled or gives_up or team.decide(time.perf_counter() - began) > rules.allowance_s:
             break
 
-    _, foreign, slowdown, samples, working = min(rounds, key=lambda round_: round_[0])
-    conditions = _conditions(working, num_calls, foreign, is_collective=is_collective, by_cpu_time=by_cpu_time)
+    best = min(rounds, key=lambda round_: round_.disturbance)
+    conditions = _conditions(
+        best.working, num_calls, best.foreign, is_collective=is_collective, by_cpu_time=by_cpu_time
+    )
     if hold:
         conditions["launches"] = "ahead"
     if not clean:
-        why = f"{SLOWED}: {slowdown}" if slowdown else f"other load took {100 * foreign:.0f} % of the machine"
-        return Outcome(samples_s=tuple(samples), status="contaminated", reason=why, conditions=conditions)
+        slowed = f"{SLOWED}: {best.slowdown}" if best.slowdown else ""
+        why = slowed or f"other load took {100 * best.foreign:.0f} % of the machine"
+        return Outcome(samples_s=tuple(best.samples_s), status="contaminated", reason=why, conditions=conditions)
     kept = tuple(clean[-MOST_KEPT:])
     if not is_settled:
         why = (
