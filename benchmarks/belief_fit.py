@@ -20,7 +20,7 @@ from tune_replay import Group, read_groups
 
 from autoplan.base.arrays import Floats
 from autoplan.search import belief
-from autoplan.search.belief import Belief, Measured, pooled
+from autoplan.search.belief import Belief, MeasuredPlan, pool_runs
 
 SCATTERS = (0.3, 0.5, 0.7, 1.0, 1.4)
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -40,7 +40,7 @@ def main() -> None:
 def log_evidence(group: Group) -> float:
     """Log evidence of the steps of all finished plans of a group."""
     steps = [(at, answer.step_s) for at, answer in enumerate(group.answers)]
-    measured = pooled([Measured(at=at, step_s=step_s) for at, step_s in steps if step_s is not None])
+    measured = pool_runs([MeasuredPlan(at=at, step_s=step_s) for at, step_s in steps if step_s is not None])
     return Belief.of(group.plans, measured).log_evidence
 
 

@@ -37,7 +37,7 @@ from autoplan.search.storage import opened
 from autoplan.search.study import search
 from autoplan.search.trial_results import read_result
 from autoplan.search.trials import Budget, Trials
-from autoplan.search.tune import MARGIN, TunedTrial, Tuning, look
+from autoplan.search.tune import MARGIN, TunedTrial, Tuning, tuning_state
 from autoplan.spec.enums import Precision
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
@@ -181,7 +181,7 @@ def table(
         times = ", ".join(_time_text(trial) for trial in tried if trial.at == at)
         predicted, over = 1000 * plans[at].step_s, middle[at] / best - 1
         yield f"{predicted:6.1f} ms  {rounds} ms  {over:8.1%}  {times:24} {plans[at].plan.describe()}"
-    kept, regret = look(plans, tried).best, float("inf")
+    kept, regret = tuning_state(plans, tried).best, float("inf")
     if kept:
         regret = middle[kept.at] / best - 1
         yield f"\nkept: {plans[kept.at].plan.describe()}"

@@ -38,7 +38,7 @@ from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.runs import Run, read_runs
 from autoplan.search.choice import COMPONENTS, pace
 from autoplan.search.ranking import ranked
-from autoplan.search.tune import TrialResult, TunedTrial, look
+from autoplan.search.tune import TrialResult, TunedTrial, tuning_state
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.run_outcome import RunOutcome
 from autoplan.spec.search_result import RankedPlan
@@ -175,7 +175,7 @@ def tuned(group: Group, seed: int) -> Iterator[int]:
     """Order in which `autoplan tune` chooses, beyond the point where it would stop."""
     trials: list[TunedTrial] = []
     while len(trials) < len(group.plans):
-        view = look(group.plans, trials)
+        view = tuning_state(group.plans, trials)
         if view.next is not None:
             at = view.next
         else:
@@ -292,7 +292,7 @@ class Ended:
 def stopped(group: Group) -> Ended:
     """Trials until it stops, as if there was no other budget."""
     trials: list[TunedTrial] = []
-    while (view := look(group.plans, trials)).stop != "separated" and view.next is not None:
+    while (view := tuning_state(group.plans, trials)).stop != "separated" and view.next is not None:
         answer = group.answers[view.next]
         trials.append(TunedTrial(number=len(trials), at=view.next, job="", result=answer))
     step_s = view.best.result.step_s if view.best and view.best.result else None

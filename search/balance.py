@@ -1,4 +1,4 @@
-"""How is work shared out over unlike stages and replicas?  Layers, micro-batches and states, each exactly."""
+"""Exact sharing out of layers, micro-batches and states over unlike stages and replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAME = 1e-12  # share by which times may differ by rounding
 
 
 def min_max_layers(layer_s: Floats, extra_s: Floats, most_layers: Ints) -> tuple[int, ...] | None:
-    """Layers of every stage such that the slowest stage is as fast as possible; None where none fits.
+    """Return layers of every stage such that the slowest stage is as fast as possible; None where none fits.
 
     `layer_s` is every layer on every stage, shape (stages, layers); `extra_s` what a stage does beside them.  Every
     stage gets at least one layer and at most `most_layers`.  Of the best cuts it is the one with the least sum of
@@ -36,7 +36,7 @@ def min_max_layers(layer_s: Floats, extra_s: Floats, most_layers: Ints) -> tuple
 
 
 def _cheapest_cut(costs: Floats, join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """(cost, layers of every stage) of the cut whose stages' costs, joined, are least: dynamic programming."""
+    """Return the cost and the layers of the cut whose stages' costs, joined, are least: dynamic programming."""
     best = np.where(np.arange(costs.shape[1]) == 0, 0.0, np.inf)
     froms = []
     for stage in costs:
@@ -53,7 +53,7 @@ def _cheapest_cut(costs: Floats, join: np.ufunc) -> tuple[float, tuple[int, ...]
 def split_microbatches(
     time_s: Sequence[Floats], counts: Sequence[int], sizes: Sequence[int], global_batch: int
 ) -> tuple[int, ...] | None:
-    """Micro-batches of all replicas of every kind such that the slowest replica is as fast as possible.
+    """Return micro-batches of all replicas of every kind such that the slowest replica is as fast as possible.
 
     `time_s[k][m - 1]` is a replica of kind k with m micro-batches of `sizes[k]` sequences, not falling; its `counts[k]`
     replicas share the kind's micro-batches as evenly as whole numbers allow, and each gets at least one.  None where
@@ -73,7 +73,7 @@ def split_microbatches(
 def _share_out(
     time_s: Sequence[Floats], counts: Sequence[int], sizes: Sequence[int], global_batch: int, bar: float
 ) -> tuple[int, ...] | None:
-    """Micro-batches of every kind with no replica slower than `bar`: sums that the kinds can reach, bit by bit."""
+    """Return micro-batches of every kind with no replica slower than `bar`: sums that the kinds reach, bit by bit."""
     spare = [
         count * (int(np.searchsorted(times, bar, side="right")) - 1)
         for times, count in zip(time_s, counts, strict=True)
@@ -95,7 +95,7 @@ def _share_out(
 
 
 def _multiples(sums: int, size: int, most: int) -> int:
-    """The bits of `sums`, each with 0 to `most` times `size` added."""
+    """Return the bits of `sums`, each with 0 to `most` times `size` added."""
     step = 1
     while most > 0:
         taken = min(step, most)
@@ -106,7 +106,7 @@ def _multiples(sums: int, size: int, most: int) -> int:
 
 
 def even_shares(most: Sequence[float], counts: Sequence[int]) -> tuple[float, ...] | None:
-    """The share of one replica of every kind, as even as their bounds `most` allow; None where they leave some over.
+    """Return the share of a replica of every kind, as even as their bounds `most` allow; None if they leave some over.
 
     All that are not at their bound have the same.
     """

@@ -1,4 +1,4 @@
-"""How fast are plans that nobody has run, given those that were?  Gaussians over the logarithms of their steps.
+"""Belief about the steps of plans that were not run, given those that were: Gaussians over their logarithms.
 
 A measured step is the predicted one times four things: a factor that all plans of a cluster and framework share, a
 factor for each component of the model, weighted by the share of the step that it takes, so that plans which spend their
@@ -39,7 +39,7 @@ _SETTLED = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredPlan:
     """The step of the plan at index `at`, and the standard deviation of its logarithm."""
 
     at: int
@@ -48,23 +48,23 @@ class Measured:
     num_runs: int = 1
 
 
-def pooled(runs: Sequence[Measured]) -> list[Measured]:
-    """One for each plan: the geometric mean of its runs.
+def pool_runs(runs: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
+    """Return a measurement for each plan: the geometric mean of its runs.
 
     How far runs of one plan lie apart, whichever plan it is, counts for all: with `RUN_SPREAD` as the first thing known
     of it, weighing as much as one repeated run.
     """
-    by_plan: dict[int, list[Measured]] = {}
-    for one in runs:
-        by_plan.setdefault(one.at, []).append(one)
-    around = sum(float(np.var(np.log([one.step_s for one in some])) * len(some)) for some in by_plan.values())
+    by_plan: dict[int, list[MeasuredPlan]] = {}
+    for run in runs:
+        by_plan.setdefault(run.at, []).append(run)
+    around = sum(float(np.var(np.log([run.step_s for run in own])) * len(own)) for own in by_plan.values())
     apart = (RUN_SPREAD**2 + around) / (1 + len(runs) - len(by_plan))
     found = []
-    for at, some in by_plan.items():
-        own = float(np.mean([one.spread**2 for one in some])) - RUN_SPREAD**2
-        step_s = float(np.exp(np.mean(np.log([one.step_s for one in some]))))
-        spread = math.sqrt((max(own, 0.0) + apart) / len(some))
-        found.append(Measured(at=at, step_s=step_s, spread=spread, num_runs=len(some)))
+    for at, own in by_plan.items():
+        variance = float(np.mean([run.spread**2 for run in own])) - RUN_SPREAD**2
+        step_s = float(np.exp(np.mean(np.log([run.step_s for run in own]))))
+        spread = math.sqrt((max(variance, 0.0) + apart) / len(own))
+        found.append(MeasuredPlan(at=at, step_s=step_s, spread=spread, num_runs=len(own)))
     return found
 
 
@@ -82,18 +82,18 @@ class Belief:
     log_evidence: float
 
     @classmethod
-    def of(cls, plans: Sequence[RankedPlan], measured: Sequence[Measured] = ()) -> Belief:
-        """That about `plans` once some of them were measured."""
-        predicted = np.log([pace(one) for one in plans])
-        parts = shares({name: np.array([one.terms_s[name] for one in plans]) for name in plans[0].terms_s})
+    def of(cls, plans: Sequence[RankedPlan], measured: Sequence[MeasuredPlan] = ()) -> Belief:
+        """Form the belief about `plans` once some of them were measured."""
+        predicted = np.log([pace(plan) for plan in plans])
+        parts = shares({name: np.array([plan.terms_s[name] for plan in plans]) for name in plans[0].terms_s})
         alike = np.minimum(parts[:, None, :], parts[None, :, :]).sum(axis=-1)
         factors = COMMON_SPREAD**2 + FACTOR_SPREAD**2 * alike
-        degrees = np.array([(one.plan.tp, one.plan.cp, one.plan.pp, one.plan.ep) for one in plans])
+        degrees = np.array([(plan.plan.tp, plan.plan.cp, plan.plan.pp, plan.plan.ep) for plan in plans])
         same = (degrees[:, None, :] == degrees[None, :, :]).all(axis=-1)
-        rows = np.array([one.at for one in measured], dtype=np.intp)
-        batches = np.array([plans[one.at].plan.global_batch for one in measured])
-        found = np.log([one.step_s for one in measured]) - np.log(batches)
-        runs = np.array([one.spread for one in measured])
+        rows = np.array([run.at for run in measured], dtype=np.intp)
+        batches = np.array([plans[run.at].plan.global_batch for run in measured])
+        found = np.log([run.step_s for run in measured]) - np.log(batches)
+        runs = np.array([run.spread for run in measured])
         means, spreads, evidence = [], [], []
         for own in PLAN_SPREAD * np.exp(SCATTER * _SCATTERS):
             shared = factors + DEGREES_SHARE * own**2 * same
@@ -114,7 +114,7 @@ class Belief:
 
     @property
     def mean(self) -> Floats:
-        """Over all scales."""
+        """Mean over all scales."""
         return np.asarray(self.weights @ self.means)
 
     @property
@@ -123,19 +123,19 @@ class Belief:
         return np.sqrt(self.weights @ (self.spreads**2 + (self.means - self.mean) ** 2))
 
     def improvement(self, bar: float) -> Floats:
-        """By how much the logarithm is expected to fall below `bar`, counting nothing where it does not."""
+        """Return how far the logarithm is expected to fall below `bar`, counting nothing where it does not."""
         z = (bar - self.means) / self.spreads
         below = self.spreads * (z * _normal_cdf(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
         return np.asarray(self.weights @ below)
 
     def chance_below(self, bar: float) -> Floats:
-        """Probability that the logarithm is below `bar`."""
+        """Return the probability that the logarithm is below `bar`."""
         return np.asarray(self.weights @ _normal_cdf((bar - self.means) / self.spreads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fit:
-    """How measured plans tell of others: by `weights` for the mean, by the `inverse` covariance for the spread."""
+    """Prediction from measured plans: by `weights` for the mean, by the `inverse` covariance for the spread."""
 
     weights: Floats
     inverse: Floats
@@ -143,7 +143,7 @@ class _Fit:
 
 
 def _robust(shared: Floats, off: Floats, variance: Floats) -> _Fit:
-    """Of measured plans that are `off` by so much, each with a variance of its own.
+    """Fit measured plans that are `off` by so much, each with a variance of its own.
 
     A step may be slow for reasons that have nothing to do with its plan, but never fast: beyond a standard deviation
     own errors have the tail of Cauchy's distribution on the slow side, by reweighting from the prediction on.  Runs
@@ -167,18 +167,18 @@ def _robust(shared: Floats, off: Floats, variance: Floats) -> _Fit:
 
 
 def _normal_cdf(z: Floats) -> Floats:
-    """Of the standard normal distribution."""
-    return np.array([probability_above(float(one)) for one in np.ravel(z)]).reshape(np.shape(z))
+    """Return the distribution function of the standard normal distribution."""
+    return np.array([probability_above(float(value)) for value in np.ravel(z)]).reshape(np.shape(z))
 
 
 def fit_chance(plans: Sequence[RankedPlan], finished: Sequence[int], out_of_memory: Sequence[int]) -> Floats:
-    """Probability that each plan fits, given which plans did and which ran out of memory.
+    """Return the probability that each plan fits, given which plans did and which ran out of memory.
 
     What is predicted to need no more than a plan that finished fits; what needs as much as one that ran out does not,
     unless a plan that needs even more has finished.
     """
-    needed = np.array([one.memory_bytes for one in plans])
+    needed = np.array([plan.memory_bytes for plan in plans])
     most = needed[list(finished)].max(initial=0.0)
     least = min((needed[at] for at in out_of_memory if needed[at] > most), default=math.inf)
-    chance = np.array([1.0 - one.oom_probability for one in plans])
+    chance = np.array([1.0 - plan.oom_probability for plan in plans])
     return np.where(needed <= most, 1.0, np.where(needed >= least, 0.0, chance))

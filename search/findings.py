@@ -147,7 +147,7 @@ Incumbents = NearBest | Front  # bounds and measures have the shape (plans, meas
 
 @dataclass(slots=True)
 class Findings:
-    """What was found in one block of cells, or in many."""
+    """Findings in one block of cells, or in many."""
 
     incumbents: Incumbents
     winners: Leaders = field(default_factory=lambda: Leaders(KEPT_WINNERS))  # of cells in the first measure

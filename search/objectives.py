@@ -1,4 +1,4 @@
-"""What is a plan good at?  Objectives of a run, each made small, and the figures that they are read from.
+"""Objectives of a run, each made small, and the figures that they are read from.
 
 On one number of nodes every objective but `devices` grows with one of three *measures* of a plan: seconds per
 sequence, joules per sequence, or memory.  What is proven of a measure is so proven of its objectives.
@@ -50,7 +50,7 @@ def measured(problem: Problem, measures: Sequence[Measure], costs: CostEstimate)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is known of the run beside its problem."""
+    """Facts and limits of a run beside its problem."""
 
     reliability: Reliability = field(default_factory=Reliability)
     tokens: float | None = None  # to train
@@ -72,11 +72,11 @@ class Run:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether some plans are too slow."""
+        """Whether some plans may be too slow."""
         return self.deadline_s is not None or (self.device_hours is not None and self.tokens is not None)
 
     def admits(self, figures: RunFigures) -> bool:
-        """Whether a run keeps the deadline and the device hours."""
+        """Return whether a run keeps the deadline and the device hours."""
         if self.deadline_s is not None:
             takes_s = figures.run_s if figures.run_s is not None else figures.budget_s
             if takes_s is None or takes_s > self.deadline_s:
@@ -87,7 +87,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Something to make small: on one number of nodes it grows with its measure, or stays."""
+    """An objective to make small: on one number of nodes it grows with its measure, or stays."""
 
     name: str
     measure: Measure
@@ -100,8 +100,8 @@ def _inverse(value: float | None) -> float | None:
 
 
 OBJECTIVES = {
-    one.name: one
-    for one in (
+    objective.name: objective
+    for objective in (
         Objective(name="step-time", measure="time", cost=lambda run: run.seconds_per_sequence),
         Objective(name="tokens-per-device", measure="time", cost=lambda run: run.num_devices / run.tokens_per_s),
         Objective(
@@ -135,7 +135,7 @@ OBJECTIVES = {
 
 
 def find_objectives(names: Iterable[str]) -> tuple[Objective, ...]:
-    """The objectives of those names, each once."""
+    """Return the objectives of those names, each once."""
     found = {}
     for name in names:
         key = name.strip().lower().replace("_", "-")
@@ -148,25 +148,25 @@ def find_objectives(names: Iterable[str]) -> tuple[Objective, ...]:
 
 
 def default_objective(run: Run) -> str:
-    """What is meant where a run is described and no objective is named."""
+    """Return the objective that is meant where a run is described and none is named."""
     if run.tokens is not None:
         return "devices" if run.deadline_s is not None else "time-to-tokens"
     return "tokens" if run.device_hours is not None else "step-time"
 
 
 def measures_of(objectives: Iterable[Objective], run: Run) -> tuple[Measure, ...]:
-    """The measures that decide, each once: the time too where some plans are too slow for the run."""
-    asked: list[Measure] = [one.measure for one in objectives]
+    """Return the measures that decide, each once: the time too where some plans may be too slow for the run."""
+    asked: list[Measure] = [objective.measure for objective in objectives]
     return tuple(dict.fromkeys([*asked, "time"] if run.is_bounded else asked))
 
 
 def costs_of(objectives: Iterable[Objective], figures: RunFigures) -> tuple[float, ...]:
-    """What every objective makes small."""
+    """Return the value of every objective, which it makes small."""
     found = []
-    for one in objectives:
-        cost = one.cost(figures)
+    for objective in objectives:
+        cost = objective.cost(figures)
         if cost is None:
-            raise InputError(f"--objective {one.name} needs {one.needs}")
+            raise InputError(f"--objective {objective.name} needs {objective.needs}")
         found.append(cost)
     return tuple(found)
 
@@ -174,7 +174,7 @@ def costs_of(objectives: Iterable[Objective], figures: RunFigures) -> tuple[floa
 def figures_at(
     problem: Problem, run: Run, *, seconds_per_sequence: float, joules_per_sequence: float | None, memory_bytes: float
 ) -> RunFigures:
-    """The figures of a plan with these measures, or a bound of the figures of all plans that do not beat them."""
+    """Return the figures of a plan with these measures, or bounds of figures from bounds of measures."""
     cluster, seq_len = problem.cluster, problem.training.seq_len
     devices = cluster.num_devices
     goodput = run.reliability.goodput(devices)
@@ -204,23 +204,23 @@ def figures_at(
     )
 
 
-def figures(problem: Problem, run: Run, one: RankedPlan) -> RunFigures:
-    """The figures of a run with a plan."""
-    batch, joules = one.plan.global_batch, None
+def figures(problem: Problem, run: Run, plan: RankedPlan) -> RunFigures:
+    """Return the figures of a run with a plan."""
+    batch, joules = plan.plan.global_batch, None
     if has_power(problem.cluster):
-        terms = {name: np.array(value) for name, value in one.terms_s.items()}
-        joules = float(step_energy_j(problem.cluster, terms, np.array(one.step_s))) / batch
+        terms = {name: np.array(value) for name, value in plan.terms_s.items()}
+        joules = float(step_energy_j(problem.cluster, terms, np.array(plan.step_s))) / batch
     return figures_at(
         problem,
         run,
-        seconds_per_sequence=one.step_s / batch,
+        seconds_per_sequence=plan.step_s / batch,
         joules_per_sequence=joules,
-        memory_bytes=one.memory_bytes,
+        memory_bytes=plan.memory_bytes,
     )
 
 
 def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, memory_bytes: float) -> RunFigures:
-    """Figures that no plan beats whose time and memory are no less: none draws less than waiting devices do."""
+    """Return figures that no plan beats whose time and memory are no less: all draw what waiting devices do."""
     joules = waiting_power_w(problem.cluster) * seconds_per_sequence if has_power(problem.cluster) else None
     return figures_at(
         problem,
@@ -232,5 +232,5 @@ def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, me
 
 
 def has_power(cluster: ClusterSpec) -> bool:
-    """Whether energy can be told."""
+    """Return whether the power of the cluster is known, and so energy."""
     return cluster.host.power_w is not None

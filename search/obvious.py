@@ -1,4 +1,4 @@
-"""Why did the obvious lose?  The best plan of each family that a person would think of first."""
+"""Obvious plans that lost: the best plan of each family that a person would think of first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.spec.search_result import ObviousPlan, SearchResult
 
 
 def _narrowed(limits: Limits, **degrees: int) -> Limits:
-    """`limits` with some degrees fixed, whatever bound they had."""
+    """Return `limits` with some degrees fixed, whatever bound they had."""
     fixed = tuple((axis, value) for axis, value in degrees.items() if (axis, value) not in limits.fixed)
     return replace(
         limits,
@@ -25,7 +25,10 @@ def _narrowed(limits: Limits, **degrees: int) -> Limits:
 
 
 def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """(name, limits) of what is tried first in practice; the user's own limits hold, but for the sharding of FSDP."""
+    """Yield names and limits of what is tried first in practice.
+
+    The user's own limits hold, but for the sharding of FSDP.
+    """
     cluster, has_experts = problem.cluster, problem.model.moe is not None
     domain = min(cluster.levels[-1].num_devices, cluster.num_devices)
     node = min(cluster.devices_per_node, domain)
@@ -42,7 +45,7 @@ def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def obvious(problem: Problem, space: Space, result: SearchResult) -> tuple[ObviousPlan, ...]:
-    """The best legal plan of every family, unless it is the answer or that of a family before."""
+    """Return the best legal plan of every family, unless it is the answer or that of a family before."""
     best = result.rivals[0]
     seen, found = {best.plan}, []
     for name, limits in families(problem, space.limits):

@@ -1,4 +1,4 @@
-"""In which order should a plan number the nodes that a scheduler handed out?
+"""Placement: the order in which a plan numbers the nodes that a scheduler handed out.
 
 Nodes below the same switches are interchangeable, so that an order is a row of the switches they hang on.  The step is
 linear in the shares of traffic that leave switches as long as the same things hide behind each other: such a line
@@ -41,27 +41,27 @@ SPREAD_WEIGHT = 1e-6
 MEAN_WEIGHT = 1e-3  # of the mean over switches or siblings, beside their worst
 
 # By level and group, seconds for each share of the group's traffic that leaves a switch.
-Line = dict[tuple[int, RankGroup], float]
+Slopes = dict[tuple[int, RankGroup], float]
 
 
 def is_fragmented(problem: Problem) -> bool:
-    """Whether the order of the nodes matters: they fill switches unevenly and links between those are slower."""
+    """Return whether the order of nodes matters: they fill switches unevenly, and links between those are slower."""
     if problem.cluster.levels[-1].num_devices > problem.cluster.devices_per_node:
         return False  # not priced yet
     return any(level.seats is not None and not level.seats.is_even for level in problem.topology.levels)
 
 
 def place_best(problem: Problem, result: SearchResult) -> SearchResult:
-    """The result with the nodes of its best plans in the best order found; the others keep theirs."""
+    """Return the result with the nodes of its best plans in the best order found; the others keep theirs."""
     if not is_fragmented(problem) or not result.rivals:
         return result
     placed = {}
-    for one in result.rivals[:PLACED_PLANS]:
-        placed[one.plan] = _priced(problem, best_placement(problem, one.plan))
+    for rival in result.rivals[:PLACED_PLANS]:
+        placed[rival.plan] = _priced(problem, best_placement(problem, rival.plan))
 
     def replaced(plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
-        better = [placed.get(one.plan, one) for one in plans]
-        return tuple(sorted(better, key=lambda one: one.step_s / one.plan.global_batch))
+        better = [placed.get(plan.plan, plan) for plan in plans]
+        return tuple(sorted(better, key=lambda plan: plan.step_s / plan.plan.global_batch))
 
     rivals = replaced(result.rivals)
     limits = (*result.certificate.limits, f"nodes by switch, for the best {len(placed)} plans in an order of their own")
@@ -79,28 +79,31 @@ def best_placement(problem: Problem, plan: ParallelPlan) -> ParallelPlan:
     Deterministic.  Candidates fill the grid of nodes that pipelines and replicas span in bands, by switches of falling
     or rising size, with or without keeping blocks whole; the best are improved by swaps of two nodes.
     """
-    search = _Search.of(problem, replace(plan, placement=None))
+    search = _OrderSearch.of(problem, replace(plan, placement=None))
     listed = search.listed
     plain = (listed, np.sort(listed), search.order(plan.placement))
     best, best_key = min(((order, search.key(order)) for order in plain), key=lambda pair: pair[1])
     starts = np.unique(np.array([*plain, *search.starts()]), axis=0)
     for _ in range(2):  # the second time with a line through the best order of the first
-        base, line = best, search.line(best)
-        scores = search.score(line, starts)
+        base, slopes = best, search.slopes(best)
+        scores = search.score(slopes, starts)
         chosen = starts[np.argsort(scores, kind="stable")[:STARTS]]
-        improved = [search.improve(line, order) for order in chosen]
+        improved = [search.improve(slopes, order) for order in chosen]
         for order in np.unique(np.array([*chosen[:1], *improved]), axis=0):
             if (key := search.key(order)) < best_key:
                 best, best_key = order, key
-        if best is base or not line:
+        if best is base or not slopes:
             break
         starts = np.unique(np.array([best, *improved]), axis=0)
     return replace(plan, placement=None if (best == listed).all() else search.names(best))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
-    """One plan on one allocation.  An order holds the class of every node; nodes of a class share all switches."""
+class _OrderSearch:
+    """Search for the order of one plan on one allocation.
+
+    An order holds the class of every node; nodes of a class share all switches.
+    """
 
     problem: Problem
     batch: PlanBatch
@@ -112,8 +115,8 @@ class _Search:
     listed_s: float
 
     @classmethod
-    def of(cls, problem: Problem, plan: ParallelPlan) -> _Search:
-        """With the groups that pricing asks for."""
+    def of(cls, problem: Problem, plan: ParallelPlan) -> _OrderSearch:
+        """Prepare a search, with the groups that pricing asks for."""
         by_tier = np.array(switches_of_nodes(problem.cluster, None))
         # Sorted by site first, then from the outermost tier inwards.
         classes, listed = np.unique(by_tier[::-1], axis=1, return_inverse=True)
@@ -142,51 +145,51 @@ class _Search:
         )
 
     def names(self, order: Ints) -> tuple[str, ...]:
-        """The nodes in that order, those of a class as the cluster lists them."""
+        """Return the nodes in that order, those of a class as the cluster lists them."""
         names = node_names(self.problem.cluster)
         of_class = {number: iter(np.flatnonzero(self.listed == number)) for number in np.unique(self.listed).tolist()}
         return tuple(names[next(of_class[number])] for number in order.tolist())
 
     def order(self, placement: tuple[str, ...] | None) -> Ints:
-        """The classes of the nodes in that order."""
+        """Return the classes of the nodes in that order."""
         class_of = dict(zip(node_names(self.problem.cluster), self.listed.tolist(), strict=True))
         return np.array([class_of[name] for name in placement or class_of], dtype=np.int64)
 
     def key(self, order: Ints) -> tuple[float, float]:
-        """By what orders compare: the time of a step, to the precision that counts, then how far groups spread."""
+        """Return the key by which orders compare: the step, to the precision that counts, then the spread of groups."""
         placement = None if (order == self.listed).all() else self.names(order)
         step_s = float(estimate(self.problem, replace(self.batch, placement=placement)).step_s[0])
         return round(np.log(step_s) / TIE), float(self._spread(order[None])[0])
 
     # -- many orders at once ------------------------------------------------------------------------------------------
 
-    def line(self, order: Ints) -> Line:
-        """How the step grows with each share from `order` on: between none and what leaves if classes take turns."""
+    def slopes(self, order: Ints) -> Slopes:
+        """Return how the step grows with each share from `order` on: from none to that of classes that take turns."""
         turns = np.argsort([np.sum(order[:at] == number) for at, number in enumerate(order)], kind="stable")
-        here, there = (self._shares(one[None]) for one in (order, order[turns]))
-        line = {}
-        for where, share in there.items():
-            most = float(max(share.max(), here[where].max()))
+        now, spread = (self._shares(nodes[None]) for nodes in (order, order[turns]))
+        slopes = {}
+        for where, share in spread.items():
+            most = float(max(share.max(), now[where].max()))
             if most > 0:
-                longest, shortest = (self._what_if(here, where, leaving) for leaving in (most, 0.0))
-                line[where] = max(longest - shortest, 0.0) / most
-        return line
+                longest, shortest = (self._what_if(now, where, leaving) for leaving in (most, 0.0))
+                slopes[where] = max(longest - shortest, 0.0) / most
+        return slopes
 
-    def score(self, line: Line, orders: Ints) -> Floats:
-        """What `line` says of orders: seconds, but for a constant."""
+    def score(self, slopes: Slopes, orders: Ints) -> Floats:
+        """Return the times of orders by `slopes`: seconds, but for a constant."""
         score = SPREAD_WEIGHT * self.listed_s * self._spread(orders)
-        for (level, group), slope in line.items():
+        for (level, group), slope in slopes.items():
             if slope:
                 share = leaving_share(self.seats[level], self._switch(level, orders), group)
                 score += slope * (share.max(axis=1) + MEAN_WEIGHT * share.mean(axis=1))
         return score
 
-    def improve(self, line: Line, order: Ints) -> Ints:
-        """`order` after swaps of two nodes, the best of a block of them at a time, until none helps."""
+    def improve(self, slopes: Slopes, order: Ints) -> Ints:
+        """Return `order` after swaps of two nodes, the best of a block of them at a time, until none helps."""
         size = max(BLOCK_NODES // len(order), 1)
         first, second = _pairs(len(order), MOST_TRIALS * size)
         blocks = -(-len(first) // size)
-        score, idle = float(self.score(line, order[None])[0]), 0
+        score, idle = float(self.score(slopes, order[None])[0]), 0
         for trial in range(MOST_TRIALS):
             if idle >= blocks:
                 break
@@ -200,14 +203,14 @@ class _Search:
             orders = np.tile(order, (len(a), 1))
             row = np.arange(len(a))
             orders[row, a], orders[row, b] = order[b], order[a]
-            scores = self.score(line, orders)
+            scores = self.score(slopes, orders)
             best = int(np.argmin(scores))
             if scores[best] < score - TIE * self.listed_s * SPREAD_WEIGHT:
                 order, score, idle = orders[best], float(scores[best]), 0
         return order
 
     def starts(self) -> Iterator[Ints]:
-        """Orders that keep nodes of a class together in the one or the other direction of the grid."""
+        """Yield orders that keep nodes of a class together in the one or the other direction of the grid."""
         count = np.bincount(self.listed)
         by_size = np.argsort(count, kind="stable")
         num = len(self.listed)
@@ -225,13 +228,13 @@ class _Search:
                         yield order
 
     def _switch(self, level: int, orders: Ints) -> Ints:
-        """What every node of each order hangs on: shape (orders, nodes)."""
+        """Return the switch of every node of each order: shape (orders, nodes)."""
         of_class = np.empty(int(self.listed.max()) + 1, dtype=np.int64)
         of_class[self.listed] = self.seats[level].switch
         return of_class[orders]
 
     def _shares(self, orders: Ints) -> dict[tuple[int, RankGroup], Floats]:
-        """For each level and group what leaves every switch: shape (orders, switches)."""
+        """Return for each level and group the share that leaves every switch: shape (orders, switches)."""
         return {
             (level, group): leaving_share(seats, self._switch(level, orders), group)
             for level, seats in self.seats.items()
@@ -239,18 +242,18 @@ class _Search:
         }
 
     def _spread(self, orders: Ints) -> Floats:
-        """Below how many leaf switches the widest group lies, and a little of the mean: shape (orders)."""
+        """Return the number of leaf switches of the widest group, and a little of the mean: shape (orders)."""
         leaf = self.above[0][orders]
         found = [spreads(leaf, group, self.problem.cluster.devices_per_node) for group in self.spans]
         if not found:
             return np.zeros(len(orders))
-        worst = np.max([one.max(axis=1) for one in found], axis=0)
-        return worst + MEAN_WEIGHT * np.sum([one.mean(axis=1) for one in found], axis=0)
+        worst = np.max([counts.max(axis=1) for counts in found], axis=0)
+        return worst + MEAN_WEIGHT * np.sum([counts.mean(axis=1) for counts in found], axis=0)
 
     def _what_if(
         self, shares: dict[tuple[int, RankGroup], Floats], where: tuple[int, RankGroup], leaving: float
     ) -> float:
-        """The step with these shares, but another one in one place."""
+        """Return the step with these shares, but another one in one place."""
         levels = list(self.problem.topology.levels)
         for at, seats in self.seats.items():
             known = {group: effective_members(group, float(shares[at, group].max())) for group in seats.known}
@@ -261,7 +264,7 @@ class _Search:
 
 
 def _pairs(num: int, most: int) -> tuple[Ints, Ints]:
-    """All pairs of `num` things in random order, or so many random ones where there are more."""
+    """Return all pairs of `num` things in random order, or `most` random ones where there are more."""
     random = np.random.default_rng(0)
     if num * (num - 1) // 2 <= most:
         first, second = np.triu_indices(num, 1)
@@ -271,7 +274,7 @@ def _pairs(num: int, most: int) -> tuple[Ints, Ints]:
 
 
 def _in_blocks(kinds: Sequence[int] | Ints, count: Ints, size: int) -> Ints:
-    """Classes one after another, each `count` times: what fills whole blocks of `size` first, then the rest."""
-    whole = [np.full(count[kind] // size * size, kind) for kind in kinds]
+    """Return classes one after another, each `count` times: nodes that fill blocks of `size` first, then the rest."""
+    full = [np.full(count[kind] // size * size, kind) for kind in kinds]
     rest = [np.full(count[kind] % size, kind) for kind in kinds]
-    return np.concatenate([*whole, *rest])
+    return np.concatenate([*full, *rest])

@@ -1,4 +1,4 @@
-"""Which plan comes first?  A stable order of plans, the best of many, and the figures by which people compare them."""
+"""Ranking of plans: a stable order, the best of many, and the figures by which people compare them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _TIE_ORDER = (
 
 
 def seconds_per_sequence(costs: CostEstimate) -> Floats:
-    """What a search makes small: step time over global batch, so that batches of different size compare."""
+    """Return step time over global batch, which a search makes small: so batches of different size compare."""
     return costs.step_s / costs.batch.global_batch
 
 
 def ordering(objective: Floats, batch: PlanBatch) -> Ints:
-    """Indices of the plans, best first: by `objective` rounded to `TIE`, then plainer plans, then even layers."""
+    """Return indices of plans, best first: by `objective` rounded to `TIE`, then plainer plans, then even layers."""
     rounded = np.round(np.log(objective) / TIE).astype(np.int64)
     place = {layout: at for at, layout in enumerate(sorted(batch.layouts, key=lambda one: (max(one) - min(one), one)))}
     layers = np.array([place[layout] for layout in batch.layouts], dtype=np.int64)
@@ -84,7 +84,7 @@ class Leaders:
 
 
 def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple[RankedPlan, ...]:
-    """The plans at the indices `order`, with their figures.
+    """Return the plans at the indices `order`, with their figures.
 
     MFU is Megatron-LM's: model FLOPs without recomputation over the datasheet peak of the precision.
     """
@@ -112,5 +112,5 @@ def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple
                 terms_s={name: float(value[at]) for name, value in costs.terms_s.items()},
             )
         )
-    assert all(math.isfinite(one.step_s) for one in result)
+    assert all(math.isfinite(plan.step_s) for plan in result)
     return tuple(result)

@@ -1,4 +1,4 @@
-"""What would change the answer?  By how much each number of the hardware must move, alone, until another plan wins.
+"""Sensitivity of the answer: how far each number of the hardware must move, alone, until another plan wins.
 
 Every plan that the search has kept is priced again under the moved number, so that what hides or shows behind other
 work is as it would be then.
@@ -117,7 +117,7 @@ def _later_network(cluster: ClusterSpec, growth: float) -> ClusterSpec:
 
 
 def quantities(problem: Problem) -> tuple[Quantity, ...]:
-    """The numbers that times rest on, by what a person calls them on this cluster."""
+    """Return the numbers that times rest on, by their names on this cluster."""
     cluster = problem.cluster
     link = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "shared_memory": "shared-memory"}[
         cluster.levels[-1].kind
@@ -136,8 +136,8 @@ def quantities(problem: Problem) -> tuple[Quantity, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Field:
-    """The plans that may win, best first; those of the best one's kind are of kind 0."""
+class _Contenders:
+    """Plans that may win, best first; those of the best one's kind are of kind 0."""
 
     plans: tuple[RankedPlan, ...]
     batch: PlanBatch
@@ -146,30 +146,30 @@ class _Field:
     margin: float  # the search left out no plan nearer to the best; below 0 where that is not known
 
     @classmethod
-    def of(cls, problem: Problem, result: SearchResult, margin: float) -> _Field:
+    def of(cls, problem: Problem, result: SearchResult, margin: float) -> _Contenders:
         z = normal_z(result.certificate.quantile)
         best = result.rivals[0]
-        ordered = sorted((*result.ranked, *result.rivals), key=lambda one: at_quantile(one, z))
-        others = [one for one in {one.plan: one for one in ordered}.values() if one.plan != best.plan]
+        ordered = sorted((*result.ranked, *result.rivals), key=lambda plan: at_quantile(plan, z))
+        others = [plan for plan in {plan.plan: plan for plan in ordered}.values() if plan.plan != best.plan]
         if len(others) >= MOST_PLANS:
             margin = min(margin, pace(others[MOST_PLANS - 1]) / pace(best) - 1.0)
         plans = (best, *others[: MOST_PLANS - 1])
         numbers: dict[Hashable, int] = {}
-        kinds = [numbers.setdefault(kind_of(one.plan), len(numbers)) for one in plans]
+        kinds = [numbers.setdefault(kind_of(plan.plan), len(numbers)) for plan in plans]
         return cls(
             plans=plans,
-            batch=PlanBatch.of([one.plan for one in plans], problem.model.num_layers),
+            batch=PlanBatch.of([plan.plan for plan in plans], problem.model.num_layers),
             kinds=np.array(kinds, dtype=np.int64),
-            scale=np.array([at_quantile(one, z) / pace(one) for one in plans]),
+            scale=np.array([at_quantile(plan, z) / pace(plan) for plan in plans]),
             margin=margin if result.certificate.quantile is None else -1.0,
         )
 
     def times(self, problem: Problem) -> Floats:
-        """What the search makes small, of every plan."""
+        """Return the objective of the search for every plan."""
         return self.scale * seconds_per_sequence(estimate(problem, self.batch))
 
     def least(self, times: Floats) -> Floats:
-        """The least of each kind."""
+        """Return the least time of each kind."""
         found = np.full(int(self.kinds.max()) + 1, np.inf)
         np.minimum.at(found, self.kinds, times)
         return found
@@ -180,41 +180,43 @@ def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: fl
 
     The winners looked at are the plans of `result`; `margin` is what the search left none out of.
     """
-    field = _Field.of(problem, result, margin)
-    now = field.times(problem)
-    slopes, flips = {}, [*_less_memory(problem, field), *_more_memory(problem, space, result)]
+    contenders = _Contenders.of(problem, result, margin)
+    now = contenders.times(problem)
+    slopes, flips = {}, [*_less_memory(problem, contenders), *_more_memory(problem, space, result)]
     for quantity in quantities(problem):
-        nudged = field.times(quantity.slower(problem, 1.0 + _NUDGE))
+        nudged = contenders.times(quantity.slower(problem, 1.0 + _NUDGE))
         sign = -1.0 if quantity.is_rate else 1.0
         slopes[quantity.name] = sign * float(nudged[0] / now[0] - 1.0) / _NUDGE
         if np.ptp(nudged / now) >= _NUDGE * LEAST_SLOPE:
-            flips.extend(_flips(problem, field, quantity, now, nudged))
+            flips.extend(_flips(problem, contenders, quantity, now, nudged))
     return Sensitivity(elasticities=slopes, flips=tuple(sorted(flips, key=lambda flip: abs(math.log(flip.factor)))))
 
 
-def _flips(problem: Problem, field: _Field, quantity: Quantity, now: Floats, nudged: Floats) -> Iterator[Flip]:
-    """The first one in either direction."""
+def _flips(
+    problem: Problem, contenders: _Contenders, quantity: Quantity, now: Floats, nudged: Floats
+) -> Iterator[Flip]:
+    """Yield the first flip in either direction."""
 
     def times(growth: float) -> Floats:
-        return field.times(quantity.slower(problem, growth))
+        return contenders.times(quantity.slower(problem, growth))
 
-    least = field.least(now)
-    slope = (field.least(nudged) - least) / _NUDGE
+    least = contenders.least(now)
+    slope = (contenders.least(nudged) - least) / _NUDGE
     for end in (MOST_CHANGE, 1.0 / MOST_CHANGE):
-        found = first_crossing(lambda growth: field.least(times(growth)), least, slope, end)
+        found = first_crossing(lambda growth: contenders.least(times(growth)), least, slope, end)
         if found is None:
             continue
         growth, kind = found
         then = times(growth)
-        winner = min(np.flatnonzero(field.kinds == kind), key=lambda at: float(then[at]))
+        winner = min(np.flatnonzero(contenders.kinds == kind), key=lambda at: float(then[at]))
         # What is left out takes at least `1 + margin` times as long as the best one now, more where the number is
         # worse, and where it is better no less than in proportion.
-        best = float(then[field.kinds == 0].min())
+        best = float(then[contenders.kinds == 0].min())
         yield Flip(
             quantity=quantity.name,
             factor=growth if not quantity.is_rate else 1.0 / growth,
-            plan=field.plans[winner].plan,
-            is_proven=best <= float(now[0]) * (1.0 + field.margin) * min(growth, 1.0),
+            plan=contenders.plans[winner].plan,
+            is_proven=best <= float(now[0]) * (1.0 + contenders.margin) * min(growth, 1.0),
             measure=quantity.measure,
         )
 
@@ -256,41 +258,41 @@ def first_crossing(
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _room(problem: Problem) -> float:
-    """What part of a device's memory a plan may need that fits safely."""
+def _safe_share(problem: Problem) -> float:
+    """Return the part of a device's memory that a plan may need and fit safely."""
     return math.exp(RISKY_Z * problem.calibration.memory_spread)
 
 
-def _less_memory(problem: Problem, field: _Field) -> Iterator[Flip]:
-    """Where no plan of the best one's kind that is better than the next kind's fits."""
-    best = field.plans[0]
+def _less_memory(problem: Problem, contenders: _Contenders) -> Iterator[Flip]:
+    """Yield the memory below which no plan of the best one's kind that beats the next kind fits."""
+    best = contenders.plans[0]
     if best.verdict != "fits":
         return
     least = math.inf
-    for one, kind in zip(field.plans, field.kinds, strict=True):
+    for plan, kind in zip(contenders.plans, contenders.kinds, strict=True):
         if kind == 0:
-            least = min(least, one.memory_bytes)
-        elif one.memory_bytes < least:
-            factor = least / _room(problem) / problem.capacity_bytes
-            is_proven = pace(one) <= pace(best) * (1.0 + field.margin)
-            yield Flip(quantity="device memory", factor=factor, plan=one.plan, is_proven=is_proven)
+            least = min(least, plan.memory_bytes)
+        elif plan.memory_bytes < least:
+            factor = least / _safe_share(problem) / problem.capacity_bytes
+            is_proven = pace(plan) <= pace(best) * (1.0 + contenders.margin)
+            yield Flip(quantity="device memory", factor=factor, plan=plan.plan, is_proven=is_proven)
             return
 
 
 def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterator[Flip]:
-    """The plan that would win with the least more memory, if any would."""
+    """Yield the plan that would win with the least additional memory, if any would."""
     best, z = result.rivals[0], normal_z(result.certificate.quantile)
     device = problem.cluster.device
     roomy = replace(device, visible_memory_bytes=MOST_CHANGE * device.visible_memory_bytes)
     found = search(replace(problem, cluster=replace(problem.cluster, device=roomy)), space)
     bar = at_quantile(best, z) * (1.0 - TIE)
-    better = [one for one in (*found.ranked, *found.rivals) if at_quantile(one, z) < bar]
-    better = [one for one in better if kind_of(one.plan) != kind_of(best.plan)]
+    better = [plan for plan in (*found.ranked, *found.rivals) if at_quantile(plan, z) < bar]
+    better = [plan for plan in better if kind_of(plan.plan) != kind_of(best.plan)]
     if not better:
         return
-    first = min(better, key=lambda one: (one.memory_bytes, pace(one)))
-    # A search tells all plans within its margin, and keeps so many.
-    is_whole = pace(best) <= pace(found.rivals[0]) * (1.0 + MARGIN) and len(found.ranked) < KEPT
-    factor = first.memory_bytes / _room(problem) / problem.capacity_bytes
-    is_proven = is_whole and result.certificate.quantile is None
+    first = min(better, key=lambda plan: (plan.memory_bytes, pace(plan)))
+    # A search finds all plans within its margin, and keeps so many.
+    is_complete = pace(best) <= pace(found.rivals[0]) * (1.0 + MARGIN) and len(found.ranked) < KEPT
+    factor = first.memory_bytes / _safe_share(problem) / problem.capacity_bytes
+    is_proven = is_complete and result.certificate.quantile is None
     yield Flip(quantity="device memory", factor=factor, plan=first.plan, is_proven=is_proven)

@@ -1,4 +1,4 @@
-"""On how many nodes?  The best plans of several sizes of a cluster, each proven, for the objectives of a run.
+"""Search over numbers of nodes: the best plans of each size, proven, for the objectives of a run.
 
 A size is left out where a bound of all its plans is too slow for the run, or no better than a plan of another size.
 """
@@ -27,7 +27,7 @@ from autoplan.spec.run_report import RunFigures, RunPlan, RunReport, SizeOutcome
 from autoplan.spec.search_result import Certificate, RankedPlan, SearchResult
 
 Costs = tuple[float, ...]
-Make = Callable[[int], tuple[Problem, Space]]
+MakeProblem = Callable[[int], tuple[Problem, Space]]
 
 TOO_SLOW = "too slow for the run"
 NO_PROGRESS = "no progress between failures"
@@ -40,8 +40,8 @@ def size_grid(low: int, high: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The answer: the problem of the size that is best and its plans, best first, and what is known of all sizes."""
+class SizeSearchResult:
+    """The problem of the best size and its plans, best first, and a report of all sizes."""
 
     problem: Problem
     plans: tuple[RankedPlan, ...]
@@ -51,7 +51,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Size:
-    """One size before its search."""
+    """A size before its search."""
 
     num_nodes: int
     problem: Problem
@@ -63,50 +63,53 @@ class _Size:
 
 def search_sizes(
     sizes: Iterable[int],
-    make: Make,
+    make: MakeProblem,
     objectives: Sequence[Objective],
     run: Run,
     progress: Progress | None = None,
     *,
     shared: Shared | None = None,
-) -> Chosen:
-    """The plans of all sizes that are best in the objectives and keep what the run asks for.
+) -> SizeSearchResult:
+    """Find the plans of all sizes that are best in the objectives and within the limits of the run.
 
     Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.  Workers
     of a `shared` search take the sizes in the same order and share the search of each: a study a size.
     """
     measures = measures_of(objectives, run)
-    waiting = sorted((_bounded(nodes, make, objectives, run) for nodes in sizes), key=lambda one: one.costs)
+    waiting = sorted((_bounded(nodes, make, objectives, run) for nodes in sizes), key=lambda size: size.costs)
     results: dict[int, SearchResult] = {}
     outcomes, front = [], list[RunPlan]()
     for at, size in enumerate(waiting):
         if why := _ruled_out(size, front, objectives, run):
             outcomes.append(SizeOutcome(num_nodes=size.num_nodes, best=None, least=size.least, why=why))
         else:
-            alone = measures == ("time",)
-            if alone:
+            is_time_alone = measures == ("time",)
+            if is_time_alone:
                 result = place_best(size.problem, search(size.problem, size.space, shared=_of_size(shared, size)))
             else:
                 result = search(size.problem, size.space, measures=measures, shared=_of_size(shared, size))
             results[size.num_nodes] = result
-            plans = result.ranked[:1] if alone else result.ranked
+            plans = result.ranked[:1] if is_time_alone else result.ranked
             found = [
-                RunPlan(num_nodes=size.num_nodes, plan=one, figures=figures(size.problem, run, one)) for one in plans
+                RunPlan(num_nodes=size.num_nodes, plan=plan, figures=figures(size.problem, run, plan)) for plan in plans
             ]
             outcomes.append(_outcome(size, found, objectives, run))
-            front = _front([*front, *(one for one in found if run.admits(one.figures))], objectives)
+            front = _front([*front, *(plan for plan in found if run.admits(plan.figures))], objectives)
         if progress:
             progress(at + 1, len(waiting))
-    outcomes.sort(key=lambda one: one.num_nodes)
+    outcomes.sort(key=lambda outcome: outcome.num_nodes)
     if not front:
         raise NoPlanError(_why_none(waiting, results, outcomes, run))
     best = front[0]
     chosen = next(size for size in waiting if size.num_nodes == best.num_nodes)
     report = RunReport(
-        objectives=tuple(one.name for one in objectives), best=best, front=tuple(front), sizes=tuple(outcomes)
+        objectives=tuple(objective.name for objective in objectives),
+        best=best,
+        front=tuple(front),
+        sizes=tuple(outcomes),
     )
     result = results[best.num_nodes]
-    return Chosen(
+    return SizeSearchResult(
         problem=chosen.problem,
         plans=result.rivals if measures == ("time",) else (best.plan,),
         certificate=result.certificate,
@@ -115,14 +118,14 @@ def search_sizes(
 
 
 def _of_size(shared: Shared | None, size: _Size) -> Shared | None:
-    """Where one size is shared: names that a search gives itself differ by size already."""
+    """Return where a size is shared: default names differ by size already."""
     if shared is None or shared.name is None:
         return shared
     return replace(shared, name=f"{shared.name}-{size.num_nodes}-nodes")
 
 
-def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) -> _Size:
-    """A size with figures that none of its plans beats."""
+def _bounded(nodes: int, make: MakeProblem, objectives: Sequence[Objective], run: Run) -> _Size:
+    """Return a size with figures that none of its plans beats."""
     problem, space = make(nodes)
     least, costs = None, (math.inf,) * len(objectives)
     try:
@@ -145,14 +148,15 @@ def _bounded(nodes: int, make: Make, objectives: Sequence[Objective], run: Run) 
 
 
 def _ruled_out(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objective], run: Run) -> str:
-    """Why no plan of a size is looked for; blank where one has to be."""
+    """Return why a size need not be searched; blank where it must be."""
     if size.refusal:
         return NO_PROGRESS
     if size.least is None:
         return "no plan fits" if size.space.cells() else why_empty(size.space)
     if not run.admits(size.least):
         return TOO_SLOW
-    if any(one.plan.verdict == "fits" and _is_no_worse(costs_of(objectives, one.figures), size.costs) for one in front):
+    costs = [costs_of(objectives, plan.figures) for plan in front if plan.plan.verdict == "fits"]
+    if any(_is_no_worse(found, size.costs) for found in costs):
         return "no better than what was found"
     return ""
 
@@ -160,8 +164,8 @@ def _ruled_out(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objec
 def _outcome(size: _Size, found: Sequence[RunPlan], objectives: Sequence[Objective], run: Run) -> SizeOutcome:
     if not found:
         return SizeOutcome(num_nodes=size.num_nodes, best=None, least=size.least, why="no plan fits")
-    usable = [one for one in found if run.admits(one.figures)] or found
-    best = min(usable, key=lambda one: costs_of(objectives, one.figures))
+    usable = [plan for plan in found if run.admits(plan.figures)] or found
+    best = min(usable, key=lambda plan: costs_of(objectives, plan.figures))
     return SizeOutcome(
         num_nodes=size.num_nodes,
         best=best,
@@ -171,24 +175,24 @@ def _outcome(size: _Size, found: Sequence[RunPlan], objectives: Sequence[Objecti
 
 
 def _is_no_worse(costs: Costs, others: Costs) -> bool:
-    """Whether none of the costs is above its counterpart, but for ties."""
+    """Return whether none of the costs is above its counterpart, but for ties."""
     return all(cost <= other * (1 + TIE) for cost, other in zip(costs, others, strict=True))
 
 
 def _front(plans: Iterable[RunPlan], objectives: Sequence[Objective]) -> list[RunPlan]:
-    """The plans that no other beats, the best of the first objective first; those that fit before those that may not.
+    """Return the plans that no other beats, best in the first objective first; only those that fit, where any does.
 
     Of equal ones it is the one on the fewest nodes.
     """
     kept: list[tuple[Costs, RunPlan]] = []
     plans = list(plans)
-    safe = [one for one in plans if one.plan.verdict == "fits"] or plans
-    valued = [(costs_of(objectives, one.figures), one) for one in safe]
+    safe = [plan for plan in plans if plan.plan.verdict == "fits"] or plans
+    valued = [(costs_of(objectives, plan.figures), plan) for plan in safe]
     valued.sort(key=lambda pair: (_rounded(pair[0]), pair[1].num_nodes))
-    for costs, one in valued:
+    for costs, plan in valued:
         if not any(_is_no_worse(other, costs) for other, _ in kept):
-            kept.append((costs, one))
-    return [one for _, one in kept]
+            kept.append((costs, plan))
+    return [plan for _, plan in kept]
 
 
 def _rounded(costs: Costs) -> tuple[float, ...]:
@@ -198,8 +202,8 @@ def _rounded(costs: Costs) -> tuple[float, ...]:
 def _why_none(
     sizes: Sequence[_Size], results: dict[int, SearchResult], outcomes: Sequence[SizeOutcome], run: Run
 ) -> str:
-    """Why no size has a plan for the run, and the way out."""
-    if slow := [one for one in outcomes if one.why == TOO_SLOW]:
+    """Say why no size has a plan for the run, and the way out."""
+    if slow := [outcome for outcome in outcomes if outcome.why == TOO_SLOW]:
         return _why_slow(slow, run)
     if all(size.refusal for size in sizes):
         return (
@@ -212,7 +216,7 @@ def _why_none(
 
 
 def _why_slow(outcomes: Sequence[SizeOutcome], run: Run) -> str:
-    known = [(one.num_nodes, one.best.figures if one.best else one.least) for one in outcomes]
+    known = [(size.num_nodes, size.best.figures if size.best else size.least) for size in outcomes]
     takes = [(figures.run_s, figures.device_hours, nodes) for nodes, figures in known if figures and figures.run_s]
     if not takes:
         nodes, figures = known[-1]
@@ -222,7 +226,7 @@ def _why_slow(outcomes: Sequence[SizeOutcome], run: Run) -> str:
             f"{run.device_hours:,.0f} device hours last {format_days(lasts_s)} on {_nodes(nodes)}, the deadline is "
             f"{format_days(run.deadline_s or 0.0)}: give more nodes, or fewer hours"
         )
-    fastest, leanest = min(takes), min(takes, key=lambda one: one[1] or math.inf)
+    fastest, leanest = min(takes), min(takes, key=lambda took: took[1] or math.inf)
     asked, ways = [], []
     if run.deadline_s is not None:
         asked.append(

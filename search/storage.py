@@ -1,4 +1,4 @@
-"""Where is a search kept?  Optuna's storages by URL, and a study that is joined only by those who ask the same."""
+"""Storage of searches: Optuna's storages by URL, and a study that is joined only by those who ask the same."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _GRPC = re.compile(r"grpc://(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
 
 @contextmanager
 def opened(url: str | None) -> Iterator[BaseStorage]:
-    """Memory (None), the path of a journal file, `grpc://host:port` of a proxy, or the URL of a database.
+    """Open memory (None), the path of a journal file, `grpc://host:port` of a proxy, or the URL of a database.
 
-    Whatever it cannot do is told in one line, without the password.
+    Its errors take one line, without the password.
     """
-    with _telling(url):
+    with _one_line_errors(url):
         storage = _open(url)
         try:
             yield storage
@@ -78,7 +78,7 @@ def _open(url: str | None) -> BaseStorage:
 
 
 def _journal(path: str) -> JournalStorage:
-    """A journal whose last line was not written to its end, for want of disk or power, goes on without that line.
+    """Open a journal, without a last line that was not written to its end, for want of disk or power.
 
     Else the next line would be joined to it, and the journal could be read no more.
     """
@@ -86,11 +86,11 @@ def _journal(path: str) -> JournalStorage:
     backend = JournalFileBackend(path, lock_obj=lock)
     lock.acquire()  # nobody writes
     try:
-        held = Path(path).read_bytes()
-        if held and not held.startswith(_JOURNAL_STARTS):
+        content = Path(path).read_bytes()
+        if content and not content.startswith(_JOURNAL_STARTS):
             raise InputError(f"--storage {path}: is no journal of a study: give another")
-        if not held.endswith(b"\n"):
-            os.truncate(path, held.rfind(b"\n") + 1)
+        if not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
     finally:
         lock.release()
     try:
@@ -100,7 +100,7 @@ def _journal(path: str) -> JournalStorage:
 
 
 def _database(url: str, options: dict[str, Any]) -> RDBStorage:
-    """Workers that start together on an empty database all make its tables: all but one have to try again."""
+    """Open a database; of workers that start together and make its tables all but one have to try again."""
     from sqlalchemy.exc import DBAPIError
 
     for _ in range(MOST_OPENINGS - 1):
@@ -111,7 +111,7 @@ def _database(url: str, options: dict[str, Any]) -> RDBStorage:
 
 
 def _sqlite(url: str) -> RDBStorage:
-    """A claim reads a trial and then writes it: SQLite must lock the file before the first, or two may have it."""
+    """Open SQLite so that it locks the file before a claim reads a trial and writes it, or two may have it."""
     from sqlalchemy import event
 
     storage = _database(url, {"connect_args": {"timeout": BUSY_TIMEOUT_S}})
@@ -122,14 +122,14 @@ def _sqlite(url: str) -> RDBStorage:
 
 
 def _use_wal(connection: sqlite3.Connection, _: object) -> None:
-    """Transactions that the driver does not begin, and that a killed process loses none of."""
+    """Begin no transactions in the driver, and lose none when a process is killed."""
     connection.isolation_level = None
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
 
 
 @contextmanager
-def _telling(url: str | None) -> Iterator[None]:
+def _one_line_errors(url: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -139,12 +139,12 @@ def _telling(url: str | None) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-        raise InputError(f"--storage {redact_url(url)}: {_without_secret(said, url)}") from None
+        message = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise InputError(f"--storage {redact_url(url)}: {_without_secret(message, url)}") from None
 
 
 def _without_secret(text: str, url: str) -> str:
-    """An error may quote the URL that it is about."""
+    """Return an error's text without the password of the URL that it may quote."""
     secret = re.search(r"://[^/@]*:([^/@]*)@", url)
     for variant in {secret[1], unquote(secret[1])} if secret else ():
         text = text.replace(variant, "***") if variant else text
@@ -152,7 +152,7 @@ def _without_secret(text: str, url: str) -> str:
 
 
 def join_study(storage: BaseStorage, name: str | None, about: Mapping[str, str]) -> tuple[optuna.Study, bool]:
-    """(the study, whether it was made here); one that is about something else is refused."""
+    """Return the study and whether it was made here; one that is about something else is refused."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if name is not None and not _NAME.fullmatch(name):
         raise InputError(f"--study {name!r}: write at most 100 letters, digits, '.', '_' and '-'")
@@ -179,7 +179,7 @@ def _check_same(study: optuna.Study, about: Mapping[str, str]) -> None:
 
 
 def identity(problem: Problem, space: Space, **more: object) -> dict[str, str]:
-    """What a study is about: enough to tell people, and a hash of all that its answer depends on."""
+    """Return what a study is about: a few words for people, and a hash of all that its answer depends on."""
     return {
         "version": __version__,
         "model": problem.model.name,
@@ -190,7 +190,7 @@ def identity(problem: Problem, space: Space, **more: object) -> dict[str, str]:
 
 
 def fingerprint(value: object) -> str:
-    """A hash of nested dataclasses, mappings, sequences, arrays and plain values that any process finds again."""
+    """Return a hash of nested dataclasses, mappings, sequences, arrays and plain values, the same in any process."""
     digest = hashlib.sha256()
     for part in _parts(value):
         digest.update(part)
@@ -213,8 +213,8 @@ def _parts(value: object) -> Iterator[bytes]:
             yield from _parts(value[key])
     elif isinstance(value, tuple | list):
         yield str(len(value)).encode()
-        for one in value:
-            yield from _parts(one)
+        for item in value:
+            yield from _parts(item)
     elif isinstance(value, set | frozenset):
         yield repr(sorted(value, key=repr)).encode()
     elif hasattr(value, "__qualname__"):  # a function, such as a framework's way to cut the layers

@@ -15,7 +15,7 @@ from autoplan.base.units import format_seconds
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Jobs, JobStatus, SilentError
 from autoplan.search.trial_results import make_result, read_result
-from autoplan.search.tune import TOLERANCE, TrialResult, Tuning, View
+from autoplan.search.tune import TOLERANCE, TrialResult, Tuning, TuningState
 from autoplan.spec.problem import Problem
 
 POLL_S = 0.5
@@ -69,11 +69,11 @@ class Trials:
             self._adopt()
             try:
                 while True:
-                    view = self.tuning.view()
+                    view = self.tuning.state()
                     reason = self._why_stop(view, until_s)
                     while reason is None and view.next is not None and len(self._running) < self.parallel:
                         self._start(view.next)
-                        view = self.tuning.view()
+                        view = self.tuning.state()
                         reason = self._why_stop(view, until_s)
                     if reason is not None and (not self._running or time.monotonic() >= until_s):
                         return reason
@@ -84,7 +84,7 @@ class Trials:
             finally:
                 self._cancel_all()
 
-    def _why_stop(self, view: View, until_s: float) -> str | None:
+    def _why_stop(self, view: TuningState, until_s: float) -> str | None:
         """Say why no other trial is started; None where one may be."""
         spent = spent_hours(self.problem, view)
         num_trials = sum(trial.result is None or trial.result.how != "cancelled" for trial in view.trials)
@@ -153,7 +153,7 @@ class Trials:
                 watched.since_s = time.monotonic() - max(age_s, 0.0)
             self.show(f"trial {trial.number} is followed again: {self._name(trial.at)}")
 
-    def _watch(self, view: View) -> None:
+    def _watch(self, view: TuningState) -> None:
         """Look after all that runs, once, and wait a moment."""
         statuses = self.jobs.poll([watched.job for watched in self._running.values()])
         for watched in list(self._running.values()):
@@ -191,7 +191,7 @@ class Trials:
                 watched.reader.feed(data)
         return watched.reader.so_far()
 
-    def _loses(self, watched: _Watched, logged: LoggedRun | None, view: View) -> tuple[str, str] | None:
+    def _loses(self, watched: _Watched, logged: LoggedRun | None, view: TuningState) -> tuple[str, str] | None:
         """Return a verdict where its first steps already say that it is slower than the best."""
         is_again = any(run.at == watched.at for run in view.measured)  # all its steps are wanted
         if view.best is None or view.best_s is None or logged is None or is_again:
@@ -257,7 +257,7 @@ class Trials:
             parts[0] += f" {format_seconds(result.step_s)} a step, predicted {predicted}"
         elif result.reason:
             parts[0] += f": {result.reason}"
-        view = self.tuning.view()
+        view = self.tuning.state()
         if view.ratio is not None:
             parts.append(described_ratio(view.ratio))
         if view.best is not None:
@@ -277,7 +277,7 @@ def described_ratio(ratio: float) -> str:
     return f"steps take {ratio:.2f} times as long as predicted"
 
 
-def spent_hours(problem: Problem, view: View) -> float:
+def spent_hours(problem: Problem, view: TuningState) -> float:
     """Hours of all devices that ended trials took."""
     seconds = sum(trial.result.seconds for trial in view.trials if trial.result)
     return seconds / 3600 * problem.cluster.num_devices

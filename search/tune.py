@@ -1,4 +1,4 @@
-"""Which plan is tried next, and when is the best one known?  An Optuna study whose trials are real runs of plans.
+"""Tuning: an Optuna study whose trials are real runs of plans, which plan to try next, and when to stop.
 
 No clock and no process is touched here: who runs the trials asks, starts what is proposed, and tells what came of it.
 All that is known is in the study, so that another program goes on where one was killed.
@@ -23,7 +23,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autoplan import __version__
-from autoplan.search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
+from autoplan.search.belief import RUN_SPREAD, Belief, MeasuredPlan, fit_chance, pool_runs
 from autoplan.search.storage import fingerprint, join_study
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.plan import ParallelPlan
@@ -62,7 +62,7 @@ _AXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """What came of a trial; `step_s` is there where steps were timed, `spread` is that of its logarithm."""
+    """Outcome of a trial; `step_s` is there where steps were timed, `spread` is that of its logarithm."""
 
     how: TrialEnd
     reason: str = ""
@@ -83,12 +83,12 @@ class TunedTrial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """What is known at one moment: the belief about all plans and the trials; `best` ran the fastest plan last."""
+class TuningState:
+    """State of a study: the belief about all plans and the trials; `best` ran the fastest plan last."""
 
     belief: Belief
     trials: tuple[TunedTrial, ...]
-    measured: tuple[Measured, ...]  # plans that were timed, the fastest first, each over all its runs
+    measured: tuple[MeasuredPlan, ...]  # plans that were timed, the fastest first, each over all its runs
     best: TunedTrial | None
     best_s: float | None  # of a step of that plan, over all its runs
     ratio: float | None  # measured over predicted steps, their median
@@ -103,11 +103,11 @@ class Tuning:
     def __init__(self, study: optuna.Study, storage: BaseStorage, plans: Sequence[RankedPlan]) -> None:
         self.plans = tuple(plans[:MOST_PLANS])
         self._study, self._storage = study, storage
-        words = {axis: sorted({getattr(one.plan, axis) for one in self.plans}) for axis in _AXES}
+        words = {axis: sorted({getattr(plan.plan, axis) for plan in self.plans}) for axis in _AXES}
         self._distributions: dict[str, BaseDistribution] = {
             axis: CategoricalDistribution(values) for axis, values in words.items()
         }
-        self._names = [_name(one.plan) for one in self.plans]
+        self._names = [_name(plan.plan) for plan in self.plans]
 
     @classmethod
     def joined(
@@ -119,7 +119,7 @@ class Tuning:
         name: str | None,
         about: Mapping[str, str],
     ) -> Tuning:
-        """The study of that name in a storage, made if it is not there; refused if it is about something else.
+        """Join the study of that name in a storage, made if it is not there; refused if it is about something else.
 
         `about` says how plans are run; without a name the study is called after all that it is about.
         """
@@ -128,17 +128,18 @@ class Tuning:
             "model": problem.model.name,
             "cluster": f"{problem.cluster.name} of {problem.cluster.num_devices}",
             **about,
-            "plans": fingerprint((problem, [one.plan for one in plans])),
+            "plans": fingerprint((problem, [plan.plan for plan in plans])),
         }
         study, _ = join_study(storage, name or f"{problem.model.name}-tune-{fingerprint(same)}", same)
         return cls(study, storage, plans)
 
     def trials(self) -> tuple[TunedTrial, ...]:
-        """All trials of these plans, in the order of their start."""
-        return tuple(_tuned(one, self._names.index(one.user_attrs["plan"])) for one in self._study.get_trials(False))
+        """Return all trials of these plans, in the order of their start."""
+        trials = self._study.get_trials(False)
+        return tuple(_tuned(trial, self._names.index(trial.user_attrs["plan"])) for trial in trials)
 
     def begin(self, at: int) -> int:
-        """Put up a trial of a plan; its number."""
+        """Add a trial of a plan and return its number."""
         plan = self.plans[at].plan
         trial = create_trial(
             state=TrialState.RUNNING,
@@ -147,14 +148,14 @@ class Tuning:
             user_attrs={"plan": self._names[at], "predicted_s": self.plans[at].step_s},
         )
         self._study.add_trial(trial)
-        return max(one.number for one in self._study.get_trials(False))
+        return max(trial.number for trial in self._study.get_trials(False))
 
     def started(self, number: int, job: str) -> None:
-        """Say which job runs a trial."""
+        """Record which job runs a trial."""
         self._storage.set_trial_user_attr(self._id(number), "job", job)
 
     def tell(self, number: int, result: TrialResult) -> None:
-        """Say what came of a trial; a second word on it is not heard."""
+        """Record the outcome of a trial; only the first one counts."""
         trial_id = self._id(number)
         with suppress(UpdateFinishedTrialError):
             for name, value in asdict(result).items():
@@ -169,31 +170,32 @@ class Tuning:
                 values = [result.step_s / self.plans[at].plan.global_batch]
             self._storage.set_trial_state_values(trial_id, STATES[result.how], values)
 
-    def view(self) -> View:
-        """What is known now, and what is best tried next."""
-        return look(self.plans, self.trials())
+    def state(self) -> TuningState:
+        """Return what is known now, and what is best tried next."""
+        return tuning_state(self.plans, self.trials())
 
     def _id(self, number: int) -> int:
         return self._study.get_trials(False)[number]._trial_id
 
 
-def look(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> View:
-    """What trials tell of `plans`: a function of them alone."""
-    ended = [(one, one.result) for one in trials if one.result is not None]
+def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> TuningState:
+    """Return what trials say of `plans`: a function of them alone."""
+    ended = [(trial, trial.result) for trial in trials if trial.result is not None]
     timed = [
-        Measured(at=one.at, step_s=result.step_s, spread=result.spread)
-        for one, result in ended
+        MeasuredPlan(at=trial.at, step_s=result.step_s, spread=result.spread)
+        for trial, result in ended
         if result.step_s is not None and result.how in ("measured", "slower")
     ]
-    measured = pooled(timed)
-    measured.sort(key=lambda one: one.step_s / plans[one.at].plan.global_batch)
+    measured = pool_runs(timed)
+    measured.sort(key=lambda plan: plan.step_s / plans[plan.at].plan.global_batch)
     belief = Belief.of(plans, measured)
-    fits = fit_chance(plans, [one.at for one in measured], [one.at for one, result in ended if result.how == "oom"])
-    finished = {one.at: one for one, result in ended if result.how == "measured"}
-    best = next((one for one in measured if one.at in finished), None)
+    out_of_memory = [trial.at for trial, result in ended if result.how == "oom"]
+    fits = fit_chance(plans, [plan.at for plan in measured], out_of_memory)
+    finished = {trial.at: trial for trial, result in ended if result.how == "measured"}
+    best = next((plan for plan in measured if plan.at in finished), None)
     tries: Counter[int] = Counter()
-    for one in trials:
-        tries[one.at] += _TRIES.get(one.result.how, 2) if one.result else 2
+    for trial in trials:
+        tries[trial.at] += _TRIES.get(trial.result.how, 2) if trial.result else 2
     untried = np.array([tries[at] < 2 for at in range(len(plans))], dtype=np.bool_)
     again: list[int] = []
     if best is None:
@@ -207,41 +209,41 @@ def look(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> View:
         left = np.sort(by_chance[np.cumsum(chance[by_chance]) >= CHANCE])
         # What runs now is taken to come out as believed.
         running = [
-            Measured(at=one.at, step_s=float(np.exp(belief.mean[one.at])) * plans[one.at].plan.global_batch)
-            for one in trials
-            if one.result is None
+            MeasuredPlan(at=trial.at, step_s=float(np.exp(belief.mean[trial.at])) * plans[trial.at].plan.global_batch)
+            for trial in trials
+            if trial.result is None
         ]
-        believed = Belief.of(plans, pooled([*timed, *running])) if running else belief
-        worth = fits * believed.improvement(min([bar, *(float(belief.mean[one.at]) for one in running)]))
+        believed = Belief.of(plans, pool_runs([*timed, *running])) if running else belief
+        worth = fits * believed.improvement(min([bar, *(float(belief.mean[plan.at]) for plan in running)]))
         again = _too_close(belief, measured, best)
-    runs = Counter(one.at for one in trials if one.result is None or one.result.how != "cancelled")
-    under_way = {one.at for one in trials if one.result is None}
+    runs = Counter(trial.at for trial in trials if trial.result is None or trial.result.how != "cancelled")
+    under_way = {trial.at for trial in trials if trial.result is None}
     repeatable = [at for at in again if runs[at] < MOST_RUNS and at not in under_way]
     following = int(left[np.argmax(worth[left])]) if len(left) else min(repeatable, key=runs.__getitem__, default=None)
-    return View(
+    return TuningState(
         belief=belief,
         trials=tuple(trials),
         measured=tuple(measured),
         best=finished[best.at] if best else None,
         best_s=best.step_s if best else None,
-        ratio=float(np.median([one.step_s / plans[one.at].step_s for one in measured])) if measured else None,
+        ratio=float(np.median([plan.step_s / plans[plan.at].step_s for plan in measured])) if measured else None,
         left=tuple(left.tolist()),
         next=following,
         stop=_stop(ended, has_best=best is not None, is_left=following is not None, is_close=bool(again)),
     )
 
 
-def _too_close(belief: Belief, measured: Sequence[Measured], best: Measured) -> list[int]:
-    """The best plan and those that may be faster, all measured: runs of one plan differ by as much as these do.
+def _too_close(belief: Belief, measured: Sequence[MeasuredPlan], best: MeasuredPlan) -> list[int]:
+    """Return the best plan and those that may be faster, all measured: runs of one plan differ by as much.
 
     Empty where the best is told from all others.
     """
     lead = belief.mean - belief.mean[best.at] - math.log1p(-TOLERANCE)
     spread = np.hypot(belief.spread, belief.spread[best.at])
     rivals = [
-        one.at
-        for one in measured
-        if one is not best and probability_above(-float(lead[one.at] / spread[one.at])) >= CHANCE
+        plan.at
+        for plan in measured
+        if plan is not best and probability_above(-float(lead[plan.at] / spread[plan.at])) >= CHANCE
     ]
     return [best.at, *rivals] if rivals else []
 
@@ -258,20 +260,20 @@ def _stop(
 
 
 def _name(plan: ParallelPlan) -> str:
-    """The plan as text, the same for the same plan."""
+    """Return the plan as text, the same for the same plan."""
     return msgspec.json.encode(plan, order="sorted").decode()
 
 
 def _tuned(trial: FrozenTrial, at: int) -> TunedTrial:
-    told = trial.user_attrs
+    attributes = trial.user_attrs
     result = None
     if trial.state.is_finished():
         result = TrialResult(
-            how=told.get("how", "lost"),
-            reason=told.get("reason", ""),
-            step_s=told.get("step_s"),
-            spread=told.get("spread", RUN_SPREAD),
-            peak_bytes=told.get("peak_bytes"),
-            seconds=told.get("seconds", 0.0),
+            how=attributes.get("how", "lost"),
+            reason=attributes.get("reason", ""),
+            step_s=attributes.get("step_s"),
+            spread=attributes.get("spread", RUN_SPREAD),
+            peak_bytes=attributes.get("peak_bytes"),
+            seconds=attributes.get("seconds", 0.0),
         )
-    return TunedTrial(number=trial.number, at=at, job=told.get("job", ""), result=result)
+    return TunedTrial(number=trial.number, at=at, job=attributes.get("job", ""), result=result)

@@ -1,4 +1,4 @@
-"""Who helps on this machine?  Processes that join a shared search and leave when it is over."""
+"""Worker processes on this machine, which join a shared search and leave when it is over."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MOST_WORKERS = 256
 
 
 @contextmanager
-def helped(join: Callable[[], object], count: int) -> Iterator[None]:
-    """`count` further processes that call `join`; they end by themselves, and are waited for."""
+def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
+    """Start `count` further processes that call `join`; they end by themselves, and are waited for."""
     if not 0 <= count < MOST_WORKERS:
         raise InputError(f"--workers must be from 1 to {MOST_WORKERS}, got {count + 1}")
     if count and "fork" not in multiprocessing.get_all_start_methods():
@@ -30,7 +30,7 @@ def helped(join: Callable[[], object], count: int) -> Iterator[None]:
 
 
 def _run(join: Callable[[], object]) -> None:
-    """What stops this worker stops the first one too, which says so."""
+    """Join, and exit quietly on errors: they stop the first worker too, which reports them."""
     try:
         join()
     except (AutoplanError, KeyboardInterrupt):

@@ -12,7 +12,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.goodput import Reliability
 from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures, find_objectives
 from autoplan.search.ranking import ranked
-from autoplan.search.sizes import NO_PROGRESS, TOO_SLOW, Chosen, search_sizes, size_grid
+from autoplan.search.sizes import NO_PROGRESS, TOO_SLOW, SizeSearchResult, search_sizes, size_grid
 from autoplan.search.space import Space
 from autoplan.search.study import search
 from autoplan.spec.problem import Problem
@@ -29,7 +29,7 @@ def made(num_nodes: int) -> tuple[Problem, Space]:
     return replace(problem, cluster=replace(problem.cluster, price_per_device_hour=2.0)), space
 
 
-def chosen(*names: str, run: Run = RUN, make: Callable[[int], tuple[Problem, Space]] = made) -> Chosen:
+def chosen(*names: str, run: Run = RUN, make: Callable[[int], tuple[Problem, Space]] = made) -> SizeSearchResult:
     return search_sizes(SIZES, make, find_objectives(names), run)
 
 

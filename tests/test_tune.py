@@ -26,13 +26,13 @@ from autoplan.base.files import encode
 from autoplan.frameworks.logs import LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Cause, JobStatus, LocalJobs, SilentError
 from autoplan.profiler.store import open_store
-from autoplan.search.belief import RUN_SPREAD, Belief, Measured, fit_chance, pooled
+from autoplan.search.belief import RUN_SPREAD, Belief, MeasuredPlan, fit_chance, pool_runs
 from autoplan.search.choice import distinct
 from autoplan.search.storage import opened
 from autoplan.search.study import search
 from autoplan.search.trial_results import read_result
 from autoplan.search.trials import Budget, Trials
-from autoplan.search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, look
+from autoplan.search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, tuning_state
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
@@ -69,7 +69,7 @@ def trial(number: int, at: int, result: TrialResult | None) -> TunedTrial:
 def test_what_was_measured_is_known_and_plans_alike_follow_it(plans: Sequence[RankedPlan]) -> None:
     before = Belief.of(plans)
     assert before.mean == pytest.approx(np.log([one.step_s / 64 for one in plans]))
-    after = Belief.of(plans, [Measured(at=0, step_s=plans[0].step_s * 1.1)])
+    after = Belief.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 1.1)])
     assert after.mean[0] == pytest.approx(before.mean[0] + np.log(1.1))
     assert after.spread[0] == pytest.approx(RUN_SPREAD)
     moved = after.mean - before.mean
@@ -86,7 +86,7 @@ def test_a_measurement_never_makes_anything_less_certain_nor_depends_on_order(
 ) -> None:
     some = data.draw(st.lists(st.integers(0, 19), unique=True, min_size=1, max_size=5))
     factors = data.draw(st.lists(st.floats(0.8, 1.05), min_size=len(some), max_size=len(some)))
-    runs = [Measured(at=at, step_s=plans[at].step_s * factor) for at, factor in zip(some, factors, strict=True)]
+    runs = [MeasuredPlan(at=at, step_s=plans[at].step_s * factor) for at, factor in zip(some, factors, strict=True)]
     before, after = Belief.of(plans), Belief.of(plans, runs)
     assert (after.spread <= before.spread + 1e-12).all()
     again = Belief.of(plans, runs[::-1])
@@ -98,7 +98,7 @@ def test_all_plans_off_alike_changes_no_choice(plans: Sequence[RankedPlan]) -> N
     for factor in (0.7, 1.0, 1.3):
         trials: list[TunedTrial] = []
         for number in range(4):
-            at = look(plans, trials).next
+            at = tuning_state(plans, trials).next
             assert at is not None
             trials.append(trial(number, at, measured(plans, at, factor)))
         orders.append([one.at for one in trials[:2]])
@@ -107,12 +107,12 @@ def test_all_plans_off_alike_changes_no_choice(plans: Sequence[RankedPlan]) -> N
 
 def test_one_erratic_run_teaches_little_and_many_that_agree_teach_all(plans: Sequence[RankedPlan]) -> None:
     prior = Belief.of(plans).mean
-    one = Belief.of(plans, [Measured(at=0, step_s=plans[0].step_s * 5)])
+    one = Belief.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s * 5)])
     assert (one.mean - prior)[1:].max() < 0.25  # of 1.6
-    many = Belief.of(plans, [Measured(at=at, step_s=plans[at].step_s * 5) for at in range(15)])
+    many = Belief.of(plans, [MeasuredPlan(at=at, step_s=plans[at].step_s * 5) for at in range(15)])
     assert (many.mean - prior)[15:].min() > 1.2
     # A step is never fast by chance: that is believed at once.
-    fast = Belief.of(plans, [Measured(at=0, step_s=plans[0].step_s / 3)])
+    fast = Belief.of(plans, [MeasuredPlan(at=0, step_s=plans[0].step_s / 3)])
     assert (fast.mean - prior)[1:].max() < -0.5
 
 
@@ -147,8 +147,8 @@ def test_trials_that_contradict_each_other_widen_the_belief_and_trials_that_agre
     plans: Sequence[RankedPlan],
 ) -> None:
     some = two_cores(plans)
-    agreeing = [Measured(at=at, step_s=1.75 * some[at].step_s) for at in range(3)]
-    contradicting = [Measured(at=at, step_s=ms / 1000) for at, (_, _, ms, _) in enumerate(TWO_CORES[:3])]
+    agreeing = [MeasuredPlan(at=at, step_s=1.75 * some[at].step_s) for at in range(3)]
+    contradicting = [MeasuredPlan(at=at, step_s=ms / 1000) for at, (_, _, ms, _) in enumerate(TWO_CORES[:3])]
     one, other = Belief.of(some, agreeing), Belief.of(some, contradicting)
     scales = np.arange(len(one.weights))
     assert one.weights @ scales < Belief.of(some).weights @ scales < other.weights @ scales
@@ -158,7 +158,7 @@ def test_trials_that_contradict_each_other_widen_the_belief_and_trials_that_agre
 
 def test_plans_of_the_same_degrees_follow_a_measured_one_most(plans: Sequence[RankedPlan]) -> None:
     some = two_cores(plans)
-    moved = Belief.of(some, [Measured(at=2, step_s=1.2 * some[2].step_s)]).mean - Belief.of(some).mean
+    moved = Belief.of(some, [MeasuredPlan(at=2, step_s=1.2 * some[2].step_s)]).mean - Belief.of(some).mean
     assert moved[4] > moved[3] + 0.003 > moved[6]
     assert moved[0] == pytest.approx(moved[3])
 
@@ -169,18 +169,18 @@ def test_a_plan_of_other_degrees_is_tried_after_two_that_contradict_each_other_a
     some = two_cores(plans)
     trials: list[TunedTrial] = []
     for number in range(5):
-        at = look(some, trials).next
+        at = tuning_state(some, trials).next
         assert at is not None
         _, _, measured_ms, spread = TWO_CORES[at]
         trials.append(trial(number, at, TrialResult(how="measured", step_s=measured_ms / 1000, spread=spread)))
-    best = look(some, trials).best
+    best = tuning_state(some, trials).best
     assert best is not None
     assert some[best.at].plan.pp == 2
 
 
 def test_the_plans_given_up_are_together_unlikely_to_hold_a_better_one(plans: Sequence[RankedPlan]) -> None:
     done = [trial(at, at, measured(plans, at)) for at in range(3)]
-    view = look(plans, done)
+    view = tuning_state(plans, done)
     chance = view.belief.chance_below(float(np.log(plans[0].step_s / 64) + np.log1p(-TOLERANCE)))
     given_up = sorted(set(range(3, len(plans))) - set(view.left))
     assert chance[given_up].sum() < CHANCE <= chance[given_up].sum() + chance[list(view.left)].min()
@@ -212,13 +212,15 @@ def test_out_of_memory_rules_out_what_needs_as_much_unless_more_has_fit(plans: S
 
 
 def test_runs_of_one_plan_that_disagree_make_all_less_certain_and_runs_that_agree_make_it_more_so() -> None:
-    single = Measured(at=1, step_s=2.0)
-    assert pooled([single]) == [single]
-    alike = {one.at: one for one in pooled([Measured(at=0, step_s=1.0), Measured(at=0, step_s=1.0), single])}
+    single = MeasuredPlan(at=1, step_s=2.0)
+    assert pool_runs([single]) == [single]
+    alike = {one.at: one for one in pool_runs([MeasuredPlan(at=0, step_s=1.0), MeasuredPlan(at=0, step_s=1.0), single])}
     # The one degree of freedom of the prior and that of the pair: half the variance, over two runs.
     assert alike[0].spread == pytest.approx(RUN_SPREAD / 2)
     assert alike[1].spread == pytest.approx(RUN_SPREAD / np.sqrt(2))
-    apart = {one.at: one for one in pooled([Measured(at=0, step_s=1.0), Measured(at=0, step_s=1.21), single])}
+    apart = {
+        one.at: one for one in pool_runs([MeasuredPlan(at=0, step_s=1.0), MeasuredPlan(at=0, step_s=1.21), single])
+    }
     assert apart[0].step_s == pytest.approx(1.1)
     assert apart[1].spread == pytest.approx(np.sqrt((RUN_SPREAD**2 + np.log(1.21) ** 2 / 2) / 2))
     assert apart[0].spread == pytest.approx(apart[1].spread / np.sqrt(2))
@@ -228,7 +230,7 @@ def test_runs_of_one_plan_that_disagree_make_all_less_certain_and_runs_that_agre
 
 
 def test_the_first_trial_is_the_plan_that_is_predicted_best(plans: Sequence[RankedPlan]) -> None:
-    view = look(plans, [])
+    view = tuning_state(plans, [])
     assert view.next == min(range(len(plans)), key=lambda at: plans[at].step_s)
     assert view.best is None
     assert view.stop is None
@@ -237,7 +239,7 @@ def test_the_first_trial_is_the_plan_that_is_predicted_best(plans: Sequence[Rank
 def test_trials_go_on_until_no_plan_is_likely_to_be_faster(plans: Sequence[RankedPlan]) -> None:
     trials: list[TunedTrial] = []
     sizes = []
-    while (view := look(plans, trials)).stop is None:
+    while (view := tuning_state(plans, trials)).stop is None:
         assert view.next is not None
         assert view.next not in {one.at for one in trials}
         trials.append(trial(len(trials), view.next, measured(plans, view.next)))
@@ -255,7 +257,7 @@ def test_trials_go_on_until_no_plan_is_likely_to_be_faster(plans: Sequence[Ranke
 def test_plans_that_are_as_far_apart_as_their_own_runs_are_run_again(plans: Sequence[RankedPlan]) -> None:
     rng, truth = np.random.default_rng(1), {0: 1.0, 1: 1.03}
     trials: list[TunedTrial] = []
-    while (view := look(plans, trials)).stop is None:
+    while (view := tuning_state(plans, trials)).stop is None:
         assert view.next is not None
         # Runs of one plan differ by 10 %; but for two all are far slower.
         step_s = plans[0].step_s * truth.get(view.next, 1.6) * float(np.exp(rng.normal(0.0, 0.1)))
@@ -273,7 +275,7 @@ def test_plans_that_are_as_far_apart_as_their_own_runs_are_run_again(plans: Sequ
 
 def test_a_repeated_run_that_fails_is_not_run_for_ever(plans: Sequence[RankedPlan]) -> None:
     trials = [trial(at, at, measured(plans, 0, 1.0 + at / 1000)) for at in range(len(plans))]
-    while (view := look(plans, trials)).stop is None:
+    while (view := tuning_state(plans, trials)).stop is None:
         assert view.next is not None
         trials.append(trial(len(trials), view.next, TrialResult(how="failed", reason=f"fault {len(trials)}")))
     assert view.stop == "alike"
@@ -281,9 +283,9 @@ def test_a_repeated_run_that_fails_is_not_run_for_ever(plans: Sequence[RankedPla
 
 
 def test_a_plan_out_of_memory_is_no_candidate_again_and_takes_those_above_with_it(plans: Sequence[RankedPlan]) -> None:
-    first = look(plans, []).next
+    first = tuning_state(plans, []).next
     assert first is not None
-    view = look(plans, [trial(0, first, TrialResult(how="oom", reason="CUDA out of memory"))])
+    view = tuning_state(plans, [trial(0, first, TrialResult(how="oom", reason="CUDA out of memory"))])
     assert view.next is not None
     assert plans[view.next].memory_bytes < plans[first].memory_bytes
     assert all(plans[at].memory_bytes < plans[first].memory_bytes for at in view.left)
@@ -292,31 +294,31 @@ def test_a_plan_out_of_memory_is_no_candidate_again_and_takes_those_above_with_i
 def test_what_fails_teaches_nothing_of_others_and_alike_failures_end_it(plans: Sequence[RankedPlan]) -> None:
     trials: list[TunedTrial] = []
     for number in range(3):
-        view = look(plans, trials)
+        view = tuning_state(plans, trials)
         assert view.stop is None
         assert view.next is not None
         trials.append(trial(number, view.next, TrialResult(how="failed", reason="no module named megatron")))
     assert len({one.at for one in trials}) == 3
-    assert look(plans, trials).stop == "failing"
+    assert tuning_state(plans, trials).stop == "failing"
     trials[1] = trial(1, trials[1].at, TrialResult(how="failed", reason="something else"))
-    assert look(plans, trials).stop is None
+    assert tuning_state(plans, trials).stop is None
 
 
 def test_a_lost_job_is_tried_once_more_and_a_cancelled_one_as_if_never(plans: Sequence[RankedPlan]) -> None:
     lost, cancelled = TrialResult(how="lost"), TrialResult(how="cancelled")
-    assert look(plans, [trial(0, 0, lost)]).next == 0
-    assert look(plans, [trial(0, 0, lost), trial(1, 0, lost)]).next != 0
-    assert look(plans, [trial(number, 0, cancelled) for number in range(5)]).next == 0
+    assert tuning_state(plans, [trial(0, 0, lost)]).next == 0
+    assert tuning_state(plans, [trial(0, 0, lost), trial(1, 0, lost)]).next != 0
+    assert tuning_state(plans, [trial(number, 0, cancelled) for number in range(5)]).next == 0
 
 
 def test_trials_at_once_are_of_different_plans_and_a_slow_start_counts_as_slow(plans: Sequence[RankedPlan]) -> None:
     done = trial(0, 0, measured(plans, 0))
-    second = look(plans, [done]).next
+    second = tuning_state(plans, [done]).next
     assert second is not None
-    third = look(plans, [done, trial(1, second, None)]).next
+    third = tuning_state(plans, [done, trial(1, second, None)]).next
     assert third not in (None, 0, second)
     slow = replace(measured(plans, second, 0.9), how="slower")
-    view = look(plans, [done, trial(1, second, slow)])
+    view = tuning_state(plans, [done, trial(1, second, slow)])
     assert view.best == done
 
 

@@ -30,7 +30,7 @@ from autoplan.search.ranking import seconds_per_sequence
 from autoplan.search.space import Space
 from autoplan.search.storage import fingerprint, join_study, opened
 from autoplan.search.study import Shared, search
-from autoplan.search.workers import helped
+from autoplan.search.workers import worker_processes
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import SearchResult
 from stores import postgres_schema
@@ -166,7 +166,7 @@ def test_a_front_is_the_same_for_any_number_of_workers_of_whom_one_is_killed(
     with monkeypatch.context() as patch:
         patch.setattr("autoplan.search.study.price_block", price_first)
         run_until(lambda: front(*asked, shared=shared), claimed)
-    with helped(lambda: front(*asked, shared=shared), 2):
+    with worker_processes(lambda: front(*asked, shared=shared), 2):
         assert front(*asked, shared=shared) == expected
     trials = trials_of(shared.url)
     check_trials(trials, expected)
@@ -178,7 +178,7 @@ def test_one_and_three_workers_come_to_the_same_answer(asked: tuple[Problem, Spa
     expected = searched(*asked)
     alone, many = Shared(url=url, name="alone"), Shared(url=url, name=NAME)
     assert searched(*asked, shared=alone) == expected
-    with helped(lambda: searched(*asked, shared=many), 2):
+    with worker_processes(lambda: searched(*asked, shared=many), 2):
         assert searched(*asked, shared=many) == expected
     check_trials(trials_of(url), expected)
     check_trials(trials_of(url, "alone"), expected)

@@ -18,7 +18,7 @@ from autoplan.base.files import encode
 from autoplan.base.values import parse_duration
 from autoplan.search.storage import opened
 from autoplan.search.trials import Budget, Trials, spent_hours
-from autoplan.search.tune import TunedTrial, Tuning, View
+from autoplan.search.tune import TunedTrial, Tuning, TuningState
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile, SpaceFlags
 from autoplan.spec.search_result import RankedPlan
@@ -179,13 +179,13 @@ def run_trials(
         if runner.keeper:
             runner.keeper.keep_trials(candidates.problem, tuning)
         # The study cannot be asked once its storage is closed.
-        view = tuning.view()
+        view = tuning.state()
     report = _report(candidates, tuning, view, ended)
     file = _plan_file(candidates, tuning, view, report.best.plan) if report.best else None
     return TuneResult(report=report, file=file, is_interrupted=is_interrupted)
 
 
-def _plan_file(candidates: Candidates, tuning: Tuning, view: View, best_plan: ParallelPlan) -> PlanFile:
+def _plan_file(candidates: Candidates, tuning: Tuning, view: TuningState, best_plan: ParallelPlan) -> PlanFile:
     """Return the plan file with the best plan, then the other measured ones, the fastest of them first."""
     best = next(ranked for ranked in candidates.plans if ranked.plan == best_plan)
     timed = [tuning.plans[trial.at].plan for trial in view.measured]
@@ -197,7 +197,7 @@ def _plan_file(candidates: Candidates, tuning: Tuning, view: View, best_plan: Pa
     return make_plan_file(candidates.problem, [best, *others], None, timings=candidates.timings)
 
 
-def _report(candidates: Candidates, tuning: Tuning, view: View, ended: str) -> TuneReport:
+def _report(candidates: Candidates, tuning: Tuning, view: TuningState, ended: str) -> TuneReport:
     return TuneReport(
         ended=ended,
         is_separated=view.stop == "separated",

@@ -15,7 +15,7 @@ from autoplan.cli.options import whole_number
 
 if TYPE_CHECKING:
     from autoplan.search.objectives import Run
-    from autoplan.search.sizes import Chosen
+    from autoplan.search.sizes import SizeSearchResult
     from autoplan.search.space import Space
     from autoplan.search.study import Shared
     from autoplan.spec.problem import Problem
@@ -141,7 +141,7 @@ def search_run(
     progress: Callable[[int, int | None], None] | None = None,
     *,
     shared: Shared | None = None,
-) -> Chosen:
+) -> SizeSearchResult:
     """The best plans for a run, of all numbers of nodes that may be used.
 
     Where a budget, a deadline or the number of devices is asked for and no numbers are given, all up to the cluster's

@@ -111,7 +111,7 @@ def _best_for_run(problem: Problem, asked: Asked, space_of: Callable[[Problem], 
     """The plans that are best in the objectives of a run, of all its numbers of nodes."""
     from autoplan.api.plan_files import make_plan_file
     from autoplan.cli.progress import progress_bar
-    from autoplan.search.workers import helped
+    from autoplan.search.workers import worker_processes
 
     if asked.robust is not None or asked.why:
         flag = "--why" if asked.why else "--robust"
@@ -120,7 +120,10 @@ def _best_for_run(problem: Problem, asked: Asked, space_of: Callable[[Problem], 
         raise InputError(f"--sampler {asked.sampler} is for step times on one cluster: leave objectives and runs out")
     with asked.sharing.opened() as shared:
         join = partial(search_run, problem, asked.run, space_of, shared=shared)
-        with helped(join, asked.sharing.workers - 1), progress_bar(quiet=asked.quiet, unit="sizes") as advance:
+        with (
+            worker_processes(join, asked.sharing.workers - 1),
+            progress_bar(quiet=asked.quiet, unit="sizes") as advance,
+        ):
             chosen = join(progress=advance)
     return make_plan_file(
         chosen.problem,
@@ -145,7 +148,7 @@ def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started
     from autoplan.search.sampler import Sampling
     from autoplan.search.study import MARGIN
     from autoplan.search.study import search as run
-    from autoplan.search.workers import helped
+    from autoplan.search.workers import worker_processes
 
     margin = MARGIN if asked.robust is None else max(MARGIN, robust_margin(problem, asked.robust))
     sampling = None
@@ -153,7 +156,7 @@ def _fastest_step(problem: Problem, asked: Asked, space: Space, started: Started
         sampling = Sampling(name=asked.sampler, trials=asked.trials, seed=asked.seed)
     with asked.sharing.opened() as shared:
         join = partial(run, problem, space, margin=margin, shared=shared, sampling=sampling)
-        with helped(join, asked.sharing.workers - 1), progress_bar(quiet=asked.quiet) as advance:
+        with worker_processes(join, asked.sharing.workers - 1), progress_bar(quiet=asked.quiet) as advance:
             result = join(progress=advance)
     check_result(problem, space, result)
     result = place_best(problem, result)
