@@ -20,7 +20,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.ranks import coordinates, hosts
 from autoplan.topology.cluster import NodeGroup, SwitchTier, WanSpec
 from autoplan.topology.levels import Gaps, compile_topology
-from autoplan.topology.placement import Pattern, ProcessGroup, Seats, fills_evenly, leaving_share, spreads
+from autoplan.topology.placement import Pattern, RankGroup, Seats, fills_evenly, leaving_share, spreads
 from benchmarks.allocations import DEVICES, fat_tree, packed, problem_on, shuffled, step_s
 
 PLAN = ParallelPlan(global_batch=64, tp=8, sp=True, pp=4, dp_shard=2)
@@ -38,8 +38,8 @@ def seats_of(leaves: list[int], devices_per_node: int = DEVICES, own: float = 1.
     )
 
 
-def group(pattern: Pattern, stride: int, size: int) -> ProcessGroup:
-    return ProcessGroup(pattern, stride, size, size, stride * size)
+def group(pattern: Pattern, stride: int, size: int) -> RankGroup:
+    return RankGroup(pattern, stride, size, size, stride * size)
 
 
 # -- members ----------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_groups_with_gaps_have_the_members_that_a_count_rank_by_rank_gives(tp: i
     found = topology.members(np.array([tp]), np.array([cp * dp]), gaps=gaps)[:, 0].tolist()
     ranks = np.add.outer(np.arange(dp) * tp * cp * pp, np.arange(cp) * tp).ravel()
     assert found[:2] == [int(np.bincount(ranks // domain).max()) for domain in (8, 32)]
-    ring = ProcessGroup("ring", tp, cp * dp, cp, tp * cp * pp)
+    ring = RankGroup("ring", tp, cp * dp, cp, tp * cp * pp)
     assert seats_of(np.repeat(np.arange(8), 4).tolist()).members(ring) == found[1]
 
 
@@ -113,7 +113,7 @@ def test_shares_equal_a_count_message_by_message(
         group(pattern, 1, tp): every.reshape(-1, tp),
         group(pattern, block, pp): every.transpose(0, 2, 3, 1).reshape(-1, pp),
         group(pattern, block * pp, dp): every.transpose(1, 2, 3, 0).reshape(-1, dp),
-        ProcessGroup(pattern, tp, cp * dp, cp, block * pp): every.transpose(1, 3, 0, 2).reshape(-1, cp * dp),
+        RankGroup(pattern, tp, cp * dp, cp, block * pp): every.transpose(1, 3, 0, 2).reshape(-1, cp * dp),
     }
     for one, ranks in cases.items():
         found = leaving_share(seats, seats.switch[None], one).max()
