@@ -10,16 +10,16 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.frameworks import registry
 from autoplan.frameworks.common.rules import Rulebook
-from autoplan.frameworks.presets import framework_called, framework_schema, load_framework
+from autoplan.frameworks.presets import framework_schema, load_framework
 from autoplan.spec.framework import GROUP_OF, GROUPS
 
 
 def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:
     base, later = load_framework("nemo"), load_framework("nemo-26.06")
     differ = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(later, f.name)}
-    assert differ == {"name", "aliases", "calibrated_as", "sources", "experts"}
+    assert differ == {"name", "calibrated_as", "sources", "experts"}
     traits = {trait for trait in GROUP_OF if base.trait(trait) != later.trait(trait)}
-    assert traits == {"overlaps_experts", "syncs_overlapped_experts", "narrow_attention"}
+    assert traits == {"syncs_overlapped_experts", "narrow_attention"}
     assert later.calibration_name == "nemo"
 
 
@@ -27,9 +27,7 @@ def test_a_file_may_extend_a_shipped_framework(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\nextends = "torchtitan"\n[kernels]\nflash_kernel = "cudnn"\n')
     base, mine = load_framework("torchtitan"), load_framework(str(path))
-    expected = dataclasses.replace(base, name="mine", aliases=(), calibrated_as="torchtitan").changed(
-        flash_kernel="cudnn"
-    )
+    expected = dataclasses.replace(base, name="mine", calibrated_as="torchtitan").changed(flash_kernel="cudnn")
     assert mine == expected
 
 
@@ -47,7 +45,7 @@ def test_what_was_fitted_is_inherited_unless_it_is_stated_anew(tmp_path: Path) -
 
 
 def test_a_file_without_groups_is_read_as_one_with_them(tmp_path: Path) -> None:
-    head = 'name = "mine"\nextends = "deepspeed-zero"\nfitted = ["bucket_bytes"]\n'
+    head = 'name = "mine"\naliases = ["Mine"]\nextends = "deepspeed-zero"\nfitted = ["bucket_bytes"]\n'
     (tmp_path / "flat.toml").write_text(head + 'bucket_gib = 0.5\nflash_kernel = "cudnn"\n')
     (tmp_path / "mine.toml").write_text(head + '[memory]\nbucket_gib = 0.5\n[kernels]\nflash_kernel = "cudnn"\n')
     assert load_framework(str(tmp_path / "flat.toml")) == load_framework(str(tmp_path / "mine.toml"))
@@ -70,36 +68,6 @@ def test_only_whole_shipped_frameworks_are_extended(tmp_path: Path, name: str) -
     path.write_text(f'name = "mine"\nextends = "{name}"\n')
     with pytest.raises(InputError, match=rf"mine.toml: extends '{name}', which must be one of .*nemo, "):
         load_framework(str(path))
-
-
-@pytest.mark.parametrize(
-    ("called", "year", "name"),
-    [
-        ("NeMo 24.07/Megatron-Core", "2024", "nemo-24.07"),
-        ("NeMo/Megatron-Core", "2025", "nemo-25.04"),
-        ("Megatron-Core r0.8.0", "2024", "megatron-core-0.8"),
-        ("Megatron-Bridge/Megatron-Core 25.09", "2025", "nemo-25.09"),
-        ("Megatron-Core", "2024", "megatron-core"),
-        ("Megatron-Core", "2025", "nemo"),
-        ("Megatron-Bridge/Megatron-Core 26.08", "2026", "nemo-26.06"),
-        ("Megatron-Bridge/Megatron-Core 26.04", "2026", "nemo"),
-        ("torchtitan (FSDP2)", "2024", "torchtitan-0.1"),
-        ("torchtitan (FSDP2)", "2025", "torchtitan"),
-        ("nanotron", "2025", "nanotron-bench2"),
-        ("nanotron", "2026", "nanotron"),
-    ],
-)
-def test_versions_are_told_apart_by_their_names(called: str, year: str, name: str) -> None:
-    found = framework_called(called, year)
-    assert found is not None
-    assert found.name == name
-
-
-@pytest.mark.parametrize(("device", "name"), [("a100-sxm-40", "llm-foundry-0.0"), ("a100-sxm-80", "llm-foundry")])
-def test_versions_are_told_apart_by_what_they_ran_on(device: str, name: str) -> None:
-    found = framework_called("Composer/PyTorch FSDP1", "2023", device)
-    assert found is not None
-    assert found.name == name
 
 
 def test_the_schema_of_a_framework_lets_it_extend_another() -> None:

@@ -1,4 +1,4 @@
-"""Frameworks by the name of shipped facts, by a TOML file, or by the name that a table of measured runs uses."""
+"""Frameworks by the name of shipped facts, or by a TOML file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _extended(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     inherited = [trait for trait in base.get("fitted", []) if trait not in stated]
     fitted = inherited + [trait for trait in table.get("fitted", []) if trait not in inherited]
     merged = {group: {**base.get(group, {}), **traits} for group, traits in own.items()}
-    return {**base, "aliases": [], **table, **merged, "fitted": fitted}
+    return {**base, **table, **merged, "fitted": fitted}
 
 
 def preset_frameworks() -> tuple[str, ...]:
@@ -70,25 +70,6 @@ def load_framework(text: str) -> Framework:
     close = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known)}, or give a TOML file"
     raise InputError(f"unknown framework {text!r}: {hint}")
-
-
-def framework_called(name: str, year: str, device: str = "") -> Framework | None:
-    """The preset that answers to `name` in a table of runs: the longest alias that begins it, and holds of the rest.
-
-    An alias may go on with "@2021": then it means the software of that year only; or with " on a100-sxm-40": that of
-    its runs on this device.
-    """
-    best: tuple[int, Framework] | None = None
-    for framework in map(_preset, facts_files()):
-        for alias in framework.aliases:
-            called, _, place = alias.partition(" on ")
-            beginning, _, era = called.partition("@")
-            holds = year.startswith(era) and place in ("", device)
-            if holds and name.casefold().startswith(beginning.casefold()):
-                length = len(beginning) + len(era) + len(place)
-                if best is None or length > best[0]:
-                    best = (length, framework)
-    return best[1] if best else None
 
 
 def framework_schema() -> dict[str, Any]:

@@ -19,11 +19,12 @@ from autoplan.base.errors import AutoplanError, UnpricedError
 from autoplan.base.units import GIB
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.presets import framework_called, load_framework
+from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
 from autoplan.read.calibration import UNKNOWN_FRAMEWORK, built_in_calibration
 from autoplan.read.cluster import load_cluster, preset_clusters
 from autoplan.read.model import load_model, preset_models
+from autoplan.runs.recipes import Recipe, recipe_called
 from autoplan.runs.table import BLANKS, read_rows
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.enums import Offload, Precision, Recompute, RecomputeModule, Sharding
@@ -35,7 +36,7 @@ from autoplan.spec.timing import Calibration
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
-DEFAULT_FRAMEWORK = "megatron-core"
+UNKNOWN = Recipe(names=(), framework="megatron-core")
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, where a table leaves the vocabulary out
 # Of a model, where it has no gate and is no GPT.
 NOT_IN_COLUMNS = (
@@ -128,8 +129,9 @@ def _run(cells: dict[str, str]) -> Run:
     row = _Row(cells)
     problem, plan, refusal, invalid = None, None, "", False
     try:
-        problem = _problem(row)
-        plan = _plan(row, problem)
+        recipe = recipe_called(row.text("framework", "?"), row.text("year", "?"), _sized_gpu(row)) or UNKNOWN
+        problem = _problem(row, recipe)
+        plan = _plan(row, problem, recipe)
         refusal = _refused_by_framework(problem, plan)
         invalid = bool(refusal)
     except AutoplanError as error:
@@ -144,12 +146,10 @@ def _run(cells: dict[str, str]) -> Run:
     )
 
 
-def _problem(row: _Row) -> Problem:
-    framework = framework_called(row.text("framework", "?"), row.text("year", "?"), _sized_gpu(row))
-    is_known = framework is not None
-    if framework is None:
-        framework = load_framework(DEFAULT_FRAMEWORK)
-        row.filled.append(f"framework treated as {DEFAULT_FRAMEWORK}")
+def _problem(row: _Row, recipe: Recipe) -> Problem:
+    framework = load_framework(recipe.framework)
+    if recipe is UNKNOWN:
+        row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), "flash")
     precision = row.word("precision", tuple(Precision), "bf16")
     training = TrainingSpec(
@@ -158,7 +158,7 @@ def _problem(row: _Row) -> Problem:
         attention=attention,  # type: ignore[arg-type]
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
     )
-    model = _model(row, framework)
+    model = _model(row, recipe)
     if (drops := _drops_tokens(row.text("model"), framework)) != framework.experts.drops_tokens:
         framework = framework.changed(drops_tokens=drops)
     if model.position_embedding == "learned":  # the table does not say how long the position table was
@@ -169,7 +169,9 @@ def _problem(row: _Row) -> Problem:
         training=training,
         cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework, cluster.device.generation) if is_known else UNKNOWN_FRAMEWORK,
+        calibration=built_in_calibration(framework, cluster.device.generation)
+        if recipe is not UNKNOWN
+        else UNKNOWN_FRAMEWORK,
     )
 
 
@@ -194,12 +196,12 @@ def _drops_tokens(model: str, framework: Framework) -> bool:
     return "(tokendrop)" in model or (framework.experts.drops_tokens and "(dropless)" not in model)
 
 
-def _trains_mtp(model: str, framework: Framework) -> bool:
+def _trains_mtp(model: str, recipe: Recipe) -> bool:
     """Whether prediction layers are trained, which tables say behind the name of a model."""
-    return "(w/ MTP)" in model or (framework.trains_mtp and "(w/o MTP)" not in model)
+    return "(w/ MTP)" in model or (recipe.trains_mtp and "(w/o MTP)" not in model)
 
 
-def _model(row: _Row, framework: Framework) -> ModelSpec:
+def _model(row: _Row, recipe: Recipe) -> ModelSpec:
     needed = ("num_layers", "hidden_size", "num_heads", "ffn_size")
     if not all(row.has(column) for column in needed):
         preset = find_preset(row.text("model"))
@@ -244,7 +246,7 @@ def _model(row: _Row, framework: Framework) -> ModelSpec:
         shape["moe"] = _experts(row, preset)
     if is_latent:
         shape["num_kv_heads"] = num_heads
-    if preset and _trains_mtp(row.text("model"), framework):
+    if preset and _trains_mtp(row.text("model"), recipe):
         shape |= {"num_mtp_layers": preset.num_mtp_layers, "shares_mtp_layer": preset.shares_mtp_layer}
     return ModelSpec(**shape)  # type: ignore[arg-type]
 
@@ -322,7 +324,7 @@ def _with_links(row: _Row, cluster: ClusterSpec) -> ClusterSpec:
     return cluster
 
 
-def _plan(row: _Row, problem: Problem) -> ParallelPlan:
+def _plan(row: _Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     tp, cp, pp = row.degree("tp", 1), row.degree("cp", 1), row.degree("pp", 1)
     num_gpus = row.degree("num_gpus")
     dp = row.degree("dp", max(num_gpus // (tp * cp * pp), 1))
@@ -339,9 +341,9 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
     shard = 1 if sharding == "none" else row.integer("shard_group", dp, most=MOST_DEGREE) or dp
     if dp % shard:
         raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
-    micro_batch = row.integer("micro_batch", _usual_micro_batch(row, problem.framework, pp, dp))
+    micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp))
     global_batch = row.integer("global_batch", micro_batch * dp)
-    vp = row.integer("vp", _usual_vp(problem, pp, global_batch // (micro_batch * dp)), most=MOST_DEGREE) or 1
+    vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), most=MOST_DEGREE) or 1
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
     recompute = row.word("recompute", tuple(Recompute), _usual_recompute(problem))
@@ -354,22 +356,22 @@ def _plan(row: _Row, problem: Problem) -> ParallelPlan:
         cp=cp,
         pp=pp,
         vp=chunks,
-        layers_per_chunk=_layers_per_chunk(problem, pp, chunks),
+        layers_per_chunk=_layers_per_chunk(problem, recipe, pp, chunks),
         ep=ep,
         etp=etp,
         dp_replicate=dp // shard,
         dp_shard=shard,
         sharding=sharding,
         recompute=recompute,
-        recompute_modules=_recompute_modules(problem, recompute),
+        recompute_modules=_recompute_modules(problem, recipe, recompute),
         precision=problem.training.precision,
         offload=Offload.OPTIMIZER if offload else Offload.NONE,
         tp_overlap=problem.framework.overlap.tp_overlap_share > 0,
-        ep_overlap=ep > 1 and _overlaps_experts(problem, pp, vp, ep),
+        ep_overlap=ep > 1 and _overlaps_experts(problem, recipe, pp, vp, ep),
     )
 
 
-def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | None:
+def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tuple[int, ...] | None:
     """Layers of every chunk, where they are not as even as they can be.
 
     Megatron-LM takes layers that do not divide where embedding and loss count as one layer each, which is even, or with
@@ -380,7 +382,7 @@ def _layers_per_chunk(problem: Problem, pp: int, vp: int) -> tuple[int, ...] | N
     """
     if split := book_of(problem.framework).split:
         return split(problem.model, pp)
-    if problem.framework.counts_ends_as_layers and vp == 1:
+    if recipe.counts_ends_as_layers and vp == 1:
         return _with_ends(problem.model.num_layers, pp)
     chunks, num_layers = pp * vp, problem.model.num_layers
     most = math.ceil(num_layers / chunks)
@@ -411,11 +413,11 @@ def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
     return 1 if fits else math.gcd(moe.num_experts, num_gpus // pp)
 
 
-def _usual_vp(problem: Problem, pp: int, num_microbatches: int) -> int:
+def _usual_vp(problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) -> int:
     """Default `vp`: 1, or as many chunks as a stage has layers."""
     model = problem.model
     can = pp > 1 and model.moe is None and model.num_layers % pp == 0 and num_microbatches % pp == 0
-    return model.num_layers // pp if can and problem.framework.interleaves_layers else 1
+    return model.num_layers // pp if can and recipe.interleaves_layers else 1
 
 
 def _usual_recompute(problem: Problem) -> Recompute:
@@ -423,20 +425,20 @@ def _usual_recompute(problem: Problem) -> Recompute:
     return Recompute.NONE if problem.training.attention != "flash" or problem.fuses_attention else Recompute.SELECTIVE
 
 
-def _recompute_modules(problem: Problem, recompute: str) -> tuple[RecomputeModule, ...]:
+def _recompute_modules(problem: Problem, recipe: Recipe, recompute: str) -> tuple[RecomputeModule, ...]:
     """Tables do not name parts: the core of the attention, or of a latent one what recipes name, if it is fused."""
-    latent = problem.model.mla is not None and problem.fuses_attention and problem.framework.repeats_up_projections
+    latent = problem.model.mla is not None and problem.fuses_attention and recipe.repeats_up_projections
     return (RecomputeModule.MLA_UP_PROJ,) if recompute == "selective" and latent else DEFAULT_RECOMPUTE_MODULES
 
 
-def _usual_micro_batch(row: _Row, framework: Framework, pp: int, dp: int) -> int:
+def _usual_micro_batch(row: _Row, recipe: Recipe, pp: int, dp: int) -> int:
     """Default micro-batch: a sequence, or what makes as many micro-batches as the pipeline has ranks."""
-    if framework.microbatch_per_rank and pp > 1 and row.has("global_batch"):
+    if recipe.microbatch_per_rank and pp > 1 and row.has("global_batch"):
         return max(row.integer("global_batch") // (dp * pp), 1)
     return 1
 
 
-def _overlaps_experts(problem: Problem, pp: int, vp: int, ep: int) -> bool:
+def _overlaps_experts(problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int) -> bool:
     """Whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
 
     Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving
@@ -445,8 +447,8 @@ def _overlaps_experts(problem: Problem, pp: int, vp: int, ep: int) -> bool:
     framework = problem.framework
     can = framework.rules != "megatron-lm" or (problem.model.mamba is None and (pp == 1 or vp > 1))
     is_far = ep > problem.cluster.levels[-1].num_devices and pp > 1
-    by_choice = is_far and framework.experts.overlaps_far_experts and not framework.experts.drops_tokens
-    return can and (by_choice or problem.training.precision in framework.experts.overlaps_experts)
+    by_choice = is_far and recipe.overlaps_far_experts and not framework.experts.drops_tokens
+    return can and (by_choice or problem.training.precision in recipe.overlaps_experts)
 
 
 def _refused_by_framework(problem: Problem, plan: ParallelPlan) -> str:

@@ -166,10 +166,6 @@ class Experts:
     moe_sync_s: float = 0.0
     s_per_local_expert: float = 0.0  # in every such pass, as products and casts are kernels of each expert
     syncs_overlapped_experts: bool = True  # else plans with ep_overlap have static shapes, one graph and one kernel
-    # Precisions in which its runs overlap expert traffic where a table of them does not say and the plan admits it.
-    overlaps_experts: tuple[Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"], ...] = ()
-    # Likewise, in interleaved pipelines, expert traffic that leaves the scale-up domain.
-    overlaps_far_experts: bool = False
     # Precisions in which its mixtures of experts run the core of the attention in 8 bits too.
     narrow_attention: tuple[Literal["fp8", "mxfp8", "nvfp4"], ...] = ()
     host_factor_moe: float = 2.5  # a MoE block launches that many times the kernels of a dense one
@@ -273,23 +269,9 @@ class Framework:
     network: Network = field(default_factory=Network)
     overlap: Overlap = field(default_factory=Overlap)
     host: Host = field(default_factory=Host)
-    # -- rules --------------------------------------------------------------------------------------------------
     rules: str = "megatron-lm"  # the folder whose rules decide which plans it admits, by its name in the registry
     rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)  # that it can number its ranks in, its default first
-    # -- where the run tables name it ---------------------------------------------------------------------------
-    # Its recipes for dense models interleave chunks of one layer, which a table may leave out.
-    interleaves_layers: bool = False
-    # Its recipes train the layers of multi-token prediction that a model has, likewise.
-    trains_mtp: bool = False
-    # Selective recomputation of latent attention repeats its up-projections in its recipes, likewise.
-    repeats_up_projections: bool = False
-    # Its pipelines take as many micro-batches as they have ranks unless told otherwise, which a table may leave out.
-    microbatch_per_rank: bool = False
-    # Its pipelines take embedding and head for a layer each, and first stages for what is left over, likewise.
-    counts_ends_as_layers: bool = False
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
-    # Beginnings of the names used in tables of measured runs, with "@year" and " on device" if these matter.
-    aliases: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     fitted: tuple[str, ...] = ()  # traits whose values were fitted to measured runs; all others have a source
 
@@ -318,7 +300,7 @@ class Framework:
     @staticmethod
     def upgraded(table: dict[str, Any]) -> dict[str, Any]:
         """Return the table of a file with every trait in its group; in older files they stand beside the name."""
-        grouped = dict(table)
+        grouped = {key: value for key, value in table.items() if key not in _RETIRED}
         for key in _FLAT_KEYS.keys() & table.keys():
             group = _FLAT_KEYS[key]
             own = grouped.get(group, {})
@@ -328,6 +310,17 @@ class Framework:
         return grouped
 
 
+# What files of before 2026-12 may say of the runs of tables, and no price depends on.
+_RETIRED = {
+    "aliases",
+    "counts_ends_as_layers",
+    "interleaves_layers",
+    "microbatch_per_rank",
+    "overlaps_experts",
+    "overlaps_far_experts",
+    "repeats_up_projections",
+    "trains_mtp",
+}
 GROUPS: dict[str, type] = {
     "memory": Memory,
     "kernels": Kernels,

@@ -1,0 +1,53 @@
+"""Recipes of published tables: the framework that their runs are priced with, and what a blank cell means in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from autoplan.base.files import decode, read_table
+from autoplan.spec.enums import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the runs that a table calls by one of some names were made, where the table leaves it out."""
+
+    names: tuple[str, ...]  # that a row's begins with, whatever the case
+    years: tuple[str, ...] = ()  # that a row's begins with; none: of all years
+    device: str = ""  # with its memory; blank: on all devices
+    framework: str  # id of its facts
+    interleaves_layers: bool = False  # dense models interleave chunks of one layer
+    trains_mtp: bool = False  # the layers of multi-token prediction that a model has are trained
+    repeats_up_projections: bool = False  # selective recomputation of latent attention repeats its up-projections
+    microbatch_per_rank: bool = False  # pipelines take as many micro-batches as they have ranks
+    counts_ends_as_layers: bool = False  # embedding and head count for a layer each; first stages take what is left
+    overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped where it can be
+    overlaps_far_experts: bool = False  # likewise, in interleaved pipelines, what leaves the scale-up domain
+
+    def fit(self, name: str, year: str, device: str) -> int:
+        """Return how exactly the recipe names a row: the length of what agrees; 0 where something does not."""
+        begun = max((len(own) for own in self.names if name.casefold().startswith(own.casefold())), default=0)
+        eras = [era for era in self.years or ("",) if year.startswith(era)]
+        if not begun or not eras or self.device not in ("", device):
+            return 0
+        return begun + max(map(len, eras)) + len(self.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RecipeFile:
+    recipes: tuple[Recipe, ...]
+
+
+@lru_cache(maxsize=1)
+def recipes() -> tuple[Recipe, ...]:
+    """Return the shipped recipes."""
+    path = Path(__file__).with_suffix(".toml")
+    return decode(_RecipeFile, read_table(path), path.name).recipes
+
+
+def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
+    """Return the recipe of the runs that a table calls `name`; None where there is none."""
+    best = max(recipes(), key=lambda recipe: recipe.fit(name, year, device))
+    return best if best.fit(name, year, device) else None
