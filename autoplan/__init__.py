@@ -1,3 +1,91 @@
-"""autoplan chooses how to train a large model on a cluster."""
+"""autoplan chooses how to train a large model on a cluster: the fastest parallel configuration that fits.
 
-__version__ = "0.1.0"
+The names below are its public interface; `docs/api.md` shows them at work.  They are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import Signature, signature
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import autoplan.read
+import autoplan.search
+from autoplan.base.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from autoplan.api.compare import CompareResult as CompareResult
+    from autoplan.api.compare import compare as compare
+    from autoplan.api.estimate import estimate as estimate
+    from autoplan.api.explain import ExplainResult as ExplainResult
+    from autoplan.api.explain import explain as explain
+    from autoplan.api.export import ExportResult as ExportResult
+    from autoplan.api.export import export as export
+    from autoplan.api.launch_files import ReadResult as ReadResult
+    from autoplan.api.launch_files import read as read
+    from autoplan.api.mixed import search_mixed as search_mixed
+    from autoplan.api.plan_files import load_plan as load_plan
+    from autoplan.api.problem import load_cluster as load_cluster
+    from autoplan.api.problem import load_framework as load_framework
+    from autoplan.api.problem import load_model as load_model
+    from autoplan.api.results import MixedPlanResult as MixedPlanResult
+    from autoplan.api.results import PlanResult as PlanResult
+    from autoplan.api.results import Table as Table
+    from autoplan.api.search import search as search
+    from autoplan.base.errors import AutoplanError as AutoplanError
+    from autoplan.base.errors import AutoplanWarning as AutoplanWarning
+    from autoplan.base.errors import InputError as InputError
+    from autoplan.base.errors import NoPlanError as NoPlanError
+    from autoplan.base.errors import StoreError as StoreError
+    from autoplan.base.errors import UnpricedError as UnpricedError
+    from autoplan.spec.plan import ParallelPlan as ParallelPlan
+
+_PUBLIC = {
+    "autoplan.api.compare": ("compare", "CompareResult"),
+    "autoplan.api.estimate": ("estimate",),
+    "autoplan.api.explain": ("explain", "ExplainResult"),
+    "autoplan.api.export": ("export", "ExportResult"),
+    "autoplan.api.launch_files": ("read", "ReadResult"),
+    "autoplan.api.mixed": ("search_mixed",),
+    "autoplan.api.plan_files": ("load_plan",),
+    "autoplan.api.problem": ("load_model", "load_cluster", "load_framework"),
+    "autoplan.api.results": ("PlanResult", "MixedPlanResult", "Table"),
+    "autoplan.api.search": ("search",),
+    "autoplan.base.errors": (
+        *("AutoplanError", "InputError", "NoPlanError", "UnpricedError", "StoreError", "AutoplanWarning"),
+    ),
+    "autoplan.spec.plan": ("ParallelPlan",),
+}
+_HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
+
+
+class _CallablePackage(ModuleType):
+    """A package that is called like the public function of its name: `autoplan.search(...)`, `autoplan.read(...)`."""
+
+    @property
+    def _function(self) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module(_HOMES[name]), name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._function(*arguments, **options)
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(self._function)
+
+
+for _package in (autoplan.search, autoplan.read):
+    _package.__class__ = _CallablePackage
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

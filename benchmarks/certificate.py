@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.api.problem import make_problem, make_space
+from autoplan.api.training_run import resized
 from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import AutoplanError, NoPlanError
 from autoplan.base.files import write_text
-from autoplan.cli.objectives import resized
 from autoplan.cost.energy import step_energy_j
 from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.arithmetic import count_parameters

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from autoplan import __version__
 from autoplan.base.errors import AutoplanError
 from autoplan.base.files import is_file
 from autoplan.base.units import cleaned, format_bytes
+from autoplan.base.version import __version__
 from autoplan.profiler.machine.hardware import SYS, amd_gpus, nics, num_lost_gpus, nvidia_gpus
 
 State = Literal["ok", "absent", "problem"]  # absent: not there, and not needed for everything

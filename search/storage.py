@@ -21,9 +21,9 @@ import optuna
 from optuna.storages import BaseStorage, GrpcStorageProxy, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
-from autoplan import __version__
 from autoplan.base.errors import InputError
 from autoplan.base.urls import is_url, redact_url
+from autoplan.base.version import __version__
 from autoplan.frameworks.common.rules import Rule
 from autoplan.search.space import Space
 from autoplan.spec.problem import Problem

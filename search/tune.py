@@ -22,7 +22,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from autoplan import __version__
+from autoplan.base.version import __version__
 from autoplan.search.belief import RUN_SPREAD, Belief, MeasuredPlan, fit_chance, pool_runs
 from autoplan.search.storage import fingerprint, join_study
 from autoplan.spec.estimate import probability_above

@@ -612,8 +612,8 @@ def modules_after(folder: Path, *arguments: str) -> set[str]:
 
 def test_a_search_loads_no_heavy_library(folder: Path) -> None:
     loaded = modules_after(folder, "search", "llama.json", *PLACE)
-    assert {"numpy", "optuna"} <= loaded
-    heavy = {"torch", "scipy", "sqlalchemy", "plotly", "transformers", "pandas", "alembic", "networkx"}
+    assert "numpy" in loaded
+    heavy = {"optuna", "torch", "scipy", "sqlalchemy", "plotly", "transformers", "pandas", "alembic", "networkx"}
     assert not heavy & loaded
     assert {f"autoplan.cli.{name}" for name in COMMANDS} & loaded == {"autoplan.cli.search"}
 

@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from autoplan.api.training_run import parse_sizes
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode
 from autoplan.base.values import parse_tokens
 from autoplan.cli import make_app
-from autoplan.cli.objectives import parse_sizes
 from autoplan.spec.plan_file import PlanFile
 from test_cli import LLAMA
 

@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 import typer
 
+from autoplan.api.outputs import Profiled
 from autoplan.base.files import encode
 from autoplan.cli import COMMANDS, make_app
-from autoplan.cli.outputs import Profiled
 from autoplan.cli.schema import FILES, KINDS, PRINTED
 from autoplan.profiler import doctor
 from autoplan.profiler.store import open_store

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autoplan.api.launch_start import differing
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table
-from autoplan.cli.today import differing
 from autoplan.frameworks.common.job import File
 from autoplan.frameworks.common.launch import Given
 from autoplan.frameworks.launch_files import MOST_BYTES, READERS, read_launch

@@ -10,11 +10,12 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from autoplan import __version__
+from autoplan.api.results import MixedPlanResult, PlanResult
 from autoplan.api.timings import with_timings
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode, is_file, read_table
 from autoplan.base.urls import redact_arguments
+from autoplan.base.version import __version__
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.provenance import shares
 from autoplan.spec.mixed_problem import MixedProblem
@@ -37,6 +38,27 @@ def is_plan_file(path: Path) -> bool:
 def is_mixed_file(path: Path) -> bool:
     """Whether a path names a plan file of a mixed cluster."""
     return path.suffix == ".json" and is_file(path) and "mixed_schema_version" in read_table(path)
+
+
+def load_plan(path: str | Path, *, db: str | None = None) -> PlanResult:
+    """Return the plans of a plan file, of a cluster of equal nodes.
+
+    Measured times that it rests on are read from the timing database `db`.  Raises InputError where there is no such
+    file, it is of another kind or version, or the measured times are not there.
+    """
+    file = load_plan_file(Path(path))
+    return PlanResult(file=file, problem=problem_of(file, db))
+
+
+def load_mixed_plan(path: str | Path) -> MixedPlanResult:
+    """Return the plans of a plan file of a mixed cluster; raises InputError as `load_plan` does."""
+    file = load_mixed_file(Path(path))
+    return MixedPlanResult(file=file, problem=mixed_problem_of(file))
+
+
+def load_any_plan(path: str | Path, *, db: str | None = None) -> PlanResult | MixedPlanResult:
+    """Return the plans of a plan file, of whatever cluster."""
+    return load_mixed_plan(path) if "mixed_schema_version" in read_table(Path(path)) else load_plan(path, db=db)
 
 
 def read_plan(path: Path, url: str | None = None) -> tuple[Problem, ParallelPlan, str]:
@@ -96,6 +118,7 @@ def make_plan_file(
     choice: Confidence | None = None,
     run: RunReport | None = None,
     space: SpaceFlags | None = None,
+    command: str | None = None,
 ) -> PlanFile:
     """The plan file of `plans`, best first; `timings` says whose the problem's measured times are."""
     best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
@@ -103,7 +126,7 @@ def make_plan_file(
     return PlanFile(
         schema_version=PLAN_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
-        command=_command(),
+        command=_command() if command is None else command,
         model=problem.model,
         training=problem.training,
         cluster=problem.cluster,
@@ -137,13 +160,13 @@ def mixed_problem_of(file: MixedPlanFile) -> MixedProblem:
 
 
 def make_mixed_file(
-    problem: MixedProblem, plans: Sequence[MixedCost], certificate: MixedCertificate | None
+    problem: MixedProblem, plans: Sequence[MixedCost], certificate: MixedCertificate | None, command: str | None = None
 ) -> MixedPlanFile:
     """The plan file of `plans` of a mixed cluster, best first."""
     return MixedPlanFile(
         mixed_schema_version=MIXED_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
-        command=_command(),
+        command=_command() if command is None else command,
         model=problem.model,
         training=problem.training,
         cluster=problem.cluster,

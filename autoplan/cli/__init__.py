@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from autoplan import __version__
 from autoplan.base.errors import AutoplanError
 from autoplan.base.urls import redact_arguments
+from autoplan.base.version import __version__
 from autoplan.cli.remarks import shown_warnings
 
 # In the order of the help: each is a function, or an app of its own, of the module with its name.

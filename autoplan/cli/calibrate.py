@@ -59,12 +59,12 @@ def calibrate(
     if out is not None:
         check_output(out, force=force)
     if from_logs is not None:
+        from autoplan.api.launch_files import make_given
         from autoplan.cli.from_logs import import_logs
-        from autoplan.cli.read import make_given
 
         if cluster is None:
             raise InputError("--from-logs needs --cluster: name the cluster on which the logs were written")
-        given = make_given(model, None, None, seq_len, variables)
+        given = make_given(model, seq_len=seq_len, variables=variables or ())
         import_logs(
             from_logs, cluster, given, whole_url(context, url), out=out, force=force, as_json=as_json, quiet=quiet
         )
@@ -104,8 +104,8 @@ def _from_table(runs: Path, out: Path, *, force: bool, as_json: bool, quiet: boo
     fitted = calibrated(measured, name=f"{runs.stem}: {min(kinds)}")
     write_text(out, calibration_text(fitted.calibration), force=force)
     if as_json:
+        from autoplan.api.outputs import Calibrated
         from autoplan.base.files import encode
-        from autoplan.cli.outputs import Calibrated
 
         made = Calibrated(
             out=str(out),

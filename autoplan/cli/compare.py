@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from autoplan.base.errors import InputError, NoPlanError
+import autoplan
+from autoplan import report
+from autoplan.base.errors import InputError
 from autoplan.cli.complete import clusters
+from autoplan.cli.inputs import check_outputs, problem_options, run_options
 from autoplan.cli.objectives import (
     CheckpointOption,
     DeviceMtbfOption,
     NodesOption,
     PueOption,
     RestartOption,
-    RunFlags,
     TokensOption,
 )
 from autoplan.cli.options import (
@@ -31,12 +32,7 @@ from autoplan.cli.options import (
     SeqLenOption,
     TimingsOption,
 )
-
-if TYPE_CHECKING:
-    from autoplan.search.objectives import Run
-    from autoplan.search.space import Space
-    from autoplan.spec.problem import Problem
-    from autoplan.spec.run_report import SizeOutcome
+from autoplan.cli.progress import progress_bar
 
 
 def compare(
@@ -82,61 +78,31 @@ def compare(
 
     Every plan is the fastest one of its cluster and size, proven as by search.
     """
-    import msgspec
-
-    from autoplan.api.problem import make_problem, make_space
     from autoplan.base.files import write_text
-    from autoplan.cli.inputs import check_output, problem_options
-    from autoplan.cli.objectives import make_run, parse_sizes, priced
-    from autoplan.cli.progress import progress_bar
-    from autoplan.report.compare import Compared, draw_rates, print_compared
-    from autoplan.report.terminal import make_console
 
-    if svg is not None:
-        check_output(svg, force=force)
-    run = make_run(
-        RunFlags(
-            tokens=tokens,
-            device_mtbf=device_mtbf,
-            checkpoint_time=checkpoint_time,
-            restart_time=restart_time,
-            pue=pue,
-        )
-    )
-    if repeated := next((one for one in cluster if cluster.count(one) > 1), None):
-        raise InputError(f"--cluster {repeated} is given twice")
-    prices = _prices(price or [], cluster)
-
-    def space_of(one: Problem) -> Space:
-        return make_space(one, global_batch, fix=fix or [], at_most=max_ or [], allow=allow or [])
-
-    options = problem_options(context)
-    problems = {
-        name: priced(
-            make_problem(model, cluster=name, seq_len=seq_len, **options),
-            prices.get(name, prices.get("")),
-        )
-        for name in cluster
-    }
-    places = [
-        (name, size)
-        for name, problem in problems.items()
-        for size in (parse_sizes(nodes) if nodes is not None else (problem.cluster.num_nodes,))
-    ]
-    found = []
+    check_outputs(svg, force=force)
+    run = run_options(context)
+    run.pop("price", None)  # several, by cluster
     with progress_bar(quiet=quiet, doing="searching", unit="sizes") as advance:
-        for done, (name, size) in enumerate(places, 1):
-            found.append(Compared(cluster=name, outcome=fastest(problems[name], size, space_of, run)))
-            if advance:
-                advance(done, len(places))
-    if all(one.outcome.best is None for one in found):
-        raise NoPlanError(f"none of these clusters and sizes has a plan; {found[-1].cluster}: {found[-1].outcome.why}")
+        found = autoplan.compare(
+            model,
+            clusters=cluster,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            prices=_prices(price or [], cluster),
+            fix=fix or (),
+            at_most=max_ or (),
+            allow=allow or (),
+            progress=advance,
+            **problem_options(context),
+            **run,
+        )
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        typer.echo(found.to_json())
     else:
-        print_compared(make_console(), found)
+        report.compare.print_compared(report.terminal.make_console(), found.outcomes)
     if svg is not None:
-        write_text(svg, draw_rates(found), force=force)
+        write_text(svg, found.draw(), force=force)
         typer.echo(f"drawn into {svg}", err=True)
 
 
@@ -151,18 +117,3 @@ def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:
             raise InputError(f"--price is given twice for {name or 'all clusters'}")
         found[name] = price
     return found
-
-
-def fastest(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:
-    """The fastest plan on so many nodes, or why there is none."""
-    from autoplan.cli.objectives import resized
-    from autoplan.search.objectives import find_objectives
-    from autoplan.search.sizes import search_sizes
-    from autoplan.spec.run_report import SizeOutcome
-
-    mine = resized(problem, num_nodes)
-    try:
-        chosen = search_sizes((num_nodes,), lambda _: (mine, space_of(mine)), find_objectives(["step-time"]), run)
-    except NoPlanError as error:
-        return SizeOutcome(num_nodes=num_nodes, best=None, least=None, why=str(error).partition(";")[0])
-    return chosen.report.sizes[0]

@@ -235,7 +235,7 @@ def export(
         runs = tuple(store.runs(device=device, trust=trust or None))
         num_written = write_exchange(file, records, runs=runs, anonymous=anonymous, force=force)
     if json:
-        from autoplan.cli.outputs import Written
+        from autoplan.api.outputs import Written
 
         _print_json(Written(file=str(file), records=num_written - len(runs), runs=len(runs)))
     print(f"{num_written - len(runs):,} records and {len(runs):,} runs written to {file}", file=sys.stderr)
@@ -329,7 +329,7 @@ def _change(context: typer.Context, keys: list[str], reason: str, url: str | Non
         change = store.hide if hides else store.unhide
         num_new = change(whole, by=user_name(), reason=cleaned(reason))
     if json:
-        from autoplan.cli.outputs import Changed
+        from autoplan.api.outputs import Changed
 
         _print_json(Changed(changed=num_new, as_before=len(keys) - num_new))
     return num_new

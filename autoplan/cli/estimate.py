@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.base.errors import InputError, NoPlanError
+import autoplan
+from autoplan import api, report
+from autoplan.base.errors import InputError
 from autoplan.cli.complete import clusters, presets
-from autoplan.cli.inputs import check_output, check_untyped, problem_options
+from autoplan.cli.files import write_trace
+from autoplan.cli.inputs import check_outputs, check_untyped, command_line, is_typed, problem_options
 from autoplan.cli.options import (
     AsOption,
     AttentionOption,
@@ -29,13 +31,11 @@ from autoplan.cli.options import (
     TraceOption,
     whole_number,
 )
-from autoplan.cli.plan_flags import plan_flags, plan_of_flags
+from autoplan.cli.plan_flags import plan_flags
+from autoplan.cli.remarks import print_warnings
 
 if TYPE_CHECKING:
-    from autoplan.frameworks.common.rules import Rule
-    from autoplan.spec.plan import ParallelPlan
-    from autoplan.spec.plan_file import PlanFile
-    from autoplan.spec.problem import Problem
+    from autoplan.api.results import MixedPlanResult, PlanResult
 
 BESIDE_A_PLAN_FILE = {"model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url"}
 BESIDE_A_LAUNCH_FILE = {
@@ -92,159 +92,75 @@ def estimate(
 
     The data-parallel degree is what the other degrees leave of the cluster.
     """
-    from autoplan.api.plan_files import is_mixed_file, is_plan_file, load_mixed_file, read_plan
-    from autoplan.api.problem import load_cluster, make_problem
-
     if verify_memory and json:
         raise InputError("--verify-memory prints a table: leave out --json")
-    output = EstimateFlags(
-        memory=memory, verify_memory=verify_memory, out=out, trace=trace, force=force, json=json, quiet=quiet
-    )
-    output.check()
-    if model is not None and is_mixed_file(Path(model)):
-        from autoplan.cli.mixed import estimate_saved
-
+    check_outputs(out, trace, force=force)
+    if model is not None and api.plan_files.is_mixed_file(Path(model)):
         check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
         if verify_memory:
             raise InputError("--verify-memory is not there for mixed clusters: leave it out")
-        estimate_saved(load_mixed_file(Path(model)), output)
+        mixed = api.mixed.estimate_mixed(model).with_command(command_line())
+        _write(mixed, out, trace, force=force, quiet=quiet)
+        if json:
+            typer.echo(mixed.to_json(), nl=False)
+        else:
+            _print_mixed(mixed, memory=memory)
         return
-    options = problem_options(context)
     if launch_file is not None:
-        from autoplan.cli.today import start_from
-
-        check_untyped(
-            context, context.params.keys() - BESIDE_A_LAUNCH_FILE, "the plan of a launch file is priced as it is"
-        )
-        if cluster is None:
-            raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
-        batch = None if global_batch is None else str(global_batch)
-        place = load_cluster(cluster)
-        started = start_from(
-            launch_file,
-            place,
-            options,
-            model=model,
-            seq_len=seq_len,
-            global_batch=batch,
-            variables=variables,
-            target=target,
-        )
-        problem, plan = make_problem(started.launch.model, cluster=place, **started.options), started.plan
-    elif variables or target:
-        raise InputError("--set and --as are about a launch file: give --from FILE")
-    elif model is None:
+        says = "the plan of a launch file is priced as it is"
+        check_untyped(context, context.params.keys() - BESIDE_A_LAUNCH_FILE, says)
+    elif model is None and not (variables or target):
         context.fail("give MODEL or a plan.json, or a launch file: --from FILE")
-    elif is_plan_file(Path(model)):
+    elif model is not None and api.plan_files.is_plan_file(Path(model)):
         check_untyped(context, context.params.keys() - BESIDE_A_PLAN_FILE, "a plan file is priced as it is")
-        problem, plan, timings = read_plan(Path(model), options.get("db"))
+    found = autoplan.estimate(
+        model,
+        cluster=cluster,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        launch_file=launch_file,
+        variables=variables or (),
+        target=target,
+        plan={name: value for name, value in axes.items() if is_typed(context, name)},
+        memory_knobs=memory,
+        **problem_options(context),
+    ).with_command(command_line())
+    if verify_memory:
+        api.estimate.check_oracle(found)
+    _write(found, out, trace, force=force, quiet=quiet)
+    if json:
+        typer.echo(found.to_json(), nl=False)
     else:
-        if cluster is None or global_batch is None or seq_len is None:
-            raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
-        problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
-        plan = plan_of_flags(problem, {**axes, "global_batch": global_batch})
-    _price(problem, plan, timings or "", output)
+        _print(found, memory=memory, verify_memory=verify_memory, quiet=quiet)
+        if out is not None:
+            step = ("next", f"autoplan explain {shlex.quote(str(out))}")
+            report.terminal.print_next_steps(report.terminal.make_console(), step)
+    print_warnings(found.warnings, quiet=quiet)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateFlags:
-    """The flags that say what is told of the price of a plan, and where it goes, as typed."""
-
-    memory: bool
-    verify_memory: bool
-    out: Path | None
-    trace: Path | None
-    force: bool
-    json: bool
-    quiet: bool
-
-    def check(self) -> None:
-        """Refuse, before any work, files that exist or cannot be written."""
-        for path in (self.out, self.trace):
-            if path is not None:
-                check_output(path, force=self.force)
+def _write(
+    found: PlanResult | MixedPlanResult, out: Path | None, trace: Path | None, *, force: bool, quiet: bool
+) -> None:
+    if out is not None:
+        found.save(out, force=force)
+    if trace is not None:
+        write_trace(found, trace, force=force, quiet=quiet)
 
 
-def _price(problem: Problem, plan: ParallelPlan, timings: str, output: EstimateFlags) -> None:
-    """Price a legal plan, print it and write what was asked for; `timings` says whose the measured times are."""
-    import autoplan.cost.estimate as cost
-    from autoplan.api.plan_files import make_plan_file
-    from autoplan.base.files import encode, write_text
-    from autoplan.cli.trace import write_trace
-    from autoplan.search.ranking import ranked
-    from autoplan.spec.plan import PlanBatch
+def _print(found: PlanResult, *, memory: bool, verify_memory: bool, quiet: bool) -> None:
+    terminal = report.terminal
+    show = terminal.print_memory if memory else terminal.print_estimate
+    show(terminal.make_console(), found.file)
+    if verify_memory:
+        if not quiet:
+            print("autoplan: asking the memory oracle, in a minute at most", file=sys.stderr)
+        report.verified.print_verified(terminal.make_console(), found.file, api.estimate.ask_oracle(found))
 
-    rules = _check_legal(problem, plan)
-    if output.verify_memory:
-        _check_oracle(problem, plan)
-    costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
-    file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings)
-    if output.memory:
-        from autoplan.search.knobs import memory_knobs
 
-        file = replace(file, memory_knobs=memory_knobs(problem, plan, rules))
-    text = encode(file)
-    if output.out is not None:
-        write_text(output.out, text, force=output.force)
-    if output.trace is not None:
-        from autoplan.cost.timeline import timeline
-
-        write_trace(timeline(problem, plan), plan.describe(), output.trace, force=output.force, quiet=output.quiet)
-    if output.json:
-        typer.echo(text, nl=False)
+def _print_mixed(found: MixedPlanResult, *, memory: bool) -> None:
+    console = report.terminal.make_console()
+    if memory:
+        report.mixed_search.print_mixed_answer(console, found.file)
+        report.terminal.print_waterfall(console, found.stages())
     else:
-        _print(problem, file, output)
-    if not output.quiet and file.best.verdict != "fits":
-        what = "does not fit" if file.best.verdict == "oom" else "may not fit"
-        print(f"autoplan: warning: the plan {what} in device memory", file=sys.stderr)
-
-
-def _print(problem: Problem, file: PlanFile, output: EstimateFlags) -> None:
-    from autoplan.report.terminal import make_console, print_estimate, print_memory, print_next_steps
-
-    show = print_memory if output.memory else print_estimate
-    show(make_console(), file)
-    if output.verify_memory:
-        _verify_memory(problem, file, quiet=output.quiet)
-    if output.out is not None:
-        print_next_steps(make_console(), ("next", f"autoplan explain {shlex.quote(str(output.out))}"))
-
-
-def _check_oracle(problem: Problem, plan: ParallelPlan) -> None:
-    """Refuse what the memory oracle cannot tell."""
-    from autoplan.trainer.verify import check
-
-    if problem.framework.rules != "trainer":
-        raise InputError(
-            f"the memory oracle is plain torch, the plan is for {problem.framework.name}, which keeps other tensors: "
-            "leave out --verify-memory, or price the plan with --framework torch"
-        )
-    check(problem.model, plan, problem.training.seq_len)
-
-
-def _verify_memory(problem: Problem, file: PlanFile, *, quiet: bool) -> None:
-    from autoplan.report.terminal import make_console
-    from autoplan.report.verified import print_verified
-    from autoplan.trainer.verify import Question, ask
-
-    if not quiet:
-        print("autoplan: asking the memory oracle, in a minute at most", file=sys.stderr)
-    found = ask(Question(model=problem.model, plan=file.best.plan, seq_len=problem.training.seq_len))
-    print_verified(make_console(), file, found)
-
-
-def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
-    """The rules that the plan obeys; refused with the first that it breaks."""
-    from autoplan.api.problem import check_rank_order, check_tp_overlap
-    from autoplan.frameworks.common.rules import broken
-    from autoplan.frameworks.registry import book_of
-    from autoplan.spec.plan import chunk_layers
-
-    chunk_layers(plan, problem.model.num_layers)
-    if plan.tp_overlap:
-        check_tp_overlap(problem.framework)
-    check_rank_order(problem.framework, plan.rank_order)
-    rules = book_of(problem.framework).rules
-    if faults := broken(rules, problem.workload, plan):
-        raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")
-    return rules
+        report.mixed_search.print_mixed(console, found.file)

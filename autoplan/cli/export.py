@@ -7,9 +7,12 @@ from typing import Annotated
 
 import typer
 
-from autoplan.base.errors import InputError, NoPlanError
+import autoplan
+from autoplan import api
+from autoplan.base.errors import InputError
 from autoplan.cli.complete import words
 from autoplan.cli.options import ForceOption
+from autoplan.cli.remarks import print_warnings
 from autoplan.frameworks.registry import TARGETS
 from autoplan.launch.names import LAUNCHERS
 
@@ -46,40 +49,24 @@ def export(
     ] = False,
 ) -> None:
     """Write the files that start a plan."""
-    from autoplan.api.plan_files import load_any_plan_file
-    from autoplan.base.files import check_folder, write_folder
-    from autoplan.base.units import format_bytes
-    from autoplan.cli.nearest import startable
-    from autoplan.cli.starting import NOT_STARTED
-    from autoplan.launch.targets import exported
-    from autoplan.spec.plan_file import MixedPlanFile
+    from autoplan.base.files import check_folder, encode
 
     if to not in TARGETS:
         raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
     if out is not None:
         check_folder(out, force=force)
-    plan_file = load_any_plan_file(plan)
-    if isinstance(plan_file, MixedPlanFile):
-        raise NoPlanError(f"{plan}: {NOT_STARTED}")
-    if plan_file.best.verdict == "oom":
-        raise NoPlanError(
-            f"{plan}: the plan needs {format_bytes(plan_file.best.memory_bytes)} and would run out of memory: "
-            "search for one that fits"
-        )
-    plan_file = startable(plan_file, to, target_version, or_nearest=nearest)
-    files = exported(plan_file, to, launcher, target_version, image)
+    found = autoplan.export(plan, to=to, launcher=launcher, target_version=target_version, image=image, nearest=nearest)
+    print_warnings(found.warnings)
     if out is not None:
-        write_folder(out, {file.name: (file.text, file.executable) for file in files}, force=force)
-        typer.echo(f"wrote {', '.join(str(out / file.name) for file in files)}", err=True)
-    if json:
-        from autoplan.base.files import encode
-        from autoplan.cli.outputs import Exported
-
-        texts = {str(out / file.name) if out else file.name: None if out else file.text for file in files}
-        typer.echo(encode(Exported(plan=plan_file.best.plan.describe(), files=texts)), nl=False)
+        typer.echo(f"wrote {', '.join(map(str, found.save(out, force=force)))}", err=True)
+    if json and out is not None:
+        written: dict[str, str | None] = {str(out / name): None for name in found.texts}
+        typer.echo(encode(api.export.Exported(plan=found.plan, files=written)), nl=False)
+    elif json:
+        typer.echo(found.to_json(), nl=False)
     elif out is not None:
         return
-    elif len(files) == 1:
-        typer.echo(files[0].text, nl=False)
+    elif len(found.files) == 1:
+        typer.echo(found.files[0].text, nl=False)
     else:
-        raise InputError(f"{len(files)} files start this plan: pass --out FOLDER")
+        raise InputError(f"{len(found.files)} files start this plan: pass --out FOLDER")

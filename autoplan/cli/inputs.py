@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from autoplan.base.errors import InputError
+from autoplan.base.urls import redact_arguments
 
 if TYPE_CHECKING:
     from autoplan.api.problem import ProblemOptions
+    from autoplan.api.training_run import RunOptions
 
-# The flags of a problem that have a default, by the names of their parameters; what was not typed is left to the API.
+# Flags that mean what an option of the API of that name does; what was not typed is left to the API.
 PROBLEM_FLAGS = ("precision", "attention", "framework", "calibration", "timings", "reserve_memory")
+RUN_FLAGS = (
+    *("nodes", "tokens", "deadline", "gpu_hours", "price", "device_mtbf", "checkpoint_time", "restart_time", "pue"),
+)
 
 
 def whole_url(context: typer.Context, url: str | None) -> str | None:
@@ -25,33 +31,37 @@ def whole_url(context: typer.Context, url: str | None) -> str | None:
     return whole.get(url, url) if url else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputFlags:
-    """The flags of a search that say where its answer goes, as typed."""
-
-    out: Path
-    page: Path | None
-    force: bool
-    json: bool
-    quiet: bool
-
-    def check(self) -> None:
-        """Refuse, before any work, files that exist or cannot be written."""
-        for path in (self.out, self.page):
-            if path is not None:
-                check_output(path, force=self.force)
-
-
 def is_typed(context: typer.Context, name: str) -> bool:
     """Whether a parameter stands on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
+def _typed(context: typer.Context, names: Collection[str]) -> dict[str, Any]:
+    return {name: context.params[name] for name in names if name in context.params and is_typed(context, name)}
+
+
 def problem_options(context: typer.Context) -> ProblemOptions:
     """Return what was typed of a problem beside model, cluster and sequence length."""
-    typed: dict[str, Any] = {name: context.params[name] for name in PROBLEM_FLAGS if is_typed(context, name)}
-    return cast("ProblemOptions", typed | {"db": whole_url(context, context.params.get("url"))})
+    typed = _typed(context, PROBLEM_FLAGS) | {"db": whole_url(context, context.params.get("url"))}
+    return cast("ProblemOptions", typed)
+
+
+def run_options(context: typer.Context) -> RunOptions:
+    """Return what was typed of a run to plan for."""
+    typed = _typed(context, RUN_FLAGS)
+    if context.params.get("objective"):
+        typed["objectives"] = context.params["objective"]
+    if context.params.get("max_nodes") is not None:
+        if "nodes" in typed:
+            raise InputError("--nodes and --max-nodes say the same: leave one of them out")
+        typed["nodes"] = f"1:{context.params['max_nodes']}"
+    return cast("RunOptions", typed)
+
+
+def command_line() -> str:
+    """Return what was typed, without passwords."""
+    return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])
 
 
 def check_untyped(context: typer.Context, said: Collection[str], says: str) -> None:
@@ -60,6 +70,13 @@ def check_untyped(context: typer.Context, said: Collection[str], says: str) -> N
     if typed:
         flags = ", ".join(one.opts[0] if one.param_type_name == "option" else one.human_readable_name for one in typed)
         raise InputError(f"{says}, without {flags}: leave them out, or give a model in place of the file")
+
+
+def check_outputs(*paths: Path | None, force: bool) -> None:
+    """Refuse, before any work, outputs that exist or cannot be written."""
+    for path in paths:
+        if path is not None:
+            check_output(path, force=force)
 
 
 def check_output(path: Path, *, force: bool) -> None:

@@ -30,8 +30,8 @@ def predict(
     write_text(out, prediction_table(predictions), force=force)
     verdicts = Counter(prediction.verdict for prediction in predictions)
     if json:
+        from autoplan.api.outputs import Predicted
         from autoplan.base.files import encode
-        from autoplan.cli.outputs import Predicted
 
         typer.echo(
             encode(

@@ -206,8 +206,8 @@ def _print_plan(console: Console, started: Profile) -> None:
 
 
 def _print_json(progress: Progress) -> None:
+    from autoplan.api.outputs import Profiled
     from autoplan.base.files import encode
-    from autoplan.cli.outputs import Profiled
 
     outcomes = {str(operation): dict(counts) for operation, counts in progress.counts().items()}
     made = Profiled(planned=progress.total, outcomes=outcomes, elapsed_s=progress.elapsed_s, left=progress.num_left)

@@ -41,9 +41,17 @@ def _bar(quiet: bool, doing: str, total: int | None = None) -> Iterator[Callable
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=total)
+
+    def show(done: int, total: int | None, text: str) -> None:
+        bar.start()  # not before there is something to show: the work may begin with processes of its own
+        bar.update(task, completed=done, total=total, description=text)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+import autoplan
+from autoplan import report
 from autoplan.cli.options import AsOption, SetOption, whole_number
-
-if TYPE_CHECKING:
-    from autoplan.frameworks.common.launch import Given
 
 
 def read(
@@ -34,53 +33,21 @@ def read(
 
     Nothing in the file is run.
     """
-    from autoplan.frameworks.launch_files import read_launch
-
-    launch = read_launch(file, make_given(model, devices, devices_per_node, seq_len, variables), target)
-    if json:
-        import msgspec
-
-        typer.echo(msgspec.json.format(msgspec.json.encode(launch), indent=2).decode())
-    else:
-        from autoplan.report.launch_file import print_launch
-        from autoplan.report.terminal import make_console
-
-        unread: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
-        for one in launch.unread:
-            unread[one.matters].append((one.option, one.value, one.why))
-        headline = f"{file}: a file of {launch.target}, priced as {launch.framework}"
-        spec = (launch.model, launch.training, launch.plan)
-        print_launch(make_console(), headline, spec, matters=unread[True], rest=unread[False])
-
-
-def make_given(
-    model: str | None,
-    devices: int | None,
-    devices_per_node: int | None,
-    seq_len: int | None,
-    variables: list[str] | None,
-) -> Given:
-    """What the flags say beside a launch file."""
-    import re
-
-    from autoplan.base.errors import InputError
-    from autoplan.base.units import check_count
-    from autoplan.frameworks.common.launch import Given
-    from autoplan.read.model import load_model
-
-    for flag, value in (("--devices", devices), ("--devices-per-node", devices_per_node), ("--seq-len", seq_len)):
-        if value is not None:
-            check_count(flag, value, most=10**8)
-    pairs = []
-    for text in variables or []:
-        name, sign, value_of = text.partition("=")
-        if not sign or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise InputError(f"--set {text[:60]!r}: write NAME=VALUE with the name of a variable of the shell")
-        pairs.append((name, value_of))
-    return Given(
-        model=load_model(model) if model is not None else None,
-        num_devices=devices,
+    found = autoplan.read(
+        file,
+        model=model,
+        devices=devices,
         devices_per_node=devices_per_node,
         seq_len=seq_len,
-        variables=tuple(pairs),
+        variables=variables or (),
+        target=target,
     )
+    if json:
+        typer.echo(found.to_json())
+        return
+    unread: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
+    for option in found.launch.unread:
+        unread[option.matters].append((option.option, option.value, option.why))
+    spec = (found.launch.model, found.launch.training, found.launch.plan)
+    console = report.terminal.make_console()
+    report.launch_file.print_launch(console, found.headline, spec, matters=unread[True], rest=unread[False])

@@ -1,11 +1,12 @@
-"""Warnings of the library, as the command line prints them."""
+"""What commands say on stderr: warnings of the library, and what was written."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from autoplan.base.errors import AutoplanWarning, StoreWarning
 
@@ -33,3 +34,15 @@ def hide_remarks(quiet: bool) -> bool:
         warnings.simplefilter("ignore", AutoplanWarning)
         warnings.simplefilter("always", StoreWarning)
     return quiet
+
+
+def print_warnings(texts: Iterable[str], *, quiet: bool = False) -> None:
+    """Print the warnings of a result."""
+    for text in () if quiet else texts:
+        print(f"autoplan: warning: {text}", file=sys.stderr)
+
+
+def print_written(path: Path, *, quiet: bool, then: str = "") -> None:
+    """Say that a file was written, and what can be done with it."""
+    if not quiet:
+        print(f"wrote {path}{then}", file=sys.stderr)

@@ -85,7 +85,8 @@ def _files() -> Mapping[str, Callable[[], dict[str, Any]]]:
 
 def _printed(kind: str) -> dict[str, Any]:
     """The schema of what a command prints, in SI units."""
-    from autoplan.cli import outputs
+    from autoplan.api import outputs
+    from autoplan.api.export import Exported
     from autoplan.cli.from_logs import Imported
     from autoplan.frameworks.common.launch import Launch
     from autoplan.profiler.discover.report import ReportFile
@@ -98,7 +99,7 @@ def _printed(kind: str) -> dict[str, Any]:
     types: dict[str, Any] = {
         "explain": Explanation | MixedExplanation,
         "compare": list[Compared],
-        "export": outputs.Exported,
+        "export": Exported,
         "read": Launch,
         "predict": outputs.Predicted,
         "score": dict[str, dict[str, float | None]],

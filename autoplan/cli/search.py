@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import autoplan
+from autoplan import api, report
 from autoplan.base.errors import InputError
 from autoplan.cli.complete import presets, words
-from autoplan.cli.inputs import OutputFlags, is_typed, problem_options, whole_url
+from autoplan.cli.files import write_page
+from autoplan.cli.inputs import (
+    check_outputs,
+    command_line,
+    is_typed,
+    problem_options,
+    run_options,
+    whole_url,
+)
 from autoplan.cli.objectives import (
     CheckpointOption,
     DeadlineOption,
@@ -24,7 +32,6 @@ from autoplan.cli.objectives import (
     PriceOption,
     PueOption,
     RestartOption,
-    RunFlags,
     TokensOption,
 )
 from autoplan.cli.options import (
@@ -43,9 +50,11 @@ from autoplan.cli.options import (
     TimingsOption,
     whole_number,
 )
+from autoplan.cli.progress import progress_bar, say_how_to_watch
+from autoplan.cli.remarks import print_warnings, print_written
 
 if TYPE_CHECKING:
-    from autoplan.spec.plan_file import PlanFile
+    from autoplan.api.results import MixedPlanResult, PlanResult
 
 
 def search(
@@ -153,121 +162,93 @@ def search(
     With an objective, numbers of nodes or a run to plan for, the best in that is taken, over all these numbers.
     With a launch file it is said how good that is, and what each change on the way to the best plan brings.
     """
-    from autoplan.api.problem import load_any_cluster, make_mixed_problem
-    from autoplan.cli.searching import Asked, Sharing, check_for_parts, searched
-    from autoplan.spec.plan_file import SpaceFlags
     from autoplan.topology.mixed_cluster import MixedCluster
 
-    output = OutputFlags(out=out, page=page, force=force, json=json, quiet=quiet)
-    output.check()
-    if robust is not None and not 0.5 <= robust < 1:
-        raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
+    check_outputs(out, page, force=force)
     if sampler == "bound" and (idle := [f"--{name}" for name in ("trials", "seed") if is_typed(context, name)]):
         raise InputError(f"{' and '.join(idle)}: a search looks at all plans unless a --sampler is given: leave it out")
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
         context.fail("give MODEL, --global-batch and --seq-len, or a launch file that has them: --from FILE")
     bounds = [*(max_ or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
-    parts = load_any_cluster(cluster)
-    options = problem_options(context)
-    run = RunFlags(
-        objectives=objective or [],
-        nodes=nodes,
-        max_nodes=max_nodes,
-        tokens=tokens,
-        deadline=deadline,
-        gpu_hours=gpu_hours,
-        price=price,
-        device_mtbf=device_mtbf,
-        checkpoint_time=checkpoint_time,
-        restart_time=restart_time,
-        pue=pue,
-    )
-    space = SpaceFlags(
-        global_batch=global_batch or "", fix=tuple(fix or ()), at_most=tuple(bounds), allow=tuple(allow or ())
-    )
-    sharing = Sharing(storage=storage, url=whole_url(context, storage), study=study, workers=workers)
-    started, trained = None, model or ""
-    if launch_file is not None:
-        from autoplan.cli.today import start_from
-
-        if isinstance(parts, MixedCluster) or run.are_given or robust is not None:
-            raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
-        started = start_from(
-            launch_file,
-            parts,
-            options,
-            model=model,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            variables=variables,
-            target=target,
-        )
-        options, space = started.options, replace(space, global_batch=started.global_batch)
-    elif variables or target:
-        raise InputError("--set and --as are about a launch file: give --from FILE")
+    options, run, parts = problem_options(context), run_options(context), api.problem.load_any_cluster(cluster)
     if isinstance(parts, MixedCluster):
-        from autoplan.cli.mixed import search_parts
-
-        check_for_parts(run, sharing, sampler=sampler, robust=robust, why=why)
-        search_parts(make_mixed_problem(trained, cluster=parts, seq_len=seq_len, **options), space, output)
-        return
-    asked = Asked(
-        model=started.launch.model if started else trained,
-        cluster=parts,
-        seq_len=seq_len,
-        options=options,
-        quiet=quiet,
-        space=space,
-        run=run,
-        sharing=sharing,
-        sampler=sampler,
-        trials=trials,
-        seed=seed,
-        robust=robust,
-        why=why,
-    )
-    file = searched(asked, started)
-    _hand_over(file, output, db=options.get("db"))
-
-
-def _hand_over(file: PlanFile, output: OutputFlags, *, db: str | None) -> None:
-    """Write the plan file and its page, and print what it says."""
-    from autoplan.base.files import encode, write_text
-
-    text = encode(file)
-    write_text(output.out, text, force=output.force)
-    if output.json:
-        typer.echo(text, nl=False)
-    else:
-        _print(file, output.out)
-    if output.page is not None:
-        from autoplan.cli.report import write_page
-
-        write_page(file, output.out, output.page, url=db, force=output.force, quiet=output.quiet)
-    if output.quiet:
-        return
-    if file.best.verdict != "fits":
-        print(
-            f"autoplan: warning: no plan fits safely; this one has a risk of {100 * file.best.oom_probability:.0f} % "
-            "of running out of memory",
-            file=sys.stderr,
+        if launch_file is not None:
+            raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
+        if variables or target:
+            raise InputError("--set and --as are about a launch file: give --from FILE")
+        if robust is not None or why:
+            raise InputError(f"{'--why' if why else '--robust'} is not there for mixed clusters yet: leave it out")
+        if storage or study or workers != 1 or sampler != "bound":
+            raise InputError("mixed clusters are searched by one process: leave --storage and the like out")
+        if run:
+            raise InputError("objectives and runs are not searched on mixed clusters yet: leave their flags out")
+        if fix or bounds:
+            raise InputError("--fix and --max do not narrow the plans of a mixed cluster yet: leave them out")
+        assert model is not None
+        assert global_batch is not None
+        assert seq_len is not None
+        mixed = autoplan.search_mixed(
+            model, cluster=parts, global_batch=global_batch, seq_len=seq_len, allow=allow or (), **options
         )
-    print(f"wrote {output.out}", file=sys.stderr)
+        _hand_over(mixed.with_command(command_line()), out, page, force=force, json=json, quiet=quiet)
+        return
+    if storage and not storage.startswith("grpc:") and not quiet:
+        say_how_to_watch(storage)
+    with progress_bar(quiet=quiet, unit="sizes" if run else "cells") as advance:
+        found = autoplan.search(
+            model,
+            cluster=parts,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            launch_file=launch_file,
+            variables=variables or (),
+            target=target,
+            fix=fix or (),
+            at_most=bounds,
+            allow=allow or (),
+            robust=robust,
+            why=why,
+            sampler=sampler,
+            trials=trials,
+            seed=seed,
+            workers=workers,
+            storage=whole_url(context, storage),
+            study=study,
+            progress=advance,
+            **options,
+            **run,
+        )
+    _hand_over(found.with_command(command_line()), out, page, force=force, json=json, quiet=quiet)
 
 
-def _print(file: PlanFile, path: Path) -> None:
-    from autoplan.cli.starting import next_step
-    from autoplan.report.terminal import make_console, print_next_steps, print_search
+def _hand_over(
+    found: PlanResult | MixedPlanResult, out: Path, page: Path | None, *, force: bool, json: bool, quiet: bool
+) -> None:
+    """Write the plan file and its page, and print what it says."""
+    found.save(out, force=force)
+    if json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        _print(found, out)
+    if page is not None:
+        write_page(found, out, page, force=force, quiet=quiet)
+    print_warnings(found.warnings, quiet=quiet)
+    print_written(out, quiet=quiet)
 
-    console = make_console()
-    print_search(console, file)
+
+def _print(found: PlanResult | MixedPlanResult, path: Path) -> None:
+    from autoplan.spec.axes import LABELS
+
+    terminal = report.terminal
+    console, why = terminal.make_console(), ("why", f"autoplan explain {shlex.quote(str(path))}")
+    if isinstance(found, api.results.MixedPlanResult):
+        report.mixed_search.print_mixed(console, found.file)
+        terminal.print_next_steps(console, why)
+        return
+    file = found.file
+    terminal.print_search(console, file)
     if file.run:
-        from autoplan.report.run_report import print_run
-
-        print_run(console, file.run)
+        report.run_report.print_run(console, file.run)
     if file.today:
-        from autoplan.report.launch_file import print_today
-        from autoplan.spec.axes import LABELS
-
-        print_today(console, file.today, LABELS)
-    print_next_steps(console, ("why", f" autoplan explain {shlex.quote(str(path))}"), next_step(file, path))
+        report.launch_file.print_today(console, file.today, LABELS)
+    terminal.print_next_steps(console, ("why", f" {why[1]}"), api.export.next_step(file, path))

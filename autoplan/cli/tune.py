@@ -190,7 +190,8 @@ def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: 
     write_text(out, encode(tuned.file), force=force)
     _print(tuned.report, json=json)
     if not json:
-        from autoplan.cli.starting import next_step
+        from autoplan.api.export import next_step
+        from autoplan.report.terminal import make_console, print_next_steps
 
         step = ("next", _again()) if tuned.is_interrupted else next_step(tuned.file, out)
         print_next_steps(make_console(), step)

@@ -1,1 +1,24 @@
 """Results for people: terminal tables, drawings, the HTML page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoplan.base.lazy import module_loader
+
+if TYPE_CHECKING:
+    from autoplan.report import cluster as cluster
+    from autoplan.report import cluster_drawing as cluster_drawing
+    from autoplan.report import compare as compare
+    from autoplan.report import explain as explain
+    from autoplan.report import launch_file as launch_file
+    from autoplan.report import mixed_search as mixed_search
+    from autoplan.report import run_report as run_report
+    from autoplan.report import score as score
+    from autoplan.report import terminal as terminal
+    from autoplan.report import trace as trace
+    from autoplan.report import traffic as traffic
+    from autoplan.report import tune as tune
+    from autoplan.report import verified as verified
+
+__getattr__ = module_loader(__name__)

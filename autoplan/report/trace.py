@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from autoplan import __version__
+from autoplan.base.version import __version__
 from autoplan.cost.timeline import STREAMS, Event, RankTimeline, Timeline
 from autoplan.report.terminal import number_ranges
 

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from autoplan import __version__
 from autoplan.base.errors import InputError
 from autoplan.base.files import replacing
 from autoplan.base.units import cleaned
+from autoplan.base.version import __version__
 from autoplan.profiler.record import PROTOCOL, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.spec.timing import SHAPES

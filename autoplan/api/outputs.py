@@ -14,14 +14,6 @@ from autoplan.profiler.store import Holding, Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """Of `export`: the files, with their texts where they were not written."""
-
-    plan: str  # in words
-    files: dict[str, str | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """Of `predict`: how many rows came out how."""
 

@@ -1,0 +1,183 @@
+"""Estimates: what one plan costs, and where time and memory go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from autoplan.api.plan_files import is_plan_file, load_plan, make_plan_file
+from autoplan.api.problem import (
+    ProblemOptions,
+    check_rank_order,
+    check_tp_overlap,
+    load_cluster,
+    make_problem,
+)
+from autoplan.api.results import PlanResult
+from autoplan.base.errors import InputError, NoPlanError
+from autoplan.base.files import decode
+from autoplan.cost import estimate as cost
+from autoplan.frameworks.common.rules import Rule, broken
+from autoplan.frameworks.registry import book_of
+from autoplan.search import knobs
+from autoplan.search.ranking import ranked
+from autoplan.spec.axes import AXES
+from autoplan.spec.enums import CodedEnum
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers, derived_values, parse_recompute
+from autoplan.spec.problem import Problem
+from autoplan.topology.cluster import ClusterSpec
+
+
+def estimate(
+    model: str | Path | ModelSpec | PlanResult | None = None,
+    *,
+    cluster: str | Path | ClusterSpec | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    launch_file: str | Path | None = None,
+    variables: Iterable[str] | Mapping[str, str] = (),
+    target: str | None = None,
+    plan: ParallelPlan | Mapping[str, Any] | None = None,
+    memory_knobs: bool = False,
+    **options: Unpack[ProblemOptions],
+) -> PlanResult:
+    """Return what one plan costs: time and memory by term and by pipeline stage.
+
+    `plan` has the axes that are not as usual, as the flags of the command name them ({"tp": 8, "pp": 4}); data-parallel
+    ranks are what they leave of the cluster.  Or the plan is that of a `launch_file`, or of a result or the path of a
+    plan file in place of `model`, which is priced again as it is.  `global_batch` is in sequences, `seq_len` in tokens.
+    With `memory_knobs` it is also told which changes of the plan would free memory.
+
+    Raises InputError where something that was given cannot be used, and NoPlanError where the framework does not admit
+    the plan.  A plan that does not fit is a result: its verdict says so.
+    """
+    timings = options.get("timings") or ""
+    if launch_file is not None:
+        from autoplan.api.launch_start import start_from  # brings the readers of all frameworks
+
+        if cluster is None:
+            raise InputError("estimate --from needs --cluster: name the cluster that the file runs on")
+        place = load_cluster(cluster)
+        if isinstance(model, PlanResult):
+            raise InputError("a plan and a launch file are given: leave one of them out")
+        started = start_from(
+            launch_file,
+            place,
+            options,
+            model=model,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            variables=variables,
+            target=target,
+        )
+        problem, wanted = make_problem(started.launch.model, cluster=place, **started.options), started.plan
+    elif variables or target:
+        raise InputError("--set and --as are about a launch file: give --from FILE")
+    elif saved := _saved(model, options.get("db")):
+        problem, wanted, timings = saved.problem, saved.plan, saved.file.timings
+    elif model is None or isinstance(model, PlanResult) or cluster is None or global_batch is None or seq_len is None:
+        raise InputError("estimate needs --cluster, --global-batch and --seq-len, or a plan.json")
+    else:
+        problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
+        wanted = plan if isinstance(plan, ParallelPlan) else make_plan(problem, global_batch, plan or {})
+    return price(problem, wanted, timings=timings, with_knobs=memory_knobs)
+
+
+def _saved(model: str | Path | ModelSpec | PlanResult | None, db: str | None) -> PlanResult | None:
+    """Return the plan in place of a model; None where it is a model."""
+    if isinstance(model, str | Path) and is_plan_file(Path(model)):
+        return load_plan(model, db=db)
+    return model if isinstance(model, PlanResult) else None
+
+
+def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs: bool = False) -> PlanResult:
+    """Return the price of a legal plan; `timings` says whose the problem's measured times are."""
+    rules = _check_legal(problem, plan)
+    costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    command = "autoplan.estimate() of Python"
+    file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings, command=command)
+    if with_knobs:
+        file = replace(file, memory_knobs=knobs.memory_knobs(problem, plan, rules))
+    if file.best.verdict == "fits":
+        return PlanResult(file=file, problem=problem)
+    what = "does not fit" if file.best.verdict == "oom" else "may not fit"
+    return PlanResult(file=file, problem=problem, warnings=(f"the plan {what} in device memory",))
+
+
+def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> ParallelPlan:
+    """Return the plan with these axes, and the usual ones, on the whole cluster.
+
+    Data parallelism takes what the other degrees leave of it.
+    """
+    said = {axis.name: axis for axis in AXES if axis.spelled}
+    if unknown := next((name for name in axes if name not in said), None):
+        raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(said)}")
+    usual = {name: axis.default if axis.flag_default is ... else axis.flag_default for name, axis in said.items()}
+    values: dict[str, Any] = {name: usual[name] if axes.get(name) is None else axes[name] for name in said}
+    values = {name: str(value) if isinstance(value, CodedEnum) else value for name, value in values.items()}
+    split = book_of(problem.framework).split
+    layers, placement = _layers(values["layers_per_chunk"]), values["placement"]
+    values |= {
+        **parse_recompute(values["recompute"]),
+        "global_batch": global_batch,
+        "layers_per_chunk": layers or (split(problem.model, values["pp"] * values["vp"]) if split else None),
+        "placement": placement.split(",") if isinstance(placement, str) else placement,
+        "sp": values["sp"] and problem.framework.network.sequence_parallel,
+        "precision": problem.training.precision,
+    }
+    table = derived_values(
+        num_devices=problem.cluster.num_devices,
+        has_experts=problem.model.moe is not None,
+        hint=": change one degree or the size of the cluster",
+        **values,
+    )
+    return decode(ParallelPlan, table, "plan")
+
+
+def _layers(layers: Sequence[int] | str | None) -> list[int] | None:
+    if layers is None or not isinstance(layers, str):
+        return None if layers is None else list(layers)
+    parts = [part.strip() for part in layers.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
+        raise InputError(f"--layers {layers!r}: write the layers of every chunk, such as 19,21,21,19")
+    return [int(part) for part in parts]
+
+
+def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
+    """The rules that the plan obeys; refused with the first that it breaks."""
+    chunk_layers(plan, problem.model.num_layers)
+    if plan.tp_overlap:
+        check_tp_overlap(problem.framework)
+    check_rank_order(problem.framework, plan.rank_order)
+    rules = book_of(problem.framework).rules
+    if faults := broken(rules, problem.workload, plan):
+        raise NoPlanError(f"{problem.framework.name} does not admit the plan: {faults[0]}")
+    return rules
+
+
+# -- the memory oracle ------------------------------------------------------------------------------------------------
+
+
+def check_oracle(result: PlanResult) -> None:
+    """Refuse a plan of which the memory oracle, torch's tensors without a device, cannot tell."""
+    from autoplan.trainer.verify import check  # of interest here only
+
+    problem = result.problem
+    if problem.framework.rules != "trainer":
+        raise InputError(
+            f"the memory oracle is plain torch, the plan is for {problem.framework.name}, which keeps other tensors: "
+            "leave out --verify-memory, or price the plan with --framework torch"
+        )
+    check(problem.model, result.plan, problem.training.seq_len)
+
+
+def ask_oracle(result: PlanResult) -> Mapping[int, float]:
+    """Return the bytes that torch's tensors would hold at the peak of every stage; it takes up to a minute."""
+    from autoplan.trainer.verify import Question, ask  # of interest here only
+
+    check_oracle(result)
+    problem = result.problem
+    return ask(Question(model=problem.model, plan=result.plan, seq_len=problem.training.seq_len))

@@ -1,0 +1,93 @@
+"""Explanations: where the time and memory of a plan go, what binds it, and why others lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoplan.api.plan_files import load_mixed_plan, load_plan
+from autoplan.api.results import MixedPlanResult, PlanResult, Result, Table
+from autoplan.base.files import encode, is_file
+from autoplan.search import explain as search_explain
+from autoplan.search import mixed_explanation
+from autoplan.spec.explanation import Explanation, MixedExplanation, Versus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainResult(Result):
+    """Why a plan takes as long as it does: what binds it, what faster plans would need, and why others lost."""
+
+    explained: PlanResult
+    explanation: Explanation
+
+    @property
+    def headline(self) -> str:
+        """The plan, what it takes, and what stops faster ones."""
+        return f"{self.explained.headline}; {'; '.join(self.explanation.binds)}"
+
+    def table(self) -> Table:
+        """Return the terms of the step time in seconds, longest first."""
+        terms = sorted(self.explanation.plan.terms_s.items(), key=lambda term: -term[1])
+        step_s = self.explanation.plan.step_s
+        return Table(columns=("term", "seconds", "share"), rows=tuple((name, s, s / step_s) for name, s in terms))
+
+    def to_json(self) -> str:
+        """Return the explanation as JSON."""
+        return encode(self.explanation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedExplainResult(Result):
+    """Why a plan of a mixed cluster takes as long as it does, and why others lost."""
+
+    explained: MixedPlanResult
+    explanation: MixedExplanation
+
+    @property
+    def headline(self) -> str:
+        """The plan and what it takes."""
+        return self.explained.headline
+
+    def table(self) -> Table:
+        """Return the terms of the step time in seconds, longest first."""
+        terms = sorted(self.explanation.plan.terms_s.items(), key=lambda term: -term[1])
+        step_s = self.explanation.plan.step_s
+        return Table(columns=("term", "seconds", "share"), rows=tuple((name, s, s / step_s) for name, s in terms))
+
+    def to_json(self) -> str:
+        """Return the explanation as JSON."""
+        return encode(self.explanation)
+
+
+def explain(
+    plan: PlanResult | str | Path, *, versus: PlanResult | str | Path | None = None, db: str | None = None
+) -> ExplainResult:
+    """Say where time and memory of a plan go, what binds it, what faster plans would need, and why others lost.
+
+    `plan` is a result or the path of a plan file.  `versus` is another plan, or changes of this one ("tp=4,pp=8"), that
+    it is compared with.  Looks at all plans that differ in one or two choices, legal or not.
+
+    Raises InputError where a file or a change cannot be used, NoPlanError where the other plan cannot be priced.
+    """
+    explained = plan if isinstance(plan, PlanResult) else load_plan(plan, db=db)
+    other = None if versus is None else _versus(explained, versus, db)
+    found = search_explain.explain(explained.problem, explained.file, other)
+    return ExplainResult(explained=explained, explanation=found)
+
+
+def _versus(explained: PlanResult, versus: PlanResult | str | Path, db: str | None) -> Versus:
+    """Compare with the plan of another result or file, with its own problem, or with this one after changes."""
+    problem, best = explained.problem, explained.plan
+    if not isinstance(versus, PlanResult) and not is_file(Path(versus)):
+        changes = str(versus)
+        return search_explain.versus(problem, best, changes, search_explain.changed(problem, best, changes), problem)
+    other = versus if isinstance(versus, PlanResult) else load_plan(versus, db=db)
+    name = "the other plan" if isinstance(versus, PlanResult) else str(versus)
+    return search_explain.versus(problem, best, name, other.plan, other.problem)
+
+
+def explain_mixed(plan: MixedPlanResult | str | Path) -> MixedExplainResult:
+    """Say where time and memory of a plan of a mixed cluster go, and why others lost; as `explain`."""
+    explained = plan if isinstance(plan, MixedPlanResult) else load_mixed_plan(plan)
+    found = mixed_explanation.explain_mixed(explained.problem, explained.file)
+    return MixedExplainResult(explained=explained, explanation=found)

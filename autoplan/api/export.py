@@ -1,0 +1,174 @@
+"""Launch files: what starts a plan."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autoplan.api.plan_files import load_any_plan_file, problem_of
+from autoplan.api.results import PlanResult, Result, Table
+from autoplan.base.errors import AutoplanError, InputError, NoPlanError
+from autoplan.base.files import encode, write_folder
+from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.frameworks.common.job import File
+from autoplan.frameworks.registry import TARGETS
+from autoplan.launch.targets import exported, job_of
+from autoplan.search.nearest import Near
+from autoplan.search.nearest import nearest as nearest_plan
+from autoplan.spec.axes import LABELS
+from autoplan.spec.plan_file import MixedPlanFile, PlanFile
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import RankedPlan
+
+NOT_STARTED = "no framework that is known here starts a plan whose replicas or stages are unlike"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """Of `export`: the files, with their texts where they were not written."""
+
+    plan: str  # in words
+    files: dict[str, str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportResult(Result):
+    """The files that start a plan, the launch file first; `plan` is the one that they start, in words."""
+
+    plan: str
+    files: tuple[File, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The plan, and the names of the files."""
+        return f"{self.plan}: {', '.join(file.name for file in self.files)}"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The texts of the files, by name."""
+        return {file.name: file.text for file in self.files}
+
+    def table(self) -> Table:
+        """Return one row for each file."""
+        rows = tuple((file.name, len(file.text.splitlines()), file.executable) for file in self.files)
+        return Table(columns=("file", "lines", "executable"), rows=rows)
+
+    def to_json(self) -> str:
+        """Return the files with their texts as JSON."""
+        return encode(Exported(plan=self.plan, files=dict(self.texts)))
+
+    def save(self, folder: str | Path, *, force: bool = False) -> tuple[Path, ...]:
+        """Write the files into a folder; InputError where one exists and `force` is not set, or cannot be written."""
+        write_folder(Path(folder), {file.name: (file.text, file.executable) for file in self.files}, force=force)
+        return tuple(Path(folder) / file.name for file in self.files)
+
+
+def export(
+    plan: PlanResult | str | Path,
+    *,
+    to: str,
+    launcher: str = "torchrun",
+    target_version: str | None = None,
+    image: str | None = None,
+    nearest: bool = False,
+) -> ExportResult:
+    """Return the files that start a plan, of a result or of a plan file, in the framework `to`.
+
+    `launcher` is what starts it, `target_version` that of the framework where several are known, `image` that of the
+    containers on Kubernetes or with skypilot.  With `nearest` the nearest plan that the framework can express is
+    written where it cannot express this one; `warnings` say which.
+
+    Raises InputError where the framework cannot express the plan, NoPlanError where the plan does not fit in memory.
+    """
+    if to not in TARGETS:
+        raise InputError(f"no target {to!r}: known are {', '.join(TARGETS)}")
+    file = plan.file if isinstance(plan, PlanResult) else load_any_plan_file(Path(plan))
+    where = "" if isinstance(plan, PlanResult) else f"{plan}: "
+    if isinstance(file, MixedPlanFile):
+        raise NoPlanError(f"{where}{NOT_STARTED}")
+    if file.best.verdict == "oom":
+        raise NoPlanError(
+            f"{where}the plan needs {format_bytes(file.best.memory_bytes)} and would run out of memory: "
+            "search for one that fits"
+        )
+    problem = plan.problem if isinstance(plan, PlanResult) else None
+    file, warnings = _startable(file, to, target_version, problem, or_nearest=nearest)
+    files = exported(file, to, launcher, target_version, image)
+    return ExportResult(plan=file.best.plan.describe(), files=files, warnings=warnings)
+
+
+def _startable(
+    file: PlanFile, to: str, version: str | None, problem: Problem | None, *, or_nearest: bool
+) -> tuple[PlanFile, tuple[str, ...]]:
+    """Return `file`, or with `or_nearest` the nearest plan that `to` can express in its place, and a warning.
+
+    Without it the refusal says what single change would do.
+    """
+    target = TARGETS.get(to)
+    if target is None or file.framework.rules not in target.rules or version not in (None, *target.versions):
+        return file, ()  # no other plan would do
+    try:
+        job_of(file, to, version)
+    except InputError as error:
+        try:
+            near = _nearest(file, to, version, problem, most_changes=2 if or_nearest else 1)
+        except AutoplanError:  # such as timings that cannot be read here
+            near = None
+        if near is None:
+            tried = "; no legal plan that fits and is near to it was found that it can" if or_nearest else ""
+            raise InputError(f"{error}{tried}") from None
+        if not or_nearest:
+            raise InputError(f"{error}; or pass --nearest: {_difference(file.best, near)}") from None
+        warning = (
+            f"{' '.join(str(error).split())}; the nearest plan that it can start is written: "
+            f"{_difference(file.best, near)}"
+        )
+        return replace(file, best=near.plan), (warning,)
+    return file, ()
+
+
+def _nearest(
+    file: PlanFile, to: str, version: str | None, problem: Problem | None, *, most_changes: int
+) -> Near | None:
+    def accepts(plan: RankedPlan) -> bool:
+        try:
+            job_of(replace(file, best=plan), to, version)
+        except InputError:
+            return False
+        return True
+
+    others = [other.plan for other in file.alternatives] if most_changes > 1 else []
+    return nearest_plan(problem or problem_of(file), file.best.plan, accepts, others, most_changes=most_changes)
+
+
+def _difference(best: RankedPlan, near: Near) -> str:
+    """What changes, and what that costs."""
+    changes = ", ".join(f"{LABELS.get(axis, axis)} {value} instead of {old}" for axis, value, old in near.changes)
+    ratio = near.plan.step_s / best.step_s - 1.0
+    step = f"{format_seconds(near.plan.step_s)} a step instead of {format_seconds(best.step_s)}"
+    return f"{changes}; {step}, {format_percent(abs(ratio))} {'slower' if ratio >= 0 else 'faster'}"
+
+
+# -- what to type -----------------------------------------------------------------------------------------------------
+
+
+def start_of(file: PlanFile, path: Path, launcher: str = "torchrun") -> str:
+    """Return the command that writes what starts the plan at `path`; an `AutoplanError` says why there is none."""
+    # What runs today, else what bears the name of its rules, comes before others that take the plan.
+    first = (file.today.target if file.today else "", file.framework.rules)
+    names = [known.name for known in TARGETS.values() if file.framework.rules in known.rules]
+    target = min(names, key=lambda name: first.index(name) if name in first else len(first), default=None)
+    if target is None:
+        raise NoPlanError(f"no launch files are written for {file.framework.name}")
+    job_of(file, target)
+    return f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
+
+
+def next_step(file: PlanFile, path: Path) -> tuple[str, str]:
+    """Return (label, what to type next), or why no file starts the plan at `path`."""
+    try:
+        return "next", start_of(file, path)
+    except AutoplanError as error:
+        return "no launch script", str(error)

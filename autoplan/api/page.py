@@ -1,0 +1,192 @@
+"""The HTML page of a plan file, with what is searched and priced again for it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from autoplan.api.compare import fastest
+from autoplan.api.export import NOT_STARTED, start_of
+from autoplan.api.problem import make_space
+from autoplan.api.results import MixedPlanResult, PlanResult
+from autoplan.base.errors import AutoplanError, InputError
+from autoplan.cost.collectives.traffic import step_traffic
+from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
+from autoplan.cost.provenance import term_shares
+from autoplan.cost.timeline import timeline
+from autoplan.read.model import preset_models
+from autoplan.report.page.content import MixedContent, PlanContent, Step
+from autoplan.report.page.page import page
+from autoplan.search.choice import robust_margin, robust_order
+from autoplan.search.objectives import Run
+from autoplan.search.sensitivity import sensitivity
+from autoplan.search.space import Space
+from autoplan.search.study import MARGIN, search
+from autoplan.spec.estimate import placed
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.problem import Problem
+from autoplan.spec.run_report import SizeOutcome
+from autoplan.spec.search_result import RankedPlan, SearchResult, Sensitivity
+
+T = TypeVar("T")
+
+SIZES = (0.25, 0.5, 1, 2)  # of the cluster, for the scaling curve
+PARTS = 5  # that are worked out again
+
+
+def page_of(
+    result: PlanResult | MixedPlanResult,
+    path: str | Path = "plan.json",
+    progress: Callable[[int, int | None], None] | None = None,
+) -> str:
+    """Return a self-contained HTML page of a result, whose plan file lies, or will, at `path`: it loads nothing.
+
+    What the file does not hold is searched and priced again: plans that none beats in time and memory, the best plans
+    on fewer and more nodes, and the numbers that the answer hangs on.
+    """
+    if isinstance(result, MixedPlanResult):
+        return page(_mixed_content(result, Path(path)))
+    return page(_content(result.file, Path(path), result.problem, progress))
+
+
+def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:
+    """Return what the page of a plan of a mixed cluster shows."""
+    file, problem, missing = result.file, result.problem, {"start": NOT_STARTED}
+    try:
+        schedule = mixed_timeline(problem, file.best.plan)
+    except AutoplanError as error:
+        schedule, missing["schedule"] = None, str(error)
+    return MixedContent(
+        file=file,
+        stages=mixed_stages(problem, file.best.plan),
+        schedule=schedule,
+        steps=tuple(_look(path)),
+        missing=missing,
+    )
+
+
+def _content(
+    file: PlanFile, path: Path, problem: Problem, progress: Callable[[int, int | None], None] | None
+) -> PlanContent:
+    """Return everything that the page shows; what cannot be had is said instead."""
+    plan, missing, done = file.best.plan, dict[str, str](), list[str]()
+
+    def tried(name: str, make: Callable[[], T], otherwise: T) -> T:
+        try:
+            return make()
+        except AutoplanError as error:
+            missing[name] = str(error)
+            return otherwise
+        finally:
+            done.append(name)
+            if progress:
+                progress(len(done), PARTS)
+
+    start: tuple[Step, ...] = tried("start", lambda: _start(file, path), ())
+    return PlanContent(
+        file=file,
+        stages=placed(file.stages, plan.num_microbatches, problem.capacity_bytes),
+        traffic=step_traffic(problem, plan),
+        rests_on=term_shares(problem, PlanBatch.of([plan], problem.model.num_layers)),
+        schedule=tried("schedule", lambda: timeline(problem, plan), None),
+        front=tried("front", lambda: _front(file, problem), ()),
+        sizes=tried("sizes", lambda: _sizes(file, problem), ()),
+        sensitivity=tried("sensitivity", lambda: _sensitivity(file, problem), None),
+        steps=(*start, *_refine(file, path)),
+        missing=missing,
+    )
+
+
+# -- what was not in the file -----------------------------------------------------------------------------------------
+
+
+def _space(file: PlanFile, problem: Problem) -> Space:
+    """The space that was searched, or the same on another number of nodes."""
+    if file.space is None:
+        raise InputError("the plan file holds one plan that was priced, not the answer of a search")
+    asked = file.space
+    return make_space(problem, asked.global_batch, fix=asked.fix, at_most=asked.at_most, allow=asked.allow)
+
+
+def _front(file: PlanFile, problem: Problem) -> tuple[RankedPlan, ...]:
+    if file.run and len(file.run.front) > 1:
+        return ()  # the file has its own
+    return search(problem, _space(file, problem), measures=("time", "memory")).ranked
+
+
+def _sizes(file: PlanFile, problem: Problem) -> tuple[SizeOutcome, ...]:
+    if file.run and len(file.run.sizes) > 1:
+        return file.run.sizes
+    nodes = problem.cluster.num_nodes
+    sizes = dict.fromkeys(int(share * nodes) for share in SIZES if share * nodes >= 1)
+    return tuple(fastest(problem, size, lambda resized: _space(file, resized), Run()) for size in sizes)
+
+
+def _sensitivity(file: PlanFile, problem: Problem) -> Sensitivity:
+    if file.choice and file.choice.sensitivity:
+        return file.choice.sensitivity
+    if file.run:
+        raise InputError("what the answer hangs on is worked out for the fastest step of one cluster")
+    space = _space(file, problem)
+    return sensitivity(problem, space, _result(file, problem, space), MARGIN)
+
+
+def _result(file: PlanFile, problem: Problem, space: Space) -> SearchResult:
+    """The search of the file again: its plans, and those that the file has no room for."""
+    quantile = file.certificate.quantile if file.certificate else None
+    if quantile is None:
+        result = search(problem, space)
+    else:
+        margin = max(MARGIN, robust_margin(problem, quantile))
+        result = robust_order(problem, search(problem, space, margin=margin), quantile)
+    return replace(result, rivals=(file.best, *result.rivals))
+
+
+# -- what to do next --------------------------------------------------------------------------------------------------
+
+
+def _start(file: PlanFile, path: Path) -> tuple[Step, ...]:
+    """Commands that write what starts the plan, and put a run beside the prediction."""
+    write = "Write the files that start this plan"
+    run = f"autoplan run {shlex.quote(str(path))} --steps 20 --log run.log --command -- bash launch/launch.sh"
+    return (
+        Step(purpose=f"{write} with torchrun", command=start_of(file, path, "torchrun")),
+        Step(purpose=f"{write} on Slurm", command=start_of(file, path, "slurm")),
+        Step(purpose="Start them, and put the step times of the log beside the prediction", command=run),
+    )
+
+
+def _refine(file: PlanFile, path: Path) -> Iterator[Step]:
+    """Commands that measure the cluster and look closer."""
+    best = file.best.plan
+    yield Step(
+        purpose="Measure the kernels and collectives of this model on your cluster, on one node or by every rank",
+        command=f"autoplan profile {_model(file)} --seq-len {file.training.seq_len} --tp {best.tp} "
+        f"--micro-batches {best.micro_batch} --budget 30m",
+    )
+    if file.certificate and not file.timings and file.command.startswith("autoplan search "):
+        force = "" if "--force" in file.command else " --force"
+        yield Step(purpose="Search again with what was measured", command=f"{file.command} --timings db{force}")
+    plan = shlex.quote(str(path))
+    yield Step(purpose="See which changes of the plan would free memory", command=f"autoplan estimate {plan} --memory")
+    yield from _look(path)
+
+
+def _look(path: Path) -> Iterator[Step]:
+    """Commands that tell more of the plan."""
+    plan = shlex.quote(str(path))
+    yield Step(purpose="See what binds, and what faster plans would need", command=f"autoplan explain {plan}")
+    trace = f"autoplan estimate {plan} --trace trace.json"
+    yield Step(purpose="Open the step of every rank in Perfetto (ui.perfetto.dev)", command=trace)
+
+
+def _model(file: PlanFile) -> str:
+    """The model as it was typed, where the command names it first; else a name that people can replace."""
+    words = file.command.split()
+    if words[0] == "autoplan" and len(words) > 2 and words[2][0] not in "-'\"":  # a path with blanks in it is quoted
+        return words[2]
+    return file.model.name if file.model.name in preset_models() else "MODEL"

@@ -1,0 +1,251 @@
+"""Results: plans with their costs, as objects with tables, JSON and a look for notebooks."""
+
+from __future__ import annotations
+
+import csv
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.base.files import encode, write_text
+from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.spec.estimate import PlacedStage
+from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan_file import MixedPlanFile, PlanFile
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import RankedPlan
+
+if TYPE_CHECKING:
+    from autoplan.api.explain import ExplainResult
+    from autoplan.api.export import ExportResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of values under named columns; units stand in the names, in SI.  It iterates over its rows as dicts."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Table:
+        """Return the table of rows with the same keys."""
+        listed = list(rows)
+        columns = tuple(listed[0]) if listed else ()
+        return cls(columns=columns, rows=tuple(tuple(row[name] for name in columns) for row in listed))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
+
+    def to_csv(self) -> str:
+        """Return the table as CSV, its columns in the first line."""
+        stream = io.StringIO()
+        csv.writer(stream, lineterminator="\n").writerows((self.columns, *self.rows))
+        return stream.getvalue()
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
+        body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in self.rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else escape("" if value is None else str(value))
+
+
+class Result(ABC):
+    """What a function of the API returns: a table, JSON, and a headline."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def headline(self) -> str:
+        """The answer in one line."""
+
+    @abstractmethod
+    def table(self) -> Table:
+        """Return the answer as rows."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """Return the answer as JSON, as the command prints it with --json; `autoplan schema` has its schema."""
+
+    def __str__(self) -> str:
+        return self.headline
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(self.headline)}</p>{self.table()._repr_html_()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult(Result):
+    """Plans for one problem on a cluster of equal nodes, best first: of a search, of an estimate or of a plan file.
+
+    `file` is the content of plan.json: the plan, what it costs by term and by pipeline stage, why it is the best.
+    `warnings` say what a user should know before running the plan.
+    """
+
+    file: PlanFile
+    problem: Problem = field(repr=False)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> RankedPlan:
+        """The best plan, with its step time in seconds, its memory in bytes and whether it fits."""
+        return self.file.best
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The degrees and options of the best plan."""
+        return self.file.best.plan
+
+    @property
+    def plans(self) -> tuple[RankedPlan, ...]:
+        """The best plan and the alternatives to it, best first."""
+        return (self.file.best, *self.file.alternatives)
+
+    @property
+    def headline(self) -> str:
+        """The best plan and what it takes, in one line."""
+        best = self.best
+        return (
+            f"{best.plan.describe()}: {format_seconds(best.step_s)} a step "
+            f"({format_seconds(best.low_s)} to {format_seconds(best.high_s)}), {format_percent(best.mfu)} MFU, "
+            f"{format_bytes(best.memory_bytes)} of memory, {best.verdict}"
+        )
+
+    def table(self) -> Table:
+        """Return one row for each plan, best first: times in seconds, memory of a device in bytes."""
+        return Table.of(
+            {
+                "plan": ranked.plan.describe(),
+                "step_s": ranked.step_s,
+                "low_s": ranked.low_s,
+                "high_s": ranked.high_s,
+                "tokens_per_s_per_device": ranked.tokens_per_s_per_device,
+                "mfu": ranked.mfu,
+                "memory_bytes": ranked.memory_bytes,
+                "oom_probability": ranked.oom_probability,
+                "verdict": ranked.verdict,
+            }
+            for ranked in self.plans
+        )
+
+    def to_json(self) -> str:
+        """Return the content of the plan file."""
+        return encode(self.file)
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan file; InputError where it exists and `force` is not set, or cannot be written."""
+        write_text(Path(path), self.to_json(), force=force)
+
+    def explain(self, versus: str | Path | PlanResult | None = None) -> ExplainResult:
+        """Say where the time and memory of the best plan go and why others lost: `autoplan.explain`."""
+        from autoplan.api.explain import explain  # which builds on results
+
+        return explain(self, versus=versus)
+
+    def export(self, to: str, *, launcher: str = "torchrun", nearest: bool = False, **options: str) -> ExportResult:
+        """Return the files that start the best plan: `autoplan.export`."""
+        from autoplan.api.export import export  # which builds on results, and loads the writers of all frameworks
+
+        return export(self, to=to, launcher=launcher, nearest=nearest, **options)
+
+    def report(self, path: str | Path = "report.html", *, force: bool = False) -> None:
+        """Write a self-contained HTML page about the answer; what the plan file does not hold is searched again.
+
+        Raises InputError where the file exists and `force` is not set, or cannot be written.
+        """
+        from autoplan.api.page import page_of  # which builds on results, and loads what draws
+
+        write_text(Path(path), page_of(self), force=force)
+
+    def trace(self) -> str:
+        """Return one step of the best plan as a Chrome trace, for ui.perfetto.dev."""
+        from autoplan.cost.timeline import timeline  # neither is needed to hold a result
+        from autoplan.report.trace import trace_json
+
+        return trace_json(timeline(self.problem, self.plan), self.plan.describe())
+
+    def with_command(self, command: str) -> PlanResult:
+        """Return the result with another text for what was asked, which stands in the plan file."""
+        return replace(self, file=replace(self.file, command=command))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPlanResult(Result):
+    """Plans for one problem on a cluster with unlike parts, best first; as `PlanResult`."""
+
+    file: MixedPlanFile
+    problem: MixedProblem = field(repr=False)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> MixedCost:
+        """The best plan, with its step time in seconds, and the memory of its stages in bytes."""
+        return self.file.best
+
+    @property
+    def plans(self) -> Sequence[MixedCost]:
+        """The best plan and the alternatives to it, best first."""
+        return (self.file.best, *self.file.alternatives)
+
+    @property
+    def headline(self) -> str:
+        """The best plan and what it takes, in one line."""
+        best = self.best
+        return f"{self._described(best)}: {format_seconds(best.step_s)} a step, {best.verdict}"
+
+    def _described(self, cost: MixedCost) -> str:
+        from autoplan.report.mixed_search import describe  # brings rich
+
+        return describe(cost.plan, self.file.cluster.part_names)
+
+    def table(self) -> Table:
+        """Return one row for each plan, best first: times in seconds."""
+        return Table.of(
+            {
+                "plan": self._described(cost),
+                "step_s": cost.step_s,
+                "low_s": cost.low_s,
+                "high_s": cost.high_s,
+                "sequences_per_s": cost.sequences_per_s,
+                "verdict": cost.verdict,
+            }
+            for cost in self.plans
+        )
+
+    def to_json(self) -> str:
+        """Return the content of the plan file."""
+        return encode(self.file)
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan file; InputError where it exists and `force` is not set, or cannot be written."""
+        write_text(Path(path), self.to_json(), force=force)
+
+    def stages(self) -> tuple[PlacedStage, ...]:
+        """Return time and memory of the stages of the best plan, kind after kind of replica."""
+        from autoplan.cost.mixed.stages import mixed_stages  # not needed to hold a result
+
+        return mixed_stages(self.problem, self.best.plan)
+
+    def trace(self) -> str:
+        """Return one step of the best plan as a Chrome trace, for ui.perfetto.dev."""
+        from autoplan.cost.mixed.stages import mixed_timeline  # neither is needed to hold a result
+        from autoplan.report.trace import trace_json
+
+        return trace_json(mixed_timeline(self.problem, self.best.plan), self._described(self.best))
+
+    def with_command(self, command: str) -> MixedPlanResult:
+        """Return the result with another text for what was asked, which stands in the plan file."""
+        return replace(self, file=replace(self.file, command=command))

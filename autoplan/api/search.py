@@ -1,0 +1,189 @@
+"""Search: the fastest plans that fit, or the best ones for a whole run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, Unpack, cast
+
+from autoplan.api.plan_files import make_plan_file
+from autoplan.api.problem import ProblemOptions, load_cluster, make_problem, make_space
+from autoplan.api.results import PlanResult
+from autoplan.api.training_run import RunOptions, search_run
+from autoplan.base.errors import InputError
+from autoplan.search.advice import check_result
+from autoplan.search.choice import choice_of, robust_margin, robust_order
+from autoplan.search.obvious import obvious
+from autoplan.search.placement import place_best
+from autoplan.search.sampler import Sampling
+from autoplan.search.sensitivity import sensitivity
+from autoplan.search.space import Space
+from autoplan.search.study import MARGIN, Shared
+from autoplan.search.study import search as run_study
+from autoplan.search.workers import worker_processes
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan_file import PlanFile, SpaceFlags
+from autoplan.spec.problem import Problem
+from autoplan.topology.cluster import ClusterSpec
+
+T = TypeVar("T")
+Progress = Callable[[int, int | None], None]  # (cells or sizes done, all of them where that is known)
+
+
+class SearchOptions(ProblemOptions, RunOptions, total=False):
+    """What may be said of a search beside its plans: of the problem, and of a run to plan for."""
+
+
+def search(
+    model: str | Path | ModelSpec | None = None,
+    *,
+    cluster: str | Path | ClusterSpec,
+    global_batch: int | str | None = None,
+    seq_len: int | None = None,
+    launch_file: str | Path | None = None,
+    variables: Iterable[str] | Mapping[str, str] = (),
+    target: str | None = None,
+    fix: Iterable[str] | Mapping[str, Any] = (),
+    at_most: Iterable[str] | Mapping[str, Any] = (),
+    allow: Iterable[str] = (),
+    robust: float | None = None,
+    why: bool = False,
+    sampler: str = "bound",
+    trials: int = 100,
+    seed: int = 0,
+    workers: int = 1,
+    storage: str | None = None,
+    study: str | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[SearchOptions],
+) -> PlanResult:
+    """Return the fastest plans that fit, best first, with the proof that none is better.
+
+    `model` and `cluster` are names, paths or loaded objects; `global_batch` is a number of sequences, or a range such
+    as "256:512" of which the best for the rate is taken; `seq_len` is in tokens.  With `launch_file`, which may say
+    all of these, it is also told how good that is; `variables` are those of its shell, `target` is its framework.
+
+    `fix` and `at_most` narrow the plans ({"tp": 8}), `allow` widens them ("zero3", "offload", "schedule=zb-v").
+    `robust` is a quantile of the step time to be made least, such as 0.9; `why` adds what would change the answer.
+    With objectives, numbers of nodes or a run among the `options` (see `RunOptions`), the best in that is found.
+
+    `sampler` "bound" proves its answer; tpe, gp, nsga2, cmaes and random try so many `trials` from a `seed`.  `workers`
+    processes share the search, and others that name the same `storage` and `study`.
+
+    Raises InputError where something that was given cannot be used, NoPlanError where no plan is legal or fits, and
+    UnpricedError where the rules of the framework are not known.
+    """
+    if robust is not None and not 0.5 <= robust < 1:
+        raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
+    run = cast("RunOptions", {name: options.get(name) for name in RunOptions.__annotations__})
+    about = cast("ProblemOptions", {name: options[name] for name in options if name in ProblemOptions.__annotations__})  # type: ignore[literal-required]
+    is_for_run = any(value not in (None, []) for value in run.values())
+    place, started = load_cluster(cluster), None
+    if launch_file is not None:
+        from autoplan.api.launch_start import start_from  # brings the readers of all frameworks
+
+        if is_for_run or robust is not None:
+            raise InputError("--from is about the fastest step of equal nodes: leave objectives, runs and --robust out")
+        started = start_from(
+            launch_file,
+            place,
+            about,
+            model=model,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            variables=variables,
+            target=target,
+        )
+        model, about, global_batch, seq_len = started.launch.model, started.options, started.global_batch, None
+    elif variables or target:
+        raise InputError("--set and --as are about a launch file: give --from FILE")
+    if model is None or global_batch is None or (seq_len is None and started is None):
+        raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
+    flags = SpaceFlags(
+        global_batch=str(global_batch), fix=limit_texts(fix), at_most=limit_texts(at_most), allow=tuple(allow)
+    )
+    problem = make_problem(model, cluster=place, seq_len=seq_len, **about)
+    if started and not flags.narrows:
+        flags = replace(flags, allow=(*flags.allow, *started.allowances(problem)))
+
+    def space_of(sized: Problem) -> Space:
+        return make_space(sized, flags.global_batch, fix=flags.fix, at_most=flags.at_most, allow=flags.allow)
+
+    sharing = _Sharing(storage=storage, study=study, workers=workers, progress=progress)
+    make_file = partial(
+        make_plan_file, timings=about.get("timings") or "", space=flags, command="autoplan.search() of Python"
+    )
+    if is_for_run:
+        if robust is not None or why:
+            raise InputError(f"{'--why' if why else '--robust'} is about step times: leave objectives and runs out")
+        if sampler != "bound":
+            raise InputError(f"--sampler {sampler} is for step times on one cluster: leave objectives and runs out")
+        chosen = sharing.run(partial(search_run, problem, run, space_of))
+        file = make_file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report)
+        return _result(file, chosen.problem)
+    space = space_of(problem)
+    margin = MARGIN if robust is None else max(MARGIN, robust_margin(problem, robust))
+    sampling = None if sampler == "bound" else Sampling(name=sampler, trials=trials, seed=seed)
+    result = sharing.run(partial(run_study, problem, space, margin=margin, sampling=sampling))
+    check_result(problem, space, result)
+    result = place_best(problem, result)
+    if started and not flags.narrows:
+        result = started.nearest_result(problem, space, result)
+    if robust is not None:
+        result = robust_order(problem, result, robust)
+    choice = choice_of(result)
+    if why:
+        flips = sensitivity(problem, space, result, margin)
+        choice = replace(choice, sensitivity=flips, obvious=obvious(problem, space, result))
+    file = make_file(problem, result.rivals, result.certificate, choice=choice)
+    if started:
+        file = replace(file, today=started.compared(problem, file, result))
+    return _result(file, problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sharing:
+    """Who shares a search: workers started here, and others that meet them in a storage."""
+
+    storage: str | None
+    study: str | None
+    workers: int
+    progress: Progress | None
+
+    def run(self, search: Callable[..., T]) -> T:
+        """Return what `search` finds with the help of the workers."""
+        with self._opened() as shared:
+            join = partial(search, shared=shared)
+            with worker_processes(join, self.workers - 1):
+                return join(progress=self.progress)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Shared | None]:
+        """Where they meet: in the storage, in a journal file that is gone afterwards, or nowhere where one is alone."""
+        if self.storage:
+            yield Shared(url=self.storage, name=self.study)
+        elif self.study:
+            raise InputError(f"--study {self.study} needs --storage: say where it is kept")
+        elif self.workers == 1:
+            yield None
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                yield Shared(url=str(Path(folder) / "journal"))
+
+
+def limit_texts(limits: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
+    """Return limits as texts, AXIS=VALUE."""
+    return tuple(f"{axis}={value}" for axis, value in limits.items()) if isinstance(limits, Mapping) else tuple(limits)
+
+
+def _result(file: PlanFile, problem: Problem) -> PlanResult:
+    if file.best.verdict == "fits":
+        return PlanResult(file=file, problem=problem)
+    risk = (
+        f"no plan fits safely; this one has a risk of {100 * file.best.oom_probability:.0f} % of running out of memory"
+    )
+    return PlanResult(file=file, problem=problem, warnings=(risk,))

@@ -1,0 +1,31 @@
+"""Files that commands write beside a plan: a trace of one step, an HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan import api
+from autoplan.cli.progress import progress_bar
+from autoplan.cli.remarks import print_written
+
+if TYPE_CHECKING:
+    from autoplan.api.results import MixedPlanResult, PlanResult
+
+
+def write_trace(found: PlanResult | MixedPlanResult, path: Path, *, force: bool, quiet: bool) -> None:
+    """Write one step of the best plan as a Chrome trace."""
+    from autoplan.base.files import write_text
+
+    write_text(path, found.trace(), force=force)
+    print_written(path, quiet=quiet, then=": open it in ui.perfetto.dev")
+
+
+def write_page(found: PlanResult | MixedPlanResult, path: Path, out: Path, *, force: bool, quiet: bool) -> None:
+    """Write the page of a result, whose plan file lies at `path`, into the file `out`."""
+    from autoplan.base.files import write_text
+
+    with progress_bar(quiet=quiet, doing="preparing the page", unit="parts") as advance:
+        page = api.page.page_of(found, path, advance)
+    write_text(out, page, force=force)
+    print_written(out, quiet=quiet)
