@@ -6,7 +6,6 @@ The names below are its public interface; `docs/api.md` shows them at work.  The
 from __future__ import annotations
 
 from importlib import import_module
-from inspect import Signature, signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,8 @@ import autoplan.search
 from autoplan.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from inspect import Signature
+
     from autoplan.api.compare import CompareResult as CompareResult
     from autoplan.api.compare import compare as compare
     from autoplan.api.estimate import estimate as estimate
@@ -40,6 +41,34 @@ if TYPE_CHECKING:
     from autoplan.base.errors import StoreError as StoreError
     from autoplan.base.errors import UnpricedError as UnpricedError
     from autoplan.spec.plan import ParallelPlan as ParallelPlan
+
+__all__ = [
+    "AutoplanError",
+    "AutoplanWarning",
+    "CompareResult",
+    "ExplainResult",
+    "ExportResult",
+    "InputError",
+    "MixedPlanResult",
+    "NoPlanError",
+    "ParallelPlan",
+    "PlanResult",
+    "ReadResult",
+    "StoreError",
+    "Table",
+    "UnpricedError",
+    "compare",
+    "estimate",
+    "explain",
+    "export",
+    "load_cluster",
+    "load_framework",
+    "load_model",
+    "load_plan",
+    "read",
+    "search",
+    "search_mixed",
+]
 
 _PUBLIC = {
     "autoplan.api.compare": ("compare", "CompareResult"),
@@ -73,6 +102,8 @@ class _CallablePackage(ModuleType):
 
     @property
     def __signature__(self) -> Signature:
+        from inspect import signature  # a fifth of the time of the import
+
         return signature(self._function)
 
 
