@@ -50,12 +50,13 @@ class Collective:
     @property
     def _runs(self) -> Bools:
         """Which plans have it: shape (plans)."""
-        count = np.broadcast_to(self.forward + self.backward + self.at_end, self.buffer_bytes.shape)
-        runs = (count > 0) & (self.group.size > 1)
+        runs = (self.forward + self.backward + self.at_end > 0) & (self.group.size > 1)
         return np.asarray(runs if runs.ndim == 1 else runs.any(axis=1))
 
     def seconds(self, links: LinkTimes) -> Floats:
         """Time of one of them, 0 for plans without it."""
+        if not self.buffer_bytes.any():  # as of the experts of a dense model
+            return np.zeros_like(self.buffer_bytes)
         runs = self._runs
         if runs.all():
             return links.seconds(self.operation, self.group, self.buffer_bytes, self.copies)

@@ -83,7 +83,7 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
             operation=operation,
             group=group,
             buffer_bytes=buffer_bytes,
-            at_end=np.broadcast_to(1.0 * runs, dense.shape),
+            at_end=np.asarray(runs, dtype=np.float64),
         )
 
     return EndOfStep(

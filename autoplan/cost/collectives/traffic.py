@@ -163,7 +163,7 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
         unit = sharded_states(problem, batch, elements, np.zeros(1))
         yield from _counted(unit, Passes(forward=microbatches * where, backward=microbatches * where), stages)
     for collective in end_of_step(problem, batch, parameters):
-        yield Transfers(collective=collective, times=np.ravel(collective.at_end))
+        yield Transfers(collective=collective, times=np.broadcast_to(collective.at_end, parameters.dense.shape)[0])
     tied = tied_table(problem, batch, plan.pp)
     yield Transfers(collective=tied, times=np.ravel(tied.at_end) * np.isin(stages, (0, plan.pp - 1)))
     yield from _counted(message(problem, batch), _hops(plan), stages)
