@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from autoplan.api.launch_files import read as read
     from autoplan.api.mixed import search_mixed as search_mixed
     from autoplan.api.plan_files import load_plan as load_plan
+    from autoplan.api.plan_run import run as run
     from autoplan.api.problem import load_cluster as load_cluster
     from autoplan.api.problem import load_framework as load_framework
     from autoplan.api.problem import load_model as load_model
+    from autoplan.api.profiling import profile as profile
     from autoplan.api.results import MixedPlanResult as MixedPlanResult
     from autoplan.api.results import PlanResult as PlanResult
     from autoplan.api.results import Table as Table
     from autoplan.api.search import search as search
+    from autoplan.api.tuning import tune as tune
     from autoplan.base.errors import AutoplanError as AutoplanError
     from autoplan.base.errors import AutoplanWarning as AutoplanWarning
     from autoplan.base.errors import InputError as InputError
@@ -65,9 +68,12 @@ __all__ = [
     "load_framework",
     "load_model",
     "load_plan",
+    "profile",
     "read",
+    "run",
     "search",
     "search_mixed",
+    "tune",
 ]
 
 _PUBLIC = {
@@ -78,9 +84,12 @@ _PUBLIC = {
     "autoplan.api.launch_files": ("read", "ReadResult"),
     "autoplan.api.mixed": ("search_mixed",),
     "autoplan.api.plan_files": ("load_plan",),
+    "autoplan.api.plan_run": ("run",),
     "autoplan.api.problem": ("load_model", "load_cluster", "load_framework"),
+    "autoplan.api.profiling": ("profile",),
     "autoplan.api.results": ("PlanResult", "MixedPlanResult", "Table"),
     "autoplan.api.search": ("search",),
+    "autoplan.api.tuning": ("tune",),
     "autoplan.base.errors": (
         *("AutoplanError", "InputError", "NoPlanError", "UnpricedError", "StoreError", "AutoplanWarning"),
     ),

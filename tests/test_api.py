@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import warnings
@@ -14,7 +16,7 @@ from commands import run
 
 PLACE = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096}
 FLAGS = ("llama3-8b", "--cluster", "h100-sxm:1x8", "--global-batch", "64", "--seq-len", "4096", "--quiet")
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +136,7 @@ def test_errors_are_of_one_family(tmp_path: Path) -> None:
         lambda: autoplan.load_model("lama"),
         lambda: autoplan.search("llama3-8b", **PLACE, fix={"pp": 7}),
         lambda: autoplan.search("llama3-8b", cluster="h100-sxm:1x8"),
-        lambda: autoplan.estimate("llama3-405b", **PLACE).export("megatron-lm"),
+        lambda: autoplan.estimate("llama3.1-405b", **PLACE).export("megatron-lm"),
         lambda: autoplan.load_plan(tmp_path / "none.json"),
         lambda: autoplan.search("llama3-8b", **PLACE, robust=0.2),
     ):
@@ -154,3 +156,21 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     autoplan.search("llama3-8b", **PLACE, progress=lambda *counts: done.append(counts))
     assert done
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
+def test_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert parts
+    exec("".join(parts), {})
+    assert (tmp_path / "launch").is_dir()
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for cell in json.loads((ROOT / "examples" / "plan_a_model.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+            assert cell["outputs"] or cell["source"][-1].startswith(("import", "result ="))

@@ -7,6 +7,8 @@ an `AutoplanError`, what a user should know without having asked is an `Autoplan
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from autoplan.base.lazy import module_loader
@@ -39,4 +41,4 @@ if TYPE_CHECKING:
     from autoplan.api import trial_runners as trial_runners
     from autoplan.api import tuning as tuning
 
-__getattr__ = module_loader(__name__)
+__getattr__: Callable[[str], ModuleType] = module_loader(__name__)

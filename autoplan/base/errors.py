@@ -29,7 +29,9 @@ class OutOfRangeError(InputError):
 
     def __init__(self, name: str, value: float, rule: str) -> None:
         super().__init__(f"{name} {rule}, got {value:g}")
-        self.name, self.value, self.rule = name, value, rule
+        self.name: str = name
+        self.value: float = value
+        self.rule: str = rule
 
 
 class NoPlanError(AutoplanError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from autoplan.base.lazy import module_loader
@@ -21,4 +23,4 @@ if TYPE_CHECKING:
     from autoplan.report import tune as tune
     from autoplan.report import verified as verified
 
-__getattr__ = module_loader(__name__)
+__getattr__: Callable[[str], ModuleType] = module_loader(__name__)
