@@ -1,0 +1,1 @@
+"""A framework that shards data-parallel ranks alone, as a probe of what a framework touches."""
