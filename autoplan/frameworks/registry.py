@@ -58,7 +58,6 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
     Entry(folder="fsdp2", rules="fsdp2", target="fsdp2", facts="pytorch-fsdp"),
     Entry(folder="accelerate", target="accelerate"),
     Entry(folder="trainer", rules="trainer", target="autoplan", facts="torch"),
-    Entry(folder="probe", rules="probe", target="probe", facts="probe"),
     Entry(folder="others", rules="unknown"),
 )
 

@@ -1,1 +1,0 @@
-"""A framework that shards data-parallel ranks alone, as a probe of what a framework touches."""
