@@ -176,10 +176,6 @@ _SWITCHES = Algorithm(
     seconds=partial(_in_steps_s, steps_of=_switch_steps, volume=2.0),
     serves=_switches_add_up,
 )
-_TREES = Algorithm(
-    moved_bytes=lambda _, spans, buffer_bytes, copies: hierarchical_bytes(spans, buffer_bytes, 2.0),
-    seconds=partial(_in_steps_s, steps_of=lambda _, spans: np.log2(spans.here / spans.inner), volume=2.0),
-)
 # With copies > 1 the buffer of an all-to-all holds each token that often, for experts of random members, and a
 # dispatcher that knows it sends one copy to every node, which spreads it inside, and one to every rank, which hands it
 # to its experts (DeepEP's `is_token_in_rank`; DeepSeek-V3, arXiv:2412.19437).
@@ -195,7 +191,7 @@ _CHAIN = Algorithm(
 # The algorithms of each operation: the first serves every group, a later one where it may and is faster.
 # NCCL's trees are left out: with them predictions of measured runs are worse (nanotron 3.95 % off instead of 3.87).
 ALGORITHMS: dict[Operation, tuple[Algorithm, ...]] = {
-    "all_reduce": (_rings(2.0), _SWITCHES, _TREES),
+    "all_reduce": (_rings(2.0), _SWITCHES),
     "all_gather": (_rings(1.0),),
     "reduce_scatter": (_rings(1.0),),
     "all_to_all": (_EXCHANGE,),
