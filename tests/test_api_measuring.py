@@ -24,7 +24,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from topology_samples import FOLDER
 
-PROGRAM = str(Path(__file__).parent / "logging_program.py")
+PROGRAM = str(Path(__file__).parent / "support" / "logging_program.py")
 SMALL = ModelSpec(name="small", num_layers=2, hidden_size=32, vocab_size=256, num_heads=4, ffn_size=64)
 
 
