@@ -12,7 +12,7 @@ from autoplan.topology.cluster import DeviceSpec
 
 # FlashAttention as training runs it, by generation; on Blackwell, where its kernels are cuDNN's and not in the tables,
 # the fastest of those written for it.
-FLASH_KERNELS = {
+FLASH_KERNELS: dict[str, tuple[str, ...]] = {
     "ampere": ("flash_attention", "vllm_flash_attn"),
     "hopper": ("fa3",),
     "ada": ("vllm_flash_attn_fa2",),

@@ -103,7 +103,7 @@ class Spread:
         )
 
 
-FIGURES = Spread.__slots__[: Spread.__slots__.index("rank")]
+FIGURES: tuple[str, ...] = Spread.__slots__[: Spread.__slots__.index("rank")]
 
 
 @lru_cache(maxsize=4096)

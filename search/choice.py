@@ -31,7 +31,7 @@ OWN_SPREAD = 0.08
 
 # What takes its time from the same rates: elements of `CostEstimate.terms_s`.  Waiting for the slowest rank goes with
 # all of them.  Matrix products and the head are one, as either may be on the busiest stage.
-COMPONENTS = {
+COMPONENTS: dict[str, tuple[str, ...]] = {
     "kernels": ("gemm", "attention", "memory_bound", "recompute", "head", "optimizer"),
     "host": ("launch", "overhead", "allocator_retries"),
     "tensor": ("tp_communication", "cp_communication"),

@@ -34,9 +34,9 @@ class NearBest:
 
     def __init__(self, margin: float) -> None:
         self.margin = margin
-        self.best = math.inf
-        self.least_skipped = math.inf
-        self.plans = Leaders(KEPT)
+        self.best: float = math.inf
+        self.least_skipped: float = math.inf
+        self.plans: Leaders = Leaders(KEPT)
 
     @property
     def batch(self) -> PlanBatch | None:

@@ -58,6 +58,10 @@ def _places_of(kind: ReplicaKind) -> tuple[Place, ...]:
 class Refiner:
     """Refines structures of one problem and batch, and counts the plans that it prices."""
 
+    problem: MixedProblem
+    global_batch: int
+    num_priced: int
+
     def __init__(self, problem: MixedProblem, global_batch: int) -> None:
         self.problem, self.global_batch = problem, global_batch
         self.num_priced = 0

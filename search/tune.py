@@ -101,7 +101,7 @@ class Tuning:
     """The study of `plans`, which one program drives at a time."""
 
     def __init__(self, study: optuna.Study, storage: BaseStorage, plans: Sequence[RankedPlan]) -> None:
-        self.plans = tuple(plans[:MOST_PLANS])
+        self.plans: tuple[RankedPlan, ...] = tuple(plans[:MOST_PLANS])
         self._study, self._storage = study, storage
         words = {axis: sorted({getattr(plan.plan, axis) for plan in self.plans}) for axis in _AXES}
         self._distributions: dict[str, BaseDistribution] = {

@@ -25,6 +25,7 @@ from autoplan.search.measurement_value import (
 )
 from autoplan.search.ranking import ranked
 from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import PROVENANCES, Measurement
@@ -34,7 +35,7 @@ class OpenRanking:
     """Plans of a search that may be the fastest, by the times that the database at `url` holds."""
 
     def __init__(self, path: Path, url: str | None, modes: tuple[Mode, ...]) -> None:
-        self.file = load_plan_file(path)
+        self.file: PlanFile = load_plan_file(path)
         if not self.file.alternatives:
             raise InputError(f"{path} holds one plan, and nothing that could win instead: give what search wrote")
         self._url, self._modes = url, modes

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-db = typer.Typer(
+db: typer.Typer = typer.Typer(
     help="The shared timing database: measure once, plan everywhere.", no_args_is_help=True, rich_markup_mode=None
 )
 

@@ -103,7 +103,7 @@ class Linearised:
     """
 
     def __init__(self, runs: Sequence[MeasuredRun], names: Sequence[str], at: Calibration) -> None:
-        self.names = tuple(names)
+        self.names: tuple[str, ...] = tuple(names)
         self._at = np.log([getattr(at, name) for name in self.names])
         pricer = Pricer(runs)
         log_steps = np.log(pricer.calibrated_s(at))

@@ -79,7 +79,7 @@ class SchedulerJobs:
     ) -> None:
         self._template, self._time_limit_s, self._num_steps = template, time_limit_s, num_steps
         self._to, self._version, self._image = to, version, image
-        self.runs_own = to == _OWN and template.takes_options
+        self.runs_own: bool = to == _OWN and template.takes_options
         self._output = MESSAGES if self.runs_own else LOG  # that trainer keeps its log itself
         self._options = tuple(options)
         if template.launcher and to == _OWN and not self.runs_own:

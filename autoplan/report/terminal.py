@@ -55,7 +55,7 @@ MEMORY_NAMES = {
     "communicators": "communication buffers",
     "context": "context and workspaces",
 }
-MEMORY_SUMS = {
+MEMORY_SUMS: dict[str, tuple[str, ...]] = {
     "weights": ("weights",),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),

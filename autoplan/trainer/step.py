@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.device import meet
-from autoplan.trainer.parallel import ALONE, build, make_grid, passes
-from autoplan.trainer.transformer import plain_name
+from autoplan.trainer.parallel import ALONE, Grid, build, make_grid, passes
+from autoplan.trainer.transformer import Transformer, plain_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,9 @@ class Training:
     others do not wait for.
     """
 
+    plan: ParallelPlan
+    device: torch.device
+
     def __init__(
         self,
         model: ModelSpec,
@@ -51,8 +54,10 @@ class Training:
         is_alone: bool = False,
     ) -> None:
         self.plan, self.device, self._is_alone = plan, device, is_alone
-        self.grid = ALONE if is_alone else make_grid(plan, device)
-        self.parts = build(model, plan, self.grid, seq_len=seq_len, dtype=dtype, device=device, seed=seed)
+        self.grid: Grid = ALONE if is_alone else make_grid(plan, device)
+        self.parts: list[Transformer] = build(
+            model, plan, self.grid, seq_len=seq_len, dtype=dtype, device=device, seed=seed
+        )
         self._run = passes(self.parts, plan, self.grid, device, loss_of)
         weights = [weight for part in self.parts for weight in part.parameters()]
         if optimizer == "adam":

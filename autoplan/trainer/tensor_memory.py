@@ -22,6 +22,9 @@ class StorageTracker(TorchDispatchMode):
     FSDP frees and takes memory by resizing storages, which no operation shows: that is watched as well.
     """
 
+    now_bytes: int
+    peak_bytes: int
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now_bytes, self.peak_bytes = 0, 0

@@ -32,11 +32,16 @@ def _here(weight: Tensor, *, sums: bool) -> Tensor:
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension; `sums` as in `_here`."""
 
+    is_rms: bool
+    sums: bool
+
     def __init__(self, model: ModelSpec, size: int) -> None:
         super().__init__()
         self.is_rms, self.sums = model.norm == "rmsnorm", False
-        self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size)) if not self.is_rms and model.norm_bias else None
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(size))
+        self.bias: nn.Parameter | None = (
+            nn.Parameter(torch.zeros(size)) if not self.is_rms and model.norm_bias else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` of any shape."""
@@ -55,18 +60,21 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention over whole sequences; under tensor parallelism over some of the heads."""
 
+    head_dim: int
+    window: int | None
+
     def __init__(self, model: ModelSpec, window: int | None) -> None:
         super().__init__()
         self.head_dim, self.window = model.qk_head_dim, window
         hidden, bias = model.hidden_size, model.qkv_bias
-        self.q = nn.Linear(hidden, model.num_heads * self.head_dim, bias=bias)
-        self.k = nn.Linear(hidden, model.kv_heads * self.head_dim, bias=bias)
-        self.v = nn.Linear(hidden, model.kv_heads * self.head_dim, bias=bias)
-        self.out = nn.Linear(model.num_heads * self.head_dim, hidden, bias=model.attention_output_bias)
+        self.q: nn.Linear = nn.Linear(hidden, model.num_heads * self.head_dim, bias=bias)
+        self.k: nn.Linear = nn.Linear(hidden, model.kv_heads * self.head_dim, bias=bias)
+        self.v: nn.Linear = nn.Linear(hidden, model.kv_heads * self.head_dim, bias=bias)
+        self.out: nn.Linear = nn.Linear(model.num_heads * self.head_dim, hidden, bias=model.attention_output_bias)
         has_norm = model.qk_norm == "head"
-        self.q_norm = Norm(model, self.head_dim) if has_norm else None
-        self.k_norm = Norm(model, self.head_dim) if has_norm else None
-        self.core = _Core()
+        self.q_norm: Norm | None = Norm(model, self.head_dim) if has_norm else None
+        self.k_norm: Norm | None = Norm(model, self.head_dim) if has_norm else None
+        self.core: _Core = _Core()
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         """`x` is (sequences, tokens, hidden_size)."""
@@ -100,9 +108,9 @@ class Mlp(nn.Module):
     def __init__(self, model: ModelSpec, size: int) -> None:
         super().__init__()
         hidden, bias = model.hidden_size, model.mlp_bias
-        self.gate = nn.Linear(hidden, size, bias=bias) if model.gated_mlp else None
-        self.up = nn.Linear(hidden, size, bias=bias)
-        self.down = nn.Linear(size, hidden, bias=bias)
+        self.gate: nn.Linear | None = nn.Linear(hidden, size, bias=bias) if model.gated_mlp else None
+        self.up: nn.Linear = nn.Linear(hidden, size, bias=bias)
+        self.down: nn.Linear = nn.Linear(size, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` is (sequences, tokens, hidden_size)."""
@@ -115,19 +123,26 @@ class Mlp(nn.Module):
 class MoE(nn.Module):
     """Routed experts without dropped tokens, whole on every rank, and a shared one where the model has it."""
 
+    num_chosen: int
+    sums: bool
+
     def __init__(self, model: ModelSpec, moe: Experts) -> None:
         super().__init__()
         self.num_chosen, self.sums = moe.experts_per_token, False
         hidden, size = model.hidden_size, moe.expert_ffn_size
-        self.router = nn.Parameter(torch.empty(moe.num_experts, hidden))
-        self.router_bias = nn.Parameter(torch.zeros(moe.num_experts)) if moe.router_bias else None
-        self.into = nn.Parameter(torch.empty(moe.num_experts, size * (2 if model.gated_mlp else 1), hidden))
-        self.back = nn.Parameter(torch.empty(moe.num_experts, hidden, size))
-        self.is_gated = model.gated_mlp
+        self.router: nn.Parameter = nn.Parameter(torch.empty(moe.num_experts, hidden))
+        self.router_bias: nn.Parameter | None = nn.Parameter(torch.zeros(moe.num_experts)) if moe.router_bias else None
+        self.into: nn.Parameter = nn.Parameter(
+            torch.empty(moe.num_experts, size * (2 if model.gated_mlp else 1), hidden)
+        )
+        self.back: nn.Parameter = nn.Parameter(torch.empty(moe.num_experts, hidden, size))
+        self.is_gated: bool = model.gated_mlp
         shared = moe.shared_expert_ffn_size
-        self.shared_into = nn.Parameter(torch.empty(shared * (2 if model.gated_mlp else 1), hidden)) if shared else None
-        self.shared_back = nn.Parameter(torch.empty(hidden, shared)) if shared else None
-        self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if moe.shared_expert_gate else None
+        self.shared_into: nn.Parameter | None = (
+            nn.Parameter(torch.empty(shared * (2 if model.gated_mlp else 1), hidden)) if shared else None
+        )
+        self.shared_back: nn.Parameter | None = nn.Parameter(torch.empty(hidden, shared)) if shared else None
+        self.shared_gate: nn.Parameter | None = nn.Parameter(torch.empty(1, hidden)) if moe.shared_expert_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` is (sequences, tokens, hidden_size); the tokens of this rank alone."""
@@ -173,11 +188,14 @@ class MoE(nn.Module):
 class Layer(nn.Module):
     """A pre-norm transformer layer."""
 
+    norm1: Norm
+    norm2: Norm
+
     def __init__(self, model: ModelSpec, blocks: tuple[Block, ...]) -> None:
         super().__init__()
         self.norm1, self.norm2 = Norm(model, model.hidden_size), Norm(model, model.hidden_size)
-        self.attention = Attention(model, model.window if Block.WINDOW_ATTENTION in blocks else None)
-        self.mlp = MoE(model, model.moe) if model.moe and Block.MOE in blocks else Mlp(model, model.ffn_size)
+        self.attention: Attention = Attention(model, model.window if Block.WINDOW_ATTENTION in blocks else None)
+        self.mlp: MoE | Mlp = MoE(model, model.moe) if model.moe and Block.MOE in blocks else Mlp(model, model.ffn_size)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         """`x` is (sequences, tokens, hidden_size), under sequence parallelism this rank's part of the tokens."""
@@ -189,18 +207,25 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A chunk of the model: layers `first` to `first + num_layers`, with embedding and head where they belong."""
 
+    model: ModelSpec
+    seq_len: int
+    sums: bool
+    start: int
+
     def __init__(self, model: ModelSpec, seq_len: int, first: int, num_layers: int, *, is_first: bool, is_last: bool):
         super().__init__()
         self.model, self.seq_len = model, seq_len
         self.sums, self.start = False, 0  # under sequence parallelism: as in `_here`, and the rank's first position
         hidden = model.hidden_size
-        self.embedding = nn.Embedding(model.vocab_size, hidden) if is_first else None
+        self.embedding: nn.Embedding | None = nn.Embedding(model.vocab_size, hidden) if is_first else None
         is_learned = model.position_embedding == "learned"
-        self.positions = nn.Parameter(torch.empty(seq_len, hidden)) if is_first and is_learned else None
+        self.positions: nn.Parameter | None = (
+            nn.Parameter(torch.empty(seq_len, hidden)) if is_first and is_learned else None
+        )
         layers = range(first, first + num_layers)
-        self.layers = nn.ModuleDict({str(at): Layer(model, model.layers[at]) for at in layers})
-        self.norm = Norm(model, hidden) if is_last else None
-        self.head = nn.Linear(hidden, model.vocab_size, bias=False) if is_last else None
+        self.layers: nn.ModuleDict = nn.ModuleDict({str(at): Layer(model, model.layers[at]) for at in layers})
+        self.norm: Norm | None = Norm(model, hidden) if is_last else None
+        self.head: nn.Linear | None = nn.Linear(hidden, model.vocab_size, bias=False) if is_last else None
         self.tie()
 
     def tie(self) -> None:

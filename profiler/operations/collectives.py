@@ -21,6 +21,8 @@ _GEMM_SIZE = {"cpu": 256, "cuda": 4096}  # of a product long enough to launch an
 class Groups:
     """The process groups of this job by their ranks, made once each: libraries keep buffers for every one."""
 
+    rank: int
+
     def __init__(self, rank: int, num_nodes: int, devices_per_node: int) -> None:
         self.rank, self._num_nodes, self._devices_per_node = rank, num_nodes, devices_per_node
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}

@@ -36,9 +36,9 @@ _MIGRATION_LOCK = 0x6175746F706C616E  # "autoplan"
 
 _ID = BigInteger().with_variant(Integer, "sqlite")  # only an INTEGER counts itself up there
 
-metadata = MetaData()
+metadata: MetaData = MetaData()
 
-fingerprints = Table(
+fingerprints: Table = Table(
     "fingerprints",
     metadata,
     Column("id", _ID, primary_key=True),
@@ -47,7 +47,7 @@ fingerprints = Table(
     Column("content", Text, nullable=False),  # the whole of it, as JSON
 )
 
-records = Table(
+records: Table = Table(
     "records",
     metadata,
     Column("id", _ID, primary_key=True),
@@ -89,7 +89,7 @@ records = Table(
 
 # What was said about a record: that it shall not be used, by a person or by the check when it came in (quarantine), or
 # that it shall again.
-marks = Table(
+marks: Table = Table(
     "marks",
     metadata,
     Column("id", _ID, primary_key=True),
@@ -103,7 +103,7 @@ marks = Table(
 
 # Training runs that were measured.  `content` is the whole of one as JSON but for what has a column after it, and for
 # its machine; the columns before are what runs are chosen by.
-runs = Table(
+runs: Table = Table(
     "runs",
     metadata,
     Column("id", _ID, primary_key=True),

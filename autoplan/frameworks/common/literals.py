@@ -63,6 +63,9 @@ class Built:
 class Module:
     """The functions of one file."""
 
+    depth: int
+    steps: int
+
     def __init__(self, text: str, what: str) -> None:
         if len(text) > MOST_CHARACTERS:
             raise InputError(f"{what}: too large: {len(text):,} characters, at most {MOST_CHARACTERS:,} are read")
@@ -72,7 +75,9 @@ class Module:
             raise InputError(f"{what}: not valid Python: {error.msg} (line {error.lineno})") from None
         except (RecursionError, MemoryError, ValueError):
             raise InputError(f"{what}: not valid Python, or nested too deeply") from None
-        self.functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
+        self.functions: dict[str, ast.FunctionDef] = {
+            one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)
+        }
         self.imports: dict[str, str] = {}  # the full name of what a name stands for
         self.names: dict[str, Any] = {}
         self.depth = 0

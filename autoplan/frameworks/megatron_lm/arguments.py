@@ -48,8 +48,8 @@ class Arguments:
     """The arguments of a file by name; they remember which were read.  `defaults` hold where the file is silent."""
 
     def __init__(self, given: Iterable[Argument], defaults: Mapping[str, Value] | None = None) -> None:
-        self.given = {argument.name: argument for argument in given}
-        self.defaults = dict(defaults or {})
+        self.given: dict[str, Argument] = {argument.name: argument for argument in given}
+        self.defaults: dict[str, Value] = dict(defaults or {})
         self.understood: set[str] = set()
         self.remarks: list[Unread] = []
 

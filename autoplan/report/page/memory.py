@@ -22,7 +22,7 @@ SUM_NAMES = {
     "buffers": "buffers",
     "outside": "context, fragmentation, NCCL",
 }
-COLOUR_OF_TERM = {term: f"m-{name}" for name, terms in MEMORY_SUMS.items() for term in terms}
+COLOUR_OF_TERM: dict[str, str] = {term: f"m-{name}" for name, terms in MEMORY_SUMS.items() for term in terms}
 
 
 def memory(content: Content) -> Markup:
