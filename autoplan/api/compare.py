@@ -25,7 +25,7 @@ from autoplan.spec.run_report import SizeOutcome
 
 
 class CompareOptions(ProblemOptions, RunOptions, total=False):
-    """What may be said of a comparison: of the problem, and of a run to plan for; `price` goes into `prices`."""
+    """Options of a comparison: of the problem, and of a run to plan for; `price` goes into `prices`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from autoplan.spec.explanation import Explanation, MixedExplanation, Versus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainResult(Result):
-    """Why a plan takes as long as it does: what binds it, what faster plans would need, and why others lost."""
+    """Reasons why a plan takes as long as it does: what binds it, what faster plans need, and why others lost."""
 
     explained: PlanResult
     explanation: Explanation
@@ -38,7 +38,7 @@ class ExplainResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedExplainResult(Result):
-    """Why a plan of a mixed cluster takes as long as it does, and why others lost."""
+    """Reasons why a plan of a mixed cluster takes as long as it does, and why others lost."""
 
     explained: MixedPlanResult
     explanation: MixedExplanation

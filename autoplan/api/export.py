@@ -26,7 +26,7 @@ NOT_STARTED = "no framework that is known here starts a plan whose replicas or s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """Of `export`: the files, with their texts where they were not written."""
+    """Output of `export`: the files, with their texts where they were not written."""
 
     plan: str  # in words
     files: dict[str, str | None]
@@ -144,7 +144,7 @@ def _nearest(
 
 
 def _difference(best: RankedPlan, near: Near) -> str:
-    """What changes, and what that costs."""
+    """Return what changes, and what that costs."""
     changes = ", ".join(f"{LABELS.get(axis, axis)} {value} instead of {old}" for axis, value, old in near.changes)
     ratio = near.plan.step_s / best.step_s - 1.0
     step = f"{format_seconds(near.plan.step_s)} a step instead of {format_seconds(best.step_s)}"

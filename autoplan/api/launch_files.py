@@ -27,7 +27,7 @@ class ReadResult(Result):
 
     @property
     def headline(self) -> str:
-        """What the file is of."""
+        """The file, its target and the framework that it is priced as."""
         return f"{self.path}: a file of {self.launch.target}, priced as {self.launch.framework}"
 
     def table(self) -> Table:

@@ -1,4 +1,4 @@
-"""What runs today: the plan of a launch file, to be searched beside and compared with the best one."""
+"""Plans of launch files that run today, to be searched beside and compared with the best one."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def start_from(
 
 
 def _faults(problem: Problem, plan: ParallelPlan) -> tuple[str, ...]:
-    """Why the framework refuses a plan; empty where it does not."""
+    """Reasons why the framework refuses a plan; empty where it does not."""
     faults = _broken(problem, plan, book_of(problem.framework).rules)
     try:
         check_rank_order(problem.framework, plan.rank_order)
@@ -228,7 +228,7 @@ def differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Opti
 
 
 def _is_same(value: str | None, other: str | None) -> bool:
-    """Whether an option says the same twice: 0 is 0.0."""
+    """Return whether two values of an option mean the same: 0 is 0.0."""
     if value is None or other is None or value == other:
         return value == other
     try:

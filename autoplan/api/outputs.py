@@ -1,4 +1,4 @@
-"""What do commands print with --json that stands in no other file?  Plain values, of which `schema` makes schemas.
+"""Output of commands with --json that stands in no other file: plain values, of which `schema` makes schemas.
 
 Only what a command or a schema needs it for imports this: it imports what it describes.
 """
@@ -15,7 +15,7 @@ from autoplan.profiler.store import Holding, Mark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """Of `predict`: how many rows came out how."""
+    """Output of `predict`: the number of rows with each outcome."""
 
     out: str
     runs: int
@@ -24,7 +24,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """Of `calibrate`: median errors of the step time, as shares."""
+    """Output of `calibrate`: median errors of the step time, as shares."""
 
     out: str
     runs: int
@@ -34,7 +34,7 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """Of `profile`: measurements of each operation by how they ended."""
+    """Output of `profile`: measurements of each operation by how they ended."""
 
     planned: int
     outcomes: dict[str, dict[str, int]]
@@ -44,7 +44,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Of `topo`: the quotient graph and its places, in SI units."""
+    """Output of `topo`: the quotient graph and its places, in SI units."""
 
     cluster: str
     num_nodes: int
@@ -58,7 +58,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedTopology:
-    """Of `topo` where parts are unlike."""
+    """Output of `topo` where parts are unlike."""
 
     cluster: str
     parts: list[Topology]
@@ -67,7 +67,7 @@ class MixedTopology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Of `db info`."""
+    """Output of `db info`."""
 
     database: str
     schema: int
@@ -77,7 +77,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Of `db list`: a record."""
+    """Output of `db list`: a record."""
 
     key: str
     seconds: float | None
@@ -86,7 +86,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """Of `db list --runs`, and of `db show`: a training run."""
+    """Output of `db list --runs`, and of `db show`: a training run."""
 
     key: str
     seconds: float | None
@@ -95,7 +95,7 @@ class ListedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Of `db show`: a record, and who hid it."""
+    """Output of `db show`: a record, and who hid it."""
 
     key: str
     seconds: float | None
@@ -105,7 +105,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Of `db export`."""
+    """Output of `db export`."""
 
     file: str
     records: int
@@ -114,7 +114,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """Of `db hide` and `db unhide`."""
+    """Output of `db hide` and `db unhide`."""
 
     changed: int
     as_before: int

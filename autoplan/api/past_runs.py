@@ -18,7 +18,7 @@ from autoplan.topology.cluster import ClusterSpec
 
 
 def problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
-    """What a past run trained, on its part of `cluster`, under the shipped calibration."""
+    """Return the problem that a past run trained, on its part of `cluster`, under the shipped calibration."""
     launch, framework = past.launch, load_framework(past.launch.framework)
     if launch.plan.num_devices > cluster.num_devices:
         raise InputError(

@@ -31,12 +31,12 @@ KEPT_ALTERNATIVES = 19  # twenty plans with the best
 
 
 def is_plan_file(path: Path) -> bool:
-    """Whether a path names a plan file of a cluster of equal nodes."""
+    """Return whether a path names a plan file of a cluster of equal nodes."""
     return path.suffix == ".json" and is_file(path) and "schema_version" in read_table(path)
 
 
 def is_mixed_file(path: Path) -> bool:
-    """Whether a path names a plan file of a mixed cluster."""
+    """Return whether a path names a plan file of a mixed cluster."""
     return path.suffix == ".json" and is_file(path) and "mixed_schema_version" in read_table(path)
 
 
@@ -180,12 +180,12 @@ def make_mixed_file(
 
 
 def _command() -> str:
-    """What was typed, without passwords."""
+    """Return the command line as it was typed, without passwords."""
     return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])
 
 
 def _versions(*, searched: bool) -> dict[str, str]:
-    """Of what the numbers of a file rest on."""
+    """Return the versions of what the numbers of a file rest on."""
 
     libraries = ("msgspec", "numpy", *(("optuna",) if searched else ()))
     named = {name: version(name) for name in libraries}

@@ -1,4 +1,4 @@
-"""From what a user says of model, cluster, framework and training to a problem, and to the space of its plans."""
+"""Problems, and the spaces of their plans, from what a user says of model, cluster, framework and training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_FRAMEWORK = "megatron-core"
 
 
 class ProblemOptions(TypedDict, total=False):
-    """What may be said of a problem beside model, cluster and sequence length; `make_problem` has the defaults."""
+    """Options of a problem beside model, cluster and sequence length; `make_problem` has the defaults."""
 
     precision: str  # of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32
     attention: str  # kernel: flash, flash1, flash2, megatron-fused or unfused

@@ -63,7 +63,7 @@ def _cell(value: object) -> str:
 
 
 class Result(ABC):
-    """What a function of the API returns: a table, JSON, and a headline."""
+    """Result of a function of the API: a table, JSON, and a headline."""
 
     __slots__ = ()
 

@@ -35,7 +35,7 @@ Progress = Callable[[int, int | None], None]  # (cells or sizes done, all of the
 
 
 class SearchOptions(ProblemOptions, RunOptions, total=False):
-    """What may be said of a search beside its plans: of the problem, and of a run to plan for."""
+    """Options of a search beside its plans: of the problem, and of a run to plan for."""
 
 
 def search(
@@ -147,7 +147,7 @@ def search(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sharing:
-    """Who shares a search: workers started here, and others that meet them in a storage."""
+    """Participants of a search: workers started here, and others that meet them in a storage."""
 
     storage: str | None
     study: str | None
@@ -163,7 +163,7 @@ class _Sharing:
 
     @contextmanager
     def _opened(self) -> Iterator[Shared | None]:
-        """Where they meet: in the storage, in a journal file that is gone afterwards, or nowhere where one is alone."""
+        """Yield where they meet: the storage, a journal file that is gone afterwards, or nowhere where one is alone."""
         if self.storage:
             yield Shared(url=self.storage, name=self.study)
         elif self.study:

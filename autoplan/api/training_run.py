@@ -19,7 +19,7 @@ from autoplan.topology.cluster import MAX_DEVICES
 
 
 class RunOptions(TypedDict, total=False):
-    """What may be said of the run that is planned for; times are seconds, or texts such as "30d" and "10m"."""
+    """Options of the run that is planned for; times are seconds, or texts such as "30d" and "10m"."""
 
     objectives: Sequence[str]  # step-time, cost-per-token, ...; of several, all plans that no other beats in every one
     nodes: Sequence[int] | str | None  # numbers of nodes to try; of a range, "8:64", those that divide well

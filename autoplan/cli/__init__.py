@@ -1,4 +1,4 @@
-"""What can be typed?  The `autoplan` command: every subcommand in a file of its own, loaded when it runs."""
+"""Command line `autoplan`: every subcommand in a file of its own, loaded when it runs."""
 
 from __future__ import annotations
 

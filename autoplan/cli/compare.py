@@ -1,4 +1,4 @@
-"""`autoplan compare`: which cluster, of which size, trains this model fastest, cheapest, with least energy?"""
+"""Command `autoplan compare`: ranks clusters and sizes by how fast, cheaply and frugally they train a model."""
 
 from __future__ import annotations
 

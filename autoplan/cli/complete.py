@@ -1,4 +1,4 @@
-"""What may stand here?  Names that the shell completes, read from the folders of presets and nothing else."""
+"""Completion of names in the shell, read from the folders of presets and nothing else."""
 
 from __future__ import annotations
 

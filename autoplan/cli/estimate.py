@@ -1,4 +1,4 @@
-"""`autoplan estimate`: what does one plan cost, and where do time and memory go?"""
+"""Command `autoplan estimate`: prices one plan, and shows where time and memory go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoplan explain`: where does the time of a plan go, what binds it, and why did others lose?"""
+"""Command `autoplan explain`: shows where the time of a plan goes, what binds it, and why others lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoplan export`: which files start the run that a plan file describes?"""
+"""Command `autoplan export`: writes the files that start the run of a plan file."""
 
 from __future__ import annotations
 

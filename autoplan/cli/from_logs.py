@@ -1,4 +1,4 @@
-"""`autoplan calibrate --from-logs`: what do past runs teach, from their logs and launch files?"""
+"""Import of past runs by `autoplan calibrate --from-logs`, from their logs and launch files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What became of a folder of logs."""
+    """Outcome of importing a folder of logs."""
 
     taken: tuple[Taken, ...]
     passed_over: dict[str, str]  # why, by path inside the folder

@@ -1,4 +1,4 @@
-"""What the parser knows of flags: which ones were typed, database URLs with their passwords, where answers go."""
+"""Input of commands: the flags that were typed, database URLs with their passwords, and outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole_url(context: typer.Context, url: str | None) -> str | None:
 
 
 def is_typed(context: typer.Context, name: str) -> bool:
-    """Whether a parameter stands on the command line."""
+    """Return whether a parameter stands on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

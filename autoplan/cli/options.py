@@ -1,4 +1,4 @@
-"""Which flags do several commands share?  Their names, help and completion; `inputs` says what they mean."""
+"""Flags that several commands share: their names, help and completion; `inputs` says what they mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far is it?  A progress bar on stderr, where that is a terminal and the work takes long enough to see it."""
+"""Progress bars on stderr, where that is a terminal and the work takes long enough to see them."""
 
 from __future__ import annotations
 

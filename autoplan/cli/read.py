@@ -1,4 +1,4 @@
-"""`autoplan read`: what does a launch file start?"""
+"""Command `autoplan read`: shows what a launch file starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands say on stderr: warnings of the library, and what was written."""
+"""Remarks of commands on stderr: warnings of the library, and what was written."""
 
 from __future__ import annotations
 

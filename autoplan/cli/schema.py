@@ -1,4 +1,4 @@
-"""`autoplan schema`: what may stand in the files that autoplan reads and writes, and in what it prints as JSON?"""
+"""Command `autoplan schema`: prints schemas of the files that autoplan reads and writes, and of its JSON output."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _any_of(kinds: Sequence[Any]) -> dict[str, Any]:
 
 
 def _run_schema() -> dict[str, Any]:
-    """That of `autoplan.trainer.task.RunFile`, whose task is one of two."""
+    """Return the schema of `autoplan.trainer.task.RunFile`, whose task is one of two."""
     from autoplan.trainer.task import Command, PredictedRun, Task, TrainingReport
 
     fields = {

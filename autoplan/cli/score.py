@@ -1,4 +1,4 @@
-"""`autoplan score`: how good are predictions of measured runs?"""
+"""Command `autoplan score`: rates predictions of measured runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoplan search`: which plan trains this model on this cluster fastest?"""
+"""Command `autoplan search`: finds the plan that trains a model fastest on a cluster."""
 
 from __future__ import annotations
 

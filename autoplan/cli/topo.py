@@ -1,4 +1,4 @@
-"""`autoplan topo`: what hangs on what in a cluster, and how fast?"""
+"""Command `autoplan topo`: shows how a cluster is connected, and how fast."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def topo(
 
 
 def _step_traffic(path: Path, cluster: ClusterSpec) -> StepTraffic:
-    """What the plan of a file moves on `cluster`, which need not be the one that it was made for."""
+    """Return the traffic of a file's plan on `cluster`, which need not be the one that it was made for."""
     from autoplan.api.plan_files import load_plan_file, problem_of
     from autoplan.cost.collectives.traffic import step_traffic
 

@@ -18,7 +18,7 @@ READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambd
 
 
 def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:
-    """What the file starts, read as one of `target`, or of the only target whose files look like it."""
+    """Read the launch of the file as one of `target`, or of the only target whose files look like it."""
     text = read_text(path, most_bytes=MOST_BYTES)
     reader = reader_of(target) if target is not None else _recognised(path, text)
     try:
@@ -30,7 +30,7 @@ def read_launch(path: Path, given: Given, target: str | None = None) -> Launch:
 
 
 def read_launch_on(path: Path, given: Given, cluster: ClusterSpec, target: str | None = None) -> Launch:
-    """The same, on `cluster`: the devices that the file leaves open are those of the cluster."""
+    """Read the launch of the file on `cluster`, whose devices are taken where the file leaves them open."""
     try:
         launch = read_launch(path, given, target)
     except InputError:
@@ -45,7 +45,7 @@ def read_launch_on(path: Path, given: Given, cluster: ClusterSpec, target: str |
 
 
 def read_launch_on_part(path: Path, given: Given, cluster: ClusterSpec) -> Launch:
-    """What the file starts on `cluster` or a part of it: a file that leaves the devices open starts all of them."""
+    """Read the launch on `cluster` or a part of it: a file that leaves the devices open starts all of them."""
     with_nodes = replace(given, devices_per_node=cluster.devices_per_node)
     try:
         return read_launch(path, given)
@@ -66,7 +66,7 @@ def reader_of(target: str) -> Reader:
 
 
 def looks_like_launch(path: Path, text: str) -> bool:
-    """Whether the file looks like one of some target."""
+    """Return whether the file looks like one of some target."""
     try:
         return any(reader.recognises(path.name, text) for reader in READERS)
     except RecursionError:

@@ -30,7 +30,7 @@ _BAR_FORGETS = 10  # steps after which tqdm's moving average (weight .3 for the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a step trains, where that is known: rates are read with it, and steps that train something else left out."""
+    """Batch of a step, where it is known: rates are read with it, and steps that train something else left out."""
 
     num_sequences: int
     seq_len: int
@@ -40,13 +40,13 @@ class Batch:
         return f"{self.num_sequences:,} sequences of {self.seq_len:,} tokens"
 
     def is_other(self, seen: Seen) -> bool:
-        """Whether a line is of a step with another batch."""
+        """Return whether a line is of a step with another batch."""
         return seen.num_sequences not in (None, self.num_sequences) or seen.seq_len not in (None, self.seq_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """What a log says of a run, in the order of its lines.
+    """Run as its log describes it, in the order of the lines.
 
     Each of `step_s` is the time of one step or the mean of some that were logged together.  Left out are those that
     cover one of the first `warmup` steps after a start or a step with another batch than the plan's, and, where others
@@ -68,7 +68,7 @@ class LoggedRun:
 
     @property
     def interval_s(self) -> tuple[float, float]:
-        """About 95 % sure to hold the median that more steps would show; under six times, their range.
+        """Interval about 95 % sure to hold the median that more steps would show; under six times, their range.
 
         By order statistics, whatever the distribution: Conover, Practical Nonparametric Statistics, section 3.2.
         """
@@ -104,7 +104,7 @@ class _Series:
 
 @dataclass(slots=True)
 class _Dialect:
-    """What was read of one framework."""
+    """Values read so far from lines of one framework."""
 
     name: str
     reader: LineReader
@@ -138,7 +138,7 @@ class LogReader:
 
     @property
     def has_times(self) -> bool:
-        """Whether a line told a time or a rate, be it of a step that is left out."""
+        """Return whether a line told a time or a rate, be it of a step that is left out."""
         return any(dialect.series for dialect in self._dialects)
 
     @property
@@ -148,7 +148,7 @@ class LogReader:
         return sum(time.num_steps for time in best[2]) if best else 0
 
     def finish(self) -> LoggedRun:
-        """What the log says; refused where it says no step time."""
+        """Return the run that the log describes; refused where it says no step time."""
         for line in self._splitter.finish():
             self._read(line, None)
         run = self.so_far()
@@ -159,7 +159,7 @@ class LogReader:
         return run
 
     def so_far(self) -> LoggedRun | None:
-        """What the log says by now; None where that is no step time yet."""
+        """Return the run that the log describes by now; None where it has no step time yet."""
         best = self._best()
         if best is None:
             return None
@@ -188,7 +188,7 @@ class LogReader:
 
     @property
     def other_batch(self) -> str:
-        """Which other batch than the plan's the log's steps train, the last that did; blank if none did."""
+        """Remark on the last batch other than the plan's that steps of the log train; blank if none did."""
         if self._batch is None or self._other is None:
             return ""
         trained = replace(
@@ -200,7 +200,7 @@ class LogReader:
 
     @property
     def lacks(self) -> str:
-        """Why it says no step time, where it does not."""
+        """Reason why no step time can be told from the log, where none can."""
         told = [(dialect.name, source) for dialect in self._dialects for source in dialect.series]
         rates = [name for name, source in told if source in ("tokens", "samples")]
         if rates and self._batch is None:

@@ -1,4 +1,4 @@
-"""Which plan does a `plan.json` of an earlier search hold?"""
+"""Reader of the `plan.json` of an earlier search, as a launch file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "plan.json"
 
 
 def recognises(name: str, text: str) -> bool:
-    """By its first key."""
+    """Return whether a file is a plan file, by its first key."""
     return re.match(r'\s*\{\s*"schema_version"\s*:', text) is not None
 
 

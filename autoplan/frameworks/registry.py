@@ -63,7 +63,7 @@ FRAMEWORKS = (  # in the order in which a log is taken for theirs
 
 
 class Modules(Mapping[str, T], Generic[T]):
-    """What the modules of one kind define, by name."""
+    """Objects that the modules of one kind define, by name."""
 
     def __init__(self, module: str, attribute: str, folders: dict[str, str]) -> None:
         self._module, self._attribute, self._folders = module, attribute, folders

@@ -1,1 +1,1 @@
-"""How does a plan become files that start the run?  One module per framework, one for the launchers they share."""
+"""Files that start a run of a plan under every launcher: a module for each kind, and those that they share."""

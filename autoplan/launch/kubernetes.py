@@ -1,4 +1,4 @@
-"""How does a job start on Kubernetes?  One manifest: a ConfigMap with its files, and what runs them on every node.
+"""Manifests that start a job on Kubernetes: a ConfigMap with its files, and what runs them on every node.
 
 Fields are those of kubeflow/trainer 8c0f505 (2.3), kubernetes-sigs/jobset 08dfbdf and the last training-operator with
 PyTorchJob, kubeflow/training-operator 7858371^.
@@ -120,7 +120,7 @@ def _command() -> list[str]:
 
 
 def _variables(start: Start) -> list[Table]:
-    """What may be set, with its default, as far as that is plain text."""
+    """Return the variables that may be set, with their defaults, as far as these are plain text."""
     return [
         {"name": variable.name, "value": variable.default}
         for variable in start.job.variables
@@ -133,7 +133,7 @@ def _metadata(start: Start) -> Table:
 
 
 def _labels(start: Start) -> Table:
-    """By which all that belongs to the job is found (kubernetes.io/docs/concepts: common labels)."""
+    """Labels by which all that belongs to the job is found (kubernetes.io/docs/concepts: common labels)."""
     return {"app.kubernetes.io/managed-by": "autoplan", "app.kubernetes.io/instance": dns_name(start.name)}
 
 

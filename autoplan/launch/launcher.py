@@ -1,4 +1,4 @@
-"""Which files start a job under which launcher?"""
+"""Launchers, and the files that start a job under each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FILES: dict[Launcher, Callable[[Start], tuple[File, ...]]] = {
 def launch_files(
     plan_file: PlanFile, job: Job, launcher: Launcher, image: str | None = None, name: str | None = None
 ) -> tuple[File, ...]:
-    """What starts `job`: the file to start with, those that it starts, and those that the job reads.
+    """Return the files that start `job`: the one to start with, those that it starts, and those that the job reads.
 
     Manifests for Kubernetes hold all of them.
     `image` is that of the containers; `name` is the job's, by default that of its model.

@@ -1,4 +1,4 @@
-"""How is a manifest written?  YAML by its emitter, scripts as blocks that can be read, a header of comments."""
+"""Manifests as YAML, with scripts as blocks that can be read and a header of comments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on every node of a job?  One readable bash script, the same under all launchers but for who numbers it."""
+"""Bash script that runs on every node of a job, the same under all launchers but for who numbers the nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODE_SCRIPT = "launch.sh"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbering:
-    """How a launcher tells a node which one it is: by shell expansions; None where a person or a manifest does."""
+    """Shell expansions by which a launcher numbers its nodes; None where a person or a manifest does."""
 
     rank: str | None = None
     master: str | None = None  # address of rank 0
@@ -70,7 +70,10 @@ def assignments(variables: list[LaunchVariable]) -> list[str]:
 
 
 def _variables(start: Start, numbering: Numbering) -> list[str]:
-    """What a person may set; what the launcher knows is taken from it alone, whatever the environment still holds."""
+    """Return the variables that a person may set; what the launcher knows is taken from it alone.
+
+    The environment does not replace it, whatever it still holds.
+    """
     alone = start.num_nodes == 1
     is_listed = bool(start.hosts) and numbering.looks_up_hosts
     which = f"of this node, 0 to {start.num_nodes - 1}"

@@ -1,4 +1,4 @@
-"""Is a node what the plan was made for?  Bash that looks before the job starts, on every node."""
+"""Checks in bash, run on every node before the job starts, that the node is what the plan was made for."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def _network(start: Start) -> list[str]:
 
 
 def _versions(start: Start) -> list[str]:
-    """Asked of rank 0 only, as importing torch takes seconds; the cluster says what its timings were measured with."""
+    """Return the check of the library versions, which rank 0 alone runs, as importing torch takes seconds.
+
+    The cluster says what its timings were measured with.
+    """
     machine = start.plan_file.cluster.machine
     if not start.plan_file.timings or machine is None or machine.runtime == "cpu":
         return []

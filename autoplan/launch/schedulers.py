@@ -1,4 +1,4 @@
-"""How does the script of the nodes start on all of them at once?  By sbatch and srun, or by mpirun."""
+"""Scripts that start the script of the nodes on all nodes at once, by sbatch and srun or by mpirun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a job start on machines that SkyPilot finds?  A task file beside the script of the nodes."""
+"""Task file that starts a job on machines that SkyPilot finds, beside the script of the nodes."""
 
 from __future__ import annotations
 

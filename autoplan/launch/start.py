@@ -1,4 +1,4 @@
-"""What do all launchers start?  A job on the nodes of its plan, in the order of the ranks, and what heads its files."""
+"""Start of a job under any launcher: its nodes in the order of the ranks, and the header of its files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Start:
 
     @property
     def environment(self) -> tuple[EnvironmentVariable, ...]:
-        """What the job relies on, and what the plan was priced with that NCCL does not do by itself."""
+        """Variables that the job relies on, and those for what was priced and NCCL does not do by itself."""
         settings = self.job.environment
         if self.num_nodes > 1 and self.plan_file.cluster.network.sharp:
             says = "sums in the switches, as priced; needs NCCL's plugin for SHARP"
@@ -66,7 +66,7 @@ class Start:
 
 
 def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
-    """(nodes, devices of each) that hold `num_devices`; part of a node is used only where one node is enough."""
+    """Return (nodes, devices of each) that hold `num_devices`; part of a node is used only where one node is enough."""
     per_node = cluster.devices_per_node
     if num_devices <= per_node:
         return 1, num_devices

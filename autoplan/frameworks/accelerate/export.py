@@ -1,4 +1,4 @@
-"""Which files make a program that uses Hugging Face Accelerate run a plan with FSDP2?
+"""Export of a plan to the files with which a program that uses Hugging Face Accelerate runs it under FSDP2.
 
 Places are below accelerate/ in 1.15.0.  The launch files set what `accelerate launch --config_file accelerate.yaml`
 would set, so that any launcher can start the program.
@@ -20,7 +20,7 @@ YAML = "accelerate.yaml"
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """What starts a training program that uses Accelerate."""
+    """Return the job that starts a training program that uses Accelerate."""
     import yaml
 
     plan = plan_file.best.plan
@@ -52,7 +52,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 
 def is_sharded(plan: ParallelPlan) -> bool:
-    """Whether FSDP has ranks to shard over; otherwise DistributedDataParallel runs."""
+    """Return whether FSDP has ranks to shard over; otherwise DistributedDataParallel runs."""
     return plan.sharding != "none" and plan.dp_shard * plan.cp > 1
 
 

@@ -1,4 +1,4 @@
-"""Which lines does the Trainer of transformers write?
+"""Reader of the log lines that the Trainer of transformers writes.
 
 transformers 5.23.0 and 4.x: `ProgressCallback` in trainer_callback.py shows a bar of tqdm on stderr, `training_bar`,
 without a description, and another one while it evaluates; what is logged is a Python dict, whose numbers are strings
@@ -27,7 +27,7 @@ class Reader:
         self._num_steps = ""
 
     def read(self, line: str) -> Seen | None:
-        """What a line says; None where it is not one of the Trainer."""
+        """Return what a line says; None where it is not one of the Trainer."""
         if "it]" in line or "it/s" in line:
             return self._bar(line)
         if "{'" not in line:

@@ -1,4 +1,4 @@
-"""What does `accelerate launch` start, by its config file or its options?  FSDP2 and DistributedDataParallel.
+"""Reader of what `accelerate launch` starts, by config file or options, with FSDP2 or DistributedDataParallel.
 
 Neither holds the model, and a config file no batch: these are given.  Plans for DeepSpeed are in a file of its own.
 Places are below accelerate/ in 1.15.0.
@@ -42,14 +42,14 @@ _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether a file is a config of `accelerate launch`, or a script that has one."""
+    """Return whether a file is a config of `accelerate launch`, or a script that has one."""
     if name.endswith((".yaml", ".yml")):
         return re.search(r"^distributed_type\s*:", text, re.MULTILINE) is not None
     return not name.endswith((".py", ".json", ".toml")) and _LAUNCH.search(text) is not None
 
 
 def read(text: str, given: Given) -> Launch:
-    """What the file starts, with the model, the batch and the sequence that are given."""
+    """Return the launch that the file starts, with the model, the batch and the sequence that are given."""
     if _LAUNCH.search(text):
         table, batch = _of_script(text, given)
     else:
@@ -97,7 +97,7 @@ def read(text: str, given: Given) -> Launch:
 
 
 def _of_script(text: str, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
-    """(the table that a config file would hold, the batch that the program is given) of the command."""
+    """Return (the table that a config file would hold, the batch that the program is given) of the command."""
     commands = read_script(text, given.variables).commands
     words = next((one.words for one in commands if _LAUNCH.search(" ".join(one.words))), None)
     if words is None or "launch" not in words:

@@ -1,4 +1,4 @@
-"""What does every exported file say of the plan that it starts?  The prediction, its interval and where it is from."""
+"""Header of exported files: the prediction of the plan that they start, its interval and its origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a target hand to a launcher?  The command of every device, its environment and the files that it reads."""
+"""Jobs that targets hand to launchers: the command of every device, its environment and the files that it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Line = list[str]  # words that stand on one line of a script
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchVariable:
-    """What a person may set in the environment; without a `default` it must be set."""
+    """Variable that a person may set in the environment; without a `default` it must be set."""
 
     name: str
     default: str | None
@@ -50,7 +50,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is started on every device.  `program` and `trailing` are shell words with expansions, quoted by hand.
+    """Program started on every device.  `program` and `trailing` are shell words with expansions, quoted by hand.
 
     `replaceable` is a group that a variable of that name with `_ARGS` in the environment replaces as a whole.
     """

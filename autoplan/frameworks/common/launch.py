@@ -1,4 +1,4 @@
-"""What do people run today?  A launch file of a framework, read into model, training and plan."""
+"""Launch files of frameworks, as they are read into model, training and plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoplan.spec.training import TrainingSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the person says beside the file, which wins over what the file says.
+    """Values that the person gives beside the file; they win over what the file says.
 
     Several formats hold no model or no number of devices; `variables` are those of the shell, by name; in `folder` lies
     what a script has beside it.
@@ -39,7 +39,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What a launch file starts.  `options` are those that the plan, model and training were read from, as written."""
+    """Run that a launch file starts.  `options` are those that plan, model and training were read from, as written."""
 
     target: str  # by its name among the targets of export
     framework: str  # by the name of its preset
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How files of one target are known and read.
+    """Recogniser and reader of the files of one target.
 
     `recognises` looks at a file's name and text; `read` raises an `InputError` that names what is missing or wrong.
     """

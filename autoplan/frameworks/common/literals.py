@@ -1,4 +1,4 @@
-"""What does a configuration written in Python say?  Calls with literals are followed, nothing is imported or run.
+"""Values in a configuration written in Python: calls with literals are followed, nothing is imported or run.
 
 A value is a literal, a list of values, a `Built` (a call, by the last name of what is called), or `Unknown`.
 """
@@ -41,7 +41,7 @@ def parse_python(text: str) -> ast.Module:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """What only running the file would tell, as it is written."""
+    """Text, as written, of an expression that only running the file would evaluate."""
 
     text: str
 
@@ -56,7 +56,7 @@ class Built:
     converters: list[Any] = field(default_factory=list)  # that changed it: `converter.build().convert(it)`
 
     def copy(self) -> Built:
-        """Another one, so that changing it leaves this one alone."""
+        """Return a copy, so that changing it leaves this one alone."""
         return Built(self.name, list(self.words), dict(self.named), list(self.converters))
 
 
@@ -90,7 +90,7 @@ class Module:
                 self._assign(statement, self.names)
 
     def call(self, name: str, named: Mapping[str, Any] | None = None) -> Any:
-        """What a function returns: its last assignments count, of conditions neither branch."""
+        """Return what a function returns: its last assignments count, of conditions neither branch."""
         if self.depth >= MOST_DEPTH:
             raise InputError(f"functions call one another more than {MOST_DEPTH} deep")
         self.depth += 1

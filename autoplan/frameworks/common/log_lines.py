@@ -1,4 +1,4 @@
-"""How do bytes that come in pieces become lines: without colours, control characters and the labels of launchers?"""
+"""Lines from bytes that come in pieces, without colours, control characters and the labels of launchers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cleaned_line(line: bytes) -> str:
 
 
 def split_label(line: str) -> tuple[str, str]:
-    """(the labels that launchers put before a line of one rank, each before that of the next, blank if none; the rest).
+    """Return (labels of launchers before a line of one rank, each before that of the next, blank if none; the rest).
 
     A moment among them tells ranks apart no more than the line itself does, and is no part of either.
     """

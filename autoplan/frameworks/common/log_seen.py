@@ -1,4 +1,4 @@
-"""What can one line of a training log say?"""
+"""Content of one line of a training log, and the interface of its readers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_STEP_S = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a line says, as far as it was understood.
+    """Content of a line, as far as it was understood.
 
     `times` holds, by source, seconds of a step, or what `Source` names: a rate a second or a moment in seconds.
     `pause` says that what the line ends or begins may take part in the next step's time.  `num_sequences` and `seq_len`

@@ -1,4 +1,4 @@
-"""Which options does a nested table of a launch file hold, which of them were understood, and which were not?"""
+"""Options in a nested table of a launch file, with a record of those that were understood and those that were not."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class Options:
         return f"{self._place}{key}"
 
     def has(self, key: str) -> bool:
-        """Whether the option has a value; null is none."""
+        """Return whether the option has a value; null is none."""
         return self._values.get(key) is not None
 
     def names(self) -> tuple[str, ...]:
-        """Of the options that stand there."""
+        """Return the names of the options that stand there."""
         return tuple(self._values)
 
     def value(self, key: str) -> Any:
@@ -152,7 +152,7 @@ class Options:
         return found
 
     def word(self, key: str, meanings: Mapping[str, Word], default: str | None = None) -> Word:
-        """What the word under a key means."""
+        """Return the meaning of the word under a key."""
         found = self.value(key)
         if found is None:
             found = self._default(key, default)
@@ -161,11 +161,11 @@ class Options:
         return meanings[found]
 
     def known(self, *keys: str) -> None:
-        """These options are understood and change neither time nor memory."""
+        """Mark these options as understood: they change neither time nor memory."""
         self._asked.update(keys)
 
     def left(self, why: str) -> tuple[Unread, ...]:
-        """What nobody asked for, in this table and those that were taken out of it."""
+        """Return the options that nobody asked for, in this table and those that were taken out of it."""
         here = [key for key, value in self._values.items() if value is not None and key not in self._asked]
         own = tuple(Unread(option=self.name(key), value=self.shown(key), why=why) for key in here)
         return own + tuple(one for inside in self._inside.values() for one in inside.left(why))

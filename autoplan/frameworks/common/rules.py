@@ -1,4 +1,4 @@
-"""Which plans does a framework admit?  Vectorised predicates, each with its place in the framework's source."""
+"""Rules on the plans that a framework admits: vectorised predicates, each with its place in the framework's source."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupportedWords:
-    """Which words of one axis a framework knows, the plain one first."""
+    """Words of one axis that a framework knows, the plain one first."""
 
     axis: str
     words: tuple[str, ...]
     source: str
 
     def rule(self) -> Rule:
-        """The rule that a plan takes one of them."""
+        """Return the rule that a plan takes one of them."""
         known = np.array([word in self.words for word in words_of(self.axis)])
 
         def is_one_of(workload: Workload, batch: PlanBatch) -> Bools:
@@ -54,7 +54,7 @@ class SupportedWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rulebook:
-    """What one framework admits, and where a search for it begins.
+    """Rules of one framework, and where a search under them begins.
 
     `rules` are all of them, those of `supported` among them; an axis that it does not name takes every word.
     """
@@ -80,7 +80,7 @@ def all_true(batch: PlanBatch) -> Bools:
 
 
 def legal(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch) -> Bools:
-    """Which plans obey every rule."""
+    """Return which plans obey every rule."""
     result = all_true(batch)
     for rule in rules:
         result &= rule.holds(workload, batch)
@@ -88,7 +88,7 @@ def legal(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch) -> Bool
 
 
 def legal_so_far(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch, known: frozenset[str]) -> Bools:
-    """Which plans no rule turns down that looks at nothing but the columns `known`; the others are not asked.
+    """Return the plans that no rule turns down that looks only at the columns `known`; other rules are not asked.
 
     What a rule looks at is watched while it answers, so that no rule has to say it.
     """
@@ -122,7 +122,7 @@ class _Watched:
 
 
 def broken(rules: tuple[Rule, ...], workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
-    """What a plan breaks, one line a rule; empty where it is legal."""
+    """Return the rules that a plan breaks, one line each; empty where it is legal."""
     batch = PlanBatch.of([plan], workload.model.num_layers)
     return tuple(
         f"{rule.says(workload, plan)} ({rule.source})" for rule in rules if not bool(rule.holds(workload, batch)[0])

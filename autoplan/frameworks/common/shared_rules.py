@@ -1,4 +1,4 @@
-"""What do several frameworks ask of a plan?  Rules without a place: each framework gives the one in its source."""
+"""Rules that several frameworks share, without a place: each framework gives the one in its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which commands does a bash script start?  Variables, arrays, conditions and here-documents are followed, never run.
+"""Commands that a bash script starts: variables, arrays, conditions, here-documents are followed, never run.
 
 This is not a shell: nothing is executed and no file is opened.  What only a running shell knows (a variable of the
 environment, the output of a command) stays in the words as it is written, so that a reader can name it.
@@ -54,7 +54,7 @@ class _Words(list[str]):
 
 
 def is_open(text: str) -> bool:
-    """Whether a word still holds what only a running shell knows."""
+    """Return whether a word still holds what only a running shell knows."""
     return "$" in text or "`" in text
 
 
@@ -68,7 +68,7 @@ class Command:
 
 @dataclass(slots=True)
 class Script:
-    """What a script says: its commands in order, its variables at the end, and what could not be decided."""
+    """Content of a script: its commands in order, its variables at the end, and what could not be decided."""
 
     commands: list[Command] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class _Token:
 
 
 def _end(text: str, at: int, depth: int = 0) -> int:
-    """Behind the quoted part or expansion that begins at `at`."""
+    """Return the position behind the quoted part or expansion that begins at `at`."""
     if depth > MOST_DEPTH:
         raise InputError(f"a shell word is nested more than {MOST_DEPTH} deep")
     first, second = text[at], text[at + 1 : at + 2]
@@ -390,7 +390,7 @@ class _State:
     # -- conditions ---------------------------------------------------------------------------------------------------
 
     def _condition(self, tokens: list[_Token]) -> bool | None:
-        """Whether tests joined by && and || hold; None where that cannot be told."""
+        """Return whether tests joined by && and || hold; None where that cannot be told."""
         holds: bool | None = True
         joint = "&&"
         part: list[_Token] = []
@@ -449,7 +449,7 @@ class _State:
         return [_checked(part) for part, _ in _joined(self._parts(raw, None), split=True)]
 
     def _parts(self, raw: str, unset: str | None, depth: int = 0) -> Iterator[tuple[str | list[str], bool]]:
-        """(text, or the items of an array; whether it is quoted) of every piece of a word."""
+        """Return (text, or the items of an array; whether it is quoted) of every piece of a word."""
         if depth > MOST_DEPTH:
             raise InputError(f"a shell word is nested more than {MOST_DEPTH} deep")
         at = 0
@@ -507,7 +507,7 @@ class _State:
         return raw if unset is None else unset
 
     def _expansion(self, piece: str, unset: str | None, depth: int) -> Value:
-        """What `${...}` and `$((...))` become; the output of a command stays as it is written."""
+        """Return the value of `${...}` or `$((...))`; the output of a command stays as it is written."""
         if piece.startswith("$((") and piece.endswith("))"):
             number = self._arithmetic(piece[3:-2])
             return piece if number is None else str(number)

@@ -1,4 +1,4 @@
-"""Which plans can no framework run?  What arithmetic alone forbids: ranks, sequences, heads, experts and layers."""
+"""Rules that hold for every framework, by arithmetic alone: on ranks, sequences, heads, experts and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How wide are the matrices that a rank multiplies?"""
+"""Widths of the matrices that a rank multiplies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def kv_groups(model: ModelSpec) -> int:
 
 
 def has_dense_mlp(model: ModelSpec) -> bool:
-    """Whether a layer has an MLP that is no expert."""
+    """Return whether a layer has an MLP that is no expert."""
     return any(Block.MLP in layer for layer in model.layers)
 
 

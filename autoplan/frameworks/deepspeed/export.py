@@ -1,4 +1,4 @@
-"""Which JSON makes DeepSpeed run a plan, and how is a training script started with it?
+"""Export of a plan to the JSON of DeepSpeed, and the command that starts a training script with it.
 
 Keys are those of DeepSpeed 0.19.8; places in comments are below deepspeed/ there.  The JSON holds no model and no
 devices: the script builds the one, the launcher gives the other.
@@ -48,7 +48,7 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
 
 
 def job(plan_file: PlanFile, version: str) -> Job:
-    """What starts the plan with a script that calls deepspeed.initialize, or with the Trainer of Transformers."""
+    """Return the job of a script that calls deepspeed.initialize, or of one with the Trainer of Transformers."""
     plan = plan_file.best.plan
     return Job(
         framework=f"DeepSpeed {version}",
@@ -68,7 +68,7 @@ def job(plan_file: PlanFile, version: str) -> Job:
 
 
 def _duties(plan: ParallelPlan) -> str:
-    """What of the plan the script has to do, as the JSON cannot."""
+    """Return the parts of the plan that the script has to carry out, as the JSON cannot."""
     duties = ["builds the model, calls deepspeed.initialize"]
     if plan.recompute == "full":
         duties.append("checkpoints the activations of every layer (--gradient_checkpointing of the Trainer)")

@@ -1,4 +1,4 @@
-"""Which lines does DeepSpeed write?
+"""Reader of the log lines that DeepSpeed writes.
 
 At edaa722 (2026-08) and v0.9.5, unless said: `PipelineEngine.train_batch` in runtime/pipe/engine.py ("iter time (s)", a
 mean over the steps since the last line; v0.4.3 too); `ThroughputTimer.stop` in utils/timer.py ("CurrSamplesPerSec" of
@@ -26,7 +26,7 @@ class Reader:
     """Reads lines of DeepSpeed."""
 
     def read(self, line: str) -> Seen | None:
-        """What a line says; None where it is not one of DeepSpeed."""
+        """Return what a line says; None where it is not one of DeepSpeed."""
         if "iter time (s)" in line and (pipe := _PIPE.search(line)):
             step_s = quantity(pipe[3])
             return Seen(step=int(pipe[1]), times=(("stated", step_s),), loss=number(pipe[2])) if step_s else None

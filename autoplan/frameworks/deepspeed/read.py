@@ -1,4 +1,4 @@
-"""Which plan does a configuration of DeepSpeed start, on its own or with the Trainer of Transformers?
+"""Reader of configurations of DeepSpeed, which it starts on its own or with the Trainer of Transformers.
 
 Keys, defaults and how the three batch sizes follow from one another are those of DeepSpeed 0.19.8, below deepspeed/.
 The model, the length of a sequence and the number of devices are no part of such a file.
@@ -75,7 +75,7 @@ _ADAM = ("adam", "adamw")
 
 
 def recognises(name: str, text: str) -> bool:
-    """A JSON table with the batch of a device or the section of ZeRO."""
+    """Return whether a file is a JSON table with the batch of a device or the section of ZeRO."""
     keys = "zero_optimization|train_micro_batch_size_per_gpu|train_batch_size"
     return text.lstrip()[:1] == "{" and re.search(rf'"({keys})"\s*:', text) is not None
 
@@ -209,7 +209,7 @@ def _optional(options: Options, key: str) -> int | None:
 
 
 def _copies(zero: Options, replicas: int) -> int:
-    """How many copies of the states there are with MiCS; DeepSpeed refuses its key since 0.19.7."""
+    """Return the number of copies of the states with MiCS; DeepSpeed refuses its key since 0.19.7."""
     size = zero.value("mics_shard_size")
     if size is None or (isinstance(size, int) and size <= 0):
         return 1
@@ -236,7 +236,7 @@ def _offload(zero: Options, unread: list[Unread]) -> Offload:
 
 
 def _recomputes(options: Options, trainer: dict[str, str], unread: list[Unread]) -> bool:
-    """Whether every layer is recomputed: the script says so, the file at most how."""
+    """Return whether every layer is recomputed: the script says so, the file at most how."""
     section = options.inside("activation_checkpointing")
     section.known("contiguous_memory_optimization", "profile", "synchronize_checkpoint_boundary")
     count = section.value("number_checkpoints")
@@ -256,7 +256,7 @@ def _recomputes(options: Options, trainer: dict[str, str], unread: list[Unread])
 
 
 def _unpriced(options: Options, zero: Options, unread: list[Unread]) -> None:
-    """What changes time or memory by an amount that is not priced."""
+    """Add to `unread` the options that change time or memory by an amount that is not priced."""
     zero.known(*_COSTLESS_ZERO)
     for key, priced in _PRICED.items():
         if not _is_auto(zero, key, unread) and zero.has(key) and zero.value(key) != priced:
@@ -288,7 +288,7 @@ def _number(section: Options, key: str, priced: float, unread: list[Unread]) -> 
 
 
 def _is_auto(section: Options, key: str, unread: list[Unread]) -> bool:
-    """Whether the Trainer fills the value in; if so it is told."""
+    """Return whether the Trainer fills the value in; if so it is told."""
     if section.value(key) != _AUTO:
         return False
     unread.append(_told(section, key, "the Trainer fills it in; priced as DeepSpeed's own value"))

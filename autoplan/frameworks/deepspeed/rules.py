@@ -1,4 +1,4 @@
-"""Which plans does DeepSpeed accept?
+"""Rules on the plans that DeepSpeed accepts.
 
 Places are files and lines of DeepSpeed edaa722 (0.19.6), below deepspeed/.  Tensor parallelism is AutoTP, or that of a
 Megatron whose mpu DeepSpeed is given; context parallelism is Ulysses; experts are those of AutoEP.

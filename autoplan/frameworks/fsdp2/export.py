@@ -1,4 +1,4 @@
-"""Which files give a plan to a training program of plain PyTorch?
+"""Export of a plan to files for a training program of plain PyTorch.
 
 The settings as JSON, and a short module that applies them to any model: what the program itself must know (which
 modules tensor parallelism splits, where a stage begins) no file can say.
@@ -25,7 +25,7 @@ SETTINGS, MODULE = "fsdp2.json", "fsdp2_plan.py"
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """What starts a training program that applies the settings."""
+    """Return the job that starts a training program that applies the settings."""
     _check(plan_file)
     about = [line.removeprefix("# ") for line in header(plan_file, "PyTorch FSDP2")]
     settings = {"about": about, **_settings(plan_file)}

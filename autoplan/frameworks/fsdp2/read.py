@@ -1,4 +1,4 @@
-"""What do the settings of PyTorch FSDP2 start that `autoplan export --to fsdp2` writes?  The model is given."""
+"""Reader of the settings of PyTorch FSDP2 that `autoplan export --to fsdp2` writes; the model is given."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autoplan.spec.training import TrainingSpec
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether a file holds such settings."""
+    """Return whether a file holds such settings."""
     return name.endswith(".json") and '"fully_shard"' in text and '"mesh"' in text
 
 
 def read(text: str, given: Given) -> Launch:
-    """What the settings start, with the model that is given."""
+    """Return the launch that the settings start, with the model that is given."""
     options = Options(parse_json(text, "the file"))
     model = given.model
     if model is None:
@@ -60,7 +60,7 @@ def read(text: str, given: Given) -> Launch:
 
 
 def _recompute(options: Options) -> dict[str, Any]:
-    """Of every stage, the first layers that are recomputed: null stands for all."""
+    """Read how many layers are recomputed, the first ones of every stage: null stands for all."""
     if not options.has("recompute_layers"):
         options.known("recompute_layers")
         return {"recompute": "full"}

@@ -1,4 +1,4 @@
-"""Which plans does plain PyTorch run: fully_shard (FSDP2), DTensor tensor parallelism, torch.distributed.pipelining?
+"""Rules on the plans of plain PyTorch: fully_shard (FSDP2), DTensor tensor parallelism, torch.distributed.pipelining.
 
 Places are files and lines of PyTorch 2.13.0.  States that are not sharded are those of `replicate`, which is built on
 FSDP2: DistributedDataParallel under a schedule that splits the backward pass, or with tensor parallelism in a pipeline,

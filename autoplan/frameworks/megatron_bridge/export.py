@@ -1,4 +1,4 @@
-"""Which Python file makes Megatron-Bridge run a plan?
+"""Export of a plan to a Python file with which Megatron-Bridge runs it.
 
 It starts from the settings that all its pretraining recipes share and assigns attributes, which is what the releases
 from 0.3 on and main (067f987) have in common.  Fields are those of Megatron-Core, after the options of Megatron-LM.
@@ -47,7 +47,7 @@ _IMPORTS = (
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """What starts the plan where Megatron-Bridge is installed."""
+    """Return the job that starts the plan where Megatron-Bridge is installed."""
     return Job(
         framework="Megatron-Bridge",
         environment=environment(plan_file),

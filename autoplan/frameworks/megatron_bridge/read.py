@@ -1,4 +1,4 @@
-"""What does a recipe of Megatron-Bridge start?  Python files that assign attributes, and command lines of overrides.
+"""Reader of recipes of Megatron-Bridge: Python files that assign attributes, and command lines of overrides.
 
 A file is parsed, never imported or run: assignments of literals to attributes of the configuration are followed in
 their order, through functions of the same file.
@@ -83,7 +83,7 @@ _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validatio
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether a file looks like a recipe of Megatron-Bridge, or starts one."""
+    """Return whether a file looks like a recipe of Megatron-Bridge, or starts one."""
     return "megatron.bridge" in text or any(entry in text for entry in ENTRIES)
 
 
@@ -158,7 +158,7 @@ def _literal_word(word: str) -> Any:
 
 
 def _stem(recipe: str) -> str:
-    """What is left of a recipe's name without task, devices and precision."""
+    """Return a recipe's name without task, devices and precision."""
     return re.split(r"_(?:pretrain|sft|peft|lora|dora|finetune|config)", recipe)[0]
 
 

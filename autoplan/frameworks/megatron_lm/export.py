@@ -1,4 +1,4 @@
-"""Which command line makes Megatron-LM's pretrain_gpt.py run a plan?
+"""Export of a plan to a command line of Megatron-LM's pretrain_gpt.py.
 
 Options are those of Megatron-LM d98e8a6 (core 0.20); places in comments are below megatron/ there.
 """
@@ -114,7 +114,7 @@ def _check_training(plan_file: PlanFile, says: str) -> None:
 
 
 def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
-    """How many queues the device reads: one orders collectives before Blackwell, FSDP needs several.
+    """Return the variable of the device's queues: one orders collectives before Blackwell, FSDP needs several.
 
     Both are asserted: training/arguments.py:1166 and :1477.
     """

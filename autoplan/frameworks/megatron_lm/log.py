@@ -1,4 +1,4 @@
-"""Which lines does Megatron-LM write?  Megatron-Bridge and Megatron-DeepSpeed write the same.
+"""Reader of the log lines that Megatron-LM writes; Megatron-Bridge and Megatron-DeepSpeed write the same.
 
 `training_log` in megatron/training/training.py at d98e8a6 (2026-08), core_v0.15.0, core_v0.8.0 (from which on a line
 begins with the moment) and megatron/training.py at v2.5 and v2.0: the same fields between bars throughout.  Some forks
@@ -28,7 +28,7 @@ class Reader:
     """Reads lines of Megatron-LM."""
 
     def read(self, line: str) -> Seen | None:
-        """What a line says; None where it is not one of Megatron-LM."""
+        """Return what a line says; None where it is not one of Megatron-LM."""
         if "elapsed time per iteration" in line:
             step, time = _STEP.search(line), _TIME.search(line)
             step_s = quantity(time[2], 1e-3 if time[1] == "ms" else 1.0) if time else None

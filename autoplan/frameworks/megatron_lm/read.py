@@ -1,4 +1,4 @@
-"""What does a launch script of Megatron-LM's pretrain_gpt.py start?  Bash scripts and plain lists of options."""
+"""Reader of launch scripts of Megatron-LM's pretrain_gpt.py: bash scripts and plain lists of options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether a file looks like a launch of Megatron-LM."""
+    """Return whether a file looks like a launch of Megatron-LM."""
     if any(entry in text for entry in ENTRIES):
         return True
     return (
@@ -101,7 +101,7 @@ def given_arguments(words: Sequence[str]) -> list[Argument]:
 
 
 def num_devices(before: Sequence[str], script: Script, text: str) -> int | None:
-    """How many devices a launcher's words, directives of Slurm or variables start; None where nothing says."""
+    """Return the devices that a launcher's words, directives of Slurm or variables start; None where nothing says."""
     options = _options(before)
     if any("torchrun" in word or "torch.distributed" in word for word in before):
         per_node, nodes = options.get("nproc_per_node", "1"), options.get("nnodes", "1").partition(":")[0]

@@ -1,4 +1,4 @@
-"""Which plans does Megatron-LM's pretrain_gpt.py accept?
+"""Rules on the plans that Megatron-LM's pretrain_gpt.py accepts.
 
 Places are files and lines of Megatron-LM d98e8a6 (core 0.20), below megatron/; those of Transformer Engine, which
 Megatron-LM calls for attention under context parallelism, name functions.  A rule stands here only where a plan can

@@ -15,7 +15,7 @@ BRIDGE = "bridge"  # the notation of Megatron-Bridge (067f987)
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """What is known while arguments are read: the model (or the one that they start from), and the fields so far."""
+    """State of reading arguments: the model (or the one that they start from), and the fields so far."""
 
     arguments: Arguments
     model: ModelSpec | None

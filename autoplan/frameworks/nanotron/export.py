@@ -1,4 +1,4 @@
-"""Which YAML makes nanotron's run_train.py run a plan?
+"""Export of a plan to the YAML of nanotron's run_train.py.
 
 Keys are those of nanotron 2411b02 (2026-04); places in comments are below src/nanotron/ there.
 """
@@ -84,7 +84,7 @@ def nanotron_config(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """What starts the plan in a checkout of nanotron.
+    """Return the job that starts the plan in a checkout of nanotron.
 
     One queue to the device is asserted in parallel/tensor_parallel/nn.py:82.
     """

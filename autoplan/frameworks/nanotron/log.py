@@ -1,4 +1,4 @@
-"""Which lines does nanotron write?
+"""Reader of the log lines that nanotron writes.
 
 `LoggerWriter.add_scalars_from_list` in src/nanotron/logging.py at v0.1 (43b5e6b) and v0.5, logging/base.py at 2411b02
 (2026-04), of what `train_step_logs` in trainer.py gives it: `elapsed_time_per_iteration_ms`, since 2026
@@ -25,7 +25,7 @@ class Reader:
     """Reads lines of nanotron."""
 
     def read(self, line: str) -> Seen | None:
-        """What a line says; None where it is not one of nanotron."""
+        """Return what a line says; None where it is not one of nanotron."""
         if "time_per_iteration_ms" in line:
             step, time = _STEP.search(line), _TIME.search(line)
             milliseconds = _human(time[1]) if time else None

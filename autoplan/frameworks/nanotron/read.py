@@ -1,4 +1,4 @@
-"""Which model and plan does a configuration of nanotron start?
+"""Reader of configurations of nanotron: the model and the plan that they start.
 
 Keys and defaults are those of nanotron 2411b02 (2026-04), src/nanotron/config/.
 """
@@ -41,7 +41,7 @@ _FLASH = ("flash_attention_2", "sdpa", "ring", "ring_flash_triton", "llama3_ring
 
 
 def recognises(name: str, text: str) -> bool:
-    """By its sections."""
+    """Return whether a file is a configuration of nanotron, by its sections."""
     return all(re.search(rf"^ *{key}:", text, re.MULTILINE) for key in ("parallelism", "model_config", "tokens"))
 
 
@@ -172,7 +172,7 @@ def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: Mode
 
 
 def _unpriced(options: Options, model: Options, optimizer: Options, unread: list[Unread]) -> None:
-    """What changes time or memory by an amount that is not priced."""
+    """Add to `unread` the options that change time or memory by an amount that is not priced."""
     optimizer.known("weight_decay", "weight_decay_exclude_named_params", "clip_grad", "learning_rate_scheduler")
     factory = optimizer.inside("optimizer_factory")
     for section in (factory, optimizer):  # of old, beside zero_stage

@@ -1,4 +1,4 @@
-"""Which plans does nanotron accept, and how does it cut a model into pipeline stages?
+"""Rules on the plans that nanotron accepts, and its division of a model into pipeline stages.
 
 Places are files and lines of nanotron 2411b02 (2026-04), below src/nanotron/.  The vocabulary is padded to a
 multiple of tp (helpers.py:52), and embeddings may be tied across stages.

@@ -1,4 +1,4 @@
-"""Which experiment file makes Primus run a plan with its Megatron backend?
+"""Export of a plan to an experiment file with which Primus runs it with its Megatron backend.
 
 Keys are the arguments of Megatron-LM, which Primus sets by name over its presets; places are in Primus fd1eeab, below
 primus/.  Whatever a preset would set otherwise than the plan means is written down.
@@ -23,7 +23,7 @@ NAME = "primus.yaml"
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """What starts the plan in a checkout of Primus."""
+    """Return the job that starts the plan in a checkout of Primus."""
     return Job(
         framework="Primus",
         environment=(*environment(plan_file), *_amd(plan_file)),
@@ -84,7 +84,7 @@ def overrides(plan_file: PlanFile) -> dict[str, Any]:
 
 
 def _amd(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
-    """What Primus' own launcher sets on AMD devices (runner/helpers/envs/base_env.sh)."""
+    """Return the variables that Primus' own launcher sets on AMD devices (runner/helpers/envs/base_env.sh)."""
     if plan_file.cluster.device.vendor != "amd":
         return ()
     return (

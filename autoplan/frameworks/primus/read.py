@@ -1,4 +1,4 @@
-"""What does an experiment file of Primus start?  YAML whose keys are the arguments of Megatron-LM, over presets."""
+"""Reader of experiment files of Primus: YAML whose keys are the arguments of Megatron-LM, over presets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _IDLE = re.compile(r"(use_turbo|enable_primus_turbo|turbo_|patch_|zero_bubble|of
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether a file looks like an experiment of Primus."""
+    """Return whether a file looks like an experiment of Primus."""
     return name.endswith((".yaml", ".yml")) and "pre_trainer:" in text and "modules:" in text
 
 

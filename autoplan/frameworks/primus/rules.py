@@ -1,4 +1,4 @@
-"""Which plans does Primus accept?  Those of Megatron-LM, whose code it runs, and two zero-bubble schedules beside.
+"""Rules on the plans of Primus: those of Megatron-LM, whose code it runs, and two zero-bubble schedules beside.
 
 Places are files and lines of Primus fd1eeab (2026-08), below primus/.  Of its split-backward schedules zero-bubble is
 ZB-H1 (as many micro-batches in flight as 1F1B) and zbv-formatted is ZB-V; v-half and v-min, which trade speed for
@@ -25,7 +25,7 @@ ALGORITHMS = {"zb-h1": "zero-bubble", "zb-v": "zbv-formatted"}
 
 
 def is_split(batch: PlanBatch) -> Bools:
-    """Which plans put off the gradients of the weights."""
+    """Return which plans put off the gradients of the weights."""
     return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
@@ -48,7 +48,7 @@ def _split_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _split_recompute(workload: Workload, batch: PlanBatch) -> Bools:
-    """What waits for the gradients of the weights holds the inputs that recomputation would free."""
+    """Gradients of the weights that are put off keep the inputs that recomputation would free."""
     return ~is_split(batch) | (batch.recompute == Recompute.NONE.code)
 
 

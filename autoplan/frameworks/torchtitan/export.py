@@ -1,4 +1,4 @@
-"""Which files make torchtitan run a plan?
+"""Export of a plan to the files with which torchtitan runs it.
 
 Version 0.3 and main are configured by a function in a Python module, version 0.2 by a TOML file.  Places are below
 torchtitan/ in the wheels of 0.3.0 and 0.2.2 and in b5bcd76 (main, 2026-08).
@@ -43,7 +43,7 @@ class Code:
 
 
 def job(plan_file: PlanFile, version: str) -> Job:
-    """What starts the plan with an installed torchtitan of `version`."""
+    """Return the job that starts the plan with an installed torchtitan of `version`."""
     _check(plan_file, version)
     if version == "0.2":
         program, trailing = "-m torchtitan.train", (f'--job.config_file "$HERE/{TOML}"',)
@@ -196,7 +196,7 @@ def _compiles(training: TrainingSpec) -> bool:
 
 
 def _converters(plan: ParallelPlan, model: ModelSpec, *, compiled: bool) -> list[tuple[str, str]]:
-    """(class, configured) of what changes the model for a precision; the head and the router stay in 16 bits."""
+    """Return (class, configured) of what changes the model for a precision; head and router stay in 16 bits."""
     prefix = CONVERTERS.get(plan.precision)
     if prefix is None:
         return []
@@ -333,7 +333,7 @@ def _literal(value: Any) -> str:
 
 
 def _is_names(value: Any) -> bool:
-    """Whether a value holds only words without quotes, which may then be double."""
+    """Return whether a value holds only words without quotes, which may then be double."""
     if isinstance(value, list):
         return all(_is_names(one) for one in value)
     return isinstance(value, str) and '"' not in value and "'" not in value and "\\" not in value

@@ -1,4 +1,4 @@
-"""Which lines does torchtitan write?
+"""Reader of the log lines that torchtitan writes.
 
 `MetricsProcessor.log` and `log_validation` in torchtitan/components/metrics.py at b5bcd76 (2026-08), v0.2.2, v0.2.0 and
 v0.1.0; earlier in train.py: `wps` in place of `tps` (e62573d), and at first `iter`, the seconds of a step (6d9e4e6).
@@ -27,7 +27,7 @@ class Reader:
     """Reads lines of torchtitan."""
 
     def read(self, line: str) -> Seen | None:
-        """What a line says; None where it is not one of torchtitan."""
+        """Return what a line says; None where it is not one of torchtitan."""
         if "aving the checkpoint" in line:
             return Seen(pause="checkpoint")
         if "step: " not in line or not (step := _STEP.search(line)):

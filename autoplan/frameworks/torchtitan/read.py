@@ -1,4 +1,4 @@
-"""What does a configuration of torchtitan start?
+"""Reader of configurations of torchtitan.
 
 A function of a config registry (0.3, in Python), a command line that names one and changes some values (0.3), or a
 TOML file (0.2).  Defaults are those of config/configs.py of 0.3.0 and config/job_config.py of 0.2.2.
@@ -44,7 +44,7 @@ _OLD_FILE = "job.config_file"  # whose name is an option of 0.2
 
 @dataclass(slots=True)
 class Found:
-    """What a file says, whatever its form: nested options under their names of 0.3, and what they rest on."""
+    """Content of a file, whatever its form: nested options under their names of 0.3, and what they rest on."""
 
     options: dict[str, Any]
     model: ModelSpec | None  # None where the file does not say
@@ -56,7 +56,7 @@ class Found:
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether a file is a registry module, a script or a TOML file of torchtitan."""
+    """Return whether a file is a registry module, a script or a TOML file of torchtitan."""
     if name.endswith(".toml"):
         return re.search(r"^\s*\[(parallelism|training)\]", text, re.MULTILINE) is not None and (
             "data_parallel_" in text or "local_batch_size" in text
@@ -67,7 +67,7 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, given: Given) -> Launch:
-    """What the file starts."""
+    """Return the launch that the file starts."""
     if (table := _toml(text)) is not None:
         found = _of_toml(table)
     elif re.search(r"^(from|import|def) ", text, re.MULTILINE) and "Trainer.Config" in text:
@@ -276,19 +276,19 @@ def _module_beside(module: str, given: Given) -> str | None:
 
 
 def _start(command: Command) -> int | None:
-    """Where among the words of a command the program stands that trains."""
+    """Return the index of the training program among the words of a command; None where it has none."""
     ends = (*_TRAINS, *_ENTRIES)
     return next((at for at, word in enumerate(command.words) if word.endswith(ends)), None)
 
 
 def _named_by(variables: dict[str, str]) -> list[str]:
-    """As run_train.sh reads them."""
+    """Return the options for module and config that run_train.sh makes of the variables."""
     module, config = variables.get("MODULE", "llama3"), variables.get("CONFIG", "llama3_debugmodel")
     return ["--module", module, "--config", config]
 
 
 def _command_line(words: list[str]) -> tuple[dict[str, Any], str | None, list[Unread]]:
-    """(options by dotted name, the policy of activation checkpointing, what is not read)."""
+    """Return (options by dotted name, the policy of activation checkpointing, what is not read)."""
     options: dict[str, Any] = {}
     policy, unread, at = None, [], 0
     while at < len(words):
@@ -340,7 +340,7 @@ def _devices(words: list[str], variables: dict[str, str]) -> int | None:
 
 
 def _base(module: Any, config: Any, given: Given) -> Found:
-    """What a named config starts from."""
+    """Return the configuration that a named config starts from."""
     known = _known()
     if module is None or config is None:
         raise InputError("the command names no --module and --config of torchtitan 0.3")

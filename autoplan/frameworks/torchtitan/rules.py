@@ -1,4 +1,4 @@
-"""Which plans does torchtitan accept?
+"""Rules on the plans that torchtitan accepts.
 
 Places are files and lines of torchtitan b5bcd76 (2026-08), below torchtitan/, and of PyTorch 2.13.0, whose pipeline
 schedules it runs, below torch/.  Unsharded and sharded states are those of FSDP2, so that any schedule may go with

@@ -1,4 +1,4 @@
-"""How does the built-in trainer run a plan?  It reads the plan file itself."""
+"""Export of a plan to the built-in trainer, which reads the plan file itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILE = "plan.json"
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
-    """What starts `autoplan run` on every device."""
+    """Return the job that starts `autoplan run` on every device."""
     check_model(plan_file.model)
     check_legal(RULES, plan_file.model, plan_file.training, plan_file.best.plan, DECLINES)
     return Job(

@@ -1,4 +1,4 @@
-"""Which lines does the built-in trainer write?  One a step: its number, seconds, and the loss."""
+"""Log lines of the built-in trainer, one a step: its number, seconds, and the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LINE = re.compile(r"trainer step (\d{1,12}) \| (\S{1,30}) s \| loss (\S{1,30})"
 
 
 def line(step: int, step_s: float, loss: float) -> str:
-    """What is written after a step."""
+    """Return the line that is written after a step."""
     return f"trainer step {step} | {step_s:.6g} s | loss {loss:.6g}\n"
 
 
@@ -18,7 +18,7 @@ class Reader:
     """Reads lines of the built-in trainer."""
 
     def read(self, line: str) -> Seen | None:
-        """What a line says; None where it is not one of the trainer's."""
+        """Return what a line says; None where it is not one of the trainer's."""
         found = _LINE.search(line) if "trainer step" in line else None
         seconds = quantity(found[2]) if found else None
         if found is None or seconds is None:

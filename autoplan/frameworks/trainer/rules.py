@@ -1,4 +1,4 @@
-"""Which plans does the built-in trainer run?
+"""Rules on the plans that the built-in trainer runs.
 
 Those of plain PyTorch, but for what the trainer itself does not do.  ZeRO-1 is `fully_shard` whose gradients are
 reduced once a step, so that DistributedDataParallel, wrong under several of these plans, is never used.  Places are
